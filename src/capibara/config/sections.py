@@ -1,0 +1,346 @@
+"""The sections of :class:`~capibara.config.ModularModelConfig`: one frozen, hashable class a TOML table.
+
+A field states its type, its range, its default and what it means in one place; the error texts, the TOML
+writer and ``describe()`` are all derived from that. Rules that tie several fields together are in each
+class's ``_rules``. Types are strict: ``"6"`` is not an integer, ``true`` is not one either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from capibara.config.problems import Problem, SettingsError, problems_from_validation
+
+__all__ = [
+    "BlockKind",
+    "CheckpointSection",
+    "DTypeName",
+    "DataSection",
+    "GenerateSection",
+    "ModelSection",
+    "OptimizerSection",
+    "PrecisionSection",
+    "SSMSection",
+    "Section",
+    "TPUSection",
+    "TrainSection",
+    "VQSection",
+]
+
+BlockKind = Literal["attention", "ssm", "vq"]
+DTypeName = Literal["bfloat16", "float16", "float32", "float64"]
+
+_Width = Annotated[int, Field(ge=1, le=1_048_576)]
+_Length = Annotated[int, Field(ge=1, le=16_777_216)]
+_Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+_Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+_Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+_Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+# A path may not be empty or hold control characters (a NUL ends a C string, a newline breaks logs).
+_Path = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+def _listed(**limits: Any) -> Any:
+    """A TOML list for a tuple field: the list itself converts, its entries stay strict."""
+    return Field(strict=False, **limits)
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys, and errors that a reader can act on."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise SettingsError(problems_from_validation(error, type(self))) from None
+        broken = list(self._rules())
+        if broken:
+            raise SettingsError(broken)
+
+    def _rules(self) -> Iterator[Problem]:
+        """Yield what is wrong between fields that are each right alone."""
+        yield from ()
+
+    def replace(self, **changes: Any) -> Any:
+        """A checked copy with some fields changed (``model_copy(update=…)`` would not check)."""
+        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+
+class SSMSection(Section):
+    """``[model.ssm]``: the selective state-space block."""
+
+    state_dim: _Width = Field(default=32, description="size N of the recurrent state of one channel")
+    head_dim: _Width = Field(
+        default=32, description="channels that share one decay; divides expand * embed_dim"
+    )
+    expand: Annotated[int, Field(ge=1, le=64)] = Field(default=2, description="inner width / embed_dim")
+    conv_width: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=4, description="taps of the causal convolution"
+    )
+    chunk_length: _Length = Field(default=64, description="tokens computed as one block of the scan")
+
+
+class VQSection(Section):
+    """``[model.vq]``: the vector-quantised bottleneck."""
+
+    codebook_size: Annotated[int, Field(ge=2, le=16_777_216)] = Field(
+        default=256, description="number of code vectors"
+    )
+    decay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.99, description="decay of the moving averages"
+    )
+    commitment_weight: Annotated[float, Field(ge=0.0, le=1000.0)] = Field(
+        default=0.25, description="weight of the commitment loss"
+    )
+    dead_code_threshold: Annotated[float, Field(ge=0.0, le=1e9)] = Field(
+        default=1.0,
+        description="codes whose averaged count of vectors a step is below this are drawn anew; 0: never",
+    )
+
+
+class ModelSection(Section):
+    """``[model]``: the decoder language model."""
+
+    vocab_size: Annotated[int, Field(ge=2, le=16_777_216)] = Field(
+        default=256, description="number of token ids"
+    )
+    embed_dim: _Width = Field(default=192, description="width of the residual stream")
+    num_layers: Annotated[int, Field(ge=1, le=4096)] = Field(default=6, description="number of blocks")
+    pattern: Annotated[tuple[BlockKind, ...], _listed(min_length=1, max_length=4096)] = Field(
+        default=("attention",), description="kinds of block, cycled until there are num_layers"
+    )
+    num_heads: _Width = Field(default=6, description="query heads")
+    num_kv_heads: _Width = Field(default=6, description="key and value heads; divides num_heads")
+    head_dim: _Width | None = Field(
+        default=None, description="width of a head; left out: embed_dim / num_heads"
+    )
+    mlp_dim: _Width | None = Field(
+        default=None, description="hidden width of SwiGLU; left out: 8/3 embed_dim rounded up to 64"
+    )
+    max_sequence_length: _Length = Field(
+        default=256, description="longest sequence, and size of the decoding cache"
+    )
+    tie_embeddings: bool = Field(
+        default=True, description="the output head is the transposed token embedding"
+    )
+    rope_theta: Annotated[float, Field(gt=1.0, le=1e12)] = Field(
+        default=10000.0, description="base of RoPE's wavelengths"
+    )
+    norm_epsilon: Annotated[float, Field(gt=0.0, le=0.1)] = Field(
+        default=1e-5, description="added under RMSNorm's root"
+    )
+    dropout_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.0, description="after each block, in training"
+    )
+    remat: Literal["none", "dots", "full"] = Field(
+        default="none", description="what backward recomputes: nothing, all but matrix products, everything"
+    )
+    scan_layers: Literal["auto", "scan", "unroll"] = Field(
+        default="auto", description="whether repeated blocks compile to one loop body"
+    )
+    ssm: SSMSection = Field(default=SSMSection(), description="the state-space block")
+    vq: VQSection = Field(default=VQSection(), description="the vector-quantised bottleneck")
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """``head_dim``, or ``embed_dim // num_heads`` where it is left out."""
+        return self.head_dim if self.head_dim is not None else self.embed_dim // self.num_heads
+
+    @property
+    def resolved_mlp_dim(self) -> int:
+        """``mlp_dim``, or ``8/3 * embed_dim`` rounded up to a multiple of 64 where it is left out."""
+        return self.mlp_dim if self.mlp_dim is not None else -(-8 * self.embed_dim // (3 * 64)) * 64
+
+    @property
+    def block_kinds(self) -> tuple[BlockKind, ...]:
+        """The kind of every block: ``pattern`` cycled to ``num_layers`` entries."""
+        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+
+    def _rules(self) -> Iterator[Problem]:
+        heads, kv_heads, width = self.num_heads, self.num_kv_heads, self.embed_dim
+        if "attention" in self.block_kinds:
+            if heads % kv_heads:
+                fitting = [n for n in range(1, min(heads, 4096) + 1) if heads % n == 0]
+                yield Problem(
+                    "num_kv_heads",
+                    f"got {kv_heads}, expected a divisor of num_heads = {heads} ({_shortened(fitting)}). "
+                    "Set both together",
+                )
+            if self.head_dim is None and width % heads:
+                yield Problem(
+                    "embed_dim",
+                    f"got {width}, expected a multiple of num_heads = {heads} (such as "
+                    f"{-(-width // heads) * heads}), because head_dim is left out. "
+                    "Change one of them or give head_dim",
+                )
+            elif self.resolved_head_dim % 2:
+                how = "given" if self.head_dim is not None else f"= embed_dim {width} / num_heads {heads}"
+                yield Problem(
+                    "head_dim",
+                    f"got {self.resolved_head_dim} ({how}), expected an even number: RoPE turns pairs",
+                )
+        inner = self.ssm.expand * width
+        if "ssm" in self.block_kinds and inner % self.ssm.head_dim:
+            yield Problem(
+                "ssm.head_dim",
+                f"got {self.ssm.head_dim}, expected a divisor of ssm.expand * embed_dim = "
+                f"{self.ssm.expand} * {width} = {inner}",
+            )
+
+
+def _shortened(values: list[int], most: int = 12) -> str:
+    shown = ", ".join(map(str, values[:most]))
+    return shown if len(values) <= most else f"{shown}, …"
+
+
+class PrecisionSection(Section):
+    """``[precision]``: in which type numbers are kept, computed and summed."""
+
+    param_dtype: DTypeName = Field(default="float32", description="of parameters and optimizer state")
+    compute_dtype: DTypeName = Field(default="float32", description="of activations and matrix products")
+    accumulate_dtype: DTypeName = Field(default="float32", description="of sums, softmax, norms and the loss")
+
+
+class TPUSection(Section):
+    """``[tpu]``: the device mesh the model is meant for."""
+
+    enabled: bool = Field(default=False, description="whether the run wants a TPU slice")
+    num_chips: Annotated[int, Field(ge=1, le=1_048_576)] = Field(
+        default=32, description="devices in the mesh"
+    )
+    topology: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        default="4x8", description="shape of the mesh, one number an axis"
+    )
+    mesh_axes: Annotated[tuple[_Name, ...], _listed(min_length=1, max_length=8)] = Field(
+        default=("data", "model"), description="names of the mesh axes, one a number in topology"
+    )
+    memory_limit_gb: Annotated[float, Field(gt=0.0, le=4096.0)] = Field(
+        default=32.0, description="memory a device may use, in GiB"
+    )
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """``topology`` as numbers: ``"4x8"`` is ``(4, 8)``."""
+        from capibara.hardware.topology import parse_topology
+
+        return parse_topology(self.topology).shape
+
+    def _rules(self) -> Iterator[Problem]:
+        from capibara.hardware.topology import TopologyError, parse_topology
+
+        try:
+            topology = parse_topology(self.topology)
+        except TopologyError as error:
+            yield Problem("topology", str(error))
+            return
+        if topology.size != self.num_chips:
+            product = " x ".join(map(str, topology.shape))
+            yield Problem(
+                "topology",
+                f"got {self.topology!r}, which is {product} = {topology.size} chips, expected num_chips = "
+                f"{self.num_chips}. Change one of them",
+            )
+        if len(self.mesh_axes) != len(topology.shape):
+            yield Problem(
+                "mesh_axes",
+                f"got {len(self.mesh_axes)} names {list(self.mesh_axes)!r}, expected {len(topology.shape)}, "
+                f"one for each number in topology {self.topology!r}",
+            )
+        if len(set(self.mesh_axes)) != len(self.mesh_axes):
+            yield Problem("mesh_axes", f"got {list(self.mesh_axes)!r}, expected names that differ")
+
+
+class TrainSection(Section):
+    """``[train]``: the training loop."""
+
+    steps: _Count = Field(default=800, description="optimizer steps")
+    batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = Field(default=16, description="sequences a step")
+    sequence_length: _Length = Field(default=256, description="tokens a sequence")
+    seed: _Seed = Field(default=0, description="of initial parameters, data order and dropout")
+    eval_every: _Count = Field(default=200, description="steps between validations")
+    eval_batches: _Count = Field(default=8, description="batches a validation")
+    log_every: _Count = Field(default=10, description="steps between lines in metrics.jsonl")
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65_536)] = Field(
+        default=1, description="parts that a batch is split into to save memory; divides batch_size"
+    )
+    max_seconds: Annotated[float, Field(gt=0.0, le=1e9)] | None = Field(
+        default=None, description="stop after this long; left out: no limit"
+    )
+
+    def _rules(self) -> Iterator[Problem]:
+        if self.batch_size % self.gradient_accumulation_steps:
+            yield Problem(
+                "gradient_accumulation_steps",
+                f"got {self.gradient_accumulation_steps}, expected a divisor of batch_size = "
+                f"{self.batch_size}",
+            )
+
+
+class OptimizerSection(Section):
+    """``[optimizer]``: AdamW (arXiv:1711.05101) or Lion (arXiv:2302.06675), warm-up, cosine decay."""
+
+    name: Literal["adamw", "lion"] = Field(default="adamw", description="the method")
+    learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = Field(default=2e-3, description="highest rate")
+    warmup_steps: Annotated[int, Field(ge=0, le=1_000_000_000)] = Field(
+        default=50, description="steps from 0 to learning_rate, in a straight line"
+    )
+    final_learning_rate_fraction: _Fraction = Field(
+        default=0.1, description="rate at the last step / learning_rate"
+    )
+    weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = Field(
+        default=0.1, description="decoupled, on matrices"
+    )
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.9, description="decay of the first moment"
+    )
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.95, description="decay of the second moment"
+    )
+    grad_clip_norm: Annotated[float, Field(ge=0.0, le=1e9)] = Field(
+        default=1.0, description="largest global norm of the gradients; 0: not clipped"
+    )
+
+
+class DataSection(Section):
+    """``[data]``: the text."""
+
+    paths: Annotated[tuple[_Path, ...], _listed(max_length=65_536)] = Field(
+        default=(), description="files or folders; empty: CPython's own documentation text"
+    )
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        default=0.05, description="part held out"
+    )
+
+
+class CheckpointSection(Section):
+    """``[checkpoint]``: saved states."""
+
+    directory: _Path = Field(default="runs/demo", description="folder of the run")
+    every_steps: _Count = Field(default=200, description="steps between checkpoints")
+    keep: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        default=2, description="newest checkpoints that stay"
+    )
+    resume: bool = Field(default=True, description="go on from the newest checkpoint in the folder")
+
+
+class GenerateSection(Section):
+    """``[generate]``: sampling."""
+
+    max_tokens: _Count = Field(default=400, description="tokens to write")
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
+        default=0.7, description="0: always the likeliest token"
+    )
+    top_k: Annotated[int, Field(ge=0, le=16_777_216)] = Field(
+        default=0, description="draw from the k likeliest; 0: all"
+    )
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.95, description="draw from the fewest tokens with this much probability; 1: all"
+    )
+    seed: _Seed = Field(default=0, description="of the draws")
