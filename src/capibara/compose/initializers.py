@@ -1,0 +1,101 @@
+"""How parameters and states start.
+
+An initialiser is ``init(key, shape, dtype) -> array``. These are frozen dataclasses, so that a model prints,
+compares and can be written down; any callable with that signature serves as well (``jax.nn.initializers`` too).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["Constant", "LogUniform", "Normal", "Scaled", "UnitRows", "ones", "zeros"]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is ``value``."""
+
+    value: float = 0.0
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        import jax.numpy as jnp
+
+        return jnp.full(shape, self.value, dtype)
+
+
+zeros = Constant(0.0)
+ones = Constant(1.0)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean 0 and standard deviation ``stddev``."""
+
+    stddev: float = 0.02
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        import jax
+
+        return (self.stddev * jax.random.normal(key, shape, "float32")).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Truncated normal with variance ``scale / fan_in`` (LeCun, 1998; He, 2015, with ``scale=2``).
+
+    Args:
+        scale: variance of the result for inputs of variance 1.
+        fan_in: how many leading dimensions of the shape are summed over.
+    """
+
+    scale: float = 1.0
+    fan_in: int = 1
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        import jax
+
+        # 0.8796… is the standard deviation of a unit normal cut at ±2, so that the variance is as said.
+        stddev = math.sqrt(self.scale / max(1, math.prod(shape[: self.fan_in]))) / 0.87962566103423978
+        return (stddev * jax.random.truncated_normal(key, -2.0, 2.0, shape, "float32")).astype(dtype)
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """``transform(exp(u))`` with u uniform between ``log(low)`` and ``log(high)``.
+
+    ``transform="log"`` stores the logarithm (decay rates); ``"softplus_inverse"`` stores what softplus maps back
+    (step sizes), as in Mamba (Gu and Dao, 2023).
+    """
+
+    low: float
+    high: float
+    transform: str = "log"
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        import jax
+        import jax.numpy as jnp
+
+        value = jax.random.uniform(key, shape, "float32", math.log(self.low), math.log(self.high))
+        if self.transform == "softplus_inverse":
+            value = jnp.exp(value)
+            value = value + jnp.log(-jnp.expm1(-value))
+        return value.astype(dtype)
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """Rows drawn evenly from the sphere of radius ``radius``."""
+
+    radius: float = 1.0
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        import jax
+        import jax.numpy as jnp
+
+        x = jax.random.normal(key, shape, "float32")
+        return (self.radius * x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)

@@ -1,0 +1,587 @@
+"""Logical models: blocks joined by named connections, nested to any depth.
+
+A :class:`Block` has ports, each a wire. A :class:`Primitive` is one operation. A :class:`Model` holds other blocks
+and joins their ports by name::
+
+    model = Model()
+    model |= Linear(64)(input="x", output="hidden")     # joins by name; new names become the model's own
+    model += Relu()                                      # += also joins input to the previous output
+    model += Linear(10)(output="logits")
+
+Nothing is computed here. Shapes and kinds are inferred while the model grows, so that a wrong connection is
+refused on the line that makes it, and the model stays as it was before that line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from capibara.compose.errors import KindError, ShapeError, Site, WiringError, user_site
+from capibara.compose.shapes import Constraint, Dim, Rest, Shape, as_shape, set_size, settle, transaction
+from capibara.compose.wires import Declaration, Kind, Wire, join
+from capibara.errors import did_you_mean
+
+__all__ = ["Block", "Child", "IOKey", "Model", "Placement", "Port", "Primitive"]
+
+
+class Port(NamedTuple):
+    """One end of a block: ``block.output``. Joining it to another port joins the two values."""
+
+    block: Block
+    key: str
+
+    @property
+    def wire(self) -> Wire:
+        return self.block.wires[self.key].find()
+
+    def __repr__(self) -> str:
+        return f"{self.block.label}.{self.key}"
+
+
+class IOKey(NamedTuple):
+    """A name in the model with more said of it: ``Linear(8)(output=IOKey("y", expose=True))``.
+
+    Args:
+        name: the connection's name.
+        shape: its shape, as in :func:`capibara.compose.shapes.as_shape`.
+        kind: "float", "int" or "bool".
+        expose: make it an output of the model even if another block uses it too.
+        axes: logical axis names, one a dimension.
+    """
+
+    name: str
+    shape: Iterable[Any] | None = None
+    kind: str | None = None
+    expose: bool = False
+    axes: tuple[str | None, ...] = ()
+
+
+class Placement(NamedTuple):
+    """A block and what its ports are to be joined to: what calling a block returns."""
+
+    block: Block
+    connections: Mapping[str, Any]
+    name: str | None = None
+
+
+class Child(NamedTuple):
+    """A block inside a model."""
+
+    name: str
+    block: Block
+    site: Site | None
+
+
+class Block:
+    """Anything with ports. Use a subclass: :class:`Model`, :class:`Primitive`, :class:`~.repeat.Repeat`."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        if name is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+            raise WiringError(f"name={name!r} is no identifier: use letters, digits and '_', starting with a letter")
+        self.name = name
+        self.wires: dict[str, Wire] = {}
+        self.symbols: dict[str, Dim | Rest] = {}
+        self.parent: Model | None = None
+        self.child_name: str | None = None
+
+    @property
+    def input_keys(self) -> list[str]:
+        """Data inputs: what must come from outside (parameters, states and constants are not among them)."""
+        raise NotImplementedError
+
+    @property
+    def output_keys(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """The block's place in the nested model: ``decoder.attention.query``."""
+        names: list[str] = []
+        block: Block | None = self
+        while block is not None and block.child_name is not None:
+            names.append(block.child_name)
+            block = block.parent
+        return ".".join(reversed(names)) or self.name or type(self).__name__
+
+    def __call__(self, **connections: Any) -> Placement:
+        for key in connections:
+            self._check_port(key)
+        return Placement(self, connections)
+
+    def _check_port(self, key: str) -> None:
+        if key not in self.wires:
+            ports = [*self.input_keys, *(k for k in self.wires if k not in self.input_keys)]
+            raise WiringError(
+                f"{self.label} ({type(self).__name__}) has no port {key!r}; its ports are "
+                f"{', '.join(ports) or 'none yet'}.{did_you_mean(key, ports)}"
+            )
+
+    def __getattr__(self, key: str) -> Port:
+        wires = self.__dict__.get("wires")
+        if wires is not None and key in wires:
+            return Port(self, key)
+        if key.startswith("_") or wires is None:
+            raise AttributeError(key)
+        raise AttributeError(
+            f"{self.label} ({type(self).__name__}) has no port or attribute {key!r}.{did_you_mean(key, wires)}"
+        )
+
+    def shape_of(self, key: str) -> Shape:
+        """What is known of the shape of one port."""
+        self._check_port(key)
+        return self.wires[key].find().shape
+
+    def _main_input(self) -> str | None:
+        keys = self.input_keys
+        return "input" if "input" in keys else (keys[0] if keys else None)
+
+    def _main_output(self) -> str | None:
+        keys = self.output_keys
+        return "output" if "output" in keys else (keys[-1] if keys else None)
+
+    def _size(self, field: Any) -> Any:
+        return field
+
+    def _shape(self, spec: Any, axes: Iterable[str | None] = ()) -> Shape:
+        return as_shape(spec, self.symbols, tuple(axes))
+
+
+class Primitive(Block):
+    """One operation of the backend.
+
+    Args:
+        op: the operation's name in the backend (``ops.<op>``).
+        inputs: port name → ``(shape, kind)``; a kind is "float", "int", "bool" or a capital letter, and ports with
+            the same letter have the same kind.
+        outputs: the same for the results, in the order in which the operation returns them.
+        attributes: keyword arguments of the operation, plain values known when the model is composed.
+        constraints: ``(rule, (port, …))`` beyond what equal names in the shapes say.
+        uses_key: the operation takes ``key=`` (randomness). uses_train: it takes ``train=``.
+        accumulates: the operation takes ``accumulate=``, the dtype that its sums are kept in.
+        cost: a note for humans of what the operation does (shown by ``summary``).
+    """
+
+    def __init__(
+        self,
+        op: str,
+        inputs: Mapping[str, tuple[Any, str | None]],
+        outputs: Mapping[str, tuple[Any, str | None]],
+        attributes: Mapping[str, Any] | None = None,
+        constraints: Iterable[tuple[Callable[..., bool], tuple[str, ...]]] = (),
+        *,
+        uses_key: bool = False,
+        uses_train: bool = False,
+        accumulates: bool = False,
+        constrain_output: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.op = op
+        self.attributes = dict(attributes or {})
+        self.uses_key = uses_key
+        self.uses_train = uses_train
+        self.accumulates = accumulates
+        self.constrain_output = constrain_output
+        self._inputs = list(inputs)
+        self._outputs = list(outputs)
+        kinds: dict[str, Kind] = {}
+        for key, (shape, kind) in {**inputs, **outputs}.items():
+            letter = kind is not None and len(kind) == 1
+            cell = kinds.setdefault(kind, Kind()) if letter else Kind(kind)  # type: ignore[arg-type]
+            self.wires[key] = Wire(self._shape(shape), cell)
+        for key in self._outputs:
+            self.wires[key].producer = (self, key)
+        for rule, keys in constraints:
+            shapes = [self.wires[k].shape for k in keys]
+            Constraint(rule, shapes, self._explain(keys)).post()
+        settle()
+
+    def _explain(self, keys: tuple[str, ...]) -> Callable[[ShapeError], ShapeError]:
+        def explain(error: ShapeError) -> ShapeError:
+            shapes = ", ".join(f"{self.label}.{k} {self.wires[k].find().shape}" for k in keys)
+            site = _site_of(self)
+            joined = f"\n  added at {site}" if site else ""
+            return ShapeError(f"the shapes of {self.label} ({self.op}) do not fit: {error}\n  {shapes}{joined}")
+
+        return explain
+
+    @property
+    def input_keys(self) -> list[str]:
+        return [k for k in self._inputs if self.wires[k].find().role is None]
+
+    @property
+    def ports_in(self) -> list[str]:
+        """Every argument of the operation, in order, parameters and states among them."""
+        return self._inputs
+
+    @property
+    def output_keys(self) -> list[str]:
+        return self._outputs
+
+
+def _site_of(block: Block) -> Site | None:
+    parent = block.parent
+    while parent is not None:
+        for child in parent.children:
+            if child.block is block:
+                if child.site is not None:
+                    return child.site
+                break
+        block, parent = parent, parent.parent
+    return None
+
+
+class Model(Block):
+    """Blocks joined by named connections.
+
+    ``model |= block(port="name", …)`` adds a block; ``model += block`` also joins its input to what the model
+    last produced. Subclass it to write a block of your own: declare inputs, parameters and states, add blocks.
+
+    The outputs are the names marked by :meth:`expose` (or ``IOKey(expose=True)``), else every named value that no
+    block uses, else what the last block produced, under the name ``output``.
+    """
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.children: list[Child] = []
+        self.state_updates: dict[str, Wire] = {}
+        self._names: dict[str, int] = {}
+        self._exposed: list[str] = []
+        self._last: Port | None = None
+        self._frozen: tuple[list[str], list[str]] | None = None
+
+    # ---- declaring ----------------------------------------------------------------------------------------
+
+    def add_input(
+        self, key: str, shape: Any = (...,), kind: str | None = None, axes: Iterable[str | None] = ()
+    ) -> Port:
+        """Declare a data input, with what is known of it. Sizes with equal names are equal within the model."""
+        self._declare(key, Wire(self._shape(shape, axes), kind))
+        return Port(self, key)
+
+    def add_parameter(
+        self,
+        key: str,
+        shape: Any,
+        init: Callable[..., Any],
+        *,
+        axes: Iterable[str | None] = (),
+        dtype: str | None = None,
+        keep_dtype: bool = False,
+    ) -> Port:
+        """Declare a trained array of the model.
+
+        Args:
+            key: its name; in the compiled model's parameters it stands under the path of the blocks around it.
+            shape: sizes or symbolic sizes, all of which must be known when parameters are made.
+            init: an initialiser, ``init(key, shape, dtype)``.
+            axes: logical axis names, one a dimension (``("embed", "mlp")``).
+            dtype: overrides the precision policy. keep_dtype: used as it is stored, without a cast.
+        """
+        axes = tuple(axes)
+        wire = Wire(self._shape(shape, axes), "float", "param")
+        wire.declaration = Declaration(key, init, dtype, keep_dtype, axes)
+        self._declare(key, wire)
+        return Port(self, key)
+
+    def add_state(
+        self,
+        key: str,
+        shape: Any,
+        init: Callable[..., Any],
+        *,
+        axes: Iterable[str | None] = (),
+        kind: str = "float",
+        dtype: str | None = None,
+    ) -> Port:
+        """Declare an array that goes in and, updated, comes out: a cache, a running statistic.
+
+        Say what its next value is with :meth:`update_state`; without that it stays as it was.
+        """
+        axes = tuple(axes)
+        wire = Wire(self._shape(shape, axes), kind, "state")
+        wire.declaration = Declaration(key, init, dtype, True, axes)
+        self._declare(key, wire)
+        return Port(self, key)
+
+    def update_state(self, key: str, value: str | Port) -> None:
+        """Name the value that a state has after the model has run."""
+        self._check_port(key)
+        if self.wires[key].find().role != "state":
+            raise WiringError(f"{key!r} of {self.label} is no state; declare it with add_state(…)")
+        wire = value.wire if isinstance(value, Port) else self._wire(value)
+        if key in self.state_updates:
+            raise WiringError(f"state {key!r} of {self.label} already has a next value")
+        wire.find().consumed = True
+        self.state_updates[key] = wire
+
+    def _declare(self, key: str, wire: Wire) -> None:
+        if key in self.wires:
+            raise WiringError(f"{self.label} already has a connection {key!r}")
+        _check_key(key)
+        self.wires[key] = wire
+
+    def expose(self, *keys: str) -> None:
+        """Make named connections outputs of the model (and nothing else, unless exposed too)."""
+        for key in keys:
+            self._check_port(key)
+            if key not in self._exposed:
+                self._exposed.append(key)
+
+    def _wire(self, key: str) -> Wire:
+        if key not in self.wires:
+            _check_key(key)
+            self.wires[key] = Wire(Shape([Rest()]))
+        return self.wires[key]
+
+    # ---- adding blocks ------------------------------------------------------------------------------------
+
+    def __ior__(self, other: Placement | Block) -> Model:
+        block, connections, name = _as_placement(other)
+        self._add(block, connections, name)
+        return self
+
+    def __iadd__(self, other: Placement | Block) -> Model:
+        block, connections, name = _as_placement(other)
+        main = block._main_input()
+        if main is not None and main not in connections:
+            source: Any = None
+            if self._last is not None:
+                source = self._last
+            elif self.input_keys:
+                source = self._main_input()
+            else:
+                source = "input"
+            connections = {main: source, **connections}
+        self._add(block, connections, name)
+        return self
+
+    def add(self, block: Block | Placement, name: str | None = None, **connections: Any) -> Any:
+        """Add a block under a name and join its ports; returns the block, whose ports are its attributes."""
+        block, given, own = _as_placement(block)
+        for key in connections:
+            block._check_port(key)
+        self._add(block, {**given, **connections}, name or own)
+        return block
+
+    def _add(self, block: Block, connections: Mapping[str, Any], name: str | None) -> None:
+        site = user_site()
+        if block is self:
+            raise WiringError(f"{self.label} cannot be added to itself")
+        if block.parent is not None:
+            raise WiringError(
+                f"this {type(block).__name__} is already part of {block.parent.label} (as {block.child_name!r}): "
+                "make another one; to use the same parameters twice, connect the parameter, as in "
+                "Linear(8)(weight=first.weight)"
+            )
+        if self.parent is not None:
+            raise WiringError(f"{self.label} is already part of {self.parent.label}: add to it before that")
+        if isinstance(block, Model):
+            block._finish()
+            block._frozen = (block.input_keys, block.output_keys)
+        name = self._child_name(name or block.name, block)
+        made = [key for key in (_named(v) for v in connections.values()) if key and key not in self.wires]
+        exposed = list(self._exposed)
+        inputs, main = block.input_keys, block._main_output()
+        block.parent, block.child_name = self, name
+        try:
+            with transaction():
+                for key, value in connections.items():
+                    if value is not None:
+                        self._connect(block, key, value, site)
+                settle()
+        except BaseException:
+            block.parent = block.child_name = None
+            if isinstance(block, Model):
+                block._frozen = None
+            for key in made:
+                self.wires.pop(key, None)
+            self._exposed = exposed
+            raise
+        self.children.append(Child(name, block, site))
+        self._names[name] = 1
+        for key in inputs:
+            block.wires[key].find().consumed = True
+        if main is not None:
+            self._last = Port(block, main)
+
+    def _child_name(self, wanted: str | None, block: Block) -> str:
+        if wanted is not None:
+            if wanted in self._names:
+                raise WiringError(f"{self.label} already has a block named {wanted!r}; choose another name")
+            return wanted
+        base = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(block).__name__).lower()
+        if isinstance(block, Primitive):
+            base = block.op
+        name, i = base, 1
+        while name in self._names:
+            name, i = f"{base}_{i}", i + 1
+        return name
+
+    def _connect(self, block: Block, key: str, value: Any, site: Site | None) -> None:
+        block._check_port(key)
+        inner = block.wires[key]
+        if isinstance(value, str):
+            outer, shown = self._wire(value), f"{self.label}.{value}"
+        elif isinstance(value, IOKey):
+            outer, shown = self._wire(value.name), f"{self.label}.{value.name}"
+            declared = Wire(self._shape(value.shape or (...,), value.axes), value.kind)
+            join(outer, declared)
+            if value.expose and value.name not in self._exposed:
+                self._exposed.append(value.name)
+        elif isinstance(value, Port):
+            if not _within(value.block, self):
+                raise WiringError(
+                    f"{value!r} is not part of {self.label}: add its block to the model first, then connect to it"
+                )
+            outer, shown = value.wire, repr(value)
+        else:
+            outer, shown = _constant(value), f"the value {value!r}"
+        place = f"{block.label}.{key}"
+        before = (repr(outer.find().shape), repr(inner.find().shape))
+
+        def explain(error: Exception, kind: type[Exception] = ShapeError) -> Exception:
+            source = outer.find().producer
+            origin = f"\n  {shown} is {source[0].label}.{source[1]}" if source and shown != repr(Port(*source)) else ""
+            line = f"\n  joined at {site}" if site else ""
+            left, right = before
+            if kind is KindError:
+                left, right = (w.kind.find().value or "unknown" for w in (outer.find(), inner.find()))
+            what = "has" if kind is not KindError else "is"
+            return kind(
+                f"cannot connect {shown} to {place}: {error}\n  {shown} {what} {_said(left, kind)}, "
+                f"{place} {what} {_said(right, kind)}{origin}{line}"
+            )
+
+        try:
+            join(outer, inner, lambda e: explain(e))  # type: ignore[arg-type,return-value]
+        except ShapeError as error:
+            raise (error if str(error).startswith("cannot connect") else explain(error)) from None
+        except KindError as error:
+            raise explain(error, KindError) from None
+        except WiringError as error:
+            raise explain(error, WiringError) from None
+        try:
+            settle()
+        except ShapeError as error:
+            raise ShapeError(f"{error}\n  while connecting {shown} to {place}" + (f" at {site}" if site else "")) from None
+
+    # ---- what the model is --------------------------------------------------------------------------------
+
+    @property
+    def input_keys(self) -> list[str]:
+        if self._frozen is not None:  # joined to the model around it: its ports are what they were before that
+            return self._frozen[0]
+        return [k for k, w in self.wires.items() if (r := w.find()).producer is None and r.role is None]
+
+    @property
+    def output_keys(self) -> list[str]:
+        if self._frozen is not None:
+            return self._frozen[1]
+        if self._exposed:
+            return list(self._exposed)
+        # A block that writes a value marks it as produced; one that another block reads is not an output.
+        keys = [k for k, w in self.wires.items() if (r := w.find()).producer is not None and not r.consumed]
+        if not keys and "output" in self.wires and self.wires["output"].find().producer is not None:
+            return ["output"]
+        return keys
+
+    def __getattr__(self, key: str) -> Any:
+        for child in self.__dict__.get("children", ()):
+            if child.name == key and key not in self.wires:
+                return child.block
+        return super().__getattr__(key)
+
+    def _finish(self) -> None:
+        """Name the last value ``output`` where the author named none."""
+        if not self.output_keys and self._last is not None and "output" not in self.wires:
+            self.wires["output"] = self._last.wire
+
+    def set_shapes(self, **shapes: Any) -> None:
+        """Say more of the shapes of named connections: ``model.set_shapes(input=(None, 128))``.
+
+        Raises:
+            ShapeError: when a size contradicts what is known; the model is left as it was.
+        """
+        for key, spec in shapes.items():
+            self._check_port(key)
+            wire = self.wires[key].find()
+            before = repr(wire.shape)
+            with transaction():
+                try:
+                    join(wire, Wire(self._shape(spec)))
+                    settle()
+                except ShapeError as error:
+                    raise ShapeError(f"{self.label}.{key} has shape {before}, not {spec!r}: {error}") from None
+
+    def set_sizes(self, **sizes: int) -> None:
+        """Fix symbolic sizes by name: ``model.set_sizes(batch=8)``."""
+        for key, size in sizes.items():
+            dim = self.symbols.get(key)
+            if not isinstance(dim, Dim):
+                names = [k for k, v in self.symbols.items() if isinstance(v, Dim)]
+                raise ShapeError(f"{self.label} has no size named {key!r}; it has {names}.{did_you_mean(key, names)}")
+            with transaction():
+                set_size(dim, size)
+                settle()
+
+    def __repr__(self) -> str:
+        def port(k: str) -> str:
+            return f"{k}: {self.wires[k].find().shape}"
+
+        ins = ", ".join(port(k) for k in self.input_keys)
+        outs = ", ".join(port(k) for k in self.output_keys)
+        return f"{type(self).__name__}({ins}) -> ({outs}) with {len(self.children)} blocks"
+
+
+def _said(value: str, kind: type[Exception]) -> str:
+    return value if kind is KindError else f"shape {value}"
+
+
+def _named(value: Any) -> str | None:
+    return value if isinstance(value, str) else value.name if isinstance(value, IOKey) else None
+
+
+def _check_key(key: str) -> None:
+    if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", key):
+        raise WiringError(f"{key!r} is no connection name: use letters, digits and '_', starting with a letter")
+
+
+def _as_placement(other: Placement | Block) -> tuple[Block, Mapping[str, Any], str | None]:
+    if isinstance(other, Placement):
+        return other.block, other.connections, other.name
+    if isinstance(other, Block):
+        return other, {}, None
+    raise WiringError(
+        f"{other!r} is no block: add a block, as in `model += Relu()`, or one called with its connections, as in "
+        "`model |= Linear(8)(input='x')`"
+    )
+
+
+def _within(block: Block | None, model: Model) -> bool:
+    while block is not None:
+        if block is model:
+            return True
+        block = block.parent
+    return False
+
+
+def _constant(value: Any) -> Wire:
+    """A wire that always has one value: a number, or an array."""
+    shape = getattr(value, "shape", ())
+    kind = "bool" if isinstance(value, bool) else "float" if isinstance(value, float) else None
+    # A Python int takes the kind of what it meets, as in NumPy and JAX.
+    if kind is None and not isinstance(value, int):
+        letter = getattr(getattr(value, "dtype", None), "kind", None)
+        # ml_dtypes (bfloat16 …) report the kind "V".
+        kind = {"f": "float", "i": "int", "u": "int", "b": "bool", "V": "float"}.get(letter or "")
+        if kind is None:
+            raise WiringError(
+                f"{value!r} ({type(value).__name__}) cannot be connected: give a connection's name, a port of a "
+                "block in the model, a number or an array"
+            )
+    wire = Wire(Shape(Dim(int(n)) for n in shape), kind, "constant")
+    wire.constant = value
+    return wire

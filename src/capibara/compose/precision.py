@@ -1,0 +1,42 @@
+"""Which dtype each kind of number has: parameters, arithmetic, sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from capibara.compose.errors import CompileError
+from capibara.errors import did_you_mean
+
+__all__ = ["FLOAT_DTYPES", "Precision"]
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The precision policy of a compiled model.
+
+    Args:
+        param: dtype in which parameters are stored and updated.
+        compute: dtype of activations and of the operands of matrix products.
+        accumulate: dtype in which products are summed, and in which normalisation and softmax are computed.
+    """
+
+    param: str = "float32"
+    compute: str = "float32"
+    accumulate: str = "float32"
+
+    def __post_init__(self) -> None:
+        for key in ("param", "compute", "accumulate"):
+            value = getattr(self, key)
+            if value not in FLOAT_DTYPES:
+                raise CompileError(
+                    f"{key}={value!r} is no floating dtype: choose one of {', '.join(FLOAT_DTYPES)}."
+                    f"{did_you_mean(str(value), FLOAT_DTYPES)}"
+                )
+        width = FLOAT_DTYPES.index
+        if width(self.accumulate) < max(width(self.compute), 2 if self.compute in ("bfloat16", "float16") else 0):
+            raise CompileError(
+                f"accumulate={self.accumulate!r} is narrower than compute={self.compute!r} allows: use 'float32' "
+                "or 'float64'"
+            )

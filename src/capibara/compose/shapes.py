@@ -1,0 +1,389 @@
+"""Symbolic shapes and their unification.
+
+A model is composed before its sizes are known, so a shape is a row of :class:`Dim` (sizes that may still be
+unknown) with at most one :class:`Rest` in it, which stands for any number of further dimensions::
+
+    (*batch, sequence, 64)        Rest("batch"), Dim("sequence"), Dim(64)
+
+Connecting two values makes their shapes equal: :func:`unify` merges dimension with dimension (a union-find), and
+fills a ``Rest`` with whatever stands opposite. What cannot be decided yet (``(*a, 3)`` against ``(4, *b)`` may be
+one dimension or many) is kept as a :class:`Constraint` and tried again when something it looks at changes. The
+same mechanism carries the rules of single operations, such as broadcasting.
+
+Every change is written to a trail while a :func:`transaction` is open, so that a connection that fails leaves the
+model as it was.
+
+Each ``Dim`` may also carry a logical axis name (``"embed"``, ``"heads"`` …). Names travel with unification: naming
+the axes of the parameters names those of the activations between them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from capibara.compose.errors import ShapeError
+
+__all__ = ["Constraint", "Dim", "Rest", "Shape", "as_shape", "broadcast_rule", "settle", "transaction", "unify"]
+
+_trail: list[tuple[Any, str, Any]] | None = None
+
+
+def put(obj: Any, attribute: str, value: Any) -> None:
+    """Set an attribute so that an open :func:`transaction` can take it back."""
+    if _trail is not None:
+        _trail.append((obj, attribute, getattr(obj, attribute)))
+    setattr(obj, attribute, value)
+
+
+@contextmanager
+def transaction() -> Iterator[None]:
+    """Undo every change to dimensions, shapes and wires if the block raises. Transactions nest."""
+    global _trail
+    outer = _trail
+    _trail = []
+    try:
+        yield
+    except BaseException:
+        for obj, attribute, value in reversed(_trail):
+            setattr(obj, attribute, value)
+        _trail = outer
+        _queue.clear()
+        raise
+    if outer is not None:
+        outer.extend(_trail)
+    _trail = outer
+
+
+class Dim:
+    """One dimension: its size if known, a readable name, and the logical axis it belongs to."""
+
+    __slots__ = ("axis", "name", "parent", "size", "watchers")
+
+    def __init__(self, size: int | None = None, name: str | None = None, axis: str | None = None) -> None:
+        self.size = size
+        self.name = name
+        self.axis = axis
+        self.parent: Dim | None = None
+        self.watchers: tuple[Constraint, ...] = ()
+
+    def find(self) -> Dim:
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    def __repr__(self) -> str:
+        root = self.find()
+        return str(root.size) if root.size is not None else (root.name or "?")
+
+
+class Rest:
+    """Any number of dimensions; ``value`` is the shape it turned out to be."""
+
+    __slots__ = ("name", "value", "watchers")
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+        self.value: Shape | None = None
+        self.watchers: tuple[Constraint, ...] = ()
+
+    def __repr__(self) -> str:
+        return "*" + (self.name or "")
+
+
+class Shape:
+    """A row of dimensions with at most one :class:`Rest`."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Iterable[Dim | Rest] = ()) -> None:
+        self.items: tuple[Dim | Rest, ...] = tuple(items)
+
+    def resolve(self) -> tuple[list[Dim], Rest | None, list[Dim]]:
+        """``(dimensions before the rest, the rest or None, dimensions after it)``, with known rests filled in."""
+        prefix: list[Dim] = []
+        suffix: list[Dim] = []  # collected back to front
+        items: Sequence[Dim | Rest] = self.items
+        while True:
+            at = next((i for i, item in enumerate(items) if isinstance(item, Rest)), None)
+            if at is None:
+                prefix.extend(d.find() for d in items)  # type: ignore[union-attr]
+                return prefix, None, suffix[::-1]
+            prefix.extend(d.find() for d in items[:at])  # type: ignore[union-attr]
+            suffix.extend(d.find() for d in reversed(items[at + 1 :]))  # type: ignore[union-attr]
+            rest = items[at]
+            assert isinstance(rest, Rest)
+            if rest.value is None:
+                return prefix, rest, suffix[::-1]
+            items = rest.value.items
+
+    def dims(self) -> list[Dim] | None:
+        """All dimensions, or None while the number of dimensions is unknown."""
+        prefix, rest, suffix = self.resolve()
+        return None if rest is not None else prefix + suffix
+
+    @property
+    def known(self) -> tuple[int | None, ...] | None:
+        """The sizes (None where unknown), or None while the rank is unknown."""
+        dims = self.dims()
+        return None if dims is None else tuple(d.size for d in dims)
+
+    def __repr__(self) -> str:
+        prefix, rest, suffix = self.resolve()
+        parts = [repr(d) for d in prefix] + ([repr(rest)] if rest else []) + [repr(d) for d in suffix]
+        return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+
+
+class Constraint:
+    """A rule between shapes that is tried again whenever one of them changes, until it is settled."""
+
+    __slots__ = ("describe", "done", "rule", "shapes", "where")
+
+    def __init__(
+        self,
+        rule: Callable[..., bool],
+        shapes: Sequence[Shape],
+        where: Callable[[ShapeError], ShapeError] | None = None,
+    ) -> None:
+        self.rule = rule  # called with the shapes; returns True when nothing is left to learn
+        self.shapes = tuple(shapes)
+        self.where = where  # adds the place in the model to an error
+        self.done = False
+
+    def post(self) -> None:
+        """Try the rule now, and again on every change until it is settled."""
+        _queue.append(self)
+
+    def _attempt(self) -> None:
+        if self.done:
+            return
+        try:
+            done = self.rule(*self.shapes)
+        except ShapeError as error:
+            raise (self.where(error) if self.where else error) from None
+        if done:
+            put(self, "done", True)
+            return
+        for shape in self.shapes:
+            prefix, rest, suffix = shape.resolve()
+            for node in (*prefix, *suffix, *((rest,) if rest else ())):
+                if (isinstance(node, Rest) or node.size is None) and self not in node.watchers:
+                    put(node, "watchers", (*node.watchers, self))
+
+
+_queue: deque[Constraint] = deque()
+
+
+def settle() -> None:
+    """Run the constraints that are waiting because something they look at has changed."""
+    while _queue:
+        _queue.popleft()._attempt()
+
+
+def _wake(*watchers: Constraint) -> None:
+    _queue.extend(c for c in watchers if not c.done)
+
+
+def _unify_dims(a: Dim, b: Dim) -> None:
+    a, b = a.find(), b.find()
+    if a is b:
+        return
+    if a.size is not None and b.size is not None and a.size != b.size:
+        raise ShapeError(f"{a.size} is not {b.size}")
+    if len(b.watchers) > len(a.watchers):
+        a, b = b, a
+    known_before = a.size is not None and b.size is not None
+    put(b, "parent", a)
+    if a.size is None and b.size is not None:
+        put(a, "size", b.size)
+    if a.axis is None and b.axis is not None:
+        put(a, "axis", b.axis)
+    if a.name is None and b.name is not None:
+        put(a, "name", b.name)
+    if not known_before:
+        watchers = a.watchers
+        if b.watchers:
+            put(a, "watchers", (*watchers, *(w for w in b.watchers if w not in watchers)))
+        _wake(*a.watchers)
+
+
+def set_size(dim: Dim, size: int) -> None:
+    """Give a dimension its size, or check the one it has."""
+    _unify_dims(dim, Dim(size))
+
+
+def _fill(rest: Rest, items: Sequence[Dim | Rest]) -> None:
+    put(rest, "value", Shape(items))
+    _wake(*rest.watchers)
+
+
+def _unify_resolved(a: Shape, b: Shape) -> bool:
+    """One pass of unification; False when a case has to wait until more is known."""
+    pa, ra, sa = a.resolve()
+    pb, rb, sb = b.resolve()
+    if ra is None and rb is None:
+        da, db = pa + sa, pb + sb
+        if len(da) != len(db):
+            raise ShapeError(f"{len(da)} dimensions are not {len(db)}")
+        for x, y in zip(da, db, strict=True):
+            _unify_dims(x, y)
+        return True
+    if ra is None or rb is None:
+        if ra is None:
+            pa, ra, sa, pb, rb, sb = pb, rb, sb, pa, ra, sa
+        fixed = pb + sb
+        if len(fixed) < len(pa) + len(sa):
+            raise ShapeError(f"{len(fixed)} dimensions are fewer than the {len(pa) + len(sa)} needed")
+        end = len(fixed) - len(sa)
+        for x, y in zip(pa, fixed, strict=False):
+            _unify_dims(x, y)
+        for x, y in zip(sa, fixed[end:], strict=True):
+            _unify_dims(x, y)
+        assert ra is not None
+        _fill(ra, fixed[len(pa) : end])
+        return True
+    head = min(len(pa), len(pb))
+    tail = min(len(sa), len(sb))
+    for x, y in zip(pa[:head], pb[:head], strict=True):
+        _unify_dims(x, y)
+    for x, y in zip(sa[len(sa) - tail :], sb[len(sb) - tail :], strict=True):
+        _unify_dims(x, y)
+    left_a: list[Dim | Rest] = [*pa[head:], ra, *sa[: len(sa) - tail]]
+    left_b: list[Dim | Rest] = [*pb[head:], rb, *sb[: len(sb) - tail]]
+    if ra is rb:
+        if len(left_a) != len(left_b):
+            raise ShapeError(f"{a} cannot equal {b}")
+        return True
+    if len(left_a) == 1:
+        _fill(ra, left_b)
+        return True
+    if len(left_b) == 1:
+        _fill(rb, left_a)
+        return True
+    return False
+
+
+def unify(a: Shape, b: Shape, where: Callable[[ShapeError], ShapeError] | None = None) -> None:
+    """Make two shapes equal.
+
+    Raises:
+        ShapeError: when their sizes or ranks cannot be made equal.
+    """
+    if a is b:
+        return
+    if not _unify_resolved(a, b):
+        Constraint(_unify_resolved, (a, b), where).post()
+
+
+def broadcast_rule(left: Shape, right: Shape, out: Shape) -> bool:
+    """``out = numpy.broadcast_shapes(left, right)``, as far as it can be told."""
+    pl, rl, sl = left.resolve()
+    pr, rr, sr = right.resolve()
+    if rl is None and rr is None:
+        return _broadcast_fixed(pl + sl, pr + sr, out)
+    if rl is not None and rl is rr and len(sl) == len(sr) and len(pl) == len(pr):
+        # The same unknown dimensions on both sides broadcast to themselves.
+        dims, settled = _broadcast_row([*pl, *sl], [*pr, *sr])
+        unify(out, Shape([*dims[: len(pl)], rl, *dims[len(pl) :]]))
+        return settled
+    if rl is None or rr is None:
+        fixed, prefix, rest, suffix = (pl + sl, pr, rr, sr) if rl is None else (pr + sr, pl, rl, sl)
+        assert rest is not None
+        if len(fixed) <= len(suffix):
+            cut = len(suffix) - len(fixed)
+            dims, settled = _broadcast_row(fixed, suffix[cut:])
+            unify(out, Shape([*prefix, rest, *suffix[:cut], *dims]))
+            return settled
+    return False
+
+
+def _broadcast_dim(x: Dim, y: Dim) -> Dim | None:
+    x, y = x.find(), y.find()
+    if x is y or y.size == 1:
+        return x
+    if x.size == 1:
+        return y
+    if x.size is not None and y.size is not None and x.size != y.size:
+        raise ShapeError(f"{x.size} does not broadcast with {y.size}")
+    if x.size is not None and x.size == y.size:
+        return x
+    if x.size is not None or y.size is not None:
+        return x if x.size is not None else y  # the unknown one is either 1 or the same
+    return None
+
+
+def _broadcast_row(left: Sequence[Dim], right: Sequence[Dim]) -> tuple[list[Dim], bool]:
+    """Broadcast two rows of equal length; also whether every size of the result is certain.
+
+    A size that depends on one still unknown (unknown against unknown, each may be 1) stays a fresh unknown: it
+    must not be merged with either side. The constraint comes back when one of them is learned.
+    """
+    dims: list[Dim] = []
+    settled = True
+    for x, y in zip(left, right, strict=True):
+        dim = _broadcast_dim(x, y)
+        certain = x.find() is y.find() or 1 in (x.find().size, y.find().size) or None not in (x.find().size, y.find().size)
+        settled = settled and certain
+        dims.append(dim if dim is not None else Dim())
+    return dims, settled
+
+
+def _broadcast_fixed(left: list[Dim], right: list[Dim], out: Shape) -> bool:
+    if len(left) < len(right):
+        left, right = right, left
+    cut = len(left) - len(right)
+    dims, settled = _broadcast_row(left[cut:], right)
+    unify(out, Shape([*left[:cut], *dims]))
+    return settled
+
+
+def as_shape(spec: Iterable[Any] | str, symbols: dict[str, Dim | Rest], axes: Sequence[str | None] = ()) -> Shape:
+    """Read a shape: ``"*batch sequence 64"`` or ``("*batch", "sequence", 64)``; equal names are equal sizes.
+
+    Args:
+        spec: sizes, names (``"sequence"``), ``"*name"`` for any number of dimensions, None for an unnamed size,
+            an ellipsis for unnamed further dimensions, or ready :class:`Dim` / :class:`Rest`.
+        symbols: the names seen so far; new ones are added.
+        axes: logical axis names, one a dimension (a ``Rest`` takes none), or empty.
+
+    Raises:
+        ShapeError: for a negative size or something that is no dimension.
+    """
+    items: list[Dim | Rest] = []
+    fields: list[Any] = spec.split() if isinstance(spec, str) else list(spec)
+    for field in fields:
+        if isinstance(field, Dim | Rest):
+            items.append(field)
+        elif field is None:
+            items.append(Dim())
+        elif field is ...:
+            items.append(Rest())
+        elif isinstance(field, bool) or not isinstance(field, int | str):
+            try:
+                size = field.__index__()
+            except (AttributeError, TypeError):
+                raise ShapeError(f"{field!r} in shape {spec!r} is neither a size nor a name") from None
+            items.append(Dim(size))
+        elif isinstance(field, int) or field.lstrip("-").isdigit():
+            size = int(field)
+            if size < 0:
+                raise ShapeError(f"size {size} in shape {spec!r} is negative")
+            items.append(Dim(size))
+        elif field.startswith("*"):
+            items.append(symbols.setdefault(field, Rest(field[1:] or None)))
+        else:
+            items.append(symbols.setdefault(field, Dim(name=field)))
+    if sum(isinstance(i, Rest) for i in items) > 1:
+        raise ShapeError(f"shape {spec!r} has more than one '*': at most one can be told apart")
+    if axes:
+        dims = [i for i in items if isinstance(i, Dim)]
+        if len(axes) != len(dims):
+            raise ShapeError(f"{len(axes)} axis names {tuple(axes)!r} for the {len(dims)} dimensions of {spec!r}")
+        for dim, axis in zip(dims, axes, strict=True):
+            root = dim.find()
+            if axis is not None and root.axis is None:
+                put(root, "axis", axis)
+    return Shape(items)

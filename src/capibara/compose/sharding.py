@@ -1,0 +1,64 @@
+"""Laying arrays over a mesh by the logical names of their dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from capibara.compose.errors import InputError
+from capibara.config.axes import AxisRules
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["constrain", "current_mesh", "param_shardings"]
+
+
+def current_mesh() -> Any | None:
+    """The mesh of the surrounding ``jax.set_mesh`` / ``jax.sharding.use_abstract_mesh``, or None."""
+    import jax
+
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh is None or mesh.empty else mesh
+
+
+def constrain(
+    x: jax.Array, names: Sequence[str | None], mesh: Any | None = None, rules: AxisRules | None = None
+) -> jax.Array:
+    """Ask the compiler to lay ``x`` out as its logical axes say.
+
+    Equivalent JAX: ``jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(names, mesh)))``.
+    Without a mesh it is the identity, so the same code runs on one device.
+
+    Args:
+        x: any array. names: a logical axis or mesh axis name (or None) for each dimension of ``x``.
+        mesh: a ``Mesh``; by default the surrounding one (``jax.set_mesh``).
+        rules: which mesh axes each name goes to; by default :class:`AxisRules`' own table for activations.
+
+    Raises:
+        InputError: when the number of names is not the number of dimensions.
+        ConfigError: for a name that nobody knows.
+    """
+    import jax
+
+    ndim = len(x.shape)
+    if len(names) != ndim:
+        raise InputError(
+            f"names={tuple(names)!r} names {len(names)} dimensions, but x has {ndim}: shape {tuple(x.shape)}. "
+            "Give one logical axis name (or None) a dimension."
+        )
+    mesh = current_mesh() if mesh is None else mesh
+    if mesh is None:
+        return x
+    spec = (rules or AxisRules()).spec(names, mesh, x.shape, kind="activations")
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+def param_shardings(params: Any, axes: Any, mesh: Any, rules: AxisRules | None = None) -> Any:
+    """A ``NamedSharding`` for each array of a nested dict, from a matching nested dict of axis names."""
+    import jax
+
+    rules = rules or AxisRules()
+    if isinstance(params, Mapping):
+        return {k: param_shardings(v, axes[k], mesh, rules) for k, v in params.items()}
+    return jax.sharding.NamedSharding(mesh, rules.spec(axes, mesh, params.shape))
