@@ -1,0 +1,351 @@
+"""Checkpoints that are either complete or not there, and that are known to be whole before they are trusted.
+
+A checkpoint is a folder named by its step. It is built under a temporary name: Orbax writes the arrays, the
+settings and a small ``meta.json`` go beside them, and last ``manifest.json`` records size and SHA-256 of
+every file. All of it reaches the disk before one ``rename`` gives the folder its name. So a kill leaves at
+most a temporary folder, which the next run removes; and what disks and copies do to files later (truncation,
+a flipped bit) shows as a difference to the manifest, whereupon the checkpoint before it is used::
+
+    checkpoints/
+      400/
+        model/          Orbax: params, state
+        training/       Orbax: what only training needs (optimizer state, step, key)
+        config.toml     the settings
+        meta.json       step, seconds trained, fingerprint of the text
+        manifest.json   {"files": {"model/…": [bytes, sha256], …}}
+      600/ …
+
+The Orbax folders are ordinary ones: ``orbax.checkpoint.StandardCheckpointer().restore(folder / "400/model")``
+reads them. Nothing in a checkpoint is pickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from capibara.errors import MissingExtraError
+from capibara.train.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    ResumeMismatchError,
+)
+from capibara.train.rundir import atomic_write, fsync_folder, prepare_folder
+
+__all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
+
+_FORMAT = 1
+_MAX_JSON = 64 << 20
+_MAX_FILES = 1_000_000
+_TEMPORARY = ".tmp-"
+_DAMAGED = "damaged-"
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        if not (error.name or "").startswith("orbax"):
+            raise
+        raise MissingExtraError("orbax-checkpoint", "train", "reading and writing checkpoints") from None
+    return ocp
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files agreed with their checksums when it was opened.
+
+    Attributes:
+      path: its folder.
+      step: optimizer steps taken.
+      meta: what ``save`` was given as ``meta``.
+    """
+
+    path: Path
+    step: int
+    meta: Mapping[str, Any]
+
+    @property
+    def config_path(self) -> Path:
+        """The settings it was trained with, as TOML."""
+        return self.path / "config.toml"
+
+    def restore(self, item: str, target: Any) -> Any:
+        """Read one item.
+
+        Args:
+          item: ``"model"``, ``"training"`` …
+          target: a pytree of ``jax.ShapeDtypeStruct`` (with ``sharding``) that says what to read and where it
+          goes.
+
+        Raises:
+          ResumeMismatchError: the checkpoint has other arrays than ``target``.
+        """
+        ocp = _orbax()
+        try:
+            with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
+                return checkpointer.restore(self.path.absolute() / item, target)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ResumeMismatchError(
+                f"the checkpoint {str(self.path)!r} does not have the arrays that these settings ask for "
+                f"({item}: {_first_line(error)}). Start over with --fresh, or choose another "
+                "checkpoint.directory (--directory)."
+            ) from error
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in a folder of their own.
+
+    Args:
+      folder: created when something is saved.
+      keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """The steps of all committed checkpoints, oldest first."""
+        try:
+            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(int(name) for name in names if re.fullmatch(r"[0-9]{1,18}", name))
+
+    def open(self, step: int) -> Checkpoint:
+        """Open the checkpoint of one step after comparing every file with the manifest.
+
+        Raises:
+          CheckpointDamagedError: a file is missing, added, truncated or changed.
+        """
+        return open_checkpoint(self.folder / str(step))
+
+    def newest(self, *, warn: Callable[[str], None] | None = None) -> Checkpoint | None:
+        """Open the newest checkpoint that is whole, or return None if there is none at all.
+
+        Args:
+          warn: told about each damaged checkpoint that is passed over.
+
+        Raises:
+          CheckpointDamagedError: there are checkpoints, but every one is damaged.
+        """
+        steps = self.steps()
+        problems = []
+        for step in reversed(steps):
+            try:
+                return self.open(step)
+            except CheckpointDamagedError as error:
+                problems.append(str(error))
+                if warn is not None:
+                    warn(f"{error} Falling back to the one before it.")
+        if problems:
+            raise CheckpointDamagedError(
+                f"no checkpoint in {str(self.folder)!r} is whole ({len(problems)} damaged; the newest: "
+                f"{problems[0]}) Restore the folder from a copy, or start over with --fresh."
+            )
+        return None
+
+    def save(
+        self, step: int, items: Mapping[str, Any], *, meta: Mapping[str, Any], config_toml: str
+    ) -> Checkpoint:
+        """Write a checkpoint and, once it is complete, remove all but the ``keep`` newest.
+
+        Args:
+          step: names it. A checkpoint of that step is replaced.
+          items: name → pytree of arrays; each becomes an Orbax folder.
+          meta: JSON values.
+          config_toml: the settings as TOML text.
+
+        Raises:
+          CheckpointWriteError: the disk is full, a file may not be written …; earlier checkpoints stay as
+          they were.
+        """
+        temporary = self.folder / f"{_TEMPORARY}{step}-{os.getpid()}"
+        final = self.folder / str(step)
+        try:
+            prepare_folder(self.folder)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            with _quiet_orbax():
+                for name, tree in items.items():
+                    _write_item(temporary.absolute() / name, tree)
+            content = {"format": _FORMAT, "step": step, **meta}
+            (temporary / "meta.json").write_text(json.dumps(content, indent=1) + "\n")
+            (temporary / "config.toml").write_text(config_toml)
+            files = {name: list(_sync_and_digest(temporary / name)) for name in _relative_files(temporary)}
+            manifest = json.dumps({"format": _FORMAT, "files": files}, indent=1) + "\n"
+            atomic_write(temporary / "manifest.json", manifest.encode())
+            for root, _, _ in os.walk(temporary):
+                fsync_folder(Path(root))
+            if final.exists():
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            fsync_folder(self.folder)
+        except Exception as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if (reason := _storage_reason(error)) is None:
+                raise
+            kept = self.steps()
+            remains = (
+                f"The checkpoint of step {kept[-1]} is intact" if kept else "There is no earlier checkpoint"
+            )
+            raise CheckpointWriteError(
+                f"could not write the checkpoint of step {step} to {str(self.folder)!r}: {reason}. "
+                f"{remains}. Free some space (or lower checkpoint.keep) and run the same command again."
+            ) from error
+        self._prune()
+        return Checkpoint(final, step, content)
+
+    def clean(self) -> None:
+        """Remove what interrupted saves left. Only the holder of the run's lock may call this."""
+        for path in self._entries(_TEMPORARY):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def set_aside(self, *, after: int) -> None:
+        """Rename the checkpoints of later steps, damaged ones that were passed over."""
+        for step in self.steps():
+            if step > after:
+                aside = self.folder / f"{_DAMAGED}{step}"
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(self.folder / str(step), aside)
+
+    def clear(self) -> None:
+        """Remove every checkpoint of the run."""
+        for path in [*self._entries(_TEMPORARY), *self._entries(_DAMAGED)]:
+            shutil.rmtree(path, ignore_errors=True)
+        for step in reversed(self.steps()):
+            shutil.rmtree(self.folder / str(step))
+
+    def _entries(self, prefix: str) -> list[Path]:
+        return [path for path in self.folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self.keep]:
+            # Away from its name first: a kill in the middle of the removal leaves no half checkpoint.
+            doomed = self.folder / f"{_TEMPORARY}old-{step}"
+            os.rename(self.folder / str(step), doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint's own folder after comparing every file with the manifest.
+
+    Raises:
+      CheckpointNotFoundError: there is no such folder.
+      CheckpointDamagedError: a file is missing, added, truncated or changed.
+    """
+    if not path.is_dir():
+        raise CheckpointNotFoundError(f"there is no checkpoint at {str(path)!r}.")
+    try:
+        recorded = _read_json(path / "manifest.json")["files"]
+        present = set(_relative_files(path)) - {"manifest.json"}
+        if not isinstance(recorded, dict):
+            raise ValueError("the manifest lists no files")
+        if strays := present ^ set(recorded):
+            name = min(strays)
+            raise ValueError(f"{name!r} is {'not in the manifest' if name in present else 'missing'}")
+        for name, (size, digest) in recorded.items():
+            found = (path / name).stat().st_size
+            if found != size:
+                raise ValueError(f"{name!r} has {found:,} bytes instead of {size:,}")
+            if _digest(path / name) != digest:
+                raise ValueError(f"{name!r} has other content than was written")
+        meta = _read_json(path / "meta.json")
+        if meta.get("format") != _FORMAT or not isinstance(meta.get("step"), int):
+            raise ValueError(f"meta.json is of format {meta.get('format')!r}, this version reads {_FORMAT}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamagedError(
+            f"the checkpoint {str(path)!r} is damaged: {_first_line(error)}."
+        ) from error
+    return Checkpoint(path, meta["step"], meta)
+
+
+def _write_item(path: Path, tree: Any) -> None:
+    ocp = _orbax()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+        checkpointer.wait_until_finished()
+
+
+def _relative_files(folder: Path) -> Iterator[str]:
+    """Yield every file below ``folder``, sorted; refuse what is neither a regular file nor a folder."""
+    found = []
+    for root, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            path = Path(root, name)
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise ValueError(f"{str(path.relative_to(folder))!r} is not a regular file")
+            if stat.S_ISREG(mode):
+                found.append(path.relative_to(folder).as_posix())
+        if len(found) > _MAX_FILES:
+            raise ValueError(f"it has more than {_MAX_FILES:,} files")
+    yield from sorted(found)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync_and_digest(path: Path) -> tuple[int, str]:
+    with open(path, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        os.fsync(stream.fileno())
+        return os.fstat(stream.fileno()).st_size, digest
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as stream:
+        content = stream.read(_MAX_JSON + 1)
+    if len(content) > _MAX_JSON:
+        raise ValueError(f"{path.name} is larger than {_MAX_JSON:,} bytes")
+    value = json.loads(content)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} does not hold an object")
+    return value
+
+
+def _storage_reason(error: BaseException) -> str | None:
+    """Say which failure of the disk lies behind ``error``, or None if it is another kind of error."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen.strerror or _first_line(seen)
+        # TensorStore reports the operating system's error inside the text of a ValueError.
+        if match := re.search(r"os_error_code='(\d+)'", str(seen)):
+            return os.strerror(int(match[1]))
+        if "RESOURCE_EXHAUSTED" in str(seen) or os.strerror(errno.ENOSPC) in str(seen):
+            return os.strerror(errno.ENOSPC)
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:400].rstrip(".")
+
+
+@contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Keep Orbax from printing a traceback for an error that is reported properly here."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

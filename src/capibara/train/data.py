@@ -1,0 +1,261 @@
+"""Text in, one array of bytes out.
+
+Capibara's demonstration model reads bytes: the vocabulary is the 256 byte values, so any UTF-8 text is data
+and no tokeniser has to be trained, shipped or matched with a checkpoint. A corpus is one uint8 array: the
+documents one after the other, a blank line between them; its last part is held out for validation.
+
+Without any text of the user's, the corpus is CPython's own documentation of the language, which every CPython
+carries as the module ``pydoc_data.topics`` (what ``help("with")`` prints). Two things make its held-out part
+honest: the topics are put in the order of a hash of their names, so that the part held out is not the end of
+the alphabet; and a paragraph that several topics share is kept only where it comes first, because otherwise
+a fifth of the held-out text would also stand in the training text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import platform
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from capibara.train.errors import DataError, TextNotFoundError
+
+__all__ = [
+    "MAX_CORPUS_BYTES",
+    "TEXT_SUFFIXES",
+    "Corpus",
+    "load_corpus",
+    "python_documentation",
+    "split_corpus",
+]
+
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
+"""What a folder is searched for; a file named on its own may have any suffix."""
+
+MAX_CORPUS_BYTES = 2 * 1024**3
+"""The largest text that is read: it is held in memory, one byte per byte."""
+
+_CHUNK = 1 << 20
+_SEPARATOR = b"\n\n"
+_SHARED_PARAGRAPH = 40
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A text, split for training and validation.
+
+    Attributes:
+      name: where it comes from, for people.
+      train: uint8 ``[n]``.
+      validation: uint8 ``[m]``; empty when the fraction was 0.
+      documents: how many files or topics went in.
+      fingerprint: SHA-256 over the split and every byte, in hexadecimal. A resumed run compares it.
+    """
+
+    name: str
+    train: np.ndarray
+    validation: np.ndarray
+    documents: int
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.train.size + self.validation.size:,} bytes in {self.documents:,} "
+            f"document{'' if self.documents == 1 else 's'}; {self.train.size:,} to train on, "
+            f"{self.validation.size:,} held out"
+        )
+
+
+def load_corpus(
+    paths: Sequence[str | os.PathLike[str]] = (),
+    *,
+    validation_fraction: float = 0.05,
+    max_bytes: int = MAX_CORPUS_BYTES,
+    stdin: BinaryIO | None = None,
+) -> Corpus:
+    """Read text from files, folders and standard input, or CPython's documentation when none is named.
+
+    Args:
+      paths: files of any suffix; folders, searched recursively for :data:`TEXT_SUFFIXES` in sorted order
+      (hidden
+        folders and ``__pycache__`` left out, links to folders not followed); ``"-"`` for standard input.
+      validation_fraction: the part of all bytes, from the end, that is held out; 0 ≤ fraction < 1.
+      max_bytes: refuse more text than this.
+      stdin: the stream that ``"-"`` reads; ``sys.stdin.buffer`` by default.
+
+    Raises:
+      TextNotFoundError: a path does not exist, or a folder holds no text file.
+      DataError: a file is binary (a NUL byte) or not UTF-8, everything is empty, or there is too much of it.
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    text = bytearray()
+    documents = 0
+    if not paths:
+        for document in python_documentation():
+            _append(text, [document.encode()], "pydoc_data.topics", max_bytes)
+            documents += 1
+        name = f"CPython {platform.python_version()} documentation (pydoc_data.topics)"
+    else:
+        for path in _text_files(paths):
+            if path == "-":
+                stream = sys.stdin.buffer if stdin is None else stdin
+                documents += _append(text, _checked(stream, "standard input"), "standard input", max_bytes)
+            else:
+                documents += _append_file(text, path, max_bytes)
+        shown = ", ".join(str(path) for path in paths[:3]) + (", …" if len(paths) > 3 else "")
+        name = shown.replace("-", "standard input") if shown == "-" else shown
+    return split_corpus(text, name=name, documents=documents, validation_fraction=validation_fraction)
+
+
+def split_corpus(
+    text: bytes | bytearray, *, name: str, documents: int = 1, validation_fraction: float = 0.05
+) -> Corpus:
+    """Hold out the last ``validation_fraction`` of ``text`` (contiguous, so no sequence straddles the parts).
+
+    Raises:
+      DataError: the text is empty or only white space, or the fraction is outside ``[0, 1)``.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise DataError(
+            f"validation_fraction={validation_fraction!r} must be at least 0 and below 1, e.g. 0.05 to hold "
+            "out 5 %."
+        )
+    if not text or text.isspace():
+        raise DataError(
+            f"the text ({name}) is {'empty' if not text else 'only white space'}: there is nothing to train "
+            "on. Give files or folders of text, or none at all to train on CPython's documentation."
+        )
+    tokens = np.frombuffer(text, np.uint8)
+    tokens.flags.writeable = False
+    held_out = int(tokens.size * validation_fraction)
+    cut = tokens.size - held_out
+    digest = hashlib.sha256(f"{cut}/{tokens.size}:".encode())
+    digest.update(text)
+    return Corpus(name, tokens[:cut], tokens[cut:], documents, digest.hexdigest())
+
+
+def python_documentation() -> Iterator[str]:
+    """Yield the topics of ``pydoc_data.topics`` in the order of their names' SHA-256.
+
+    A paragraph of 40 characters or more that an earlier topic already had is left out.
+    """
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    for name in sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        kept = []
+        for paragraph in topics[name].strip("\n").split("\n\n"):
+            key = " ".join(paragraph.split())
+            if len(key) >= _SHARED_PARAGRAPH:
+                if key in seen:
+                    continue
+                seen.add(key)
+            kept.append(paragraph)
+        if kept:
+            yield "\n\n".join(kept)
+
+
+def _text_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Path | str]:
+    for given in paths:
+        if given == "-":
+            yield "-"
+            continue
+        path = Path(given)
+        try:
+            mode = path.stat().st_mode
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise TextNotFoundError(
+                f"no text at {str(given)!r} ({reason}). Name a file or folder that exists, '-' for standard "
+                "input, or nothing to train on CPython's documentation."
+            ) from None
+        if stat.S_ISDIR(mode):
+            yield from _folder_files(path)
+        elif stat.S_ISREG(mode) or stat.S_ISFIFO(mode):
+            yield path
+        else:
+            raise DataError(f"{str(given)!r} is neither a file nor a folder. Use '-' for standard input.")
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    found = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        found += [
+            Path(root, name) for name in files if name.endswith(TEXT_SUFFIXES) and not name.startswith(".")
+        ]
+    found = sorted(path for path in found if path.is_file())
+    if not found:
+        raise TextNotFoundError(
+            f"the folder {str(folder)!r} holds no text: looked in it and below it for files named "
+            f"{', '.join('*' + suffix for suffix in TEXT_SUFFIXES)}. Name files of other suffixes one by one."
+        )
+    return found
+
+
+def _append_file(text: bytearray, path: Path | str, max_bytes: int) -> bool:
+    try:
+        with open(path, "rb") as stream:
+            return _append(text, _checked(stream, str(path)), str(path), max_bytes)
+    except OSError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"could not read {str(path)!r}: {error.strerror}. Check its permissions.") from error
+
+
+def _append(text: bytearray, chunks: Iterable[bytes], source: str, max_bytes: int) -> bool:
+    """Append one document after a blank line; return whether it had any bytes."""
+    begun = False
+    for chunk in chunks:
+        if not chunk:
+            continue
+        if text and not begun:
+            text += _SEPARATOR
+        begun = True
+        text += chunk
+        if len(text) > max_bytes:
+            raise DataError(
+                f"the text is larger than {max_bytes:,} bytes (reached while reading {source!r}); it is held "
+                "in memory. Give less text."
+            )
+    return begun
+
+
+def _checked(stream: BinaryIO, source: str) -> Iterator[bytes]:
+    """Yield the stream in bounded chunks; refuse NUL bytes and what is not UTF-8, saying where."""
+    decoder = codecs.getincrementaldecoder("utf-8")("strict")
+    position = 0
+    while chunk := stream.read(_CHUNK):
+        if (nul := chunk.find(0)) >= 0:
+            raise DataError(
+                f"{source!r} looks like a binary file: byte {position + nul:,} is NUL. Training reads UTF-8 "
+                "text; convert the file (a UTF-16 text: iconv -f UTF-16 -t UTF-8) or leave it out."
+            )
+        pending = len(decoder.getstate()[0])
+        try:
+            decoder.decode(chunk)
+        except UnicodeDecodeError as error:
+            _refuse_encoding(source, position - pending + error.start, error)
+        position += len(chunk)
+        yield chunk
+    pending = len(decoder.getstate()[0])
+    try:
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        _refuse_encoding(source, position - pending + error.start, error)
+
+
+def _refuse_encoding(source: str, position: int, error: UnicodeDecodeError) -> None:
+    raise DataError(
+        f"{source!r} is not UTF-8 text: byte {position:,} (0x{error.object[error.start]:02x}) can not be "
+        "decoded. Convert it, e.g. iconv -f LATIN1 -t UTF-8, or leave it out."
+    ) from None

@@ -1,0 +1,225 @@
+"""The training loop: keep the device busy, write down exactly what happened, stop at any step.
+
+The host runs a few steps ahead of the device. A loss is read only when the step after it is already queued,
+so reading never makes the device wait; only an evaluation or a checkpoint drains the queue. A batch follows
+from the step's number, so the only thing that has to survive an interruption is the :class:`TrainState`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from capibara.train.batches import BatchSampler
+from capibara.train.errors import DivergedError
+from capibara.train.metrics import MetricsLog
+from capibara.train.progress import Reporter
+from capibara.train.signals import StopFlag
+from capibara.train.state import TrainState
+from capibara.train.step import Placement, microbatch
+
+__all__ = ["Loop", "Utilisation"]
+
+_STEPS_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """What turns tokens per second into model FLOP utilisation.
+
+    Attributes:
+      flops_per_token: forward and backward, from the model.
+      device_flops: FLOP/s of a matrix multiply, measured on the devices of this run just before it.
+    """
+
+    flops_per_token: float
+    device_flops: float
+
+    def of(self, tokens_per_second: float) -> float:
+        """The part of the measured rate that the model's own arithmetic uses."""
+        return tokens_per_second * self.flops_per_token / self.device_flops
+
+
+@dataclass
+class _Meter:
+    """Time spent in steps, without evaluations and checkpoints."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    mark: float = field(default_factory=time.perf_counter)
+
+    def restart(self) -> None:
+        self.mark = time.perf_counter()
+
+    def add(self, tokens: int) -> None:
+        now = time.perf_counter()
+        self.tokens += tokens
+        self.seconds += now - self.mark
+        self.mark = now
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass
+class Loop:
+    """Runs optimizer steps until the plan, the time limit or a signal ends it.
+
+    ``save(state, step, seconds)`` writes a checkpoint, ``after_evaluation(step, bits)`` is called after each
+    validation. After :meth:`run`, ``reason`` is "finished", "time" or "interrupted".
+    """
+
+    config: Any
+    placement: Placement
+    sampler: BatchSampler
+    train_step: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    validation: list[np.ndarray]
+    log: MetricsLog
+    save: Callable[[TrainState, int, float], None]
+    after_evaluation: Callable[[int, float], None]
+    reporter: Reporter
+    stop: StopFlag
+    utilisation: Utilisation | None = None
+    seconds_before: float = 0.0
+    last_loss: float | None = None
+    last_bits: float | None = None
+    reason: str = "finished"
+
+    def __post_init__(self) -> None:
+        self._pending: deque[tuple[int, dict[str, jax.Array]]] = deque()
+        self._line: list[dict[str, float]] = []
+        self.total = _Meter()
+        self._window = _Meter()
+        self._begun = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Training time of the whole run: this process since the loop began, and those before it."""
+        return self.seconds_before + time.perf_counter() - self._begun
+
+    def put_batch(self, step: int) -> dict[str, jax.Array]:
+        """The batch of one step on the devices: int32 ``[microbatches, rows, length + 1]``."""
+        tokens = self.sampler.batch(step)
+        return self.placement.put_batch(microbatch(tokens, self.config.train.gradient_accumulation_steps))
+
+    def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
+        """Train from ``start`` steps on; ``state`` is donated. Returns the last state and its step.
+
+        Raises:
+          DivergedError: the loss is not finite any more.
+          CheckpointWriteError, RunWriteError: the disk is full …; earlier checkpoints stay.
+        """
+        settings, limit = self.config.train, self.config.train.max_seconds
+        step = saved = start
+        self._begun = time.perf_counter()
+        self._resume_clock()
+        while step < settings.steps:
+            if self.stop.requested:
+                self.reason = "interrupted"
+                break
+            if limit is not None and self.seconds >= limit:
+                self.reason = "time"
+                break
+            state, metrics = self.train_step(state, self.put_batch(step))
+            step += 1
+            self._pending.append((step, metrics))
+            while len(self._pending) > _STEPS_AHEAD:
+                self._finish_oldest()
+            if step == settings.steps:
+                break
+            evaluate, save = step % settings.eval_every == 0, step % self.config.checkpoint.every_steps == 0
+            if evaluate or save:
+                self._drain()
+                if evaluate:
+                    self._evaluate(state, step)
+                if save:
+                    self._save(state, step)
+                    saved = step
+                self._resume_clock()
+        self._drain()
+        if self.reason != "interrupted":
+            self._evaluate(state, step)
+        if step > saved:
+            self._save(state, step)
+        return state, step
+
+    def _resume_clock(self) -> None:
+        self.total.restart()
+        self._window.restart()
+
+    def _drain(self) -> None:
+        while self._pending:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        step, metrics = self._pending.popleft()
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        tokens = self.sampler.batch_size * self.sampler.sequence_length
+        self.total.add(tokens)
+        self._window.add(tokens)
+        self.last_loss = values["loss"]
+        if not math.isfinite(self.last_loss):
+            raise DivergedError(
+                f"the loss became {self.last_loss} at step {step}. Nothing of that is saved: the newest "
+                "checkpoint is from before. Lower optimizer.learning_rate (now "
+                f"{self.config.optimizer.learning_rate:g}), or set optimizer.grad_clip_norm, and run again."
+            )
+        self._line.append(values)
+        self.reporter.step(step, self.last_loss)
+        if step % self.config.train.log_every == 0 or step == self.config.train.steps:
+            self._write_line(step)
+
+    def _write_line(self, step: int) -> None:
+        """Write the metrics of the steps since the last line; does nothing if there are none."""
+        if not self._line:
+            return
+        means = {name: sum(v[name] for v in self._line) / len(self._line) for name in self._line[0]}
+        rate = self._window.rate
+        used = None if self.utilisation is None else self.utilisation.of(rate)
+        entry = {
+            "kind": "train",
+            "step": step,
+            "losses": [values["loss"] for values in self._line],
+            "bits_per_byte": means["cross_entropy"] / math.log(2),
+            **{name: value for name, value in means.items() if math.isfinite(value)},
+            "learning_rate": self._line[-1]["learning_rate"],
+            "tokens_per_second": rate,
+            "utilisation": used,
+            "seconds": self.seconds,
+        }
+        self.log.write(entry)
+        self.reporter.log(step, means["loss"], rate, used)
+        self._line.clear()
+        self._window = _Meter()
+
+    def _evaluate(self, state: TrainState, step: int) -> None:
+        self._write_line(step)
+        if not self.validation:
+            return
+        # Queue every batch, then read: one wait instead of one per batch.
+        results = [
+            self.eval_step(state.params, state.model_state, self.placement.put_batch(tokens))
+            for tokens in self.validation
+        ]
+        bits = float(np.mean([np.float64(value) for value in jax.device_get(results)])) / math.log(2)
+        if not math.isfinite(bits):
+            raise DivergedError(
+                f"the validation loss became {bits} at step {step}. Lower optimizer.learning_rate."
+            )
+        self.last_bits = bits
+        self.log.write({"kind": "validation", "step": step, "bits_per_byte": bits, "seconds": self.seconds})
+        self.after_evaluation(step, bits)
+
+    def _save(self, state: TrainState, step: int) -> None:
+        self._write_line(step)
+        self.log.sync()
+        self.save(state, step, self.seconds)

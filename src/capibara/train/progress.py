@@ -1,0 +1,132 @@
+"""What a person watching a run sees: a progress bar on a terminal, plain lines everywhere else.
+
+The loop tells a :class:`Reporter` what happened and never formats anything itself, so a notebook or a service
+can bring its own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+__all__ = ["PlainReporter", "Reporter", "RichReporter", "SilentReporter", "make_reporter"]
+
+
+class Reporter(Protocol):
+    """Told about a run while it runs. ``start`` and ``close`` are called once each, ``close`` also after
+    errors."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+    def warn(self, text: str) -> None:
+        """Something that should be looked at, though the run goes on."""
+
+    def start(self, step: int, total: int) -> None:
+        """Training begins after ``step`` of ``total`` steps."""
+
+    def step(self, step: int, loss: float) -> None:
+        """A step was finished; ``loss`` in nats."""
+
+    def log(self, step: int, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
+        """A metrics line was written: mean loss, rate, and the part of the measured matrix-multiply rate
+        used."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class SilentReporter:
+    """Says nothing."""
+
+    def note(self, text: str) -> None:
+        """Ignored."""
+
+    def warn(self, text: str) -> None:
+        """Ignored."""
+
+    def start(self, step: int, total: int) -> None:
+        """Ignored."""
+
+    def step(self, step: int, loss: float) -> None:
+        """Ignored."""
+
+    def log(self, step: int, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
+        """Ignored."""
+
+    def close(self) -> None:
+        """Ignored."""
+
+
+class PlainReporter(SilentReporter):
+    """Writes a line at every metrics line; for logs and pipes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._total = 0
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def warn(self, text: str) -> None:
+        print(f"warning: {text}", file=self._stream, flush=True)
+
+    def start(self, step: int, total: int) -> None:
+        self._total = total
+
+    def log(self, step: int, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
+        used = "" if utilisation is None else f"  MFU {utilisation:.0%}"
+        self.note(f"step {step}/{self._total}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{used}")
+
+
+class RichReporter:
+    """Draws a progress bar with loss, rate and model FLOP utilisation."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=console,
+            # The bar is drawn by a thread that competes with training for the cores.
+            refresh_per_second=2,
+        )
+        self._task: TaskID | None = None
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def warn(self, text: str) -> None:
+        self._console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+
+    def start(self, step: int, total: int) -> None:
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=total, completed=step, loss="…", rate="")
+
+    def step(self, step: int, loss: float) -> None:
+        if self._task is not None:
+            self._progress.update(self._task, completed=step, loss=f"{loss:.3f}")
+
+    def log(self, step: int, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
+        if self._task is not None:
+            used = "" if utilisation is None else f", MFU {utilisation:.0%}"
+            self._progress.update(self._task, rate=f"{tokens_per_second:,.0f} tokens/s{used}")
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def make_reporter(stream: TextIO) -> Reporter:
+    """Return a :class:`RichReporter` if ``stream`` is a terminal, else a :class:`PlainReporter`."""
+    console = Console(file=stream)
+    return (
+        RichReporter(console)
+        if console.is_terminal and not console.is_dumb_terminal
+        else PlainReporter(stream)
+    )

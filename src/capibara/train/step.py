@@ -1,0 +1,139 @@
+"""One optimizer step, and one evaluation, as compiled functions on the devices there are.
+
+With several devices the work is data-parallel: the state is replicated, a batch is cut along its rows, and
+XLA inserts the sums between devices (``NamedSharding`` over a one-axis mesh). With one device nothing is
+added.
+
+Gradient accumulation cuts the batch of a step into microbatches that are worked off one after another, so
+that activations of only one of them are alive; the mean gradient is that of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from capibara.errors import ConfigError
+from capibara.train.state import TrainState
+
+__all__ = ["Placement", "make_eval_step", "make_train_step"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which devices a run uses and how values lie on them."""
+
+    devices: tuple[Any, ...]
+    mesh: Mesh | None
+
+    @classmethod
+    def choose(cls, rows: int, devices: Sequence[Any] | None = None) -> Placement:
+        """Take as many of the local devices as divide ``rows``, the sequences of one microbatch."""
+        available = list(jax.local_devices() if devices is None else devices)
+        count = max(n for n in range(1, len(available) + 1) if rows % n == 0)
+        chosen = tuple(available[:count])
+        return cls(chosen, Mesh(np.asarray(chosen), ("data",)) if count > 1 else None)
+
+    @property
+    def replicated(self) -> Sharding:
+        """Where the state lies: whole on every device."""
+        if self.mesh is None:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def put_batch(self, tokens: np.ndarray) -> dict[str, jax.Array]:
+        """Move int32 tokens ``[..., rows, length]`` to the devices, rows cut among them where they divide."""
+        sharding = self.replicated
+        if self.mesh is not None and tokens.shape[-2] % len(self.devices) == 0:
+            sharding = NamedSharding(self.mesh, PartitionSpec(*[None] * (tokens.ndim - 2), "data", None))
+        return {"tokens": jax.device_put(tokens, sharding)}
+
+    def put_state(self, state: Any) -> Any:
+        """Move a pytree of state to every device."""
+        return jax.device_put(state, self.replicated)
+
+
+def microbatch(tokens: np.ndarray, accumulation_steps: int) -> np.ndarray:
+    """Cut ``[batch, length]`` into ``[accumulation_steps, batch / accumulation_steps, length]``.
+
+    Raises:
+      ConfigError: the batch does not divide.
+    """
+    if tokens.shape[0] % accumulation_steps:
+        raise ConfigError(
+            f"train.batch_size={tokens.shape[0]} must be a multiple of "
+            f"train.gradient_accumulation_steps={accumulation_steps}."
+        )
+    return tokens.reshape(accumulation_steps, -1, tokens.shape[1])
+
+
+def make_train_step(
+    model: Any, optimizer: Any, *, schedule: Callable[[Any], Any] | None = None
+) -> jax.stages.Wrapped:
+    """Compile ``(state, batch) -> (state, metrics)``; the state that goes in is donated.
+
+    ``batch["tokens"]`` is int32 ``[microbatches, rows, length + 1]``. Metrics are float32 scalars, means over
+    the
+    microbatches: ``loss``, ``cross_entropy`` (nats per token), ``grad_norm`` before clipping,
+    ``learning_rate`` if a schedule is given, and whatever else the model's loss reports.
+    """
+
+    def loss_and_grad(params: Any, model_state: Any, tokens: jax.Array, key: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            return model.loss(params, {"tokens": tokens}, state=model_state, key=key, train=True)
+
+        (value, (new_state, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, new_state, {**metrics, "loss": value}
+
+    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+        tokens = batch["tokens"]
+        count = tokens.shape[0]
+        key = jax.random.fold_in(state.key, state.step)
+        if count == 1:
+            grads, model_state, metrics = loss_and_grad(state.params, state.model_state, tokens[0], key)
+        else:
+
+            def body(carry: Any, inputs: Any) -> Any:
+                sums, model_state = carry
+                rows, number = inputs
+                grads, model_state, metrics = loss_and_grad(
+                    state.params, model_state, rows, jax.random.fold_in(key, number)
+                )
+                return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, grads), model_state), metrics
+
+            # Sums of many small numbers: float32 whatever the parameters are stored in.
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params)
+            (sums, model_state), per_microbatch = jax.lax.scan(
+                body, (zeros, state.model_state), (tokens, jnp.arange(count))
+            )
+            grads = jax.tree.map(lambda leaf, param: (leaf / count).astype(param.dtype), sums, state.params)
+            metrics = jax.tree.map(lambda leaf: leaf.mean(axis=0), per_microbatch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda param, update: param + update.astype(param.dtype), state.params, updates)
+        squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(grads)]
+        metrics = {**metrics, "grad_norm": jnp.sqrt(sum(squares))}
+        if schedule is not None:
+            metrics["learning_rate"] = schedule(state.step)
+        scalars = {
+            name: jnp.asarray(value, jnp.float32) for name, value in metrics.items() if not jnp.ndim(value)
+        }
+        return TrainState(state.step + 1, params, opt_state, model_state, state.key), scalars
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(model: Any) -> jax.stages.Wrapped:
+    """Compile ``(params, model_state, batch) -> cross entropy`` in nats per token, without changing any
+    state."""
+
+    def evaluate(params: Any, model_state: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        _, (_, metrics) = model.loss(params, batch, state=model_state, key=None, train=False)
+        return metrics["cross_entropy"]
+
+    return jax.jit(evaluate)

@@ -1,0 +1,419 @@
+"""A training run from a configuration: resume or start, run the loop, leave a folder that explains itself.
+
+::
+
+    runs/demo/
+      config.toml      the settings of the newest run in it
+      checkpoints/     see capibara.train.checkpoint
+      metrics.jsonl    every loss, every validation; see capibara.train.metrics
+      loss.png         the same as a picture
+      lock             held while a run writes here
+
+Resuming is exact: on one device, a run that was killed and continued has bit for bit the losses of one that
+was not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.errors import CapibaraError, ConfigError
+from capibara.train.batches import BatchSampler, validation_batches
+from capibara.train.checkpoint import Checkpoint, CheckpointStore
+from capibara.train.data import Corpus
+from capibara.train.errors import CheckpointDamagedError, ResumeMismatchError
+from capibara.train.loop import Loop, Utilisation
+from capibara.train.metrics import MetricsLog
+from capibara.train.optimizer import build_optimizer, learning_rate_schedule
+from capibara.train.plot import plot_losses
+from capibara.train.progress import Reporter, SilentReporter
+from capibara.train.rundir import atomic_write, lock_run
+from capibara.train.signals import StopFlag
+from capibara.train.state import TrainState
+from capibara.train.step import Placement, make_eval_step, make_train_step
+
+__all__ = ["TrainReport", "checkpoint_store", "train"]
+
+# Settings that change how a step is computed but neither which parameters there are nor what they mean.
+_MAY_DIFFER = frozenset({"model.remat", "model.dropout_rate"})
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What a run did.
+
+    Attributes:
+      reason: "finished" (all steps), "time" (``train.max_seconds``), "interrupted" (a signal) or "already
+      trained".
+      step: optimizer steps taken in the whole run.
+      start_step: steps that were already taken when this process began.
+      loss: training loss of the last step in nats per byte, None if no step was run.
+      validation_bits_per_byte: on the held-out text at the end, None if it was not measured.
+      tokens_per_second: mean over the steps of this process, without compilation, validation and checkpoints.
+      utilisation: that rate times the model's FLOP per token, over ``matmul_flops``.
+      matmul_flops: FLOP/s of a matrix multiply, measured at the start.
+      seconds: training time of the whole run; compile_seconds: what this process compiled before.
+      num_params: parameters of the model; devices: how many were used.
+    """
+
+    reason: str
+    directory: str
+    step: int
+    start_step: int
+    loss: float | None
+    validation_bits_per_byte: float | None
+    tokens_per_second: float | None
+    utilisation: float | None
+    matmul_flops: float | None
+    seconds: float
+    compile_seconds: float
+    num_params: int
+    devices: int
+    signal: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        words = {"time": "reached train.max_seconds", "already trained": "already trained"}
+        reason = words.get(self.reason, self.reason)
+        lines = [f"{reason}: {self.step:,} steps in {self.seconds:,.1f} s of training"]
+        if self.loss is not None:
+            lines.append(f"training loss      {self.loss:.4f} nats per byte (last step)")
+        if self.validation_bits_per_byte is not None:
+            lines.append(f"validation         {self.validation_bits_per_byte:.4f} bits per byte")
+        if self.tokens_per_second is not None:
+            where = f"{self.devices} device{'' if self.devices == 1 else 's'}"
+            lines.append(f"speed              {self.tokens_per_second:,.0f} tokens/s on {where}")
+        if self.utilisation is not None and self.matmul_flops is not None:
+            rate = f"{self.matmul_flops / 1e9:,.0f} GFLOP/s"
+            lines.append(f"utilisation        {self.utilisation:.1%} of a matrix multiply's {rate}")
+        lines.append(f"written to         {self.directory} (checkpoints, metrics.jsonl, loss.png)")
+        return "\n".join(lines)
+
+
+def checkpoint_store(directory: str | Path, *, keep: int = 2) -> CheckpointStore:
+    """The checkpoints of the run in ``directory``."""
+    return CheckpointStore(Path(directory) / "checkpoints", keep=keep)
+
+
+def train(
+    config: Any,
+    model: Any,
+    corpus: Corpus,
+    *,
+    fresh: bool = False,
+    allow_new_text: bool = False,
+    reporter: Reporter | None = None,
+    stop: StopFlag | None = None,
+    devices: Sequence[Any] | None = None,
+    measure_utilisation: bool = True,
+) -> TrainReport:
+    """Train ``model`` on ``corpus`` as ``config`` says, in the folder ``config.checkpoint.directory``.
+
+    Args:
+      config: a :class:`capibara.config.ModularModelConfig`.
+      model: anything with ``init(seed)``, ``loss``, ``flops_per_token`` and ``num_params`` as
+        :class:`capibara.core.ModularCapibaraModel` has them.
+      corpus: the text.
+      fresh: remove what an earlier run left in the folder and start over; ``checkpoint.resume = false`` means
+      the same.
+      allow_new_text: continue a run on other text than it was trained on so far.
+      reporter: told what happens; silent by default.
+      stop: polled between steps; see :func:`capibara.train.signals.stop_on_signals`.
+      devices: what to train on, by default all local devices.
+      measure_utilisation: measure the matrix-multiply rate first.
+
+    Raises:
+      ResumeMismatchError: the folder holds a run of another model, or on other text.
+      CheckpointDamagedError: the folder holds checkpoints and every one is damaged.
+      RunLockedError: another process is training there.
+      CheckpointWriteError, RunWriteError: something could not be written.
+      DivergedError: the loss became infinite or not a number.
+      DataError: the text is too short for one sequence.
+    """
+    reporter = reporter or SilentReporter()
+    folder = Path(config.checkpoint.directory)
+    setup = _Setup.build(config, model, corpus, devices)
+    with lock_run(folder):
+        store = checkpoint_store(folder, keep=config.checkpoint.keep)
+        store.clean()
+        if fresh or not config.checkpoint.resume:
+            store.clear()
+            for name in ("metrics.jsonl", "loss.png"):
+                (folder / name).unlink(missing_ok=True)
+        checkpoint = store.newest(warn=reporter.warn)
+        if checkpoint is None:
+            state, start, seconds = setup.initial_state(), 0, 0.0
+        else:
+            _check_resumable(config, corpus, checkpoint, reporter, allow_new_text=allow_new_text)
+            store.set_aside(after=checkpoint.step)
+            start, seconds = checkpoint.step, _seconds(checkpoint)
+            limit = config.train.max_seconds
+            if start >= config.train.steps or (limit is not None and seconds >= limit):
+                return _already_trained(setup, checkpoint, seconds, reporter)
+            state = setup.restore(checkpoint)
+            reporter.note(f"resuming after step {start:,} from {checkpoint.path}")
+        atomic_write(folder / "config.toml", config.to_toml().encode())
+        utilisation = None
+        if measure_utilisation:
+            utilisation = _measure(setup)
+            reporter.note(f"a matrix multiply here reaches {utilisation.device_flops / 1e9:,.0f} GFLOP/s")
+        return _run(setup, store, state, start, seconds, utilisation, reporter, stop or StopFlag())
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What follows from configuration, model and text alone, before any folder is looked at."""
+
+    config: Any
+    model: Any
+    corpus: Corpus
+    sampler: BatchSampler
+    validation: list[np.ndarray]
+    schedule: Callable[[Any], Any]
+    optimizer: Any
+    placement: Placement
+
+    @classmethod
+    def build(cls, config: Any, model: Any, corpus: Corpus, devices: Sequence[Any] | None) -> _Setup:
+        _check_vocabulary(config, corpus)
+        settings = config.train
+        validation = []
+        if corpus.validation.size:
+            validation = validation_batches(
+                corpus.validation,
+                batch_size=settings.batch_size,
+                sequence_length=settings.sequence_length,
+                max_batches=settings.eval_batches,
+            )
+        return cls(
+            config,
+            model,
+            corpus,
+            BatchSampler(corpus.train, settings.batch_size, settings.sequence_length, settings.seed),
+            validation,
+            learning_rate_schedule(config),
+            build_optimizer(config, param_axes=getattr(model, "param_axes", None)),
+            Placement.choose(settings.batch_size // settings.gradient_accumulation_steps, devices),
+        )
+
+    def _fresh(self) -> TrainState:
+        seed = self.config.train.seed
+        params, model_state = self.model.init(seed)
+        return TrainState.create(params, model_state, self.optimizer.init(params), seed=seed)
+
+    def initial_state(self) -> TrainState:
+        # A copy: the step donates its state, and the model may still hold the arrays it was initialised with.
+        return self.placement.put_state(jax.tree.map(jnp.copy, self._fresh()))
+
+    def restore(self, checkpoint: Checkpoint) -> TrainState:
+        shapes = jax.eval_shape(self._fresh)
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        sharding = self.placement.replicated
+
+        def read(item: str, tree: Any) -> Any:
+            target = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+            )
+            return checkpoint.restore(item, target)
+
+        model = read("model", {"params": shapes.params, "state": shapes.model_state})
+        training = read("training", {"opt_state": shapes.opt_state, "step": shapes.step, "key": key})
+        key = jax.random.wrap_key_data(training["key"])
+        state = TrainState(training["step"], model["params"], training["opt_state"], model["state"], key)
+        return self.placement.put_state(state)
+
+
+def _run(
+    setup: _Setup,
+    store: CheckpointStore,
+    state: TrainState,
+    start: int,
+    seconds: float,
+    utilisation: Utilisation | None,
+    reporter: Reporter,
+    stop: StopFlag,
+) -> TrainReport:
+    config, corpus, folder = setup.config, setup.corpus, store.folder.parent
+    num_params = int(setup.model.num_params)
+    config_toml = config.to_toml()
+
+    def save(state: TrainState, step: int, seconds: float) -> None:
+        items = {
+            "model": {"params": state.params, "state": state.model_state},
+            "training": {
+                "opt_state": state.opt_state,
+                "step": state.step,
+                "key": jax.random.key_data(state.key),
+            },
+        }
+        meta = {"seconds": seconds, "text": corpus.name, "fingerprint": corpus.fingerprint}
+        store.save(step, items, meta=meta, config_toml=config_toml)
+
+    def after_evaluation(step: int, bits: float) -> None:
+        reporter.note(f"step {step}: validation {bits:.4f} bits per byte")
+        title = f"{corpus.name}, {num_params:,} parameters"
+        plot_losses(folder / "metrics.jsonl", folder / "loss.png", title=title)
+
+    train_step = make_train_step(setup.model, setup.optimizer, schedule=setup.schedule)
+    with MetricsLog(folder / "metrics.jsonl", resume_step=start) as log:
+        loop = Loop(
+            config=config,
+            placement=setup.placement,
+            sampler=setup.sampler,
+            train_step=train_step,
+            eval_step=make_eval_step(setup.model),
+            validation=setup.validation,
+            log=log,
+            save=save,
+            after_evaluation=after_evaluation,
+            reporter=reporter,
+            stop=stop,
+            utilisation=utilisation,
+            seconds_before=seconds,
+        )
+        begun = time.perf_counter()
+        # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
+        loop.train_step = train_step.lower(state, loop.put_batch(start)).compile()
+        compile_seconds = time.perf_counter() - begun
+        reporter.note(f"compiled the training step in {compile_seconds:.1f} s")
+        reporter.start(start, config.train.steps)
+        try:
+            state, step = loop.run(state, start)
+        finally:
+            reporter.close()
+    rate = loop.total.rate or None
+    return TrainReport(
+        reason=loop.reason,
+        directory=str(folder),
+        step=step,
+        start_step=start,
+        loss=loop.last_loss,
+        validation_bits_per_byte=loop.last_bits,
+        tokens_per_second=rate,
+        utilisation=None if utilisation is None or rate is None else utilisation.of(rate),
+        matmul_flops=None if utilisation is None else utilisation.device_flops,
+        seconds=loop.seconds,
+        compile_seconds=compile_seconds,
+        num_params=num_params,
+        devices=len(setup.placement.devices),
+        signal=stop.signal,
+    )
+
+
+def _measure(setup: _Setup) -> Utilisation:
+    from capibara.measure import matmul_rate
+
+    config, devices = setup.config, setup.placement.devices
+    rate = float(matmul_rate(dtype=config.precision.compute_dtype))
+    # Emulated CPU devices share the cores that the one measurement already used.
+    count = 1 if devices[0].platform == "cpu" else len(devices)
+    flops = float(setup.model.flops_per_token(config.train.sequence_length, training=True))
+    return Utilisation(flops, rate * count)
+
+
+def _already_trained(
+    setup: _Setup, checkpoint: Checkpoint, seconds: float, reporter: Reporter
+) -> TrainReport:
+    step, settings = checkpoint.step, setup.config.train
+    if step >= settings.steps:
+        remedy = f"train.steps={2 * step} to train on"
+    else:
+        limit = settings.max_seconds
+        remedy = f"train.max_seconds={2 * seconds:.0f} to train on (its {limit:g} s are used up)"
+    reporter.note(f"already trained {step:,} steps; pass {remedy}, or --fresh to start over")
+    return TrainReport(
+        reason="already trained",
+        directory=str(setup.config.checkpoint.directory),
+        step=step,
+        start_step=step,
+        loss=None,
+        validation_bits_per_byte=None,
+        tokens_per_second=None,
+        utilisation=None,
+        matmul_flops=None,
+        seconds=seconds,
+        compile_seconds=0.0,
+        num_params=int(setup.model.num_params),
+        devices=len(setup.placement.devices),
+    )
+
+
+def _seconds(checkpoint: Checkpoint) -> float:
+    value = checkpoint.meta.get("seconds")
+    if not isinstance(value, (int, float)) or not value >= 0:
+        path = checkpoint.path / "meta.json"
+        raise CheckpointDamagedError(f"{str(path)!r} has seconds={value!r}; expected a time.")
+    return float(value)
+
+
+def _check_vocabulary(config: Any, corpus: Corpus) -> None:
+    highest = int(max(part.max() for part in (corpus.train, corpus.validation) if part.size))
+    if highest >= config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is too small for this text: it has the byte "
+            f"{highest}. Use model.vocab_size=256, which holds every byte."
+        )
+
+
+def _check_resumable(
+    config: Any, corpus: Corpus, checkpoint: Checkpoint, reporter: Reporter, *, allow_new_text: bool
+) -> None:
+    """Refuse to continue a run of another model or on other text; say which other settings changed."""
+    try:
+        old = type(config).from_toml(checkpoint.config_path)
+    except CapibaraError as error:
+        raise ResumeMismatchError(
+            f"the settings of the checkpoint {str(checkpoint.path)!r} can not be read by this version: "
+            f"{error} Start over with --fresh, or choose another checkpoint.directory (--directory)."
+        ) from error
+    before, now = _flatten(old.to_dict()), _flatten(config.to_dict())
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    shown = {
+        key: f"{key} was {before.get(key, 'left out')!r}, now {now.get(key, 'left out')!r}" for key in changed
+    }
+    fixed = [
+        key
+        for key in changed
+        if (key.startswith("model.") or key == "precision.param_dtype") and key not in _MAY_DIFFER
+    ]
+    if fixed:
+        raise ResumeMismatchError(
+            f"{str(checkpoint.path.parent.parent)!r} holds a run of another model: "
+            f"{'; '.join(shown[key] for key in fixed)}. Restore those settings, start over with --fresh, or "
+            "choose another checkpoint.directory (--directory)."
+        )
+    if checkpoint.meta.get("fingerprint") != corpus.fingerprint:
+        before_text = checkpoint.meta.get("text")
+        if not allow_new_text:
+            raise ResumeMismatchError(
+                f"{str(checkpoint.path.parent.parent)!r} holds a run on other text ({before_text!r}, now "
+                f"{corpus.name!r}; its bytes or the held-out fraction differ). Give the same text, continue "
+                "on the new text with --allow-new-text, start over with --fresh, or choose another "
+                "checkpoint.directory (--directory)."
+            )
+        reporter.note(f"continuing on other text than before ({before_text!r}, now {corpus.name!r})")
+    sections = ("train", "optimizer", "precision")
+    rest = [shown[key] for key in changed if key not in fixed and key.split(".")[0] in sections]
+    if rest:
+        reporter.note(f"settings changed since step {checkpoint.step:,}: {'; '.join(rest)}")
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
