@@ -1,1 +1,123 @@
+"""The command line: ``capibara VERB …``, one module a verb.
 
+``capibara --help`` has to be quick, so a verb's module (and with it JAX) is imported only when that verb is
+called; what each verb does in a line stands in :data:`VERBS`. A verb's module has ``HELP``,
+``add_arguments(parser)`` and ``run(args) -> int``.
+
+Exit codes: 0 fine; 1 what was asked for failed, or a check found something; 2 wrong usage or bad input, with
+one clear message and no traceback; 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from capibara.errors import CapibaraError, did_you_mean
+
+__all__ = ["VERBS", "main"]
+
+VERBS: dict[str, str] = {
+    "train": "train a model on text; run again to resume",
+    "generate": "write text from a trained model",
+    "doctor": "say what is installed, which devices there are and which implementations run",
+    "migrate": "check source code against the installed JAX",
+}
+
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says which option was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        if message.startswith("unrecognized arguments:"):
+            wrong = message.partition(":")[2].split()[0].partition("=")[0]
+            hint = did_you_mean(
+                wrong, [name for name in self._option_string_actions if name.startswith("--")]
+            )
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: {message}.{hint} See '{self.prog} --help'.\n")
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
+    return (
+        "usage: capibara VERB …\n\n"
+        "Write a JAX model once, then train, serve and shrink it.\n\n"
+        f"verbs:\n{verbs}\n\n"
+        "options:\n  --version  print the version\n"
+        "  --help     print this; 'capibara VERB --help' explains a verb\n"
+    )
+
+
+def _load(verb: str) -> ModuleType:
+    name = f"{__name__}.{verb}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise CapibaraError(
+            f"this installation of Capibara lacks the module {name}. Install it again: "
+            f"pip install --force-reinstall capibara-jax"
+        ) from None
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments:
+        sys.stderr.write(_overview())
+        return 2
+    verb, *rest = arguments
+    if verb in ("-h", "--help", "help"):
+        sys.stdout.write(_overview())
+        return 0
+    if verb in ("-V", "--version"):
+        from capibara import __version__
+
+        print(f"capibara {__version__}")
+        return 0
+    if verb not in VERBS:
+        kind = "option" if verb.startswith("-") else "verb"
+        hint = did_you_mean(verb, [*VERBS, "--help", "--version"])
+        raise CapibaraError(f"there is no {kind} {verb!r}.{hint} The verbs are: {', '.join(VERBS)}.")
+    module = _load(verb)
+    parser = _Parser(prog=f"capibara {verb}", description=module.HELP, allow_abbrev=False)
+    module.add_arguments(parser)
+    # Intermixed: texts and key=value settings may stand before, between and after options.
+    return module.run(parser.parse_intermixed_args(rest))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+      argv: the arguments after the program's name; ``sys.argv[1:]`` by default.
+
+    Returns:
+      The exit code.
+    """
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except SystemExit as stop:  # argparse, after it has printed what there is to say
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except CapibaraError as error:
+        print(f"capibara: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("capibara: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return code

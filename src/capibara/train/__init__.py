@@ -34,7 +34,7 @@ from capibara.train.optimizer import build_optimizer, decay_mask, learning_rate_
 from capibara.train.plot import plot_losses
 from capibara.train.state import TrainState
 from capibara.train.step import Placement, make_eval_step, make_train_step
-from capibara.train.trainer import TrainReport, checkpoint_store, train
+from capibara.train.trainer import TrainReport, checkpoint_store, restore_model, train
 
 __all__ = [
     "BatchSampler",
@@ -66,6 +66,7 @@ __all__ = [
     "plot_losses",
     "read_losses",
     "read_metrics",
+    "restore_model",
     "split_corpus",
     "train",
     "validation_batches",

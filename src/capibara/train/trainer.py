@@ -40,7 +40,7 @@ from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
 from capibara.train.step import Placement, make_eval_step, make_train_step
 
-__all__ = ["TrainReport", "checkpoint_store", "train"]
+__all__ = ["TrainReport", "checkpoint_store", "restore_model", "train"]
 
 # Settings that change how a step is computed but neither which parameters there are nor what they mean.
 _MAY_DIFFER = frozenset({"model.remat", "model.dropout_rate"})
@@ -220,18 +220,35 @@ class _Setup:
         shapes = jax.eval_shape(self._fresh)
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         sharding = self.placement.replicated
-
-        def read(item: str, tree: Any) -> Any:
-            target = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
-            )
-            return checkpoint.restore(item, target)
-
-        model = read("model", {"params": shapes.params, "state": shapes.model_state})
-        training = read("training", {"opt_state": shapes.opt_state, "step": shapes.step, "key": key})
+        params, model_state = restore_model(checkpoint, self.model, sharding=sharding)
+        items = {"opt_state": shapes.opt_state, "step": shapes.step, "key": key}
+        training = checkpoint.restore("training", _target(items, sharding))
         key = jax.random.wrap_key_data(training["key"])
-        state = TrainState(training["step"], model["params"], training["opt_state"], model["state"], key)
+        state = TrainState(training["step"], params, training["opt_state"], model_state, key)
         return self.placement.put_state(state)
+
+
+def _target(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
+def restore_model(
+    checkpoint: Checkpoint, model: Any, *, sharding: jax.sharding.Sharding | None = None
+) -> tuple[Any, Any]:
+    """Read a model's parameters and its non-trained state from a checkpoint.
+
+    Args:
+      checkpoint: an opened one.
+      model: anything with ``init(seed)``; only the shapes that it would give are used.
+      sharding: where the arrays go; by default the first local device.
+
+    Raises:
+      ResumeMismatchError: the checkpoint has other arrays than the model.
+    """
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    params, state = jax.eval_shape(lambda: model.init(0))
+    restored = checkpoint.restore("model", _target({"params": params, "state": state}, sharding))
+    return restored["params"], restored["state"]
 
 
 def _run(

@@ -1,0 +1,105 @@
+"""``capibara train``: one command from text to a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+HELP = """Train a language model on text. Without TEXT it trains on CPython's own documentation. Run the same
+command again to resume: after Ctrl-C, a kill or a power cut it continues from the newest checkpoint, exactly.
+Arguments with '=' are settings, such as train.steps=2000. The learning rate falls until train.steps, so a run
+that is continued with more steps follows the longer curve from where it stands."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument(
+        "items",
+        nargs="*",
+        metavar="TEXT|key=value",
+        help="text files, folders (searched for .txt .md .py .rst), '-' for standard input; settings",
+    )
+    parser.add_argument("--config", default="demo", help="a TOML file, or a packaged name (default: demo)")
+    parser.add_argument("--directory", help="folder of the run, instead of checkpoint.directory")
+    parser.add_argument("--fresh", action="store_true", help="remove the run in the folder and start over")
+    parser.add_argument(
+        "--allow-new-text", action="store_true", help="continue a run on other text than it was trained on"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the summary as JSON on standard output, all else on standard error",
+    )
+
+
+def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate texts from settings.
+
+    An argument with "=" is a setting if what stands before it is the name of one. If it is not, it may be a
+    file whose name has an "="; and if there is no such file, it is a setting that was misspelt, and is
+    reported as that.
+
+    Returns:
+      texts and settings, each in order.
+    """
+    from capibara.config import ModularModelConfig
+    from capibara.config.overrides import leaf_fields
+
+    known = set(leaf_fields(ModularModelConfig))
+    known |= {key.rpartition(".")[2] for key in known}
+    texts, settings = [], []
+    for item in items:
+        key, equals, _ = item.partition("=")
+        looks_like_key = re.fullmatch(r"\s*[A-Za-z_][\w.]*\s*", key) is not None
+        if equals and (key.strip() in known or (looks_like_key and not os.path.lexists(item))):
+            settings.append(item)
+        else:
+            texts.append(item)
+    return texts, settings
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; return 0, or 128 + n if signal n stopped it."""
+    from capibara.config import ModularModelConfig
+    from capibara.train.data import load_corpus
+    from capibara.train.progress import make_reporter
+    from capibara.train.signals import stop_on_signals
+
+    texts, settings = split_items(args.items)
+    config = ModularModelConfig.from_toml(args.config, settings)
+    if args.directory is not None:
+        config = config.with_overrides({"checkpoint.directory": args.directory})
+    if texts:
+        config = config.with_overrides({"data.paths": texts})
+    out = sys.stderr if args.json else sys.stdout
+    reporter = make_reporter(out)
+    corpus = load_corpus(config.data.paths, validation_fraction=config.data.validation_fraction)
+    reporter.note(str(corpus))
+
+    with stop_on_signals() as stop:
+        from capibara.core import ModularCapibaraModel
+        from capibara.train import train
+
+        model = ModularCapibaraModel(config)
+        reporter.note(f"model: {model.num_params:,} parameters; run: {config.checkpoint.directory}")
+        report = train(
+            config,
+            model,
+            corpus,
+            fresh=args.fresh,
+            allow_new_text=args.allow_new_text,
+            reporter=reporter,
+            stop=stop,
+        )
+    if report.reason != "already trained":
+        reporter.note(str(report))
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=1))
+    if report.reason == "interrupted" and report.signal is not None:
+        reporter.note(f"stopped after step {report.step:,}; run the same command again to continue")
+        return 128 + report.signal
+    return 0

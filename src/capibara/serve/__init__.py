@@ -1,0 +1,23 @@
+"""Serving: tokens out of a trained model.
+
+:class:`Generator` writes text from a model's parameters, one token at a time, with a cache; :class:`Sampling`
+says how the next token is chosen.
+"""
+
+from __future__ import annotations
+
+from capibara.serve.generate import Generator, Utf8Stream
+from capibara.serve.load import LoadedModel, find_checkpoint, load_model
+from capibara.serve.sampling import Sampling, keep_top_k, keep_top_p, sample
+
+__all__ = [
+    "Generator",
+    "LoadedModel",
+    "Sampling",
+    "Utf8Stream",
+    "find_checkpoint",
+    "keep_top_k",
+    "keep_top_p",
+    "load_model",
+    "sample",
+]

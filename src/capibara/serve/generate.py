@@ -1,0 +1,172 @@
+"""Writing text, one token at a time.
+
+The prompt is read in one go (prefill), which fills the cache: keys and values for attention, the recurrent
+state for state-space blocks. From then on each token costs one step. The next step is queued on the device
+before the token of the last one is read, so that printing does not hold up computing.
+
+An attention cache has as many places as the model's ``max_sequence_length``. When it is full, the last half
+of them is read again into an empty cache and writing goes on: the model then sees between half and all of its
+context. (Dropping single places would not do: a cached key also carries what its token had seen of the
+dropped ones.) A prompt that does not fit is cut to its last half window in the same way. A model without
+attention has no such limit.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.errors import ConfigError
+from capibara.serve.sampling import Sampling, sample
+
+__all__ = ["BYTE_VALUES", "Generator", "Utf8Stream"]
+
+BYTE_VALUES = 256
+_MAX_SEED = 2**32
+
+
+class Utf8Stream:
+    """Turns bytes into text as they come, holding back a character until all its bytes are there.
+
+    Bytes that are no UTF-8 become U+FFFD, as ``bytes.decode(errors="replace")`` has it.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, data: bytes) -> str:
+        """Take more bytes; return the characters that are complete now."""
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """Return what is left: U+FFFD if the text ended within a character, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+class Generator:
+    """Generates from one model with one way of sampling; compiles once and can be used many times.
+
+    Args:
+      model: anything with ``init_cache``, ``decode`` and ``config`` as
+        :class:`capibara.core.ModularCapibaraModel`.
+      params: its parameters.
+      state: its non-trained state, if it has any.
+      sampling: how tokens are chosen.
+      vocabulary: only token ids below this are chosen; by default all of the model's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: Any,
+        *,
+        state: Any | None = None,
+        sampling: Sampling | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        settings = model.config.model
+        self.model, self.params, self.state = model, params, state
+        self.sampling = sampling or Sampling()
+        self.places: int = settings.max_sequence_length
+        # Without attention the cache is a state of fixed size, and a text of any length fits.
+        self.bounded = "attention" in settings.block_kinds
+        allowed = min(vocabulary or settings.vocab_size, settings.vocab_size)
+
+        def advance(
+            params: Any, state: Any, tokens: jax.Array, cache: Any, key: jax.Array, number: Any
+        ) -> Any:
+            logits, cache = model.decode(params, tokens, cache, state=state)
+            last = logits[:, -1]
+            last = jnp.where(jnp.arange(last.shape[-1]) < allowed, last, -jnp.inf)
+            return sample(jax.random.fold_in(key, number), last, self.sampling), cache
+
+        self._advance = jax.jit(advance, donate_argnums=3)
+
+    def tokens(self, prompt: Sequence[int] | np.ndarray, *, max_tokens: int, seed: int = 0) -> Iterator[int]:
+        """Yield ``max_tokens`` token ids that continue ``prompt``.
+
+        The same model, prompt, sampling and seed give the same tokens; how many are asked for does not change
+        the first ones.
+
+        Args:
+          prompt: at least one token id.
+          max_tokens: how many to generate, at least 1.
+          seed: 0 to 2^32 − 1.
+
+        Raises:
+          ConfigError: an argument outside its range. It comes from this call, not from the first token.
+        """
+        history = np.asarray(prompt)
+        vocab_size = self.model.config.model.vocab_size
+        if history.ndim != 1 or not history.size or history.dtype.kind not in "iu":
+            raise ConfigError(
+                "prompt must be a sequence of at least one token id, got "
+                f"shape {history.shape} of {history.dtype}."
+            )
+        if history.min() < 0 or history.max() >= vocab_size:
+            raise ConfigError(
+                f"prompt has the token id {int(history.max() if history.min() >= 0 else history.min())}, but "
+                f"the model's ids are 0 to {vocab_size - 1} (model.vocab_size={vocab_size})."
+            )
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens={max_tokens!r} must be at least 1.")
+        if not 0 <= seed < _MAX_SEED:
+            raise ConfigError(f"seed={seed!r} must be a whole number from 0 to {_MAX_SEED - 1}.")
+        return self._tokens([int(token) for token in history], max_tokens, jax.random.key(seed))
+
+    def text(self, prompt: str, *, max_tokens: int, seed: int = 0) -> Iterator[str]:
+        """Yield the text that continues ``prompt`` (byte-level models), in pieces of whole characters.
+
+        An empty prompt starts after a line break, as a document does. Arguments and errors as :meth:`tokens`.
+        """
+        data = prompt.encode("utf-8", "surrogateescape") or b"\n"
+        numbers = self.tokens(np.frombuffer(data, np.uint8), max_tokens=max_tokens, seed=seed)
+        return self._text(numbers)
+
+    def _text(self, numbers: Iterator[int]) -> Iterator[str]:
+        stream = Utf8Stream()
+        for number in numbers:
+            if piece := stream.push(bytes([number])):
+                yield piece
+        if piece := stream.finish():
+            yield piece
+
+    def _tokens(self, prompt: list[int], max_tokens: int, key: jax.Array) -> Iterator[int]:
+        half = max(1, self.places // 2)
+        history = deque(prompt, maxlen=half if self.bounded else 1)
+        fits = not self.bounded or len(prompt) <= self.places
+        token, cache, used = self._prefill(prompt if fits else prompt[-half:], key, 0)
+        for number in range(1, max_tokens + 1):
+            following = None
+            room = not self.bounded or used < self.places
+            if number < max_tokens and room:
+                following, cache = self._advance(self.params, self.state, token[:, None], cache, key, number)
+                used += 1
+            value = int(token[0])
+            history.append(value)
+            yield value
+            if following is None and number < max_tokens:
+                following, cache, used = self._prefill(list(history), key, number)
+            if following is not None:
+                token = following
+
+    def _prefill(self, prompt: list[int], key: jax.Array, number: int) -> tuple[jax.Array, Any, int]:
+        """Read ``prompt`` into an empty cache; return the next token, the cache and the places used."""
+        cache = self.model.init_cache(1, self.places)
+        # A power of two at once and the rest singly: every prompt length would otherwise compile anew.
+        first = 1 << (len(prompt).bit_length() - 1)
+        if self.bounded and len(prompt) == max(1, self.places // 2):
+            first = len(prompt)
+        chunks = [prompt[:first], *([token] for token in prompt[first:])]
+        token = None
+        for chunk in chunks:
+            tokens = jnp.asarray([chunk], jnp.int32)
+            token, cache = self._advance(self.params, self.state, tokens, cache, key, number)
+        assert token is not None
+        return token, cache, len(prompt)

@@ -1,0 +1,80 @@
+"""From a folder on disk to a model that can be run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from capibara.train import (
+    Checkpoint,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    checkpoint_store,
+    open_checkpoint,
+    restore_model,
+)
+
+__all__ = ["LoadedModel", "find_checkpoint", "load_model"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its trained parameters.
+
+    Attributes:
+      model: a :class:`capibara.core.ModularCapibaraModel`.
+      params, state: its parameters and its non-trained state, from the checkpoint.
+      checkpoint: where they come from.
+    """
+
+    model: Any
+    params: Any
+    state: Any
+    checkpoint: Checkpoint
+
+
+def find_checkpoint(
+    folder: str | os.PathLike[str], *, warn: Callable[[str], None] | None = None
+) -> Checkpoint:
+    """Open the newest whole checkpoint in a folder.
+
+    Args:
+      folder: of a run, of its checkpoints, or of one checkpoint.
+      warn: told about damaged checkpoints that are passed over.
+
+    Raises:
+      CheckpointNotFoundError: there is none.
+      CheckpointDamagedError: there are some, and every one is damaged.
+    """
+    path = Path(folder)
+    if (path / "manifest.json").is_file() or (
+        re.fullmatch("[0-9]+", path.name) and (path / "model").is_dir()
+    ):
+        return open_checkpoint(path)
+    for store in (checkpoint_store(path), CheckpointStore(path)):
+        checkpoint = store.newest(warn=warn)
+        if checkpoint is not None:
+            return checkpoint
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint in {str(path)!r}{'' if path.exists() else ', which does not exist'}. Train "
+        "first (capibara train), or name the folder of a run with --checkpoint."
+    )
+
+
+def load_model(checkpoint: Checkpoint) -> LoadedModel:
+    """Build the model that a checkpoint's own settings describe, with its parameters.
+
+    Raises:
+      ConfigError: the settings can not be read by this version.
+      ResumeMismatchError: the arrays are not those of the model.
+    """
+    from capibara.config import ModularModelConfig
+    from capibara.core import ModularCapibaraModel
+
+    model = ModularCapibaraModel(ModularModelConfig.from_toml(checkpoint.config_path))
+    params, state = restore_model(checkpoint, model)
+    return LoadedModel(model, params, state, checkpoint)

@@ -1,0 +1,104 @@
+"""Choosing the next token from logits.
+
+Three knobs, applied in this order: the temperature divides the logits; top-k keeps the *k* likeliest tokens;
+top-p (nucleus sampling: Holtzman et al., arXiv:1904.09751) keeps the smallest set of likeliest tokens whose
+probability, after the first two, reaches *p*. What is not kept gets logit −∞. Among equal logits the smaller
+token id comes first, so the number of tokens kept never depends on chance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from capibara.errors import ConfigError
+
+__all__ = ["Sampling", "keep_top_k", "keep_top_p", "sample"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+      temperature: at least 0; 0 always takes the likeliest token.
+      top_k: keep this many of the likeliest tokens; 0 keeps all.
+      top_p: keep the likeliest tokens that together have this probability, above 0 and at most 1.
+
+    Raises:
+      ConfigError: a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(
+                f"temperature={self.temperature!r} must be a finite number of at least 0; 0 always takes the "
+                "likeliest token, 1 samples from the model's own distribution."
+            )
+        if isinstance(self.top_k, bool) or int(self.top_k) != self.top_k or self.top_k < 0:
+            raise ConfigError(
+                f"top_k={self.top_k!r} must be a whole number of at least 0; 0 keeps every token."
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p!r} must be above 0 and at most 1; 1 keeps every token.")
+
+
+def _ranks(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the token ids in descending order of logits, and each token's place in that order."""
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    return order, jnp.argsort(order, axis=-1)
+
+
+def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
+    """Set all but the ``k`` largest logits to −∞; ``k`` of 0, or of at least the vocabulary, keeps all.
+
+    Args:
+      logits: float ``[..., vocab]``.
+      k: a Python integer.
+    """
+    if k == 0 or k >= logits.shape[-1]:
+        return logits
+    return jnp.where(_ranks(logits)[1] < k, logits, -jnp.inf)
+
+
+def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
+    """Set all logits to −∞ but those of the smallest set of likeliest tokens with a total probability ≥
+    ``p``.
+
+    Args:
+      logits: float ``[..., vocab]``; the likeliest token is always kept.
+      p: above 0; 1 keeps all.
+    """
+    if p >= 1:
+        return logits
+    order, places = _ranks(logits)
+    probabilities = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # The first place is kept even if rounding makes "before" anything but 0.
+    kept = (before < p).at[..., 0].set(True)
+    return jnp.where(jnp.take_along_axis(kept, places, axis=-1), logits, -jnp.inf)
+
+
+def sample(key: jax.Array, logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Choose one token per row.
+
+    Args:
+      key: a typed PRNG key; the same key and logits give the same tokens.
+      logits: float ``[..., vocab]``.
+      sampling: static, i.e. part of what is compiled.
+
+    Returns:
+      int32 ``[...]``.
+    """
+    logits = logits.astype(jnp.float32)
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = keep_top_k(logits / sampling.temperature, sampling.top_k)
+    return jax.random.categorical(key, keep_top_p(logits, sampling.top_p), axis=-1).astype(jnp.int32)
