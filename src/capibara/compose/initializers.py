@@ -89,9 +89,13 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Rows drawn evenly from the sphere of radius ``radius``."""
+    """Rows drawn evenly from the sphere of radius ``radius``.
+
+    Arrays of one block with the same ``salt`` start equal: their key comes from it instead of their own name.
+    """
 
     radius: float = 1.0
+    salt: str | None = None
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         import jax

@@ -83,7 +83,7 @@ class Block:
         self.name = name
         self.wires: dict[str, Wire] = {}
         self.symbols: dict[str, Dim | Rest] = {}
-        self.parent: Model | None = None
+        self.parent: Block | None = None
         self.child_name: str | None = None
 
     @property
@@ -103,12 +103,17 @@ class Block:
         while block is not None and block.child_name is not None:
             names.append(block.child_name)
             block = block.parent
-        return ".".join(reversed(names)) or self.name or type(self).__name__
+        return ".".join(n for n in reversed(names) if n) or self.name or type(self).__name__
 
     def __call__(self, **connections: Any) -> Placement:
         for key in connections:
             self._check_port(key)
         return Placement(self, connections)
+
+    def port(self, key: str) -> Port:
+        """A port by name, also where the name is taken by an attribute (``block.port("name")``)."""
+        self._check_port(key)
+        return Port(self, key)
 
     def _check_port(self, key: str) -> None:
         if key not in self.wires:
@@ -224,7 +229,7 @@ class Primitive(Block):
 def _site_of(block: Block) -> Site | None:
     parent = block.parent
     while parent is not None:
-        for child in parent.children:
+        for child in parent.children if isinstance(parent, Model) else ():
             if child.block is block:
                 if child.site is not None:
                     return child.site
@@ -565,6 +570,8 @@ def _within(block: Block | None, model: Model) -> bool:
         if block is model:
             return True
         block = block.parent
+        if block is not None and not isinstance(block, Model):
+            return False  # inside a repeated block: its values do not exist outside it
     return False
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from capibara.compose.errors import ShapeError
 
-__all__ = ["Constraint", "Dim", "Rest", "Shape", "as_shape", "broadcast_rule", "settle", "transaction", "unify"]
+__all__ = ["Constraint", "Dim", "Rest", "Shape", "as_shape", "broadcast_rule", "settle", "transaction", "unify", "what_if"]
 
 _trail: list[tuple[Any, str, Any]] | None = None
 
@@ -55,6 +55,21 @@ def transaction() -> Iterator[None]:
     if outer is not None:
         outer.extend(_trail)
     _trail = outer
+
+
+@contextmanager
+def what_if() -> Iterator[None]:
+    """A :func:`transaction` that is always undone: to see what follows from more being known, and forget it."""
+
+    class Undo(Exception):
+        pass
+
+    try:
+        with transaction():
+            yield
+            raise Undo
+    except Undo:
+        pass
 
 
 class Dim:

@@ -1,0 +1,153 @@
+"""The JAX backend: where and in which precision a composed model runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from capibara.compose.errors import CompileError
+from capibara.compose.precision import Precision
+from capibara.config.axes import AxisRules
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["JaxBackend"]
+
+
+class JaxBackend:
+    """Where and how a compiled model runs on JAX. Making one changes no JAX setting.
+
+    Args:
+        dtype: dtype of parameters and arithmetic (``"float32"``, ``"bfloat16"``, ``"float16"``, ``"float64"``).
+            ``float64`` is enabled only while the compiled model runs.
+        policy: parameter, compute and accumulation dtypes one by one (a :class:`Precision`) instead of ``dtype``.
+        jit: compile ``evaluate`` with ``jax.jit``.
+        device: ``"cpu"``, ``"gpu:1"`` or a JAX device; where ``evaluate`` and new parameters go.
+        device_mesh: a ``jax.sharding.Mesh``, or a shape such as ``(4, 8)`` over the first 32 devices with the axes
+            of ``mesh_axes``. Parameters are sharded over it by ``rules``.
+        mesh_axes: names of the mesh's axes, when ``device_mesh`` is a shape.
+        rules: which mesh axis each logical axis goes to.
+        platform: the platform to compile for; by default that of the device or mesh.
+        precision: ``jax.lax.Precision`` of matrix products.
+        debug: check every result for NaN (``jax.debug_nans``) while ``evaluate`` runs.
+
+    Raises:
+        CompileError: for a device that is not there (the error lists those that are), or a mesh too large.
+    """
+
+    def __init__(
+        self,
+        dtype: Any = "float32",
+        *,
+        policy: Precision | None = None,
+        jit: bool = True,
+        device: str | jax.Device | None = None,
+        device_mesh: Any | Sequence[int] | None = None,
+        mesh_axes: Sequence[str] = ("data", "model"),
+        rules: AxisRules | None = None,
+        platform: str | None = None,
+        precision: Any | None = None,
+        debug: bool = False,
+    ) -> None:
+        if policy is None:
+            name = dtype if isinstance(dtype, str) else _dtype_name(dtype)
+            policy = Precision(name, name, "float64" if name == "float64" else "float32")
+        self.policy = policy
+        self.jit = jit
+        self.rules = rules or AxisRules()
+        self.device = _device(device, platform)
+        self.mesh = _mesh(device_mesh, mesh_axes, platform)
+        self._platform = platform
+        self.precision = precision
+        self.debug = debug
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of arithmetic."""
+        return self.policy.compute
+
+    @property
+    def platform(self) -> str:
+        """The platform that models compiled on this backend run on: "cpu", "gpu" or "tpu"."""
+        import jax
+
+        if self._platform is not None:
+            return self._platform
+        if self.device is not None:
+            return self.device.platform
+        if self.mesh is not None and getattr(self.mesh, "devices", None) is not None:
+            return self.mesh.devices.flat[0].platform
+        return jax.default_backend()
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The JAX settings that this backend needs, for as long as one call lasts."""
+        import jax
+
+        stack = contextlib.ExitStack()
+        if "float64" in (self.policy.param, self.policy.compute, self.policy.accumulate):
+            stack.enter_context(jax.enable_x64(True))
+        if self.precision is not None:
+            name = getattr(self.precision, "name", self.precision)
+            stack.enter_context(jax.default_matmul_precision(str(name).lower()))
+        if self.debug:
+            stack.enter_context(jax.debug_nans(True))
+        if self.device is not None:
+            stack.enter_context(jax.default_device(self.device))
+        return stack
+
+    def __repr__(self) -> str:
+        where = self.device or (dict(self.mesh.shape) if self.mesh is not None else self.platform)
+        return f"JaxBackend({self.policy.param}/{self.policy.compute}, {where})"
+
+
+def _dtype_name(dtype: Any) -> str:
+    import numpy as np
+
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        raise CompileError(f"dtype={dtype!r} is no dtype: use 'float32', 'bfloat16', 'float16' or 'float64'") from None
+
+
+def _device(device: Any, platform: str | None) -> Any:
+    import jax
+
+    if device is None or not isinstance(device, str):
+        return device
+    kind, _, index = device.partition(":")
+    if index and not index.isdigit():
+        raise CompileError(f"device={device!r}: write a platform and a number, as in 'gpu:0'")
+    try:
+        found = jax.devices(kind)
+    except RuntimeError:
+        found = []
+    number = int(index or 0)
+    if number >= len(found):
+        there = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
+        raise CompileError(f"device={device!r} is not there. The devices of this machine are: {there}")
+    return found[number]
+
+
+def _mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
+    if mesh is None or hasattr(mesh, "axis_names"):
+        return mesh
+    import jax
+    import numpy as np
+
+    shape = tuple(int(n) for n in mesh)
+    if not shape or any(n < 1 for n in shape):
+        raise CompileError(f"device_mesh={mesh!r}: every size must be at least 1")
+    if len(names) < len(shape):
+        raise CompileError(f"device_mesh={mesh!r} has {len(shape)} axes, mesh_axes={tuple(names)!r} names {len(names)}")
+    devices = jax.devices(platform) if platform else jax.devices()
+    need = math.prod(shape)
+    if need > len(devices):
+        raise CompileError(
+            f"device_mesh={mesh!r} needs {need} devices, this machine has {len(devices)}. On CPU, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts to emulate them."
+        )
+    return jax.sharding.Mesh(np.array(devices[:need]).reshape(shape), tuple(names[: len(shape)]))

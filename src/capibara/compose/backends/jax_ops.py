@@ -1,0 +1,238 @@
+"""The operations of composed models in JAX: the functions that generated code calls as ``ops.<name>``.
+
+Arrays come in their compute dtype; ``accumulate`` names the dtype for sums where that matters. Each function is
+the whole definition of its primitive: shapes are as in :mod:`capibara.compose.primitives`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.compose.backends.jax_repeat import repeat
+from capibara.compose.errors import InputError
+
+__all__ = ["repeat"]
+
+Array = jax.Array
+
+relu = jax.nn.relu
+silu = jax.nn.silu
+sigmoid = jax.nn.sigmoid
+softplus = jax.nn.softplus
+tanh, exp, log, square, absolute = jnp.tanh, jnp.exp, jnp.log, jnp.square, jnp.abs
+add, subtract, multiply, divide = jnp.add, jnp.subtract, jnp.multiply, jnp.divide
+softmax = jax.nn.softmax
+
+
+def gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def cast(x: Array, dtype: str) -> Array:
+    return x.astype(dtype)
+
+
+def cast_up(x: Array, accumulate: str) -> Array:
+    return x.astype(accumulate)
+
+
+def _dot(x: Array, w: Array, accumulate: str) -> Array:
+    """``x [*b, k] @ w [k, n]``, summed in ``accumulate``, returned in x's dtype."""
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, w, dims, preferred_element_type=jnp.dtype(accumulate)).astype(x.dtype)
+
+
+def dense(x: Array, weight: Array, accumulate: str) -> Array:
+    return _dot(x, weight, accumulate)
+
+
+def project(x: Array, weight: Array, accumulate: str) -> Array:
+    # One plain matrix product, not a contraction onto two dimensions: it is what every backend does fastest.
+    flat = weight.reshape(weight.shape[0], -1)
+    return _dot(x, flat, accumulate).reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def merge(x: Array, weight: Array, accumulate: str) -> Array:
+    flat = weight.reshape(-1, weight.shape[-1])
+    return _dot(x.reshape(*x.shape[:-2], -1), flat, accumulate)
+
+
+def unembed(x: Array, table: Array, accumulate: str) -> Array:
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, table, dims, preferred_element_type=jnp.dtype(accumulate)).astype(x.dtype)
+
+
+def lookup(table: Array, indices: Array) -> Array:
+    return jnp.take(table, indices, axis=0, mode="clip")
+
+
+def rms_norm(x: Array, scale: Array, epsilon: float, accumulate: str) -> Array:
+    wide = x.astype(accumulate)
+    inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return (wide * inverse * scale.astype(accumulate)).astype(x.dtype)
+
+
+def layer_norm(x: Array, scale: Array, epsilon: float, accumulate: str) -> Array:
+    wide = x.astype(accumulate)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return (wide * inverse * scale.astype(accumulate)).astype(x.dtype)
+
+
+def positions(like: Array, start: Array) -> tuple[Array, Array]:
+    start = jnp.asarray(start, jnp.int32)
+    count = like.shape[-1]
+    return start + jnp.arange(count, dtype=jnp.int32), start + count
+
+
+def rotary_table(positions: Array, dim: int, theta: float, accumulate: str) -> tuple[Array, Array]:
+    inverse = jnp.asarray(theta, accumulate) ** (-jnp.arange(0, dim, 2, dtype=accumulate) / dim)
+    angle = positions[..., None].astype(accumulate) * inverse
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    # cos and sin stay in the accumulation dtype: positions past 256 are not exact in bfloat16.
+    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attention(
+    query: Array, key: Array, value: Array, causal: bool, window: int | None, softcap: float | None
+) -> Array:
+    from capibara.ops.attention import flash_attention
+
+    return flash_attention(
+        query, key, value, use_causal_mask=causal, window=window, softcap=softcap, layout="bshd"
+    )
+
+
+def cached_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    position: Array,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Array, Array, Array]:
+    from capibara.ops.attention import cached_attention as attend
+
+    if query.shape[1] > key_cache.shape[1]:
+        raise InputError(
+            f"{query.shape[1]} tokens do not fit a cache of {key_cache.shape[1]} positions: make a longer cache "
+            "(init_cache(batch_size, max_length)) or feed fewer tokens"
+        )
+    start = (0, position, 0, 0)
+    key_cache = lax.dynamic_update_slice(key_cache, key.astype(key_cache.dtype), start)
+    value_cache = lax.dynamic_update_slice(value_cache, value.astype(value_cache.dtype), start)
+    at = jnp.broadcast_to(position + jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
+    out = attend(query, key_cache, value_cache, at, window=window, softcap=softcap)
+    return out, key_cache, value_cache
+
+
+def causal_conv(x: Array, weight: Array, bias: Array) -> Array:
+    from capibara.ops.conv import causal_conv1d
+
+    flat = x.reshape(*x.shape[:2], -1)
+    out, _ = causal_conv1d(flat, weight.reshape(weight.shape[0], -1), bias.reshape(-1))
+    return out.reshape(x.shape)
+
+
+def cached_conv(x: Array, weight: Array, bias: Array, tail: Array) -> tuple[Array, Array]:
+    from capibara.ops.conv import causal_conv1d
+
+    flat = x.reshape(*x.shape[:2], -1)
+    before = tail.reshape(*tail.shape[:2], -1).astype(x.dtype)
+    out, after = causal_conv1d(flat, weight.reshape(weight.shape[0], -1), bias.reshape(-1), state=before)
+    return out.reshape(x.shape), after.reshape(tail.shape).astype(tail.dtype)
+
+
+def decay(x: Array) -> Array:
+    return -jnp.exp(x)
+
+
+def selective_scan(x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_length: int) -> Array:
+    from capibara.ops.scan import selective_scan as scan
+
+    return scan(x, step, rate, write, read, chunk_length=chunk_length)[0].astype(x.dtype)
+
+
+def continued_scan(
+    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_length: int
+) -> tuple[Array, Array]:
+    from capibara.ops.scan import selective_scan as scan
+
+    out, after = scan(x, step, rate, write, read, initial_state=memory, chunk_length=chunk_length)
+    return out.astype(x.dtype), after.astype(memory.dtype)
+
+
+def group_merge(x: Array) -> Array:
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def fold(key: Array | None, index: int) -> Array | None:
+    """The key of one operation, from the key of the call."""
+    return None if key is None else jax.random.fold_in(key, index)
+
+
+def dropout(x: Array, rate: float, key: Array | None, train: bool) -> Array:
+    if not train or rate == 0.0:
+        return x
+    if key is None:
+        raise InputError("a model with dropout needs randomness in training: pass key=jax.random.key(…)")
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+def quantise(
+    x: Array,
+    codebook: Array,
+    cluster_size: Array,
+    codebook_sum: Array,
+    decay: float,
+    commitment_weight: float,
+    dead_code_threshold: float,
+    key: Array | None,
+    train: bool,
+) -> tuple[Array, ...]:
+    from capibara.ops.vq import vector_quantise
+
+    state = {"codebook": codebook, "cluster_size": cluster_size, "codebook_sum": codebook_sum}
+    quantized, indices, metrics, after = vector_quantise(
+        state,
+        x,
+        train=train,
+        decay=decay,
+        commitment_weight=commitment_weight,
+        dead_code_threshold=dead_code_threshold,
+        key=key,
+    )
+    return (
+        quantized,
+        indices,
+        metrics["commitment_loss"],
+        metrics["perplexity"],
+        metrics["usage"],
+        after["codebook"],
+        after["cluster_size"],
+        after["codebook_sum"],
+    )
+
+
+def sum(x: Array, axis: int | None) -> Array:
+    return jnp.sum(x, axis=axis)
+
+
+def mean(x: Array, axis: int | None) -> Array:
+    return jnp.mean(x, axis=axis)
+
+
+def concat(*arrays: Any, axis: int) -> Array:
+    return jnp.concatenate(arrays, axis=axis)

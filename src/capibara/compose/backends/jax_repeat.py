@@ -1,0 +1,100 @@
+"""Running one block n times: a loop in the compiled program, or n copies of it.
+
+A loop (``lax.scan``) compiles in the time of one block, whatever the depth. Unrolled, the compiler sees across
+layers and keeps each layer's residuals where they are; on CPU a scanned backward pass spends most of its time
+copying stacked residuals, and unrolling a few layers is nearly twice as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.compose.errors import CompileError
+
+__all__ = ["UNROLL_LIMIT_CPU", "choose_mode", "repeat"]
+
+UNROLL_LIMIT_CPU = 12
+"""Deepest model that is unrolled on CPU by default: past it, compile time outweighs the faster step."""
+
+_POLICIES = {"full": None, "dots": "dots_with_no_batch_dims_saveable"}
+
+
+def choose_mode(mode: str, count: int, platform: str) -> str:
+    """``"auto"`` resolved to ``"scan"`` or ``"unroll"`` for a platform and a depth."""
+    if mode not in ("auto", "scan", "unroll"):
+        raise CompileError(f"mode={mode!r} must be 'auto', 'scan' or 'unroll'")
+    if mode != "auto":
+        return mode
+    return "unroll" if count == 1 or (platform == "cpu" and count <= UNROLL_LIMIT_CPU) else "scan"
+
+
+def checkpointed(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """Mark a function for rematerialisation: its intermediate values are computed again in the backward pass."""
+    if remat == "none":
+        return body
+    policy = getattr(jax.checkpoint_policies, _POLICIES[remat]) if _POLICIES[remat] else None
+    return jax.checkpoint(body, policy=policy, static_argnums=(5,))  # 5: train
+
+
+def repeat(
+    body: Callable[..., Any],
+    params: Any,
+    carry: Any,
+    shared: Any,
+    state: Any,
+    key: jax.Array | None,
+    train: bool,
+    *,
+    count: int,
+    mode: str,
+    remat: str,
+) -> tuple[Any, Any, Any]:
+    """``carry, state[i], extra[i] = body(params[i], carry, shared, state[i], key[i], train)`` for i = 0 … count-1.
+
+    Args:
+        body: the block. params, state: nested dicts of arrays stacked along a leading dimension of ``count``.
+        carry: what goes through all repetitions. shared: what each of them sees.
+        key: split into one key a repetition, or None.
+
+    Returns:
+        ``(carry, state, extra)`` with state and extra stacked.
+    """
+    keys = None if key is None else jax.random.split(key, count)
+    run = checkpointed(body, remat)
+
+    if mode == "scan":
+
+        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+            p, s, k = xs
+            carry, s, extra = run(p, carry, shared, s, k, train)
+            return carry, (s, extra)
+
+        carry, (state, extra) = lax.scan(step, carry, (params, state, keys), length=count)
+        return carry, state, extra
+
+    layers = _unstack((params, state), count)
+    states, extras = [], []
+    for i, (p, s) in enumerate(layers):
+        carry, s, extra = run(p, carry, shared, s, None if keys is None else keys[i], train)
+        states.append(s)
+        extras.append(extra)
+    return carry, _stack(states), _stack(extras)
+
+
+def _unstack(tree: Any, count: int) -> list[Any]:
+    # lax.split, because its transpose is one concatenation; indexing would add up `count` padded arrays.
+    def rows(leaf: jax.Array) -> list[jax.Array]:
+        return [jnp.squeeze(part, 0) for part in lax.split(leaf, [1] * count, axis=0)]
+
+    leaves, treedef = jax.tree.flatten(tree)
+    columns = [rows(leaf) for leaf in leaves]
+    return [jax.tree.unflatten(treedef, [column[i] for column in columns]) for i in range(count)]
+
+
+def _stack(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -1,0 +1,226 @@
+"""From a flat graph to readable Python source: one pure function, and one more for each repeated block.
+
+The source is the model: it can be read, kept and run. Nothing of the model's names reaches it unchecked: every
+name is an identifier that :mod:`capibara.compose.model` accepted, every literal goes through ``repr``.
+"""
+
+from __future__ import annotations
+
+import keyword
+from typing import Any
+
+from capibara.compose.errors import CompileError
+from capibara.compose.graph import Graph, Node, Path
+from capibara.compose.model import Primitive
+from capibara.compose.precision import Precision
+from capibara.compose.regions import Repeat
+from capibara.compose.wires import Wire
+
+__all__ = ["generate"]
+
+_RESERVED = {"params", "inputs", "state", "key", "train", "ops", "shard", "constants", "outputs", "carry", "shared"}
+
+
+def generate(graph: Graph, precision: Precision, modes: dict[int, str]) -> tuple[str, dict[str, Any]]:
+    """The source of a graph, and the constants that it names.
+
+    Args:
+        graph: from :func:`capibara.compose.graph.flatten`.
+        precision: which casts to write.
+        modes: ``id(node)`` → "scan" or "unroll" for each repetition.
+
+    Returns:
+        The source of a function ``forward(params, inputs, state, key, train) -> (outputs, new_state)``, and the
+        values for its free variable ``constants``.
+    """
+    constants: dict[str, Any] = {}
+    functions: list[str] = []
+    # Functions and local values must not share a name: a local assignment would hide the function.
+    taken: set[str] = set()
+    for node in graph.walk():
+        if node.region is not None:
+            base = "_".join(node.path) + "_block"
+            name, i = base, 1
+            while name in taken:
+                i += 1
+                name = f"{base}_{i}"
+            taken.add(name)
+            node.region.name = name
+    _function(graph, precision, modes, constants, functions, region=None)
+    return "\n\n".join(functions) + "\n", constants
+
+
+def _lookup(root: str, path: Path) -> str:
+    return root + "".join(f"[{key!r}]" for key in path)
+
+
+class _Names:
+    def __init__(self) -> None:
+        self.taken = set(_RESERVED)
+        self.of: dict[int, str] = {}
+
+    def new(self, wanted: str) -> str:
+        base = wanted if not keyword.iskeyword(wanted) else wanted + "_"
+        name, i = base, 1
+        while name in self.taken:
+            i += 1
+            name = f"{base}_{i}"
+        self.taken.add(name)
+        return name
+
+
+def _function(
+    graph: Graph,
+    precision: Precision,
+    modes: dict[int, str],
+    constants: dict[str, Any],
+    functions: list[str],
+    region: Node | None,
+) -> None:
+    names = _Names()
+    names.taken.update(node.region.name for node in graph.nodes if node.region is not None)
+    lines: list[str] = []
+    cast = precision.compute != precision.param
+
+    if region is None:
+        lines.append(f"def {graph.name}(params, inputs, state, key, train):")
+        for key, wire in graph.inputs.items():
+            names.of[id(wire)] = names.new(key)
+            value = f"inputs[{key!r}]"
+            if wire.kind.find().value == "float" and cast:
+                value = f"ops.cast({value}, {precision.compute!r})"
+            lines.append(f"    {names.of[id(wire)]} = {value}")
+    else:
+        lines.append(f"def {graph.name}(params, carry, shared, state, key, train):")
+        block = region.block
+        carry = block.carry_in if isinstance(block, Repeat) else None
+        rest = [k for k in graph.inputs if k != carry]
+        for key, wire in graph.inputs.items():
+            names.of[id(wire)] = names.new(key)
+        if carry is not None:
+            lines.append(f"    {names.of[id(graph.inputs[carry])]} = carry")
+        if rest:
+            lines.append(f"    ({', '.join(names.of[id(graph.inputs[k])] for k in rest)},) = shared")
+
+    leaf_of = {id(leaf.wire): (path, leaf) for path, leaf in graph.params.items()}
+    state_of = {id(leaf.wire): path for path, leaf in graph.states.items()}
+
+    def read(wire: Wire) -> str:
+        if id(wire) in names.of:
+            return names.of[id(wire)]
+        if id(wire) in leaf_of:
+            path, leaf = leaf_of[id(wire)]
+            value = _lookup("params", path)
+            declaration = leaf.wire.declaration
+            assert declaration is not None
+            if cast and not declaration.keep_dtype and declaration.dtype is None:
+                # Cast once, where it is first used.
+                names.of[id(wire)] = names.new("_".join(path))
+                lines.append(f"    {names.of[id(wire)]} = ops.cast({value}, {precision.compute!r})")
+                return names.of[id(wire)]
+            return value
+        if id(wire) in state_of:
+            return _lookup("state", state_of[id(wire)])
+        if wire.role == "constant":
+            if isinstance(wire.constant, bool | int | float):
+                return repr(wire.constant)
+            name = f"c{len(constants)}"
+            constants[name] = wire.constant
+            names.of[id(wire)] = f"constants[{name!r}]"
+            return names.of[id(wire)]
+        raise CompileError("a value has no source")  # flatten() has checked this
+
+    new_states: dict[Path, str] = {}
+    for index, node in enumerate(graph.nodes):
+        if node.region is None:
+            _operation(node, index, precision, names, lines, read)
+        else:
+            _region(node, index, names, lines, read, modes, new_states)
+            _function(node.region, precision, modes, constants, functions, node)
+
+    for path, leaf in graph.states.items():
+        if path in new_states:
+            continue
+        wire = graph.next_states.get(path)
+        new_states[path] = read(wire) if wire is not None else _lookup("state", path)
+    state = _nested(new_states) if new_states else "state"
+    if region is None:
+        pairs = ", ".join(f"{k!r}: {read(w)}" for k, w in graph.outputs.items())
+        lines.append(f"    return {{{pairs}}}, {state}")
+    else:
+        carry = region.block.carry_out if isinstance(region.block, Repeat) else None
+        first = read(graph.outputs[carry]) if carry is not None else "None"
+        extra = "".join(f"{read(w)}, " for k, w in graph.outputs.items() if k != carry)
+        lines.append(f"    return {first}, {state}, ({extra.rstrip() if extra else ''})")
+    functions.append("\n".join(lines))
+
+
+def _short(label: str) -> str:
+    parts = label.split(".")
+    return "_".join(p for p in parts[-3:] if p)
+
+
+def _operation(node: Node, index: int, precision: Precision, names: _Names, lines: list[str], read: Any) -> None:
+    block = node.block
+    assert isinstance(block, Primitive)
+    arguments = [read(w) for w in node.inputs]
+    arguments += [f"{k}={v!r}" for k, v in block.attributes.items()]
+    if block.accumulates:
+        arguments.append(f"accumulate={precision.accumulate!r}")
+    if block.uses_key:
+        arguments.append(f"key=ops.fold(key, {index})")
+    if block.uses_train:
+        arguments.append("train=train")
+    single = len(node.outputs) == 1
+    for key, wire in zip(block.output_keys, node.outputs, strict=True):
+        names.of[id(wire)] = names.new(_short(node.label) + ("" if single or key == "output" else f"_{key}"))
+    targets = ", ".join(names.of[id(w)] for w in node.outputs)
+    lines.append(f"    {targets} = ops.{block.op}({', '.join(arguments)})")
+    if block.constrain_output:
+        axes = node.outputs[0].axes
+        if axes and all(axes):
+            lines.append(f"    {targets} = shard({targets}, {axes!r})")
+
+
+def _region(
+    node: Node, index: int, names: _Names, lines: list[str], read: Any, modes: dict[int, str], states: dict[Path, str]
+) -> None:
+    block, inner = node.block, node.region
+    assert inner is not None
+    carry_in = block.carry_in if isinstance(block, Repeat) else None
+    carry_out = block.carry_out if isinstance(block, Repeat) else None
+    by_key = dict(zip(block.input_keys, node.inputs, strict=True))
+    carry = read(by_key[carry_in]) if carry_in is not None else "None"
+    shared = "".join(f"{read(w)}, " for k, w in by_key.items() if k != carry_in)
+    params = _lookup("params", node.path) if inner.params else "{}"
+    state = _lookup("state", node.path) if inner.states else "{}"
+    base = _short(node.label)
+    for key, wire in zip(block.output_keys, node.outputs, strict=True):
+        names.of[id(wire)] = names.new(base if key == "output" else f"{base}_{key}")
+    outputs = dict(zip(block.output_keys, node.outputs, strict=True))
+    out = names.of[id(outputs[carry_out])] if carry_out is not None else "_"
+    extra = "".join(f"{names.of[id(w)]}, " for k, w in outputs.items() if k != carry_out)
+    state_name = names.new(f"{base}_state") if inner.states else "_"
+    call = f"{params}, {carry}, ({shared.rstrip()}), {state}, ops.fold(key, {index}), train"
+    if isinstance(block, Repeat):
+        options = f"count={block.count}, mode={modes[id(node)]!r}, remat={block.remat!r}"
+        right = f"ops.repeat({inner.name}, {call}, {options})"
+    else:
+        right = f"ops.checkpointed({inner.name}, {block.remat!r})({call})"  # type: ignore[attr-defined]
+    lines.append(f"    {out}, {state_name}, {f'({extra.rstrip()})' if extra else '_'} = {right}")
+    for path in inner.states:
+        states[(*node.path, *path)] = _lookup(state_name, path)
+
+
+def _nested(values: dict[Path, str]) -> str:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        at = tree
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+
+    def text(tree: dict[str, Any]) -> str:
+        return "{" + ", ".join(f"{k!r}: {text(v) if isinstance(v, dict) else v}" for k, v in tree.items()) + "}"
+
+    return text(tree)

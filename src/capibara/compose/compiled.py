@@ -1,0 +1,475 @@
+"""Compiled models: a pure function, and what is needed to call it.
+
+:func:`compile` turns a logical model into a :class:`CompiledModel`. Its :meth:`~CompiledModel.apply` is a pure
+function of parameters, inputs, state and randomness, so that ``jax.jit``, ``jax.grad`` and ``jax.vmap`` compose
+with it as with any function written by hand.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from capibara.compose.backends.jax_backend import JaxBackend
+from capibara.compose.codegen import generate
+from capibara.compose.errors import CompileError, InputError, ShapeError
+from capibara.compose.graph import Graph, Leaf, Path, flatten
+from capibara.compose.model import Block, Model, Placement
+from capibara.compose.regions import Repeat
+from capibara.compose.shapes import Dim, what_if
+from capibara.compose.sharding import constrain, param_shardings
+from capibara.compose.wires import Wire
+from capibara.errors import did_you_mean
+
+__all__ = ["ArraySpec", "CompiledModel", "compile"]
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What is known of an array: sizes (a name where the size is free), dtype, logical axis names."""
+
+    shape: tuple[int | str, ...] | None
+    dtype: str
+    axes: tuple[str | None, ...] | None
+    init: Any = None
+    stack: int = 0
+
+    def sizes(self, free: Mapping[str, int], what: str) -> tuple[int, ...]:
+        """The shape with its free sizes filled in."""
+        if self.shape is None:
+            raise CompileError(f"the rank of {what} is unknown: pass shapes={{…}} to compile()")
+        missing = [n for n in self.shape if isinstance(n, str) and n not in free]
+        if missing:
+            raise CompileError(
+                f"{what} has shape {_text(self.shape)}, and {', '.join(map(repr, missing))} is not known: pass "
+                "shapes={…} with the input's sizes to compile(), or the size by name"
+            )
+        return tuple(free[n] if isinstance(n, str) else n for n in self.shape)
+
+
+def _text(shape: tuple[int | str, ...]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+
+
+def compile(
+    model: Block,
+    backend: JaxBackend | None = None,
+    *,
+    shapes: Mapping[str, Any] | None = None,
+    jit: bool | None = None,
+    file_path: str | os.PathLike[str] | None = None,
+) -> CompiledModel:
+    """Compile a logical model to one pure function.
+
+    Args:
+        model: the model. It is not changed, and can be compiled again in other ways.
+        backend: where and in which precision to run; by default float32 on JAX's default device.
+        shapes: sizes of inputs, ``{"input": [32, 128]}``; None in a shape leaves that size free.
+        jit: compile ``evaluate`` with ``jax.jit``; by default as the backend says.
+        file_path: also write the generated source to this file.
+
+    Raises:
+        UnconnectedError, CycleError, ShapeError, KindError: the model is wrong, and where.
+        CompileError: the arguments are wrong.
+    """
+    if isinstance(model, Placement):
+        raise CompileError("model is a block called with its connections: compile a Model to which it was added")
+    if not isinstance(model, Block):
+        raise CompileError(f"model={model!r} is no model: pass a capibara.compose Model")
+    if model.parent is not None:
+        raise CompileError(f"{model.label} is part of {model.parent.label}: compile that one")
+    if not isinstance(model, Model):
+        whole = Model()
+        whole.add(model, **{k: k for k in (*model.input_keys, *model.output_keys)})
+        whole.expose(*model.output_keys)
+        model.parent = None  # the wrapper is only for this call
+        model.child_name = None
+        model, wrapped = whole, model
+    backend = backend or JaxBackend()
+    model._finish()
+    with what_if():
+        for key, spec in (shapes or {}).items():
+            if key not in model.input_keys:
+                raise CompileError(
+                    f"shapes names {key!r}, which is no input; the inputs are {model.input_keys}."
+                    f"{did_you_mean(str(key), model.input_keys)}"
+                )
+            try:
+                model.set_shapes(**{key: spec})
+            except ShapeError as error:
+                raise ShapeError(f"shapes[{key!r}]: {error}") from None
+        graph = flatten(model)
+        modes = {
+            id(node): _mode(node.block, backend) for node in graph.walk() if isinstance(node.block, Repeat)
+        }
+        source, constants = generate(graph, backend.policy, modes)
+        specs = _Specs(graph, backend)
+    return CompiledModel(model, backend, source, constants, specs, backend.jit if jit is None else jit, file_path)
+
+
+def _mode(block: Repeat, backend: JaxBackend) -> str:
+    from capibara.compose.backends.jax_repeat import choose_mode
+
+    return choose_mode(block.mode, block.count, backend.platform)
+
+
+class _Specs:
+    """Shapes, dtypes and axes, read off a graph."""
+
+    def __init__(self, graph: Graph, backend: JaxBackend) -> None:
+        self._names: dict[int, str] = {}
+        self._dims: list[Dim] = []  # kept alive, so that ids stay unique
+        self._taken: set[str] = set()
+        self._backend = backend
+        self.inputs = {k: self._wire(w) for k, w in graph.inputs.items()}
+        self.outputs = {k: self._wire(w) for k, w in graph.outputs.items()}
+        self.params = {path: self._leaf(leaf) for path, leaf in graph.params.items()}
+        self.states = {path: self._leaf(leaf) for path, leaf in graph.states.items()}
+
+    def _dim(self, dim: Dim) -> int | str:
+        root = dim.find()
+        if root.size is not None:
+            return root.size
+        if id(root) not in self._names:
+            base = root.name or root.axis or "size"
+            name, i = base, 1
+            while name in self._taken:
+                i += 1
+                name = f"{base}_{i}"
+            self._taken.add(name)
+            self._names[id(root)] = name
+            self._dims.append(root)
+        return self._names[id(root)]
+
+    def _wire(self, wire: Wire) -> ArraySpec:
+        dims = wire.shape.dims()
+        shape = None if dims is None else tuple(self._dim(d) for d in dims)
+        kind = wire.kind.find().value
+        dtype = {"int": "int32", "bool": "bool"}.get(kind or "float", self._backend.policy.compute)
+        return ArraySpec(shape, dtype, wire.axes)
+
+    def _leaf(self, leaf: Leaf) -> ArraySpec:
+        wire, declaration = leaf.wire, leaf.wire.declaration
+        assert declaration is not None
+        spec = self._wire(wire)
+        policy = self._backend.policy
+        default = spec.dtype if wire.role == "state" else policy.param
+        shape = None if spec.shape is None else (*leaf.stack, *spec.shape)
+        return ArraySpec(shape, declaration.dtype or default, leaf.axes, declaration.init, len(leaf.stack))
+
+
+_counter = 0
+
+
+class CompiledModel:
+    """A pure function with named parameters, inputs, outputs and states. Made by :func:`compile`.
+
+    Attributes:
+        source: the generated Python source.
+        inputs, outputs: :class:`ArraySpec` by key.
+        params, states: :class:`ArraySpec` by path (a tuple of names).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        backend: JaxBackend,
+        source: str,
+        constants: dict[str, Any],
+        specs: _Specs,
+        jit: bool,
+        file_path: str | os.PathLike[str] | None,
+    ) -> None:
+        global _counter
+        self.model = model
+        self.backend = backend
+        self.source = (
+            f'"""Generated by capibara.compose from {type(model).__name__}."""\n\n'
+            "from capibara.compose.backends import jax_ops as ops\n\n\n" + source
+        )
+        self.inputs = specs.inputs
+        self.outputs = specs.outputs
+        self.params = specs.params
+        self.states = specs.states
+        self.jit = jit
+        self._jitted: dict[Any, Any] = {}
+        _counter += 1
+        # A name that tracebacks and inspect.getsource resolve, through linecache.
+        filename = f"<capibara.compose {type(model).__name__} {_counter}>"
+        if file_path is not None:
+            filename = str(file_path)
+            _write(FilePath(file_path), self.source)
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(True), filename)
+        namespace: dict[str, Any] = {
+            "constants": constants,
+            "shard": lambda x, names: constrain(x, names, backend.mesh, backend.rules),
+        }
+        exec(_builtin_compile(self.source, filename, "exec"), namespace)
+        self.function = namespace["forward"]
+
+    # ---- keys and shapes ----------------------------------------------------------------------------------
+
+    @property
+    def input_keys(self) -> list[str]:
+        return list(self.inputs)
+
+    @property
+    def output_keys(self) -> list[str]:
+        return list(self.outputs)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int | str, ...] | None]:
+        """Shapes of inputs, outputs and parameters (by dotted path); a name stands for a free size."""
+        params = {".".join(path): spec.shape for path, spec in self.params.items()}
+        return {k: s.shape for k, s in self.inputs.items()} | {k: s.shape for k, s in self.outputs.items()} | params
+
+    @property
+    def param_axes(self) -> dict[str, Any]:
+        """Logical axis names, nested like the parameters."""
+        return _nest({path: spec.axes for path, spec in self.params.items()})
+
+    @property
+    def state_axes(self) -> dict[str, Any]:
+        """Logical axis names, nested like the state."""
+        return _nest({path: spec.axes for path, spec in self.states.items()})
+
+    @property
+    def num_params(self) -> int:
+        """Number of trainable scalars."""
+        import math
+
+        return sum(math.prod(spec.sizes({}, ".".join(path))) for path, spec in self.params.items())
+
+    # ---- arrays to start from -----------------------------------------------------------------------------
+
+    def init(self, key: Any, **sizes: int) -> dict[str, Any]:
+        """Fresh parameters: a nested dict of arrays, sharded over the backend's mesh if it has one.
+
+        Each array's randomness comes from ``key`` and its own path, so that it does not change when other
+        parameters come or go.
+
+        Args:
+            key: a JAX PRNG key. sizes: values for free sizes, by name.
+        """
+        return self._make(self.params, key, sizes, "parameter")
+
+    def randomize_params(self, seed: int = 0) -> dict[str, Any]:
+        """:meth:`init` with the key of a seed."""
+        import jax
+
+        return self.init(jax.random.key(seed))
+
+    def init_state(self, key: Any | None = None, **sizes: int) -> dict[str, Any]:
+        """The state to start with: ``{}`` for a model without any.
+
+        Args:
+            key: a JAX PRNG key, for states that start at random; by default that of seed 0.
+            sizes: values for free sizes, by name: ``init_state(batch=4, cache=256)``.
+        """
+        import jax
+
+        return self._make(self.states, jax.random.key(0) if key is None else key, sizes, "state")
+
+    def _make(self, specs: dict[Path, ArraySpec], key: Any, sizes: Mapping[str, int], what: str) -> dict[str, Any]:
+        import jax
+
+        free = {n for s in specs.values() for n in s.shape or () if isinstance(n, str)}
+        for name in sizes:
+            if name not in free:
+                raise CompileError(
+                    f"{name!r} is no free size of a {what}; the free sizes are {sorted(free)}."
+                    f"{did_you_mean(name, free)}"
+                )
+        shapes = {path: spec.sizes(sizes, f"the {what} {'.'.join(path)}") for path, spec in specs.items()}
+
+        def make(key: Any) -> dict[str, Any]:
+            arrays = {}
+            for path, spec in specs.items():
+                salt = getattr(spec.init, "salt", None)
+                name = path if salt is None else (*path[:-1], salt)
+                own = jax.random.fold_in(key, zlib.crc32(".".join(name).encode()))
+                init, shape = spec.init, shapes[path]
+                for count in reversed(shape[: spec.stack]):
+                    init = _stacked(init, count)
+                arrays[path] = init(own, shape[spec.stack :], spec.dtype)
+            return _nest(arrays)
+
+        with self.backend.scope():
+            if not specs:
+                return {}
+            shardings = None
+            if self.backend.mesh is not None:
+                axes = _nest({path: spec.axes for path, spec in specs.items()})
+                shardings = param_shardings(jax.eval_shape(make, key), axes, self.backend.mesh, self.backend.rules)
+            return jax.jit(make, out_shardings=shardings)(key)
+
+    # ---- running ------------------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        *,
+        state: Mapping[str, Any] | None = None,
+        key: Any | None = None,
+        train: bool = False,
+    ) -> Any:
+        """The model as a pure function; composes with ``jax.jit``, ``jax.grad``, ``jax.vmap``.
+
+        Args:
+            params: as from :meth:`init`. inputs: arrays by input key.
+            state: as from :meth:`init_state`; needed if the model has states.
+            key: a JAX PRNG key; needed in training if the model draws random numbers.
+            train: training mode (dropout, running statistics); a Python bool.
+
+        Returns:
+            Outputs by key; with ``state`` given, ``(outputs, next state)``.
+
+        Raises:
+            InputError: for missing or unknown keys, or shapes that do not fit.
+        """
+        self._check(inputs, state)
+        outputs, after = self.function(params, inputs, {} if state is None else state, key, train)
+        return outputs if state is None else (outputs, after)
+
+    def evaluate(
+        self,
+        params: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        output_gradients: Mapping[str, Any] | None = None,
+        *,
+        state: Mapping[str, Any] | None = None,
+        key: Any | None = None,
+        train: bool = False,
+    ) -> Any:
+        """Run the compiled model; with ``output_gradients`` also the gradients of the parameters.
+
+        Returns:
+            ``outputs``, or ``(outputs, gradients)`` when ``output_gradients`` (the cotangents of outputs, by key)
+            is given; each followed by the next state when ``state`` is given.
+        """
+        self._check(inputs, state)
+        mode = (output_gradients is not None, train)
+        run = self._jitted.get(mode)
+        if run is None:
+            run = self._runner(*mode)
+            self._jitted[mode] = run
+        if output_gradients is not None:
+            for name in output_gradients:
+                if name not in self.outputs:
+                    raise InputError(
+                        f"output_gradients names {name!r}, which is no output; the outputs are {self.output_keys}."
+                        f"{did_you_mean(str(name), self.outputs)}"
+                    )
+        with self.backend.scope():
+            outputs, after, gradients = run(params, dict(inputs), state or {}, key, output_gradients)
+        result = (outputs,) if output_gradients is None else (outputs, gradients)
+        if state is not None:
+            result = (*result, after)
+        return result[0] if len(result) == 1 else result
+
+    def _runner(self, with_gradients: bool, train: bool) -> Any:
+        import jax
+
+        def run(params: Any, inputs: Any, state: Any, key: Any, cotangents: Any) -> Any:
+            if not with_gradients:
+                outputs, after = self.function(params, inputs, state, key, train)
+                return outputs, after, None
+            outputs, pull, after = jax.vjp(
+                lambda p: self.function(p, inputs, state, key, train), params, has_aux=True
+            )
+            given = {
+                k: cotangents[k].astype(v.dtype) if k in cotangents else jax.numpy.zeros_like(v)
+                for k, v in outputs.items()
+            }
+            return outputs, after, pull(given)[0]
+
+        return jax.jit(run) if self.jit else run
+
+    def _check(self, inputs: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
+        if not isinstance(inputs, Mapping):
+            raise InputError(f"inputs must be a dict of arrays with the keys {self.input_keys}, not {type(inputs).__name__}")
+        if inputs.keys() != self.inputs.keys():
+            missing = [k for k in self.inputs if k not in inputs]
+            unknown = [k for k in inputs if k not in self.inputs]
+            hint = did_you_mean(str(unknown[0]), missing) if unknown and missing else ""
+            raise InputError(
+                f"inputs has the keys {list(inputs)}, the model needs {self.input_keys}: "
+                + "; ".join(
+                    ([f"missing {missing}"] if missing else []) + ([f"unknown {unknown}"] if unknown else [])
+                )
+                + hint
+            )
+        if state is None and self.states:
+            raise InputError(
+                f"the model has state ({', '.join('.'.join(p) for p in list(self.states)[:3])}): pass "
+                "state=compiled.init_state(…) and keep the state that comes back"
+            )
+        seen: dict[str, tuple[int, str]] = {}
+        for key, spec in self.inputs.items():
+            shape = getattr(inputs[key], "shape", None)
+            if shape is None:
+                raise InputError(f"inputs[{key!r}] is {type(inputs[key]).__name__}, not an array")
+            if spec.shape is None:
+                continue
+            if len(shape) != len(spec.shape):
+                raise InputError(f"inputs[{key!r}] has shape {tuple(shape)}, expected {_text(spec.shape)}")
+            for size, want in zip(shape, spec.shape, strict=True):
+                if isinstance(want, int):
+                    if size != want:
+                        raise InputError(f"inputs[{key!r}] has shape {tuple(shape)}, expected {_text(spec.shape)}")
+                elif seen.setdefault(want, (size, key))[0] != size:
+                    other = seen[want]
+                    raise InputError(
+                        f"inputs[{key!r}] has shape {tuple(shape)}, expected {_text(spec.shape)}: {want!r} is "
+                        f"{other[0]} in inputs[{other[1]!r}]"
+                    )
+
+    def __repr__(self) -> str:
+        ins = ", ".join(f"{k}: {_text(s.shape) if s.shape is not None else '?'}" for k, s in self.inputs.items())
+        outs = ", ".join(f"{k}: {_text(s.shape) if s.shape is not None else '?'}" for k, s in self.outputs.items())
+        return f"CompiledModel(({ins}) -> ({outs}), {len(self.params)} parameters, {self.backend!r})"
+
+
+def _stacked(init: Any, count: int) -> Any:
+    import jax
+
+    def stacked(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return jax.vmap(lambda k: init(k, shape, dtype))(jax.random.split(key, count))
+
+    return stacked
+
+
+def _nest(values: Mapping[Path, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        at = tree
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+    return tree
+
+
+def _write(path: FilePath, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent or ".", prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _builtin_compile(source: str, filename: str, mode: str) -> Any:
+    import builtins
+
+    return builtins.compile(source, filename, mode)

@@ -1,0 +1,169 @@
+"""Single layers: linear, embedding, normalisation, feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from capibara.compose import primitives as p
+from capibara.compose.errors import WiringError
+from capibara.compose.initializers import Normal, Scaled, ones, zeros
+from capibara.compose.model import Block, IOKey, Model
+
+__all__ = ["MLP", "Embedding", "LayerNorm", "Linear", "RMSNorm", "SwiGLU"]
+
+Axes = tuple[str | None, str | None]
+
+
+def _size(name: str, value: Any, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise WiringError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+class Linear(Model):
+    """``output = input @ weight + bias``: ``input [*b, in]``, ``weight [in, out]``, ``bias [out]``.
+
+    Args:
+        dimension: the size of the output; None leaves it to what the output is connected to.
+        use_bias: add a bias.
+        axes: logical axis names of the weight.
+        init: initialiser of the weight; by default variance 1/in.
+    """
+
+    def __init__(
+        self,
+        dimension: int | None = None,
+        use_bias: bool = True,
+        *,
+        axes: Axes = (None, None),
+        init: Callable[..., Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        _size("dimension", dimension, optional=True)
+        out = "out" if dimension is None else dimension
+        self.add_input("input", "*b in", "float")
+        self.add_parameter("weight", ("in", out), init or Scaled(1.0), axes=axes)
+        product = "product" if use_bias else "output"
+        self.add(p.Dense(), "product", input="input", weight="weight", output=product)
+        if use_bias:
+            self.add_parameter("bias", (out,), zeros, axes=axes[1:])
+            self.add(p.Add(), "sum", left="product", right="bias", output="output")
+        self.expose("output")
+
+
+class Embedding(Model):
+    """Rows of a table by index: ``input int [*b]`` → ``output [*b, dimension]``; ``weight [vocab, dimension]``."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dimension: int,
+        *,
+        axes: Axes = ("vocab", "embed"),
+        init: Callable[..., Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        _size("vocab_size", vocab_size)
+        _size("dimension", dimension)
+        self.add_input("input", "*b", "int")
+        self.add_parameter("weight", (vocab_size, dimension), init or Normal(0.02), axes=axes)
+        self.add(p.Lookup(), "lookup", table="weight", indices="input", output="output")
+        self.expose("output")
+
+
+class RMSNorm(Model):
+    """Root-mean-square normalisation with a scale: ``input [*b, d]`` → ``output [*b, d]``."""
+
+    def __init__(self, epsilon: float = 1e-5, *, axis: str | None = None, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.add_input("input", "*b d", "float")
+        self.add_parameter("scale", ("d",), ones, axes=(axis,), keep_dtype=True)
+        self.add(p.Normalise("rms", epsilon), "norm", input="input", scale="scale", output="output")
+        self.expose("output")
+
+
+class LayerNorm(Model):
+    """Layer normalisation with scale and bias: ``input [*b, d]`` → ``output [*b, d]``."""
+
+    def __init__(self, epsilon: float = 1e-5, *, axis: str | None = None, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.add_input("input", "*b d", "float")
+        self.add_parameter("scale", ("d",), ones, axes=(axis,), keep_dtype=True)
+        self.add_parameter("bias", ("d",), zeros, axes=(axis,))
+        self.add(p.Normalise("layer", epsilon), "norm", input="input", scale="scale", output="normed")
+        self.add(p.Add(), "sum", left="normed", right="bias", output="output")
+        self.expose("output")
+
+
+class SwiGLU(Model):
+    """Gated feed-forward layer: ``(silu(x W_gate) * (x W_up)) W_down`` (Shazeer, 2020).
+
+    ``input [*b, d]`` → ``output [*b, d]``; ``hidden`` is the inner size.
+    """
+
+    def __init__(self, hidden: int, dimension: int | None = None, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        _size("hidden", hidden)
+        _size("dimension", dimension, optional=True)
+        self.add_input("input", ("*b", dimension or "d"), "float")
+        inner, outer = ("embed", "mlp"), ("mlp", "embed")
+        self.add(Linear(hidden, False, axes=inner), "gate", input="input", output="gate_out")
+        self.add(Linear(hidden, False, axes=inner), "up", input="input", output="up_out")
+        self.add(p.Silu(), input="gate_out", output="active")
+        self.add(p.Multiply(), left="active", right="up_out", output="product")
+        self.add(Linear(dimension, False, axes=outer), "down", input="product", output="output")
+        self.set_shapes(output=("*b", dimension or "d"))
+        self.expose("output")
+
+
+class MLP(Model):
+    """Linear layers with activations between them.
+
+    Two forms: ``MLP(input_size=784, hidden_sizes=[256, 128], output_size=10)`` puts ``activation`` after each
+    hidden layer; ``MLP(activations=[Relu(), Tanh()], dimensions=[64, 10])`` names the activation after each layer.
+    """
+
+    def __init__(
+        self,
+        input_size: int | None = None,
+        hidden_sizes: Sequence[int] | None = None,
+        output_size: int | None = None,
+        *,
+        activation: Callable[[], Block] = p.Relu,
+        activations: Iterable[Block | type[Block] | None] | None = None,
+        dimensions: Sequence[int | None] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        guide = (hidden_sizes, output_size) != (None, None)
+        if guide == (dimensions is not None):
+            raise WiringError("MLP needs either input_size, hidden_sizes and output_size, or activations and dimensions")
+        _size("input_size", input_size, optional=True)
+        after: list[Block | None]
+        if guide:
+            sizes: list[int | None] = [*(hidden_sizes or ()), output_size]
+            after = [*(activation() for _ in hidden_sizes or ()), None]
+        else:
+            sizes = list(dimensions or ())
+            after = [a() if isinstance(a, type) else a for a in activations or (None,) * len(sizes)]
+            if len(after) != len(sizes):
+                raise WiringError(f"activations has {len(after)} entries, dimensions has {len(sizes)}: give one each")
+        if not sizes:
+            raise WiringError("an MLP needs at least one layer")
+        self.add_input("input", ("*b", input_size or "in"), "float")
+        at: Any = "input"
+        for i, (size, block) in enumerate(zip(sizes, after, strict=True)):
+            _size("size", size, optional=True)
+            last = i == len(sizes) - 1
+            axes: Axes = ("embed", "mlp") if i % 2 == 0 else ("mlp", "embed")
+            linear = Linear(size, axes=axes)
+            self.add(linear, f"layer_{i}", input=at, output="output" if last and block is None else f"layer_{i}_out")
+            at = linear.output
+            if block is not None:
+                self.add(block, f"activation_{i}", input=at, output="output" if last else IOKey(f"hidden_{i}"))
+                at = block.output
+        self.expose("output")

@@ -1,0 +1,125 @@
+"""Blocks that run another block in a way of their own: many times (:class:`Repeat`), or again in the backward
+pass (:class:`Remat`). Inside, the block is a function of its own; its parameters stay under its path.
+"""
+
+from __future__ import annotations
+
+from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.model import Block, Model, Primitive
+from capibara.compose.shapes import Dim, Shape, settle, transaction, unify
+from capibara.compose.wires import Wire
+
+__all__ = ["REMAT", "Region", "Remat", "Repeat"]
+
+REMAT = ("none", "dots", "full")
+
+
+class Region(Block):
+    """Base: a body with ports of its own, seen from outside as one block."""
+
+    def __init__(self, block: Block, remat: str, *, name: str | None = None) -> None:
+        if not isinstance(block, Block):
+            raise WiringError(f"block={block!r} is no block: give a Model, such as Linear(64)")
+        if isinstance(block, Primitive):
+            body = Model()
+            body.add(block, **{k: k for k in (*block.ports_in, *block.output_keys)})
+            body.expose(*block.output_keys)
+            block = body
+        if not isinstance(block, Model):
+            body = Model()
+            body.add(block, **{k: k for k in (*block.input_keys, *block.output_keys)})
+            block = body
+        if block.parent is not None:
+            raise WiringError(f"this {type(block).__name__} is already part of {block.parent.label}: make another one")
+        if remat not in REMAT:
+            raise WiringError(f"remat={remat!r} must be one of {', '.join(map(repr, REMAT))}")
+        super().__init__(name=name)
+        block._finish()
+        block._frozen = (block.input_keys, block.output_keys)
+        self.body = block
+        self.remat = remat
+        block.parent, block.child_name = self, ""
+        self._inputs = list(block.input_keys)
+        self._outputs = list(block.output_keys)
+        for key in self._inputs:
+            block.wires[key].find().consumed = True
+            inner = block.wires[key].find()
+            self.wires[key] = Wire(inner.shape, inner.kind)
+
+    @property
+    def input_keys(self) -> list[str]:
+        return self._inputs
+
+    @property
+    def output_keys(self) -> list[str]:
+        return self._outputs
+
+    def _add_output(self, key: str, shape: Shape) -> None:
+        wire = Wire(shape, self.body.wires[key].find().kind)
+        wire.producer = (self, key)
+        self.wires[key] = wire
+
+
+class Remat(Region):
+    """The block, with its intermediate values computed again in the backward pass instead of kept.
+
+    Args:
+        block: any block.
+        policy: ``"full"`` keeps the inputs only; ``"dots"`` keeps the results of matrix products without a batch
+            dimension. Equivalent JAX: ``jax.checkpoint(block, policy=…)``.
+    """
+
+    def __init__(self, block: Block, policy: str = "full", *, name: str | None = None) -> None:
+        super().__init__(block, policy, name=name)
+        for key in self._outputs:
+            self._add_output(key, self.body.wires[key].find().shape)
+
+
+class Repeat(Region):
+    """The block, ``count`` times in a row, each with parameters of its own, compiled as one block.
+
+    The block's main output feeds its main input. Its other inputs are the same for every repetition; its other
+    outputs come out stacked along a new leading dimension, as do its parameters and states.
+    Equivalent JAX: ``jax.lax.scan`` over the stacked parameters.
+
+    Args:
+        block: a block whose main input and main output have the same shape.
+        count: how many times, at least 1.
+        mode: ``"scan"`` compiles one copy of the block (compile time does not grow with ``count``); ``"unroll"``
+            compiles ``count`` copies; ``"auto"`` decides by platform and depth when the model is compiled.
+        remat: recompute in the backward pass: ``"none"``, ``"dots"``, ``"full"`` (see :class:`Remat`).
+    """
+
+    def __init__(
+        self, block: Block, count: int, *, mode: str = "auto", remat: str = "none", name: str | None = None
+    ) -> None:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise WiringError(f"count={count!r} must be a whole number of at least 1")
+        if mode not in ("auto", "scan", "unroll"):
+            raise WiringError(f"mode={mode!r} must be 'auto', 'scan' or 'unroll'")
+        super().__init__(block, remat, name=name)
+        self.count = count
+        self.mode = mode
+        carry_in, carry_out = self.body._main_input(), self.body._main_output()
+        if carry_in is None or carry_out is None:
+            raise WiringError(f"{type(block).__name__} has no input or no output: nothing can go through it repeatedly")
+        self.carry_in, self.carry_out = carry_in, carry_out
+        into, out = (self.body.wires[k].find() for k in (carry_in, carry_out))
+        before = (repr(out.shape), repr(into.shape))
+
+        def explain(error: ShapeError) -> ShapeError:
+            return ShapeError(
+                f"{type(block).__name__} cannot be repeated: its {carry_out!r} {before[0]} does not fit its "
+                f"{carry_in!r} {before[1]}: {error}"
+            )
+
+        with transaction():
+            try:
+                unify(out.shape, into.shape, explain)
+                settle()
+            except ShapeError as error:
+                raise explain(error) from None
+        for key in self._outputs:
+            inner = self.body.wires[key].find().shape
+            shape = inner if key == carry_out else Shape([Dim(count, axis="layers"), *inner.items])
+            self._add_output(key, shape)

@@ -1,0 +1,222 @@
+"""The decoder as a composed model.
+
+Tokens are embedded, pass ``num_layers`` blocks whose kinds follow ``pattern``, are normalised and scored against
+the vocabulary. Every block adds to the residual stream: ``x + f(norm(x))``. The blocks that make up one turn of the
+pattern are one body, repeated; what is left over when the pattern does not divide ``num_layers`` follows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capibara.compose import (
+    Add,
+    Cast,
+    Dropout,
+    Embedding,
+    Linear,
+    Model,
+    Positions,
+    Repeat,
+    RMSNorm,
+    RotaryTable,
+    SelfAttention,
+    StateSpace,
+    Sum,
+    SwiGLU,
+    Unembed,
+)
+from capibara.compose.initializers import Constant, Normal, Scaled
+from capibara.config.sections import ModelSection
+from capibara.vq.vqbit.vqbit_layer import VQbitLayer
+
+__all__ = ["build_decoder"]
+
+_METRICS = ("commitment", "perplexity", "usage")
+
+
+def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
+    """The logical model of a configuration.
+
+    Input ``tokens int [batch, sequence]``, output ``logits [batch, sequence, vocab]`` in the accumulation dtype;
+    with ``vq`` blocks also the scalar ``auxiliary_loss`` and the sums over blocks ``perplexity`` and ``usage``.
+
+    Args:
+        config: the ``[model]`` section.
+        cached: the form that decodes: reads and writes caches, recurrent states and ``position`` as states. Its
+            parameters are those of the other form, under the same paths.
+    """
+    kinds = config.block_kinds
+    turn = min(len(config.pattern), len(kinds))
+    turns, left = divmod(len(kinds), turn)
+    attends = "attention" in kinds
+
+    model = Model(name="decoder")
+    model.add_input("tokens", ("batch", "sequence"), "int", ("batch", "sequence"))
+    # Tied, the table also scores: rows of variance 1/d keep first logits near 1, and the lookup is scaled up to
+    # unit variance by the first normalisation.
+    embedding = model.add(
+        Embedding(config.vocab_size, config.embed_dim, init=Normal(config.embed_dim**-0.5)),
+        "embedding",
+        input="tokens",
+    )
+    shared: dict[str, Any] = {}
+    if cached:
+        model.add_state("position", (), Constant(0), kind="int", dtype="int32")
+    if attends:
+        start: Any = "position" if cached else 0
+        places = model.add(Positions(), "positions", like="tokens", start=start)
+        table = model.add(
+            RotaryTable(config.resolved_head_dim, config.rope_theta), "rotary", positions=places.output
+        )
+        shared = {"cos": table.cos, "sin": table.sin}
+    if cached:
+        if attends:
+            shared["position"] = "position"
+            end = places.end
+        else:
+            end = model.add(Positions(), "positions", like="tokens", start="position").end
+        model.update_state("position", end)
+
+    at: Any = embedding.output
+    sums: dict[str, list[Any]] = {name: [] for name in _METRICS}
+
+    def place(block: Any, name: str, at: Any) -> Any:
+        known = {k: v for k, v in shared.items() if k in block.input_keys}
+        model.add(block, name, input=at, **known)
+        for metric in _METRICS:
+            for key in block.output_keys:
+                if key.startswith(metric):
+                    port = block.port(key)
+                    if isinstance(block, Repeat):
+                        port = model.add(Sum(), f"{name}_{key}_sum", input=port).output
+                    sums[metric].append(port)
+        return block.output
+
+    body = _turn(config, kinds[:turn], cached)
+    at = place(Repeat(body, turns, mode=config.scan_layers, remat=config.remat), "blocks", at)
+    if left:
+        rest = _turn(config, kinds[turns * turn :], cached)
+        at = place(Repeat(rest, 1, mode="unroll", remat=config.remat), "last_blocks", at)
+
+    norm = model.add(RMSNorm(config.norm_epsilon, axis="embed"), "final_norm", input=at)
+    if config.tie_embeddings:
+        head = model.add(Unembed(), "head", input=norm.output, table=embedding.weight)
+    else:
+        linear = Linear(config.vocab_size, False, axes=("embed", "vocab"), init=Scaled(1.0))
+        head = model.add(linear, "head", input=norm.output)
+    model.add(Cast("accumulate"), "logits_cast", input=head.output, output="logits")
+    model.expose("logits")
+    for metric, ports in sums.items():
+        name = "auxiliary_loss" if metric == "commitment" else metric
+        for i, port in enumerate(ports):
+            last = i == len(ports) - 1
+            block = Add() if i else Sum()
+            if i:
+                model.add(block, f"{name}_{i}", left=total, right=port, output=name if last else f"{name}_{i}_out")
+            else:
+                model.add(block, f"{name}_{i}", input=port, output=name if last else f"{name}_{i}_out")
+            total = block.output
+        if ports:
+            model.expose(name)
+    return model
+
+
+def _turn(config: ModelSection, kinds: tuple[str, ...], cached: bool) -> Model:
+    """The blocks of one turn of the pattern, in a row."""
+    blocks = [_BLOCKS[kind](config, cached) for kind in kinds]
+    if len(blocks) == 1:
+        return blocks[0]
+    turn = Model()
+    turn.add_input("input", ("batch", "sequence", config.embed_dim), "float")
+    at: Any = "input"
+    exposed = []
+    for i, block in enumerate(blocks):
+        given = {key: key for key in ("cos", "sin", "position") if key in block.input_keys}
+        metrics = {key: f"{key}_{i}" for key in _METRICS if key in block.output_keys}
+        exposed += metrics.values()
+        output = {"output": "output"} if i == len(blocks) - 1 else {}
+        turn.add(block, f"layer_{i}", input=at, **given, **metrics, **output)
+        at = block.output
+    turn.expose("output", *exposed)
+    return turn
+
+
+def _residual(model: Model, config: ModelSection, name: str, at: Any, block: Any, output: str, **given: Any) -> Any:
+    """``output = at + dropout(block(norm(at)))``."""
+    norm = model.add(RMSNorm(config.norm_epsilon, axis="embed"), f"{name}_norm", input=at)
+    model.add(block, name, input=norm.output, **given)
+    branch = block.output
+    if config.dropout_rate:
+        branch = model.add(Dropout(config.dropout_rate), f"{name}_dropout", input=branch).output
+    model.add(Add(), f"{name}_residual", left=at, right=branch, output=output)
+
+
+def _mlp(config: ModelSection) -> SwiGLU:
+    return SwiGLU(config.resolved_mlp_dim, config.embed_dim)
+
+
+def _attention(config: ModelSection, cached: bool) -> Model:
+    block = Model()
+    block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
+    attention = SelfAttention(
+        config.embed_dim, config.num_heads, config.num_kv_heads, config.resolved_head_dim, cached=cached
+    )
+    given = {k: k for k in attention.input_keys if k != "input"}
+    _residual(block, config, "attention", "input", attention, "mixed", **given)
+    _residual(block, config, "mlp", "mixed", _mlp(config), "output")
+    block.expose("output")
+    return block
+
+
+def _ssm(config: ModelSection, cached: bool) -> Model:
+    block = Model()
+    block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
+    s = config.ssm
+    ssm = StateSpace(
+        config.embed_dim,
+        s.state_dim,
+        s.head_dim,
+        s.expand,
+        s.conv_width,
+        s.chunk_length,
+        epsilon=config.norm_epsilon,
+        cached=cached,
+    )
+    _residual(block, config, "ssm", "input", ssm, "mixed")
+    _residual(block, config, "mlp", "mixed", _mlp(config), "output")
+    block.expose("output")
+    return block
+
+
+class _Bottleneck(Model):
+    """Quantise, then project: only what a code can say passes this branch."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        v = config.vq
+        layer = VQbitLayer(
+            v.codebook_size,
+            config.embed_dim,
+            decay=v.decay,
+            commitment_weight=v.commitment_weight,
+            dead_code_threshold=v.dead_code_threshold,
+        )
+        self.add_input("input", ("batch", "sequence", config.embed_dim), "float")
+        named = {key: key for key in _METRICS}
+        quantiser = self.add(layer.as_block(), "quantiser", input="input", **named)
+        self.add(Linear(config.embed_dim, False, axes=("embed", None)), "out", input=quantiser.output, output="output")
+        self.expose("output", *_METRICS)
+
+
+def _vq(config: ModelSection, cached: bool) -> Model:
+    block = Model()
+    block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
+    named = {key: key for key in _METRICS}
+    _residual(block, config, "vq", "input", _Bottleneck(config), "mixed", **named)
+    _residual(block, config, "mlp", "mixed", _mlp(config), "output")
+    block.expose("output", *_METRICS)
+    return block
+
+
+_BLOCKS = {"attention": _attention, "ssm": _ssm, "vq": _vq}

@@ -1,0 +1,325 @@
+"""`ModularCapibaraModel`: a decoder language model with parameters, loss and decoding.
+
+The model itself is a composed one (:mod:`capibara.core.decoder`); this class compiles it in two forms, for whole
+sequences and for decoding with a cache, and holds what most users want at hand. Every method that takes
+``params`` is pure and composes with ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from capibara.compose import CompiledModel, JaxBackend, Precision, compile
+from capibara.compose.errors import InputError
+from capibara.config import ModularModelConfig
+from capibara.core.decoder import build_decoder
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["ModularCapibaraModel"]
+
+
+class ModularCapibaraModel:
+    """A decoder language model configured by TOML.
+
+    Args:
+        config: from ``ModularModelConfig.from_toml(…)``.
+        mesh: a ``jax.sharding.Mesh`` to lay parameters and activations over. By default, with ``tpu.enabled`` and
+            at least ``tpu.num_chips`` devices of the default platform, a mesh of ``tpu.topology``; else none.
+        platform: the platform to compile for, if it is not the one of the devices at hand.
+
+    Example::
+
+        config = ModularModelConfig.from_toml("demo")
+        model = ModularCapibaraModel(config)
+        logits = model(tokens)                       # with the model's own parameters
+        logits = model.apply(params, tokens)         # as a pure function
+    """
+
+    def __init__(
+        self, config: ModularModelConfig, *, mesh: jax.sharding.Mesh | None = None, platform: str | None = None
+    ) -> None:
+        if not isinstance(config, ModularModelConfig):
+            raise InputError(
+                f"config is {type(config).__name__}, expected a ModularModelConfig: use "
+                "ModularModelConfig.from_toml('demo') or a path"
+            )
+        self.config = config
+        self.mesh = _mesh(config) if mesh is None else mesh
+        p = config.precision
+        policy = Precision(p.param_dtype, p.compute_dtype, p.accumulate_dtype)
+        self.backend = JaxBackend(policy=policy, device_mesh=self.mesh, platform=platform)
+        self.compiled: CompiledModel = compile(build_decoder(config.model), self.backend)
+        self._params: dict[str, Any] | None = None
+        self._state: dict[str, Any] | None = None
+
+    @cached_property
+    def decoder(self) -> CompiledModel:
+        """The form that decodes with a cache; compiled when first used."""
+        return compile(build_decoder(self.config.model, cached=True), self.backend)
+
+    # ---- parameters ---------------------------------------------------------------------------------------
+
+    def init(self, seed: int | jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Fresh ``(params, state)`` from a seed or a PRNG key: nested dicts of arrays."""
+        import jax
+
+        key = jax.random.key(seed) if isinstance(seed, int) else seed
+        return self.compiled.init(key), self.compiled.init_state(jax.random.fold_in(key, 1))
+
+    def _own(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self._params is None or self._state is None:
+            params, state = self.init(self.config.train.seed)
+            self._params = params if self._params is None else self._params
+            self._state = state if self._state is None else self._state
+        return self._params, self._state
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The model's own parameters, made from ``train.seed`` when first asked for. Can be set."""
+        return self._own()[0]
+
+    @params.setter
+    def params(self, value: dict[str, Any]) -> None:
+        self._params = value
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The model's own state that is not trained (codebooks); ``{}`` without any. Can be set."""
+        return self._own()[1]
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        self._state = value
+
+    @property
+    def param_axes(self) -> dict[str, Any]:
+        """Logical axis names of every parameter, nested like ``params``."""
+        return self.compiled.param_axes
+
+    @property
+    def num_params(self) -> int:
+        """Number of trainable scalars."""
+        return self.compiled.num_params
+
+    # ---- running ------------------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        inputs: Any,
+        *,
+        state: Mapping[str, Any] | None = None,
+        key: jax.Array | None = None,
+        train: bool = False,
+    ) -> Any:
+        """Logits ``[batch, sequence, vocab]`` in the accumulation dtype.
+
+        Args:
+            params: as ``model.params``.
+            inputs: ``int32 [batch, sequence]`` tokens, or ``{"tokens": …}``.
+            state: as ``model.state``; without it the model's own is read.
+            key: randomness for dropout and codebook revival; needed in training if the model has them.
+            train: training mode.
+
+        Returns:
+            ``logits``, or ``(logits, new_state)`` when ``state`` is given.
+        """
+        tokens = _tokens(inputs)
+        used = state if state is not None else (self.state if self.compiled.states else {})
+        outputs, after = self.compiled.apply(params, {"tokens": tokens}, state=used, key=key, train=train)
+        return outputs["logits"] if state is None else (outputs["logits"], after)
+
+    def __call__(self, inputs: Any) -> jax.Array:
+        """``apply`` with the model's own parameters, jitted."""
+        import jax
+
+        tokens = jax.numpy.asarray(_tokens(inputs))
+        return self._forward(self.params, tokens, self.state)
+
+    def forward(self, inputs: Any) -> jax.Array:
+        """The same as calling the model."""
+        return self(inputs)
+
+    @cached_property
+    def _forward(self) -> Any:
+        import jax
+
+        return jax.jit(lambda params, tokens, state: self.apply(params, tokens, state=state)[0])
+
+    def loss(
+        self,
+        params: Mapping[str, Any],
+        batch: Mapping[str, Any],
+        *,
+        state: Mapping[str, Any],
+        key: jax.Array | None = None,
+        train: bool = True,
+    ) -> tuple[jax.Array, tuple[dict[str, Any], dict[str, jax.Array]]]:
+        """Next-token loss, averaged over tokens, in nats; with auxiliary losses added.
+
+        Args:
+            batch: ``{"tokens": int32 [batch, sequence + 1]}``: inputs are all but the last, targets all but the
+                first.
+            state, key, train: as in :meth:`apply`.
+
+        Returns:
+            ``(loss, (new_state, metrics))``; ``metrics["cross_entropy"]`` is the loss without auxiliary terms.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        tokens = _tokens(batch)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        outputs, after = self.compiled.apply(params, {"tokens": inputs}, state=state, key=key, train=train)
+        logits = outputs["logits"]
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        cross_entropy = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+        metrics = {"cross_entropy": cross_entropy}
+        loss = cross_entropy
+        if "auxiliary_loss" in outputs:
+            loss = loss + outputs["auxiliary_loss"].astype(loss.dtype)
+            blocks = self.config.model.block_kinds.count("vq")
+            metrics["auxiliary_loss"] = outputs["auxiliary_loss"]
+            metrics["codebook_perplexity"] = outputs["perplexity"] / blocks
+            metrics["codebook_usage"] = outputs["usage"] / blocks
+        return loss, (after, metrics)
+
+    # ---- decoding -----------------------------------------------------------------------------------------
+
+    def init_cache(self, batch_size: int, max_length: int) -> dict[str, Any]:
+        """An empty cache for ``batch_size`` rows of up to ``max_length`` tokens: key-value caches, recurrent
+        states and the position."""
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{name}={value!r} must be a whole number of at least 1")
+        free = {n for s in self.decoder.states.values() for n in s.shape or () if isinstance(n, str)}
+        sizes = {"batch": batch_size, "cache": max_length}
+        full = self.decoder.init_state(**{k: v for k, v in sizes.items() if k in free})
+        return _without(full, self.compiled.states)
+
+    def decode(
+        self,
+        params: Mapping[str, Any],
+        tokens: jax.Array,
+        cache: Mapping[str, Any],
+        *,
+        state: Mapping[str, Any] | None = None,
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Go on from a cache: logits of the new tokens, and the cache with them in it.
+
+        Args:
+            tokens: ``int32 [batch, new]``: many at once (prefill) or one.
+            cache: from :meth:`init_cache` or an earlier call; ``position + new`` must not pass its length (rows
+                past the end would overwrite the last ones; the length is the caller's to watch, it is not known
+                while tracing).
+            state: as ``model.state``; without it the model's own is read.
+
+        Returns:
+            ``(logits [batch, new, vocab], cache)``.
+        """
+        own = state if state is not None else (self.state if self.compiled.states else {})
+        outputs, after = self.decoder.apply(params, {"tokens": tokens}, state=_merged(cache, own))
+        return outputs["logits"], _without(after, self.compiled.states)
+
+    # ---- what it costs, where it runs ---------------------------------------------------------------------
+
+    def flops_per_token(self, sequence_length: int, training: bool = True) -> float:
+        """Floating-point operations a token of a sequence this long: 2 a multiply-add, 3× forward in training.
+
+        Matrix products with parameters, causal attention counted once for each pair it really looks at (half the
+        square), and the recurrence of state-space blocks in its sequential form. Normalisations, activations and
+        the embedding lookup are not counted, nor what rematerialisation or chunking repeats.
+        """
+        m = self.config.model
+        d, t = m.embed_dim, sequence_length
+        mlp = 3 * d * m.resolved_mlp_dim
+        inner = m.ssm.expand * d
+        per_kind = {
+            "attention": 2 * (d * (m.num_heads + 2 * m.num_kv_heads) * m.resolved_head_dim)
+            + 2 * m.num_heads * m.resolved_head_dim * d
+            + 4 * m.num_heads * m.resolved_head_dim * (t + 1) / 2,
+            "ssm": 2 * d * (2 * inner + 2 * m.ssm.state_dim + inner // m.ssm.head_dim)
+            + 2 * inner * d
+            + 2 * m.ssm.conv_width * (inner + 2 * m.ssm.state_dim)
+            + 6 * inner * m.ssm.state_dim,
+            "vq": 2 * d * d + 2 * d * m.vq.codebook_size,
+        }
+        total = float(sum(per_kind[kind] + 2 * mlp for kind in m.block_kinds) + 2 * d * m.vocab_size)
+        return 3 * total if training else total
+
+    @property
+    def is_tpu_optimized(self) -> bool:
+        """Whether this model runs on TPU with its mesh: the settings ask for it and the devices are there."""
+        return bool(self.config.tpu.enabled and self.mesh is not None and self.backend.platform == "tpu")
+
+    @property
+    def tpu_mesh_shape(self) -> tuple[int, ...]:
+        """The mesh that the settings describe, one number an axis."""
+        return self.config.tpu.mesh_shape
+
+    @property
+    def tpu_memory_limit_gb(self) -> float:
+        """GiB of memory that the settings allow a device."""
+        return self.config.tpu.memory_limit_gb
+
+    def __repr__(self) -> str:
+        m = self.config.model
+        return (
+            f"ModularCapibaraModel({m.num_layers} × {'/'.join(m.pattern)}, embed {m.embed_dim}, "
+            f"vocab {m.vocab_size}, {self.num_params:,} parameters, {self.backend!r})"
+        )
+
+
+def _tokens(inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        if "tokens" not in inputs:
+            raise InputError(f"inputs has the keys {list(inputs)}, expected 'tokens': int32 [batch, sequence]")
+        inputs = inputs["tokens"]
+    import numpy as np
+
+    tokens = inputs if hasattr(inputs, "dtype") else np.asarray(inputs)
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise InputError(f"tokens has dtype {tokens.dtype}, expected an integer: int32 [batch, sequence]")
+    if len(tokens.shape) != 2:
+        raise InputError(f"tokens has shape {tuple(tokens.shape)}, expected [batch, sequence]")
+    return tokens
+
+
+def _mesh(config: ModularModelConfig) -> jax.sharding.Mesh | None:
+    import jax
+    import numpy as np
+
+    tpu = config.tpu
+    if not tpu.enabled or jax.device_count() < tpu.num_chips:
+        return None
+    devices = np.array(jax.devices()[: tpu.num_chips]).reshape(tpu.mesh_shape)
+    return jax.sharding.Mesh(devices, tuple(tpu.mesh_axes))
+
+
+def _merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(a)
+    for key, value in b.items():
+        merged[key] = _merged(merged[key], value) if key in merged and isinstance(value, Mapping) else value
+    return merged
+
+
+def _without(tree: Mapping[str, Any], paths: Any) -> dict[str, Any]:
+    """The nested dict without the leaves at some paths."""
+    gone = set(paths)
+
+    def keep(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                inner = keep(value, (*path, key))
+                if inner:
+                    kept[key] = inner
+            elif (*path, key) not in gone:
+                kept[key] = value
+        return kept
+
+    return keep(tree, ())
