@@ -11,25 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import tempfile
-import tomllib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from capibara.errors import ConfigError, did_you_mean
 
 __all__ = [
-    "MAX_FILE_BYTES",
     "ConfigFileNotFoundError",
     "find_config",
     "list_packaged_configs",
-    "read_toml",
     "write_text_atomically",
 ]
 
-MAX_FILE_BYTES = 256 * 1024
 PACKAGED = Path(__file__).parent / "configs_toml"
 _DOCUMENTED_PREFIX = PurePosixPath("capibara/config/configs_toml")
 
@@ -99,49 +93,6 @@ def find_config(path_or_name: str | os.PathLike[str]) -> Path:
         f"no settings file {name!r} (looked in {Path.cwd()} and in the package).{hint} "
         f"Packaged names: {', '.join(names)}"
     )
-
-
-def read_toml(path: Path, *, what: str = "settings file") -> tuple[dict[str, Any], str]:
-    """Read a TOML file; returns (its content, its text).
-
-    Raises:
-      ConfigError: not a regular file, unreadable, over ``MAX_FILE_BYTES``, not UTF-8 text, or not TOML.
-    """
-    try:
-        # O_NONBLOCK: opening a named pipe that nobody writes to must not hang.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    except FileNotFoundError as error:
-        raise ConfigFileNotFoundError(f"no {what} at {str(path)!r}") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError(f"{str(path)!r} is not a regular file; a {what} must be one (a TOML text)")
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(
-            f"the {what} {str(path)!r} is larger than {MAX_FILE_BYTES // 1024} KiB, the most that is read; "
-            "is it really TOML settings?"
-        )
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the {what} {str(path)!r} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x}); "
-            "it looks like a binary file. Give a TOML file"
-        ) from error
-    if "\0" in text:
-        raise ConfigError(
-            f"the {what} {str(path)!r} holds NUL bytes: it looks like a binary file. Give a TOML file"
-        )
-    try:
-        return tomllib.loads(text), text
-    except RecursionError as error:
-        raise ConfigError(
-            f"the {what} {str(path)!r} is not valid TOML: values are nested too deeply"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"the {what} {str(path)!r} is not valid TOML: {error}") from error
 
 
 _HEADER = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\s-]+?)\s*\]\s*(?:#.*)?$")

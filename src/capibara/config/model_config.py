@@ -18,7 +18,7 @@ from typing import Any, Self
 import tomli_w
 from pydantic import Field
 
-from capibara.config.files import find_config, line_finder, read_toml, write_text_atomically
+from capibara.config.files import ConfigFileNotFoundError, find_config, line_finder, write_text_atomically
 from capibara.config.overrides import apply_overrides, leaf_fields
 from capibara.config.problems import Problem, SettingsError
 from capibara.config.sections import (
@@ -32,6 +32,7 @@ from capibara.config.sections import (
     TPUSection,
     TrainSection,
 )
+from capibara.hardware.tomlfile import read_toml
 
 __all__ = ["ModularModelConfig"]
 
@@ -80,7 +81,7 @@ class ModularModelConfig(Section):
           SettingsError: see the class; each fault names its file and line, or the override.
         """
         path = find_config(path_or_name)
-        data, text = read_toml(path)
+        data, text = read_toml(path, missing=ConfigFileNotFoundError)
         in_file = line_finder(_short_path(path), text)
         return cls._from_data(data, overrides, in_file)
 

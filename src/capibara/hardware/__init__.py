@@ -1,1 +1,83 @@
+"""What a chip is, how chips are arranged, what they cost, and what they report now.
 
+:func:`get_chip` and :func:`list_chips` read a catalogue of vendor figures, each with its source;
+:func:`detect_chip` describes the chip here; :func:`parse_topology` reads ``"4x8"``, ``"v4:2x2x4"`` and
+``"v4-32"``; :func:`get_price` knows dated prices and says so when it does not know one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from capibara.hardware.catalogue import chip_for_device_kind, get_chip, list_chips
+    from capibara.hardware.chip import Chip, ChipError, Source
+    from capibara.hardware.detect import cpu_name, detect_chip
+    from capibara.hardware.prices import Price, PriceError, UnknownPriceError, get_price, load_prices
+    from capibara.hardware.telemetry import (
+        CpuTimes,
+        DeviceMemory,
+        HostMemory,
+        cpu_times,
+        device_memory,
+        host_memory,
+        live_array_bytes,
+    )
+    from capibara.hardware.topology import Topology, TopologyError, parse_topology
+
+__all__ = [
+    "Chip",
+    "ChipError",
+    "CpuTimes",
+    "DeviceMemory",
+    "HostMemory",
+    "Price",
+    "PriceError",
+    "Source",
+    "Topology",
+    "TopologyError",
+    "UnknownPriceError",
+    "chip_for_device_kind",
+    "cpu_name",
+    "cpu_times",
+    "detect_chip",
+    "device_memory",
+    "get_chip",
+    "get_price",
+    "host_memory",
+    "list_chips",
+    "live_array_bytes",
+    "load_prices",
+    "parse_topology",
+]
+
+_HOMES = {
+    "catalogue": ("chip_for_device_kind", "get_chip", "list_chips"),
+    "chip": ("Chip", "ChipError", "Source"),
+    "detect": ("cpu_name", "detect_chip"),
+    "prices": ("Price", "PriceError", "UnknownPriceError", "get_price", "load_prices"),
+    "telemetry": (
+        "CpuTimes",
+        "DeviceMemory",
+        "HostMemory",
+        "cpu_times",
+        "device_memory",
+        "host_memory",
+        "live_array_bytes",
+    ),
+    "topology": ("Topology", "TopologyError", "parse_topology"),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,362 @@
+"""The accelerator slice a program is meant for, and what follows from it: sharding, precision, hotspots.
+
+:class:`TPUConfig` says how many chips there are, how they are arranged into a mesh and in which types numbers
+are kept. Its ``topology`` is the shape of the mesh of devices: ``"4x8"`` with 32 chips is what Capibara's
+documents call a "v4-32" (Google's own v4-32 is 16 chips; see :mod:`capibara.hardware.topology`).
+
+JAX is imported only by the methods that need it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from capibara.errors import CapibaraError, ConfigError, did_you_mean
+from capibara.hardware.topology import TopologyError, parse_topology
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+__all__ = ["ScalingConfig", "TPUConfig", "TPUConfigError", "TPUError"]
+
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_DEFAULT_AXES = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
+
+
+class TPUError(CapibaraError, RuntimeError):
+    """Something about the accelerator failed or cannot be."""
+
+
+class TPUConfigError(TPUError, ConfigError):
+    """A setting of :class:`TPUConfig` is wrong (also a ``ConfigError`` and a ``ValueError``)."""
+
+
+def _number(name: str, value: Any, low: float, high: float, *, whole: bool = False) -> None:
+    kinds = (int,) if whole else (int, float)
+    ok = (
+        isinstance(value, kinds)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and low <= value <= high
+    )
+    if not ok:
+        what = "a whole number" if whole else "a number"
+        raise TPUConfigError(f"{name}: got {value!r}, expected {what} from {low:g} to {high:g}")
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """When a position counts as overloaded: its load is greater than ``load_threshold``."""
+
+    load_threshold: float = 0.8
+
+    def __post_init__(self) -> None:
+        _number("load_threshold", self.load_threshold, -1e30, 1e30)
+
+
+@dataclass(frozen=True)
+class TPUConfig:
+    """An accelerator slice.
+
+    Attributes:
+      num_chips: devices in the mesh; the product of ``topology``.
+      topology: shape of the mesh, such as ``"4x8"``.
+      memory_per_chip: bytes of device memory.
+      flops_per_chip: FLOP/s of dense matrix products in ``compute_dtype``, as the vendor states it.
+      compute_dtype, param_dtype: ``"bfloat16"``, ``"float16"``, ``"float32"`` or ``"float64"``.
+      mesh_axes: a name for each axis of ``topology``; by default ``("data", "model")`` for two axes,
+        ``("data",)`` for one, ``("data", "fsdp", "model")`` for three.
+      scaling_config: the threshold of :meth:`detect_hotspots`.
+
+    Raises:
+      TPUConfigError: (a ``TPUError``, ``ConfigError`` and ``ValueError``) a setting is wrong; the text names
+        it, what came and what is expected.
+    """
+
+    num_chips: int = 32
+    topology: str = "4x8"
+    memory_per_chip: int = 32 * 1024**3
+    flops_per_chip: float = 275e12
+    compute_dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    mesh_axes: tuple[str, ...] | None = None
+    scaling_config: ScalingConfig = field(default_factory=ScalingConfig)
+
+    def __post_init__(self) -> None:
+        _number("num_chips", self.num_chips, 1, 1_048_576, whole=True)
+        _number("memory_per_chip", self.memory_per_chip, 1, 2**50, whole=True)
+        _number("flops_per_chip", self.flops_per_chip, 1.0, 1e21)
+        for name in ("compute_dtype", "param_dtype"):
+            value = getattr(self, name)
+            if value not in _BYTES:
+                hint = did_you_mean(value, _BYTES) if isinstance(value, str) else ""
+                raise TPUConfigError(f"{name}: got {value!r}, expected one of {', '.join(_BYTES)}.{hint}")
+        try:
+            topology = parse_topology(self.topology)
+        except TopologyError as error:
+            raise TPUConfigError(str(error)) from error
+        if topology.size != self.num_chips:
+            raise TPUConfigError(
+                f"topology: got {self.topology!r}, which is {topology.size} chips, expected num_chips = "
+                f"{self.num_chips}. Change one of them"
+            )
+        rank = len(topology.shape)
+        axes = _DEFAULT_AXES.get(rank) if self.mesh_axes is None else tuple(self.mesh_axes)
+        if axes is None:
+            raise TPUConfigError(
+                f"mesh_axes: topology {self.topology!r} has {rank} axes; give a name for each"
+            )
+        if len(axes) != rank or len(set(axes)) != rank or not all(isinstance(a, str) and a for a in axes):
+            raise TPUConfigError(
+                f"mesh_axes: got {axes!r}, expected {rank} different names for {self.topology!r}"
+            )
+        object.__setattr__(self, "mesh_axes", axes)
+        if not isinstance(self.scaling_config, ScalingConfig):
+            raise TPUConfigError(f"scaling_config: got {self.scaling_config!r}, expected a ScalingConfig")
+
+    @classmethod
+    def from_chip(cls, chip: str, topology: str = "4x8", **settings: Any) -> TPUConfig:
+        """A slice of a catalogue chip (``"v4"``): its memory and its bfloat16 peak are filled in.
+
+        Raises:
+          capibara.hardware.ChipError: no such chip, or its figures are not known.
+        """
+        from capibara.hardware import ChipError, get_chip
+
+        found = get_chip(chip)
+        if found.hbm_bytes is None:
+            raise ChipError(f"{found.title}: the memory size is not known; give TPUConfig(memory_per_chip=…)")
+        figures = {"memory_per_chip": found.hbm_bytes, "flops_per_chip": found.peak("bfloat16")}
+        return cls(num_chips=parse_topology(topology).size, topology=topology, **{**figures, **settings})
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """``topology`` as numbers."""
+        return parse_topology(self.topology).shape
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axis name to its number of devices."""
+        return dict(zip(self.mesh_axes or (), self.mesh_shape, strict=True))
+
+    @property
+    def use_mixed_precision(self) -> bool:
+        """Whether computing uses a narrower type than the parameters."""
+        return _BYTES[self.compute_dtype] < _BYTES[self.param_dtype]
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes of device memory of all chips."""
+        return self.num_chips * self.memory_per_chip
+
+    @property
+    def total_flops(self) -> float:
+        """Peak FLOP/s of all chips."""
+        return self.num_chips * self.flops_per_chip
+
+    def get_memory_config(self) -> dict[str, Any]:
+        """The settings that decide how much memory numbers take, as a plain dictionary."""
+        return {
+            "use_mixed_precision": self.use_mixed_precision,
+            "compute_dtype": self.compute_dtype,
+            "param_dtype": self.param_dtype,
+            "compute_bytes": _BYTES[self.compute_dtype],
+            "param_bytes": _BYTES[self.param_dtype],
+            "num_chips": self.num_chips,
+            "memory_per_chip": self.memory_per_chip,
+            "total_memory": self.total_memory,
+        }
+
+    def get_sharding_spec(self, tensor_shape: Sequence[int]) -> PartitionSpec:
+        """How a tensor lies on the mesh: first dimension over ``data``, last over ``model``, rest whole.
+
+        A dimension that its mesh axis does not divide, or whose axis the mesh lacks, stays whole (None), so
+        that the result is always valid for ``jax.NamedSharding``. A vector counts as a last dimension (a bias
+        or scale lies along the hidden axis); a scalar gives ``PartitionSpec()``.
+
+        Equivalent plain JAX, for a divisible tensor of rank 2 or more:
+        ``PartitionSpec("data", *[None] * (len(tensor_shape) - 2), "model")``.
+
+        Raises:
+          TPUError: the shape is not a sequence of whole numbers of at least 0.
+        """
+        from jax.sharding import PartitionSpec
+
+        shape = _checked_shape(tensor_shape)
+        entries: list[str | None] = [None] * len(shape)
+        if len(shape) > 1:
+            entries[0] = self._axis_if_divides("data", shape[0])
+        if shape:
+            entries[-1] = self._axis_if_divides("model", shape[-1])
+        return PartitionSpec(*entries)
+
+    def _axis_if_divides(self, axis: str, size: int) -> str | None:
+        devices = self.axis_sizes.get(axis)
+        return axis if devices is not None and size % devices == 0 else None
+
+    def detect_hotspots(self, load: Any) -> list[tuple[int, int]]:
+        """Positions ``(i, j)`` whose load is greater than ``scaling_config.load_threshold``, row by row.
+
+        Args:
+          load: numbers [rows, columns]; a NumPy or JAX array or nested lists. NaN is never a hotspot.
+
+        Raises:
+          TPUError: not two-dimensional, or not real numbers.
+        """
+        import numpy as np
+
+        values = np.asarray(load)
+        if values.ndim != 2:
+            raise TPUError(f"load: got shape {values.shape}, expected two dimensions, [batch, hidden]")
+        if values.dtype.kind not in "biuf" and values.dtype.name != "bfloat16":
+            raise TPUError(f"load: got dtype {values.dtype}, expected real numbers")
+        rows, columns = np.nonzero(values > self.scaling_config.load_threshold)
+        return list(zip(rows.tolist(), columns.tolist(), strict=True))
+
+    def optimize_sharding(self, load: Any, tensor_shape: Sequence[int] | None = None) -> PartitionSpec:
+        """Choose which dimension is spread over *all* devices, from where the overload lies.
+
+        ``load[i, j]`` is the load at batch position ``i`` and hidden position ``j``. The hotspots occupy some
+        number of different batch positions, and some number of different hidden positions. The dimension in
+        which they occupy more is the one that, cut over all devices, puts them on more devices: say all batch
+        rows are hot at one hidden position; cutting the hidden dimension would leave all of them on one
+        device, cutting the batch spreads them.
+
+        * more batch positions than hidden ones: ``PartitionSpec(("data", "model"), None)``;
+        * otherwise: ``PartitionSpec(None, ("data", "model"))``;
+        * no hotspots: nothing to spread, ``PartitionSpec("data", "model")``.
+
+        Args:
+          load: [batch, hidden]; need not have the tensor's size.
+          tensor_shape: if given (rank at least 2, batch first, hidden last), the result has that rank, and is
+            :meth:`get_sharding_spec`'s where the chosen dimension is not a multiple of ``num_chips``.
+
+        Raises:
+          TPUError: see :meth:`detect_hotspots`; or ``tensor_shape`` is not a shape of rank 2 or more.
+        """
+        from jax.sharding import PartitionSpec
+
+        shape = None if tensor_shape is None else _checked_shape(tensor_shape)
+        if shape is not None and len(shape) < 2:
+            raise TPUError(
+                f"tensor_shape: got {tuple(shape)}, expected at least two dimensions, [batch, …, hidden]"
+            )
+        hotspots = self.detect_hotspots(load)
+        axes = self.mesh_axes or ()
+        middle = [None] * (0 if shape is None else len(shape) - 2)
+        batch_hotspots = {i for i, _ in hotspots}
+        hidden_hotspots = {j for _, j in hotspots}
+        if not hotspots:
+            known = [axis if axis in axes else None for axis in ("data", "model")]
+            return PartitionSpec(*known) if shape is None else self.get_sharding_spec(shape)
+        over_batch = len(batch_hotspots) > len(hidden_hotspots)
+        if shape is not None and shape[0 if over_batch else -1] % self.num_chips:
+            return self.get_sharding_spec(shape)
+        return PartitionSpec(axes, *middle, None) if over_batch else PartitionSpec(None, *middle, axes)
+
+    def profile_tpu_usage(
+        self, trace_dir: str | os.PathLike[str] | None = None, workload: Callable[[], Any] | None = None
+    ) -> dict[str, Any]:
+        """Measure what the devices here really use, while ``workload`` runs (or over a tenth of a second).
+
+        Args:
+          trace_dir: if given, a ``jax.profiler`` trace of that time is written there.
+          workload: a function without arguments; its result is waited for.
+
+        Returns:
+          A dictionary. ``memory_allocated`` and ``memory_peak``: bytes, over all local devices. On a CPU,
+          whose runtime keeps no such figures, the bytes of live arrays, and the peak resident memory of the
+          process. ``device_count``; ``platform``; ``seconds``. ``device_utilization``: the share of the
+          machine's CPU time spent working, 0 to 1, on a CPU; None on others, whose JAX runtime does not
+          report it. ``notes``: for each figure what it is, or why it is None.
+
+        Raises:
+          TPUError: no device, or the trace cannot be written.
+        """
+        import jax
+
+        from capibara.hardware import cpu_times, device_memory, host_memory, live_array_bytes
+
+        try:
+            devices = jax.local_devices()
+        except RuntimeError as error:
+            raise TPUError(f"JAX finds no device: {error}") from error
+        platform = devices[0].platform
+
+        def run() -> float:
+            start = time.perf_counter()
+            if workload is None:
+                time.sleep(0.1)
+            else:
+                jax.block_until_ready(workload())
+            return time.perf_counter() - start
+
+        before = cpu_times()
+        if trace_dir is None:
+            seconds = run()
+        else:
+            try:
+                with jax.profiler.trace(os.fspath(trace_dir)):
+                    seconds = run()
+            except (OSError, RuntimeError) as error:
+                raise TPUError(
+                    f"trace_dir: cannot write a trace to {os.fspath(trace_dir)!r}: {error}"
+                ) from error
+        after = cpu_times()
+
+        reported = device_memory(devices)
+        in_use = [m.in_use for m in reported if m.in_use is not None]
+        peaks = [m.peak for m in reported if m.peak is not None]
+        utilization: float | None = None
+        notes = {"memory_allocated": "bytes in use", "memory_peak": "most bytes in use since start"}
+        if platform == "cpu":
+            notes["memory_allocated"] = "bytes of live JAX arrays; the CPU runtime has no allocator figures"
+            notes["memory_peak"] = "peak resident memory of this process"
+            notes["device_utilization"] = "share of all CPUs' time spent working, by any process"
+            if before is not None and after is not None:
+                utilization = after.utilization_since(before)
+            if utilization is None:
+                notes["device_utilization"] = (
+                    "this system does not report CPU times, or too little time passed"
+                )
+        else:
+            notes["device_utilization"] = f"JAX's runtime for {platform} does not report utilisation"
+        on_cpu = platform == "cpu"
+        return {
+            "memory_allocated": sum(in_use) if in_use else live_array_bytes() if on_cpu else None,
+            "memory_peak": sum(peaks) if peaks else host_memory().peak if on_cpu else None,
+            "device_count": len(devices),
+            "device_utilization": utilization,
+            "platform": platform,
+            "seconds": seconds,
+            "trace_dir": None if trace_dir is None else os.fspath(trace_dir),
+            "notes": notes,
+        }
+
+    def describe(self) -> str:
+        """The slice in a few lines."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.axis_sizes.items())
+        gib = 1024**3
+        return (
+            f"{self.num_chips} chips as a mesh of {axes}\n"
+            f"memory    {self.memory_per_chip / gib:g} GiB a chip, {self.total_memory / gib:g} GiB in all\n"
+            f"compute   {self.flops_per_chip / 1e12:g} TFLOP/s a chip, {self.total_flops / 1e15:g} PFLOP/s\n"
+            f"precision parameters {self.param_dtype}, compute {self.compute_dtype}"
+        )
+
+
+def _checked_shape(shape: Sequence[int]) -> list[int]:
+    try:
+        sizes = [size.__index__() for size in shape]
+    except (TypeError, AttributeError):
+        sizes = [-1]
+    if any(size < 0 for size in sizes):
+        raise TPUError(
+            f"tensor_shape: got {shape!r}, expected whole numbers of at least 0, such as (32, 512, 768)"
+        )
+    return sizes

@@ -1,0 +1,115 @@
+"""What the machine reports about itself right now: memory of devices and of this process.
+
+A figure that the machine does not report is None, never 0 and never an estimate.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "CpuTimes",
+    "DeviceMemory",
+    "HostMemory",
+    "cpu_times",
+    "device_memory",
+    "host_memory",
+    "live_array_bytes",
+]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of one device in bytes, as its runtime reports it; all None where it reports nothing (CPU)."""
+
+    device: str
+    in_use: int | None
+    peak: int | None
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Resident memory of this process in bytes: now, and the most since it started."""
+
+    in_use: int | None
+    peak: int | None
+
+
+def device_memory(devices: Any = None) -> tuple[DeviceMemory, ...]:
+    """Allocator figures of each device (all local ones by default), from ``Device.memory_stats()``."""
+    import jax
+
+    report = []
+    for device in jax.local_devices() if devices is None else devices:
+        stats = device.memory_stats() or {}
+        report.append(
+            DeviceMemory(
+                str(device),
+                stats.get("bytes_in_use"),
+                stats.get("peak_bytes_in_use"),
+                stats.get("bytes_limit"),
+            )
+        )
+    return tuple(report)
+
+
+def live_array_bytes() -> int:
+    """Bytes of all live JAX arrays of this process on its local devices; two views of one buffer count twice.
+
+    On a CPU, whose runtime reports no allocator figures, it is the one closest to allocated device memory.
+    """
+    import jax
+
+    return sum(
+        shard.data.nbytes
+        for array in jax.live_arrays()
+        if not array.is_deleted()
+        for shard in array.addressable_shards
+    )
+
+
+def host_memory() -> HostMemory:
+    """Resident memory of this process, from ``/proc/self/status``, or ``getrusage`` (peak only) elsewhere."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        found = dict(re.findall(r"^(VmRSS|VmHWM):\s*(\d+) kB$", status.read_text(), re.MULTILINE))
+        figures = [int(found[key]) * 1024 if key in found else None for key in ("VmRSS", "VmHWM")]
+        return HostMemory(*figures)
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return HostMemory(None, peak if sys.platform == "darwin" else peak * 1024)
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Time all of the machine's CPUs have spent since start-up, in clock ticks: working, and altogether."""
+
+    busy: int
+    total: int
+
+    def utilization_since(self, earlier: CpuTimes) -> float | None:
+        """Share of CPU time spent working between two readings, 0 to 1.
+
+        None if fewer than ten ticks lie between them (a tick is usually 10 ms of one CPU): too few to divide.
+        """
+        total = self.total - earlier.total
+        return (self.busy - earlier.busy) / total if total >= 10 else None
+
+
+def cpu_times(stat: str | None = None) -> CpuTimes | None:
+    """Read ``/proc/stat`` (or its text, if given); None where there is none (not Linux)."""
+    if stat is None:
+        path = Path("/proc/stat")
+        if not path.exists():
+            return None
+        stat = path.read_text()
+    # user nice system idle iowait irq softirq steal; the later guest columns are contained in user and nice.
+    ticks = [int(word) for word in stat.split("\n", 1)[0].split()[1:9]]
+    idle = sum(ticks[3:5])
+    return CpuTimes(sum(ticks) - idle, sum(ticks))

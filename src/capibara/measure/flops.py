@@ -1,0 +1,208 @@
+"""Counting a function's arithmetic from its jaxpr.
+
+What is counted: matrix products (``dot_general``) and convolutions, a multiply-add as 2. Elementwise work is
+left out, as in the usual utilisation figures. Loops are multiplied out, which a compiler's own cost analysis
+does not do (XLA counts the body of a loop once). Nothing runs and nothing is compiled, so shapes may be
+abstract (``jax.ShapeDtypeStruct``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["FlopCount", "count_flops"]
+
+# Primitives that do much arithmetic of another kind than products: named, so that nobody reads their absence
+# as 0.
+_OTHER_WORK = frozenset(
+    {
+        "cholesky",
+        "cholesky_update",
+        "custom_call",
+        "eig",
+        "eigh",
+        "ffi_call",
+        "fft",
+        "geqrf",
+        "householder_product",
+        "io_callback",
+        "lu",
+        "pure_callback",
+        "qr",
+        "schur",
+        "svd",
+        "triangular_solve",
+        "tridiagonal",
+        "tridiagonal_solve",
+    }
+)
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Arithmetic of one call.
+
+    Attributes:
+      total: floating-point operations of matrix products and convolutions.
+      by_primitive: the same by primitive.
+      unknown: what could not be counted, in words (a ``while`` loop's number of trips; primitives such as
+        ``svd``).
+      upper_bound: whether a ``cond`` with unequal branches was counted with its dearest one.
+    """
+
+    total: int
+    by_primitive: dict[str, int] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    upper_bound: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether every product and convolution was counted."""
+        return not self.unknown and not self.upper_bound
+
+    def __int__(self) -> int:
+        return self.total
+
+    def __float__(self) -> float:
+        return float(self.total)
+
+    def __str__(self) -> str:
+        text = f"{self.total:,} FLOP"
+        if self.upper_bound:
+            text = f"at most {text}"
+        if self.unknown:
+            text += f", not counting: {'; '.join(self.unknown)}"
+        return text
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.unknown: dict[str, None] = {}
+        self.upper_bound = False
+
+    def add(self, other: _Tally, times: int = 1) -> None:
+        for name, count in other.counts.items():
+            self.counts[name] += count * times
+        if times:
+            self.unknown.update(other.unknown)
+            self.upper_bound |= other.upper_bound
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+
+def count_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> FlopCount:
+    """Count the matrix-product and convolution FLOPs of ``function(*args, **kwargs)``.
+
+    Scan bodies count once a step, ``fori_loop`` with known bounds likewise, ``cond`` its dearest branch,
+    ``shard_map`` once a device, a Pallas kernel once a grid point. A ``while`` loop's trips are unknown: its
+    work is left out and listed in ``unknown``. Count a gradient with ``count_flops(jax.grad(f), …)``;
+    recomputation under ``jax.checkpoint`` is then counted, as it is really done.
+
+    Args:
+      function: a function of arrays.
+      *args, **kwargs: its arguments: arrays, pytrees of them, or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+      A :class:`FlopCount`; ``int(count)`` and ``float(count)`` give the number.
+    """
+    import jax
+
+    tally = _Tally()
+    _walk(jax.make_jaxpr(function)(*args, **kwargs), tally)
+    return FlopCount(tally.total, dict(tally.counts), tuple(tally.unknown), tally.upper_bound)
+
+
+def _sub_jaxprs(value: Any) -> Iterator[Any]:
+    """Every jaxpr in a parameter of a primitive, whatever containers it sits in."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
+    if isinstance(value, (ClosedJaxpr, Jaxpr)):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _sub_jaxprs(item)
+
+
+def _tally_of(jaxpr: Any) -> _Tally:
+    tally = _Tally()
+    _walk(jaxpr, tally)
+    return tally
+
+
+def _walk(jaxpr: Any, tally: _Tally) -> None:
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            tally.counts[name] += _dot_flops(equation)
+        elif name == "conv_general_dilated":
+            tally.counts[name] += _conv_flops(equation)
+        elif name == "scan":
+            tally.add(_tally_of(params["jaxpr"]), params["length"])
+        elif name == "while":
+            inside = _tally_of(params["body_jaxpr"])
+            inside.add(_tally_of(params["cond_jaxpr"]))
+            if inside.total or inside.unknown:
+                tally.unknown[
+                    f"a while loop of {inside.total:,} FLOP a trip, its number of trips unknown"
+                ] = None
+        elif name == "cond":
+            branches = [_tally_of(branch) for branch in params["branches"]]
+            dearest = max(branches, key=lambda branch: branch.total)
+            tally.add(dearest)
+            tally.upper_bound |= any(branch.total != dearest.total for branch in branches)
+        elif name == "shard_map":
+            tally.add(_tally_of(params["jaxpr"]), _devices_of(params))
+        elif name == "pallas_call":
+            _walk_kernel(params, tally)
+        elif name == "custom_linear_solve":
+            # Holds jaxprs for the transposed problem too, which this call does not run.
+            tally.add(_tally_of(params["jaxprs"].solve))
+        elif name in _OTHER_WORK:
+            tally.unknown[name] = None
+        elif name in ("ragged_dot", "ragged_dot_general"):
+            tally.unknown[f"{name} (depends on the group sizes)"] = None
+        else:
+            for value in params.values():
+                for inner in _sub_jaxprs(value):
+                    tally.add(_tally_of(inner))
+
+
+def _walk_kernel(params: dict[str, Any], tally: _Tally) -> None:
+    inside = _tally_of(params["jaxpr"])
+    if not inside.total and not inside.unknown:
+        return
+    grid = getattr(params.get("grid_mapping"), "grid", None)
+    if grid is None or not all(isinstance(size, int) for size in grid):
+        tally.unknown[f"a Pallas kernel of {inside.total:,} FLOP a grid point, its grid unknown"] = None
+    else:
+        tally.add(inside, math.prod(grid))
+
+
+def _devices_of(params: dict[str, Any]) -> int:
+    """Over how many devices a ``shard_map`` body runs: the product of its manual mesh axes."""
+    sizes = dict(params["mesh"].shape)
+    axes = params.get("manual_axes") or sizes
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _dot_flops(equation: Any) -> int:
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracting)
+
+
+def _conv_flops(equation: Any) -> int:
+    # Each output number is a sum over the kernel's positions and its input features (already a group's
+    # share).
+    kernel = equation.invars[1].aval.shape
+    out_features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    if not out_features:
+        return 0
+    return 2 * math.prod(equation.outvars[0].aval.shape) * (math.prod(kernel) // out_features)
