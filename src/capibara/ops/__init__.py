@@ -1,1 +1,25 @@
+"""Operations: one public function each, several implementations, one plain oracle.
 
+``capibara.ops.attention``, ``.scan``, ``.conv`` and ``.vq`` hold the functions; :func:`explain` says which
+implementation of one runs for given arguments, and why the others do not.
+"""
+
+from __future__ import annotations
+
+from capibara.ops import attention, conv, scan, vq
+from capibara.ops.errors import NoImplementationError, OpShapeError, OpTypeError, OpValueError
+from capibara.ops.registry import Explanation, explain, list_ops
+
+__all__ = [
+    "Explanation",
+    "NoImplementationError",
+    "OpShapeError",
+    "OpTypeError",
+    "OpValueError",
+    "attention",
+    "conv",
+    "explain",
+    "list_ops",
+    "scan",
+    "vq",
+]

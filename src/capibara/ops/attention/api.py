@@ -1,0 +1,134 @@
+"""The public attention function; its mathematics is in reference.py, its speed in cpu.py and xla.py."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.ops.attention import cpu, reference, xla
+from capibara.ops.attention.problem import AttentionProblem, prepare
+from capibara.ops.registry import Implementation, Op, public
+
+__all__ = ["flash_attention"]
+
+
+def _reference_forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    return reference.attention(problem, *arrays), jnp.zeros((problem.batch, problem.heads, 0))
+
+
+def _reference_backward(
+    problem: AttentionProblem, arrays: tuple[Any, ...], out: jax.Array, stat: jax.Array, out_grad: jax.Array
+) -> tuple[Any, ...]:
+    *inputs, query_ids, key_ids = arrays
+    _, pull = jax.vjp(lambda *x: reference.attention(problem, *x, query_ids, key_ids), *inputs)
+    return pull(out_grad)
+
+
+OP = Op(
+    "flash_attention",
+    prepare,
+    [
+        Implementation("cpu", {"forward": cpu.forward, "backward": cpu.backward}, ("cpu",), cpu.check),
+        Implementation("xla", {"forward": xla.forward, "backward": xla.backward}),
+        Implementation("reference", {"forward": _reference_forward, "backward": _reference_backward}),
+    ],
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(problem: AttentionProblem, *arrays: Any) -> jax.Array:
+    return OP.run("forward", problem, *arrays)[0]
+
+
+def _attend_forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, Any]:
+    # `stat` is one number a row (log-sum-exp or sum); what it means is the implementation's own business.
+    out, stat = OP.run("forward", problem, *arrays)
+    return out, (arrays, out, stat)
+
+
+def _attend_backward(problem: AttentionProblem, residuals: Any, out_grad: jax.Array) -> tuple[Any, ...]:
+    return *OP.run("backward", problem, *residuals, out_grad), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@public(OP)
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    block_size: int | None = None,
+    use_causal_mask: bool = False,
+    precision: str | jax.lax.Precision | None = None,
+    bias: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    implementation: str = "auto",
+) -> jax.Array:
+    """Softmax attention whose extra memory grows with the sequence, not with its square.
+
+    In plain JAX, for ``layout="bhsd"`` and equal head counts::
+
+        scores = scale * jnp.einsum("bhqd,bhkd->bhqk", query, key)
+        scores = softcap * jnp.tanh(scores / softcap) + bias         # where given
+        scores = jnp.where(visible, scores, -jnp.inf)                # causal mask, window, segments
+        out = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), value)
+
+    The backward pass keeps query, key, value, the output and one number a row, and computes the scores again
+    (Dao et al. 2022, arXiv:2205.14135). Works under ``jit``, ``grad`` (also twice) and ``vmap``; forward-mode
+    differentiation (``jvp``) is not defined for it.
+
+    Args:
+      query: ``[batch, heads, q_len, dim]`` (``layout="bhsd"``) or ``[batch, q_len, heads, dim]`` (``"bshd"``),
+        floating point.
+      key: Like ``query`` with ``kv_len`` positions and ``kv_heads`` heads, where ``kv_heads`` divides ``heads``
+        (grouped-query attention: query head ``h`` reads head ``h // (heads // kv_heads)``).
+      value: Like ``key``; its last axis may have another size.
+      block_size: Query rows (and in the looped form keys) computed at a time; ``None`` lets the
+        implementation choose. It changes speed and memory, not the result.
+      use_causal_mask: Query ``i`` sees keys ``0 … i`` only (both counted from the start of their arrays).
+      precision: ``None`` (the platform's default), ``"bfloat16"`` or ``"float16"`` (operands are rounded to it,
+        sums stay in float32), ``"float32"``/``"highest"``, ``"high"``, ``"default"``, or a ``jax.lax.Precision``.
+      bias: Added to the scaled scores; ``[batch|1, heads|1, q_len|1, kv_len|1]``. Differentiable. ``-inf`` hides.
+      segment_ids: ``int [batch, sequence]``, or a pair for query and key; positions see their own segment only.
+      window: ``n``: query ``i`` sees keys ``i - n + 1 … i + n - 1`` (with the causal mask: ``… i``).
+        ``(left, right)``: keys ``i - left … i + right``, ``None`` meaning no limit.
+      softcap: Bends scores to ``(-softcap, softcap)`` by ``softcap · tanh(scores / softcap)``, before the bias.
+      scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
+      layout: Order of the axes of all four arrays.
+      implementation: ``"auto"``, ``"cpu"``, ``"xla"`` or ``"reference"``; see :func:`capibara.ops.explain`.
+
+    Returns:
+      The output, in the query's layout and dtype, with the value's last axis. A query that sees no key gets zeros.
+
+    Raises:
+      OpShapeError: shapes do not fit; OpTypeError: a wrong type or dtype; OpValueError: an option out of range;
+      NoImplementationError: the implementation asked for cannot take these sizes.
+    """
+    OP.check_name(implementation)
+    problem, arrays = prepare(
+        query,
+        key,
+        value,
+        block_size=block_size,
+        use_causal_mask=use_causal_mask,
+        precision=precision,
+        bias=bias,
+        segment_ids=segment_ids,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        layout=layout,
+        implementation=implementation,
+    )
+    if 0 in (problem.batch, problem.heads, problem.q_len, problem.kv_len):
+        return jnp.zeros((*query.shape[:3], problem.value_dim), query.dtype)
+    return _attend(problem, *arrays)
