@@ -1,0 +1,238 @@
+"""The installed JAX as the judge: does this dotted name exist, and does touching it warn?
+
+Names are looked up for real, with ``getattr`` and ``import``, but only inside the ``jax`` and ``jaxlib`` packages:
+the user's file is never executed. JAX answers for a removed name with an ``AttributeError`` that often says what
+to use instead, and for a deprecated one with a ``DeprecationWarning``; both texts are kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+__all__ = ["ROOTS", "InstalledAPI", "Lookup", "installed_api"]
+
+ROOTS = ("jax", "jaxlib")
+
+# present: it is there. deprecated: it is there and says so. missing: it is not. unknown: it cannot be told here
+# (the module exists but needs something that is not installed).
+Status = Literal["present", "deprecated", "missing", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the installed JAX says of one dotted name.
+
+    Attributes:
+        path: the longest part of the name that was looked at: on ``missing``, its last component is what is absent.
+        status: see ``Status``.
+        message: JAX's own words (deprecation text, or the text of the AttributeError), or empty.
+        value: the object, when there is one.
+        parent: the object that should have held the last component.
+        on_module: whether that parent is a module.
+    """
+
+    path: str
+    status: Status
+    message: str = ""
+    value: Any = None
+    parent: Any = None
+    on_module: bool = True
+
+
+class InstalledAPI:
+    """Lookups in the installed ``jax`` and ``jaxlib``, each done once."""
+
+    def __init__(self) -> None:
+        self.versions = {root: str(importlib.import_module(root).__version__) for root in ROOTS}
+        self._lookups: dict[str, Lookup] = {}
+        self._modules: dict[str, ModuleType | Exception] = {}
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """The installed JAX version as numbers, such as ``(0, 10, 2)``."""
+        return tuple(int(part) for part in re.findall(r"\d+", self.versions["jax"])[:3])
+
+    def exists(self, path: str) -> bool:
+        return self.lookup(path).status in ("present", "deprecated")
+
+    def module(self, path: str) -> ModuleType | Exception:
+        """Import a module of JAX; return the exception when that fails."""
+        if path not in self._modules:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    self._modules[path] = importlib.import_module(path)
+                except (
+                    Exception
+                ) as error:  # an import may fail in any way; the reason is judged by the caller
+                    self._modules[path] = error
+        return self._modules[path]
+
+    def is_module(self, path: str) -> bool | None:
+        """Whether ``import path`` works; None when the module exists but cannot be imported here."""
+        found = self.module(path)
+        if isinstance(found, ModuleType):
+            return True
+        if isinstance(found, ModuleNotFoundError) and found.name and found.name.split(".")[0] in ROOTS:
+            return False
+        if isinstance(found, ImportError) and re.search(r"removed|deprecated|no longer", str(found)):
+            return False
+        return None
+
+    def module_error(self, path: str) -> str:
+        found = self.module(path)
+        return str(found) if isinstance(found, Exception) else ""
+
+    def lookup(self, path: str) -> Lookup:
+        """Look up a dotted name, importing submodules on the way where an attribute is absent."""
+        if path not in self._lookups:
+            self._lookups[path] = self._lookup(path)
+        return self._lookups[path]
+
+    def _lookup(self, path: str) -> Lookup:
+        head, _, name = path.rpartition(".")
+        if not head:
+            module = self.module(path)
+            return Lookup(path, "present", value=module)
+        parent = self.lookup(head)
+        if parent.status in ("missing", "unknown"):
+            return parent
+        holder = parent.value
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                value = getattr(holder, name)
+            except AttributeError as error:
+                value, failure = None, str(error)
+            except Exception as error:  # a property that needs a device, say: nothing can be concluded
+                return Lookup(path, "unknown", str(error), parent=holder)
+            else:
+                failure = None
+        on_module = isinstance(holder, ModuleType)
+        if failure is not None:
+            if on_module:
+                is_module = self.is_module(path)
+                if is_module:
+                    return Lookup(path, "present", value=self.module(path), parent=holder)
+                if is_module is None:
+                    return Lookup(path, "unknown", self.module_error(path), parent=holder)
+            return Lookup(path, "missing", failure, parent=holder, on_module=on_module)
+        texts = [
+            str(w.message) for w in caught if issubclass(w.category, (DeprecationWarning, FutureWarning))
+        ]
+        if texts:
+            return Lookup(path, "deprecated", texts[0], value, holder, on_module)
+        return Lookup(path, "present", "", value, holder, on_module)
+
+    def public_names(self, holder: Any) -> list[str]:
+        """The names one may have meant: what ``dir()`` lists, without private ones."""
+        return [name for name in dir(holder) if not name.startswith("_")]
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - one instance per process, see installed_api()
+    def signature(self, path: str) -> inspect.Signature | None:
+        """The signature of a callable, or None when it has none that can be relied on.
+
+        Relied on means: it names every keyword that is accepted (no ``**kwargs``).
+        """
+        found = self.lookup(path)
+        if found.status not in ("present", "deprecated") or not callable(found.value):
+            return None
+        try:
+            signature = inspect.signature(found.value)
+        except (ValueError, TypeError):
+            return None
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        return None if inspect.Parameter.VAR_KEYWORD in kinds else signature
+
+    def config_options(self) -> set[str]:
+        """The option names that ``jax.config.update`` accepts with the modules imported so far."""
+        return set(self.lookup("jax.config").value.values)
+
+    def loaded_by(self, imports: frozenset[str], module: str) -> bool:
+        """Whether importing ``imports`` (and ``jax``) in a fresh interpreter makes ``module`` an attribute.
+
+        A re-export that can be read in the parent package's source needs no fresh interpreter.
+        """
+        parent, _, name = module.rpartition(".")
+        if module in imports or any(imported.startswith(module + ".") for imported in imports):
+            return True
+        if name in _reexports(parent):
+            return True
+        return _is_reachable(frozenset(), module) or _is_reachable(imports, module)
+
+
+@functools.lru_cache(maxsize=64)
+def _reexports(package: str) -> frozenset[str]:
+    """The names that a package's ``__init__`` imports at its top level."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return frozenset()
+    with open(spec.origin, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    return frozenset(
+        alias.asname or alias.name
+        for statement in tree.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    )
+
+
+_PROBE = """
+import importlib, json, sys, warnings
+sys.path[:] = json.loads(sys.argv[1])
+warnings.simplefilter("ignore")
+for name in ["jax", *json.loads(sys.argv[2])]:
+    try:
+        importlib.import_module(name)
+    except Exception:
+        pass
+root, *names = sys.argv[3].split(".")
+value = sys.modules[root]
+try:
+    for name in names:
+        value = getattr(value, name)
+except AttributeError:
+    print("absent")
+else:
+    print("there")
+"""
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_reachable(imports: frozenset[str], path: str) -> bool:
+    """Whether a dotted name can be reached after importing ``imports`` in a fresh interpreter (1 to 2 s).
+
+    True as well when no interpreter can be started or it does not answer: then nothing is known, and nothing
+    shall be reported.
+    """
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-P", "-c", _PROBE, json.dumps(sys.path), json.dumps(sorted(imports)), path],
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return True
+    return "absent" not in answer.stdout.splitlines()
+
+
+@functools.lru_cache(maxsize=1)
+def installed_api() -> InstalledAPI:
+    """The one :class:`InstalledAPI` of this process."""
+    return InstalledAPI()
