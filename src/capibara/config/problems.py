@@ -94,6 +94,15 @@ def field_kind(field: FieldInfo) -> tuple[Any, bool]:
     return kind, optional
 
 
+# What the patterns of string settings mean; used both to check and to explain.
+NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
+PATH_PATTERN = r"^[^\x00-\x1f\x7f]+$"
+_PATTERNS = {
+    NAME_PATTERN: "made of letters, digits and '_'",
+    PATH_PATTERN: "that is not empty and has no control characters",
+}
+
+
 def _describe_range(metadata: Sequence[Any]) -> str:
     bound = {
         name: getattr(item, name)
@@ -126,7 +135,11 @@ def describe_kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         text = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(
             kind, str(kind)
         )
-    limits = _describe_range([*metadata, *more]) if origin is not tuple else ""
+    everything = [*metadata, *more]
+    limits = _describe_range(everything) if origin is not tuple else ""
+    if kind is str:
+        patterns = (getattr(item, "pattern", None) for item in everything)
+        limits = next((_PATTERNS[p] for p in patterns if p in _PATTERNS), limits)
     text = f"{text} {limits}" if limits else text
     return f"{text}, or left out" if optional else text
 

@@ -12,7 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from capibara.config.problems import Problem, SettingsError, problems_from_validation
+from capibara.config.problems import (
+    NAME_PATTERN,
+    PATH_PATTERN,
+    Problem,
+    SettingsError,
+    problems_from_validation,
+)
 
 __all__ = [
     "BlockKind",
@@ -38,9 +44,9 @@ _Length = Annotated[int, Field(ge=1, le=16_777_216)]
 _Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 _Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-_Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+_Name = Annotated[str, Field(min_length=1, pattern=NAME_PATTERN)]
 # A path may not be empty or hold control characters (a NUL ends a C string, a newline breaks logs).
-_Path = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
+_Path = Annotated[str, Field(min_length=1, pattern=PATH_PATTERN)]
 
 
 def _listed(**limits: Any) -> Any:

@@ -1,0 +1,75 @@
+"""What the machine reports: real figures, or None."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.hardware import CpuTimes, cpu_times, device_memory, host_memory, live_array_bytes
+
+
+def test_live_array_bytes_follow_allocation():
+    before = live_array_bytes()
+    array = jax.device_put(np.zeros((100, 100), np.float32))
+    assert live_array_bytes() - before == 40_000
+    array.delete()
+    assert live_array_bytes() == before
+
+
+def test_host_memory_grows_with_the_process():
+    before = host_memory()
+    assert before.peak is not None
+    block = np.ones(200_000_000 // 8)  # touched, so resident
+    after = host_memory()
+    assert after.peak is not None
+    assert after.peak >= before.peak
+    if before.in_use is not None and after.in_use is not None:
+        assert after.in_use - before.in_use > 0.8 * block.nbytes
+        assert after.peak >= after.in_use > 0
+
+
+def test_device_memory_of_this_machine():
+    report = device_memory()
+    assert [m.device for m in report] == [str(d) for d in jax.local_devices()]
+    if jax.devices()[0].platform == "cpu":
+        assert report[0].in_use is None  # not 0: the CPU runtime reports none
+
+
+def test_device_memory_passes_on_what_a_device_says():
+    class Fake(SimpleNamespace):
+        def memory_stats(self):
+            return {"bytes_in_use": 5, "peak_bytes_in_use": 7}
+
+        def __str__(self):
+            return "fake:0"
+
+    (memory,) = device_memory([Fake()])
+    assert (memory.device, memory.in_use, memory.peak, memory.limit) == ("fake:0", 5, 7, None)
+
+
+def test_cpu_times_of_a_known_text():
+    # user nice system idle iowait irq softirq steal guest guest_nice
+    earlier = cpu_times("cpu  100 10 50 800 40 0 0 0 30 5\ncpu0 1 2 3\n")
+    assert earlier == CpuTimes(busy=160, total=1000)
+    assert earlier is not None
+    later = CpuTimes(busy=190, total=1100)
+    assert later.utilization_since(earlier) == pytest.approx(0.3)
+    assert earlier.utilization_since(earlier) is None
+    assert CpuTimes(161, 1001).utilization_since(earlier) is None  # too few ticks
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux only")
+def test_cpu_times_advance():
+    earlier = cpu_times()
+    jnp.ones((8, 8)).block_until_ready()
+    later = cpu_times()
+    assert earlier is not None
+    assert later is not None
+    assert later.total >= earlier.total > 0
+    assert earlier.total <= (os.cpu_count() or 1) * 1e12
