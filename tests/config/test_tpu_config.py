@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import hypothesis.extra.numpy as hnp
@@ -262,6 +263,7 @@ def test_profile_reports_what_is_really_here(tmp_path):
 
 
 def test_profile_sees_memory_come_and_go():
+    gc.collect()  # arrays of earlier tests must not vanish in between
     before = TPUConfig().profile_tpu_usage()["memory_allocated"]
     block = jnp.zeros((1024, 1024), jnp.float32).block_until_ready()
     during = TPUConfig().profile_tpu_usage()["memory_allocated"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from capibara.hardware import CpuTimes, cpu_times, device_memory, host_memory, l
 
 
 def test_live_array_bytes_follow_allocation():
+    gc.collect()  # arrays of earlier tests must not vanish in between
     before = live_array_bytes()
     array = jax.device_put(np.zeros((100, 100), np.float32))
     assert live_array_bytes() - before == 40_000
@@ -23,6 +25,7 @@ def test_live_array_bytes_follow_allocation():
 
 
 def test_host_memory_grows_with_the_process():
+    gc.collect()
     before = host_memory()
     assert before.peak is not None
     block = np.ones(200_000_000 // 8)  # touched, so resident

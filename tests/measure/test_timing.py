@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import jax.numpy as jnp
@@ -144,6 +145,7 @@ def test_machine_description():
 
 
 def test_memory_snapshot():
+    gc.collect()  # arrays of earlier tests must not vanish in between
     before = memory_snapshot()
     array = jnp.zeros((64, 64), jnp.float32).block_until_ready()
     after = memory_snapshot()
