@@ -1,0 +1,31 @@
+"""A fixture that runs code in a fresh interpreter: what an import does can only be seen in a new process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def fresh_python() -> Callable[..., Any]:
+    """``fresh_python(code, devices=None)``: run ``code``, return what it printed last, read as JSON."""
+
+    def run(code: str, *, devices: int | None = None, arguments: tuple[str, ...] = ()) -> Any:
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        if devices is not None:
+            environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+        command = [sys.executable, "-W", "error", *arguments, "-c", textwrap.dedent(code)]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    return run
