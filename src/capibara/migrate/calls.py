@@ -107,7 +107,7 @@ class CallRules:
                     fix = f"pass {keyword.arg} without its name"
                 else:
                     message = f"{path} does not take {keyword.arg}="
-                    near = difflib.get_close_matches(keyword.arg, accepted, n=1, cutoff=0.6)
+                    near = difflib.get_close_matches(keyword.arg, accepted, n=1, cutoff=0.75)
                     fix = f"use {near[0]}=" if near else ""
                 self.findings.add(keyword, context, "call", "error", "unknown-keyword", name, message, fix)
             elif change is not None and not _is_default(keyword.value, signature, keyword.arg):
@@ -118,8 +118,9 @@ class CallRules:
                     )
                 elif change.effect == "warns":
                     message = f"{keyword.arg}= of {path} is deprecated since JAX {change.deprecated}"
+                    severity = "info" if _is_optional(keyword.value, context) else "warning"
                     self.findings.add(
-                        keyword, context, "call", "warning", "deprecated-keyword", name, message, change.fix
+                        keyword, context, "call", severity, "deprecated-keyword", name, message, change.fix
                     )
 
     def _too_many(self, call: ast.Call, context: Context, path: str, skip: int) -> None:
@@ -225,6 +226,24 @@ class CallRules:
                 "`with mesh:` is deprecated since JAX 0.10.1",
                 "use `with jax.set_mesh(mesh):`",
             )
+
+
+def _is_optional(value: ast.expr, context: Context) -> bool:
+    """Whether the argument is a parameter of the surrounding function that is None unless the caller says so."""
+    if not isinstance(value, ast.Name):
+        return False
+    for function in context.functions:
+        arguments = function.args
+        positional = [*arguments.posonlyargs, *arguments.args]
+        with_default = positional[len(positional) - len(arguments.defaults) :]
+        pairs = [
+            *zip(with_default, arguments.defaults, strict=True),
+            *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+        ]
+        for argument, default in pairs:
+            if argument.arg == value.id and isinstance(default, ast.Constant) and default.value is None:
+                return True
+    return False
 
 
 def _is_default(value: ast.expr, signature: inspect.Signature | None, name: str) -> bool:

@@ -111,7 +111,7 @@ class Findings:
                     self.source.label,
                     line,
                     column,
-                    "error",
+                    failure.severity,
                     failure.code,
                     "",
                     failure.message,

@@ -21,13 +21,15 @@ __all__ = ["BranchJudge", "block_guard", "branch_guards", "try_guards"]
 
 Verdict = Literal["taken", "not taken", "undecided", "unrelated"]
 
-# What each exception class stops: a missing module, a missing name in `from m import name`, a missing attribute.
+# What each exception class stops: a missing module, a missing name in `from m import name`, a missing
+# attribute, a call with an unknown keyword.
 _CATCHES: dict[str, frozenset[str]] = {
     "ModuleNotFoundError": frozenset({"module"}),
     "ImportError": frozenset({"module", "name"}),
     "AttributeError": frozenset({"attribute"}),
+    "TypeError": frozenset({"call"}),
 }
-_EVERYTHING = frozenset({"module", "name", "attribute"})
+_EVERYTHING = frozenset({"module", "name", "attribute", "call"})
 _BROAD = {"Exception", "BaseException"}
 _SWALLOWING_BLOCKS = {"suppress", "raises", "assertRaises", "assertRaisesRegex"}
 
@@ -85,7 +87,7 @@ def _gives_up(handler: ast.ExceptHandler) -> bool:
 
 def _exception_names(node: ast.expr | None) -> set[str]:
     elements = node.elts if isinstance(node, ast.Tuple) else [node]
-    names = set()
+    names: set[str] = set()
     for element in elements:
         if isinstance(element, ast.Name):
             names.add(element.id)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 __all__ = ["ROOTS", "InstalledAPI", "Lookup", "installed_api"]
@@ -123,6 +123,10 @@ class InstalledAPI:
                 failure = None
         on_module = isinstance(holder, ModuleType)
         if failure is not None:
+            # What an object carries can change while a program runs (`client` is None until it is connected);
+            # what modules, classes, functions and the config carry does not.
+            if not isinstance(holder, _SETTLED) and head != "jax.config":
+                return Lookup(path, "unknown", failure, parent=holder)
             if on_module:
                 is_module = self.is_module(path)
                 if is_module:
@@ -135,6 +139,8 @@ class InstalledAPI:
         ]
         if texts:
             return Lookup(path, "deprecated", texts[0], value, holder, on_module)
+        if parent.status == "deprecated":  # whatever hangs on a deprecated name goes with it
+            return Lookup(parent.path, "deprecated", parent.message, value, holder, on_module)
         return Lookup(path, "present", "", value, holder, on_module)
 
     def public_names(self, holder: Any) -> list[str]:
@@ -189,6 +195,8 @@ def _reexports(package: str) -> frozenset[str]:
         for alias in statement.names
     )
 
+
+_SETTLED = (ModuleType, type, FunctionType, type(functools.lru_cache(len)))
 
 _PROBE = """
 import importlib, json, sys, warnings

@@ -51,6 +51,7 @@ class NameRules:
     imported: set[str] = field(default_factory=set)
     only_neutral_imports: bool = True
     patched: set[str] = field(default_factory=set)
+    mentioned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for statement, _ in self.program.of_type(ast.Import):
@@ -92,7 +93,7 @@ class NameRules:
         if self.api.is_module(module) is False:
             self._report_missing_module(node, context, module, module)
         else:
-            self._report_present(node, context, "module", module, self.api.lookup(module))
+            self._report_present(node, context, "module", module, "", self.api.lookup(module))
 
     def _import_from(self, statement: ast.ImportFrom, context: Context, module: str) -> None:
         is_module = self.api.is_module(module)
@@ -103,9 +104,9 @@ class NameRules:
             if is_module is False:
                 self._report_missing_module(alias, context, module, path)
             elif is_module and alias.name != "*" and path not in self.patched:
-                self._judge(alias, context, "name", path, path)
+                self._judge(alias, context, "name", path, "")
             elif is_module and alias.name == "*":
-                self._report_present(alias, context, "module", module, self.api.lookup(module))
+                self._report_present(alias, context, "module", module, "", self.api.lookup(module))
 
     def _report_missing_module(self, node: ast.AST, context: Context, module: str, path: str) -> None:
         """An import from a module that is not there; ``path`` is the name wanted from it."""
@@ -192,14 +193,14 @@ class NameRules:
             return
         if lookup.status == "missing":
             change = self.history.find(lookup.path)
-            if change is not None and not change.removed_by(self.api.version) and change.name != lookup.path:
-                change = None
+            if change is not None and change.name != lookup.path and self.api.exists(change.name):
+                change = None  # `import jax.config` is gone, the object jax.config is not
             if change is not None or _speaks_of_removal(lookup.message):
                 self._report_removed(node, context, kind, lookup.path, change, lookup)
             else:
                 self._report_unknown(node, context, kind, lookup)
             return
-        self._report_present(node, context, kind, path, lookup)
+        self._report_present(node, context, kind, path, bound, lookup)
         if kind == "attribute":
             self._submodules(node, context, path, bound)
 
@@ -227,7 +228,15 @@ class NameRules:
         fix = f"use {head}.{near}" if near else ""
         self.findings.add(node, context, kind, "error", "unknown-name", lookup.path, message, fix)
 
-    def _report_present(self, node: ast.AST, context: Context, kind: Kind, path: str, lookup: Lookup) -> None:
+    def _is_first(self, path: str) -> bool:
+        """True once a file for each name: for what is worth saying, but not at every use."""
+        first = path not in self.mentioned
+        self.mentioned.add(path)
+        return first
+
+    def _report_present(
+        self, node: ast.AST, context: Context, kind: Kind, path: str, bound: str, lookup: Lookup
+    ) -> None:
         """The name is there: is it on its way out, or private?"""
         notice: Kind = "notice"
         change = None
@@ -235,6 +244,7 @@ class NameRules:
         for end in range(len(parts), 1, -1):  # the name itself or a module around it that is going
             change = change or self.history.exact(".".join(parts[:end]))
         if lookup.status == "deprecated":
+            path = lookup.path
             message = lookup.message if path in lookup.message else f"{path} is deprecated: {lookup.message}"
             fix = change.fix if change is not None else ""
             self.findings.add(node, context, kind, "warning", "deprecated-name", path, message, fix)
@@ -247,11 +257,11 @@ class NameRules:
             elif change.deprecated:
                 message = f"{change.name} is deprecated since JAX {change.deprecated}"
                 self.findings.add(node, context, notice, "info", "deprecated-name", path, message, change.fix)
-        elif "_src" in parts:
+        elif "_src" in parts and "_src" not in bound.split(".") and self._is_first(path):
             message = f"{path} is private to JAX and may change in any release"
             self.findings.add(node, context, notice, "info", "private-name", path, message)
         known = self.history.notices.get(path)
-        if known is not None and not known.unless_keyword:
+        if known is not None and not known.unless_keyword and self._is_first(path):
             self.findings.add(
                 node,
                 context,
@@ -306,7 +316,7 @@ class NameRules:
 
 
 def _catching_everything(guard: Guard) -> Guard:
-    return replace(guard, catches=frozenset({"module", "name", "attribute"}))
+    return replace(guard, catches=frozenset({"module", "name", "attribute", "call"}))
 
 
 def _nearest(name: str, options: list[str]) -> str:

@@ -26,7 +26,7 @@ Position = tuple[int, int]
 class Guard:
     """A condition in the source under which a piece of code runs, or fails without harm.
 
-    ``try-body``: an exception there is caught (``catches`` says which kinds: module, name, attribute);
+    ``try-body``: an exception there is caught (``catches`` says which kinds: module, name, attribute, call);
     ``try-handler`` and ``try-else``: runs only when the body failed, or only when it did not;
     ``branch``: runs only when ``test`` is true (``polarity``) or false.
     """
