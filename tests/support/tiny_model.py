@@ -62,7 +62,9 @@ class TinyModel:
         matrices = 4 * self.width**2 + self.vocab * self.width + sequence_length * self.width
         return (6.0 if training else 2.0) * matrices
 
-    def apply(self, params: Any, inputs: Any, *, state: Any = None, key: Any = None, train: bool = False) -> Any:
+    def apply(
+        self, params: Any, inputs: Any, *, state: Any = None, key: Any = None, train: bool = False
+    ) -> Any:
         tokens = inputs["tokens"] if isinstance(inputs, dict) else inputs
         logits, _ = self.decode(params, tokens, self.init_cache(*tokens.shape))
         return logits if state is None else (logits, state)
@@ -88,7 +90,9 @@ class TinyModel:
         shape = (batch_size, max_length, self.width)
         return {"k": jnp.zeros(shape), "v": jnp.zeros(shape), "position": jnp.int32(0)}
 
-    def decode(self, params: Any, tokens: jax.Array, cache: Any, *, state: Any = None) -> tuple[jax.Array, Any]:
+    def decode(
+        self, params: Any, tokens: jax.Array, cache: Any, *, state: Any = None
+    ) -> tuple[jax.Array, Any]:
         start, new = cache["position"], tokens.shape[1]
         positions = start + jnp.arange(new)
         x = params["embed"][tokens] + params["position"][positions]

@@ -94,15 +94,16 @@ class Checkpoint:
           ResumeMismatchError: the checkpoint has other arrays than ``target``.
         """
         ocp = _orbax()
-        try:
-            with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
-                return checkpointer.restore(self.path.absolute() / item, target)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ResumeMismatchError(
-                f"the checkpoint {str(self.path)!r} does not have the arrays that these settings ask for "
-                f"({item}: {_first_line(error)}). Start over with --fresh, or choose another "
-                "checkpoint.directory (--directory)."
-            ) from error
+        path = self.path.absolute() / item
+        with _quiet_orbax(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            # Compared here, because Orbax casts where types differ and says little where trees do.
+            if difference := _difference(checkpointer.metadata(path).item_metadata.tree, target):
+                raise ResumeMismatchError(
+                    f"the checkpoint {str(self.path)!r} does not have the arrays that these settings need: "
+                    f"{item}/{difference}. Start over with --fresh, or choose another checkpoint.directory "
+                    f"(--directory)."
+                )
+            return checkpointer.restore(path, args=ocp.args.StandardRestore(target))
 
 
 class CheckpointStore:
@@ -177,6 +178,7 @@ class CheckpointStore:
         final = self.folder / str(step)
         try:
             prepare_folder(self.folder)
+            _check_space(self.folder, items)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             with _quiet_orbax():
@@ -273,11 +275,41 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, meta["step"], meta)
 
 
+def _difference(saved: Any, target: Any) -> str | None:
+    """Name the first array in which two trees differ, by presence, shape or dtype."""
+    import jax
+
+    def described(tree: Any) -> dict[str, str]:
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        # Names only: what is a named tuple in the target is a dict in the file.
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in leaves
+        }
+
+    has, wants = described(saved), described(target)
+    for name in sorted(has.keys() | wants.keys()):
+        if has.get(name) != wants.get(name):
+            return f"{name} is {has.get(name, 'missing')} there, expected {wants.get(name, 'nothing')}"
+    return None
+
+
+def _check_space(folder: Path, items: Mapping[str, Any]) -> None:
+    """Fail before anything is written if the arrays, uncompressed, do not fit on the disk."""
+    import jax
+
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(dict(items)) if hasattr(leaf, "nbytes"))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        text = f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes are needed, {free:,} are free)"
+        raise OSError(errno.ENOSPC, text)
+
+
 def _write_item(path: Path, tree: Any) -> None:
     ocp = _orbax()
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-        checkpointer.wait_until_finished()
+    # The synchronous one: after a failed save the asynchronous one can not save again in this process.
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.StandardSave(tree))
 
 
 def _relative_files(folder: Path) -> Iterator[str]:
