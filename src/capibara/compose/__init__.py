@@ -1,13 +1,13 @@
 """Compose: models written as blocks joined by name, compiled to one pure function.
 
-    from capibara import compose as ml
+from capibara import compose as ml
 
-    model = ml.Model()
-    model |= ml.Linear(64)(input="x", output="hidden")
-    model += ml.Relu()
-    model += ml.Linear(10)(output="logits")
-    compiled = ml.compile(model, ml.JaxBackend(), shapes={"x": [None, 32]})
-    params = compiled.randomize_params(seed=0)
+model = ml.Model()
+model |= ml.Linear(64)(input="x", output="hidden")
+model += ml.Relu()
+model += ml.Linear(10)(output="logits")
+compiled = ml.compile(model, ml.JaxBackend(), shapes={"x": [None, 32]})
+params = compiled.randomize_params(seed=0)
 """
 
 from capibara.compose.backends.jax_backend import JaxBackend

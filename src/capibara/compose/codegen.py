@@ -18,7 +18,19 @@ from capibara.compose.wires import Wire
 
 __all__ = ["generate"]
 
-_RESERVED = {"params", "inputs", "state", "key", "train", "ops", "shard", "constants", "outputs", "carry", "shared"}
+_RESERVED = {
+    "params",
+    "inputs",
+    "state",
+    "key",
+    "train",
+    "ops",
+    "shard",
+    "constants",
+    "outputs",
+    "carry",
+    "shared",
+}
 
 
 def generate(graph: Graph, precision: Precision, modes: dict[int, str]) -> tuple[str, dict[str, Any]]:
@@ -160,7 +172,9 @@ def _short(label: str) -> str:
     return "_".join(p for p in parts[-3:] if p)
 
 
-def _operation(node: Node, index: int, precision: Precision, names: _Names, lines: list[str], read: Any) -> None:
+def _operation(
+    node: Node, index: int, precision: Precision, names: _Names, lines: list[str], read: Any
+) -> None:
     block = node.block
     assert isinstance(block, Primitive)
     arguments = [read(w) for w in node.inputs]
@@ -183,7 +197,13 @@ def _operation(node: Node, index: int, precision: Precision, names: _Names, line
 
 
 def _region(
-    node: Node, index: int, names: _Names, lines: list[str], read: Any, modes: dict[int, str], states: dict[Path, str]
+    node: Node,
+    index: int,
+    names: _Names,
+    lines: list[str],
+    read: Any,
+    modes: dict[int, str],
+    states: dict[Path, str],
 ) -> None:
     block, inner = node.block, node.region
     assert inner is not None
@@ -221,6 +241,8 @@ def _nested(values: dict[Path, str]) -> str:
         at[path[-1]] = value
 
     def text(tree: dict[str, Any]) -> str:
-        return "{" + ", ".join(f"{k!r}: {text(v) if isinstance(v, dict) else v}" for k, v in tree.items()) + "}"
+        return (
+            "{" + ", ".join(f"{k!r}: {text(v) if isinstance(v, dict) else v}" for k, v in tree.items()) + "}"
+        )
 
     return text(tree)

@@ -79,7 +79,9 @@ def compile(
         CompileError: the arguments are wrong.
     """
     if isinstance(model, Placement):
-        raise CompileError("model is a block called with its connections: compile a Model to which it was added")
+        raise CompileError(
+            "model is a block called with its connections: compile a Model to which it was added"
+        )
     if not isinstance(model, Block):
         raise CompileError(f"model={model!r} is no model: pass a capibara.compose Model")
     if model.parent is not None:
@@ -110,7 +112,9 @@ def compile(
         }
         source, constants = generate(graph, backend.policy, modes)
         specs = _Specs(graph, backend)
-    return CompiledModel(model, backend, source, constants, specs, backend.jit if jit is None else jit, file_path)
+    return CompiledModel(
+        model, backend, source, constants, specs, backend.jit if jit is None else jit, file_path
+    )
 
 
 def _mode(block: Repeat, backend: JaxBackend) -> str:
@@ -227,7 +231,11 @@ class CompiledModel:
     def shapes(self) -> dict[str, tuple[int | str, ...] | None]:
         """Shapes of inputs, outputs and parameters (by dotted path); a name stands for a free size."""
         params = {".".join(path): spec.shape for path, spec in self.params.items()}
-        return {k: s.shape for k, s in self.inputs.items()} | {k: s.shape for k, s in self.outputs.items()} | params
+        return (
+            {k: s.shape for k, s in self.inputs.items()}
+            | {k: s.shape for k, s in self.outputs.items()}
+            | params
+        )
 
     @property
     def param_axes(self) -> dict[str, Any]:
@@ -276,7 +284,9 @@ class CompiledModel:
 
         return self._make(self.states, jax.random.key(0) if key is None else key, sizes, "state")
 
-    def _make(self, specs: dict[Path, ArraySpec], key: Any, sizes: Mapping[str, int], what: str) -> dict[str, Any]:
+    def _make(
+        self, specs: dict[Path, ArraySpec], key: Any, sizes: Mapping[str, int], what: str
+    ) -> dict[str, Any]:
         import jax
 
         free = {n for s in specs.values() for n in s.shape or () if isinstance(n, str)}
@@ -306,7 +316,9 @@ class CompiledModel:
             shardings = None
             if self.backend.mesh is not None:
                 axes = _nest({path: spec.axes for path, spec in specs.items()})
-                shardings = param_shardings(jax.eval_shape(make, key), axes, self.backend.mesh, self.backend.rules)
+                shardings = param_shardings(
+                    jax.eval_shape(make, key), axes, self.backend.mesh, self.backend.rules
+                )
             return jax.jit(make, out_shardings=shardings)(key)
 
     # ---- running ------------------------------------------------------------------------------------------
@@ -394,7 +406,9 @@ class CompiledModel:
 
     def _check(self, inputs: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
         if not isinstance(inputs, Mapping):
-            raise InputError(f"inputs must be a dict of arrays with the keys {self.input_keys}, not {type(inputs).__name__}")
+            raise InputError(
+                f"inputs must be a dict of arrays with the keys {self.input_keys}, not {type(inputs).__name__}"
+            )
         if inputs.keys() != self.inputs.keys():
             missing = [k for k in self.inputs if k not in inputs]
             unknown = [k for k in inputs if k not in self.inputs]
@@ -423,7 +437,9 @@ class CompiledModel:
             for size, want in zip(shape, spec.shape, strict=True):
                 if isinstance(want, int):
                     if size != want:
-                        raise InputError(f"inputs[{key!r}] has shape {tuple(shape)}, expected {_text(spec.shape)}")
+                        raise InputError(
+                            f"inputs[{key!r}] has shape {tuple(shape)}, expected {_text(spec.shape)}"
+                        )
                 elif seen.setdefault(want, (size, key))[0] != size:
                     other = seen[want]
                     raise InputError(
@@ -432,8 +448,12 @@ class CompiledModel:
                     )
 
     def __repr__(self) -> str:
-        ins = ", ".join(f"{k}: {_text(s.shape) if s.shape is not None else '?'}" for k, s in self.inputs.items())
-        outs = ", ".join(f"{k}: {_text(s.shape) if s.shape is not None else '?'}" for k, s in self.outputs.items())
+        ins = ", ".join(
+            f"{k}: {_text(s.shape) if s.shape is not None else '?'}" for k, s in self.inputs.items()
+        )
+        outs = ", ".join(
+            f"{k}: {_text(s.shape) if s.shape is not None else '?'}" for k, s in self.outputs.items()
+        )
         return f"CompiledModel(({ins}) -> ({outs}), {len(self.params)} parameters, {self.backend!r})"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from capibara.compose.errors import CycleError, UnconnectedError, WiringError
 from capibara.compose.model import Block, Model, Primitive, _site_of
@@ -172,7 +171,9 @@ def _order(graph: Graph, nodes: list[Node]) -> list[Node]:
     roots = [*graph.outputs.values(), *graph.next_states.values(), *(w for n in stateful for w in n.outputs)]
     rank = {id(n): i for i, n in enumerate(nodes)}
     # In the order in which blocks were added wherever possible, so that generated code reads as the model does.
-    for start in sorted({id(maker[id(w)]): maker[id(w)] for w in roots if id(w) in maker}.values(), key=lambda n: rank[id(n)]):
+    for start in sorted(
+        {id(maker[id(w)]): maker[id(w)] for w in roots if id(w) in maker}.values(), key=lambda n: rank[id(n)]
+    ):
         if id(start) in done:
             continue
         stack: list[tuple[Node, Iterator[Wire]]] = [(start, iter(start.inputs))]
@@ -222,4 +223,7 @@ def _cycle(visiting: list[Node], again: Node) -> CycleError:
     start = next(i for i, n in enumerate(visiting) if n is again)
     # The stack runs from consumer to producer; said the other way round it follows the data.
     names = [_place(n) for n in reversed(visiting[start:])]
-    return CycleError("these blocks form a cycle, each needs the result of the one before:\n  " + "\n  ".join([*names, names[0]]))
+    return CycleError(
+        "these blocks form a cycle, each needs the result of the one before:\n  "
+        + "\n  ".join([*names, names[0]])
+    )

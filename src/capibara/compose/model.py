@@ -79,7 +79,9 @@ class Block:
 
     def __init__(self, *, name: str | None = None) -> None:
         if name is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-            raise WiringError(f"name={name!r} is no identifier: use letters, digits and '_', starting with a letter")
+            raise WiringError(
+                f"name={name!r} is no identifier: use letters, digits and '_', starting with a letter"
+            )
         self.name = name
         self.wires: dict[str, Wire] = {}
         self.symbols: dict[str, Dim | Rest] = {}
@@ -208,7 +210,9 @@ class Primitive(Block):
             shapes = ", ".join(f"{self.label}.{k} {self.wires[k].find().shape}" for k in keys)
             site = _site_of(self)
             joined = f"\n  added at {site}" if site else ""
-            return ShapeError(f"the shapes of {self.label} ({self.op}) do not fit: {error}\n  {shapes}{joined}")
+            return ShapeError(
+                f"the shapes of {self.label} ({self.op}) do not fit: {error}\n  {shapes}{joined}"
+            )
 
         return explain
 
@@ -449,7 +453,11 @@ class Model(Block):
 
         def explain(error: Exception, kind: type[Exception] = ShapeError) -> Exception:
             source = outer.find().producer
-            origin = f"\n  {shown} is {source[0].label}.{source[1]}" if source and shown != repr(Port(*source)) else ""
+            origin = (
+                f"\n  {shown} is {source[0].label}.{source[1]}"
+                if source and shown != repr(Port(*source))
+                else ""
+            )
             line = f"\n  joined at {site}" if site else ""
             left, right = before
             if kind is KindError:
@@ -471,13 +479,17 @@ class Model(Block):
         try:
             settle()
         except ShapeError as error:
-            raise ShapeError(f"{error}\n  while connecting {shown} to {place}" + (f" at {site}" if site else "")) from None
+            raise ShapeError(
+                f"{error}\n  while connecting {shown} to {place}" + (f" at {site}" if site else "")
+            ) from None
 
     # ---- what the model is --------------------------------------------------------------------------------
 
     @property
     def input_keys(self) -> list[str]:
-        if self._frozen is not None:  # joined to the model around it: its ports are what they were before that
+        if (
+            self._frozen is not None
+        ):  # joined to the model around it: its ports are what they were before that
             return self._frozen[0]
         return [k for k, w in self.wires.items() if (r := w.find()).producer is None and r.role is None]
 
@@ -519,7 +531,9 @@ class Model(Block):
                     join(wire, Wire(self._shape(spec)))
                     settle()
                 except ShapeError as error:
-                    raise ShapeError(f"{self.label}.{key} has shape {before}, not {spec!r}: {error}") from None
+                    raise ShapeError(
+                        f"{self.label}.{key} has shape {before}, not {spec!r}: {error}"
+                    ) from None
 
     def set_sizes(self, **sizes: int) -> None:
         """Fix symbolic sizes by name: ``model.set_sizes(batch=8)``."""
@@ -527,7 +541,9 @@ class Model(Block):
             dim = self.symbols.get(key)
             if not isinstance(dim, Dim):
                 names = [k for k, v in self.symbols.items() if isinstance(v, Dim)]
-                raise ShapeError(f"{self.label} has no size named {key!r}; it has {names}.{did_you_mean(key, names)}")
+                raise ShapeError(
+                    f"{self.label} has no size named {key!r}; it has {names}.{did_you_mean(key, names)}"
+                )
             with transaction():
                 set_size(dim, size)
                 settle()
@@ -551,7 +567,9 @@ def _named(value: Any) -> str | None:
 
 def _check_key(key: str) -> None:
     if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", key):
-        raise WiringError(f"{key!r} is no connection name: use letters, digits and '_', starting with a letter")
+        raise WiringError(
+            f"{key!r} is no connection name: use letters, digits and '_', starting with a letter"
+        )
 
 
 def _as_placement(other: Placement | Block) -> tuple[Block, Mapping[str, Any], str | None]:

@@ -35,7 +35,9 @@ class Precision:
                     f"{did_you_mean(str(value), FLOAT_DTYPES)}"
                 )
         width = FLOAT_DTYPES.index
-        if width(self.accumulate) < max(width(self.compute), 2 if self.compute in ("bfloat16", "float16") else 0):
+        if width(self.accumulate) < max(
+            width(self.compute), 2 if self.compute in ("bfloat16", "float16") else 0
+        ):
             raise CompileError(
                 f"accumulate={self.accumulate!r} is narrower than compute={self.compute!r} allows: use 'float32' "
                 "or 'float64'"

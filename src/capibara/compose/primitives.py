@@ -274,7 +274,12 @@ class Attention(Primitive):
     """
 
     def __init__(
-        self, causal: bool = True, window: int | None = None, softcap: float | None = None, *, name: str | None = None
+        self,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        name: str | None = None,
     ) -> None:
         super().__init__(
             "attention",

@@ -30,7 +30,9 @@ class Region(Block):
             body.add(block, **{k: k for k in (*block.input_keys, *block.output_keys)})
             block = body
         if block.parent is not None:
-            raise WiringError(f"this {type(block).__name__} is already part of {block.parent.label}: make another one")
+            raise WiringError(
+                f"this {type(block).__name__} is already part of {block.parent.label}: make another one"
+            )
         if remat not in REMAT:
             raise WiringError(f"remat={remat!r} must be one of {', '.join(map(repr, REMAT))}")
         super().__init__(name=name)
@@ -102,7 +104,9 @@ class Repeat(Region):
         self.mode = mode
         carry_in, carry_out = self.body._main_input(), self.body._main_output()
         if carry_in is None or carry_out is None:
-            raise WiringError(f"{type(block).__name__} has no input or no output: nothing can go through it repeatedly")
+            raise WiringError(
+                f"{type(block).__name__} has no input or no output: nothing can go through it repeatedly"
+            )
         self.carry_in, self.carry_out = carry_in, carry_out
         into, out = (self.body.wires[k].find() for k in (carry_in, carry_out))
         before = (repr(out.shape), repr(into.shape))

@@ -26,7 +26,18 @@ from typing import Any
 
 from capibara.compose.errors import ShapeError
 
-__all__ = ["Constraint", "Dim", "Rest", "Shape", "as_shape", "broadcast_rule", "settle", "transaction", "unify", "what_if"]
+__all__ = [
+    "Constraint",
+    "Dim",
+    "Rest",
+    "Shape",
+    "as_shape",
+    "broadcast_rule",
+    "settle",
+    "transaction",
+    "unify",
+    "what_if",
+]
 
 _trail: list[tuple[Any, str, Any]] | None = None
 
@@ -194,8 +205,12 @@ _queue: deque[Constraint] = deque()
 
 def settle() -> None:
     """Run the constraints that are waiting because something they look at has changed."""
-    while _queue:
-        _queue.popleft()._attempt()
+    try:
+        while _queue:
+            _queue.popleft()._attempt()
+    except BaseException:
+        _queue.clear()  # nothing of a refused connection may run later, in the middle of another
+        raise
 
 
 def _wake(*watchers: Constraint) -> None:
@@ -301,7 +316,11 @@ def broadcast_rule(left: Shape, right: Shape, out: Shape) -> bool:
         return _broadcast_fixed(pl + sl, pr + sr, out)
     if rl is not None and rl is rr and len(sl) == len(sr) and len(pl) == len(pr):
         # The same unknown dimensions on both sides broadcast to themselves.
-        dims, settled = _broadcast_row([*pl, *sl], [*pr, *sr])
+        po, _, so = out.resolve()
+        have = (
+            [*po[: len(pl)], *so[len(so) - len(sl) :]] if len(po) >= len(pl) and len(so) >= len(sl) else None
+        )
+        dims, settled = _broadcast_row([*pl, *sl], [*pr, *sr], have)
         unify(out, Shape([*dims[: len(pl)], rl, *dims[len(pl) :]]))
         return settled
     if rl is None or rr is None:
@@ -309,7 +328,10 @@ def broadcast_rule(left: Shape, right: Shape, out: Shape) -> bool:
         assert rest is not None
         if len(fixed) <= len(suffix):
             cut = len(suffix) - len(fixed)
-            dims, settled = _broadcast_row(fixed, suffix[cut:])
+            po, ro, so = out.resolve()
+            tail = so if ro is not None else po + so
+            have = tail[len(tail) - len(fixed) :] if len(tail) >= len(fixed) else None
+            dims, settled = _broadcast_row(fixed, suffix[cut:], have)
             unify(out, Shape([*prefix, rest, *suffix[:cut], *dims]))
             return settled
     return False
@@ -330,19 +352,22 @@ def _broadcast_dim(x: Dim, y: Dim) -> Dim | None:
     return None
 
 
-def _broadcast_row(left: Sequence[Dim], right: Sequence[Dim]) -> tuple[list[Dim], bool]:
+def _broadcast_row(
+    left: Sequence[Dim], right: Sequence[Dim], out: Sequence[Dim] | None
+) -> tuple[list[Dim], bool]:
     """Broadcast two rows of equal length; also whether every size of the result is certain.
 
-    A size that depends on one still unknown (unknown against unknown, each may be 1) stays a fresh unknown: it
-    must not be merged with either side. The constraint comes back when one of them is learned.
+    A size that depends on one still unknown (unknown against unknown, each may be 1) must not be merged with either
+    side: it is the result's own dimension, taken from ``out`` or, the first time, fresh. The constraint comes back
+    when one of them is learned.
     """
     dims: list[Dim] = []
     settled = True
-    for x, y in zip(left, right, strict=True):
+    for i, (x, y) in enumerate(zip(left, right, strict=True)):
         dim = _broadcast_dim(x, y)
-        certain = x.find() is y.find() or 1 in (x.find().size, y.find().size) or None not in (x.find().size, y.find().size)
-        settled = settled and certain
-        dims.append(dim if dim is not None else Dim())
+        pair = (x.find().size, y.find().size)
+        settled = settled and (x.find() is y.find() or 1 in pair or None not in pair)
+        dims.append(dim if dim is not None else Dim() if out is None else out[i])
     return dims, settled
 
 
@@ -350,12 +375,16 @@ def _broadcast_fixed(left: list[Dim], right: list[Dim], out: Shape) -> bool:
     if len(left) < len(right):
         left, right = right, left
     cut = len(left) - len(right)
-    dims, settled = _broadcast_row(left[cut:], right)
+    known = out.dims()
+    have = known[cut:] if known is not None and len(known) == len(left) else None
+    dims, settled = _broadcast_row(left[cut:], right, have)
     unify(out, Shape([*left[:cut], *dims]))
     return settled
 
 
-def as_shape(spec: Iterable[Any] | str, symbols: dict[str, Dim | Rest], axes: Sequence[str | None] = ()) -> Shape:
+def as_shape(
+    spec: Iterable[Any] | str, symbols: dict[str, Dim | Rest], axes: Sequence[str | None] = ()
+) -> Shape:
     """Read a shape: ``"*batch sequence 64"`` or ``("*batch", "sequence", 64)``; equal names are equal sizes.
 
     Args:
@@ -396,7 +425,9 @@ def as_shape(spec: Iterable[Any] | str, symbols: dict[str, Dim | Rest], axes: Se
     if axes:
         dims = [i for i in items if isinstance(i, Dim)]
         if len(axes) != len(dims):
-            raise ShapeError(f"{len(axes)} axis names {tuple(axes)!r} for the {len(dims)} dimensions of {spec!r}")
+            raise ShapeError(
+                f"{len(axes)} axis names {tuple(axes)!r} for the {len(dims)} dimensions of {spec!r}"
+            )
         for dim, axis in zip(dims, axes, strict=True):
             root = dim.find()
             if axis is not None and root.axis is None:

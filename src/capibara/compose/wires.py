@@ -76,7 +76,7 @@ class Declaration:
 class Wire:
     """One value: its shape, its kind, where it comes from and what role it has in the compiled function."""
 
-    __slots__ = ("consumed", "constant", "declaration", "kind", "parent", "producer", "role", "shape")
+    __slots__ = ("constant", "consumed", "declaration", "kind", "parent", "producer", "role", "shape")
 
     def __init__(self, shape: Shape, kind: Kind | str | None = None, role: str | None = None) -> None:
         self.shape = shape

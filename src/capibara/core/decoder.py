@@ -27,6 +27,7 @@ from capibara.compose import (
     Unembed,
 )
 from capibara.compose.initializers import Constant, Normal, Scaled
+from capibara.compose.shapes import Dim
 from capibara.config.sections import ModelSection
 from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 
@@ -46,6 +47,7 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
         cached: the form that decodes: reads and writes caches, recurrent states and ``position`` as states. Its
             parameters are those of the other form, under the same paths.
     """
+    cache = Dim(name="cache") if cached else None
     kinds = config.block_kinds
     turn = min(len(config.pattern), len(kinds))
     turns, left = divmod(len(kinds), turn)
@@ -93,10 +95,10 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
                     sums[metric].append(port)
         return block.output
 
-    body = _turn(config, kinds[:turn], cached)
+    body = _turn(config, kinds[:turn], cache)
     at = place(Repeat(body, turns, mode=config.scan_layers, remat=config.remat), "blocks", at)
     if left:
-        rest = _turn(config, kinds[turns * turn :], cached)
+        rest = _turn(config, kinds[turns * turn :], cache)
         at = place(Repeat(rest, 1, mode="unroll", remat=config.remat), "last_blocks", at)
 
     norm = model.add(RMSNorm(config.norm_epsilon, axis="embed"), "final_norm", input=at)
@@ -113,7 +115,9 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
             last = i == len(ports) - 1
             block = Add() if i else Sum()
             if i:
-                model.add(block, f"{name}_{i}", left=total, right=port, output=name if last else f"{name}_{i}_out")
+                model.add(
+                    block, f"{name}_{i}", left=total, right=port, output=name if last else f"{name}_{i}_out"
+                )
             else:
                 model.add(block, f"{name}_{i}", input=port, output=name if last else f"{name}_{i}_out")
             total = block.output
@@ -122,9 +126,9 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
     return model
 
 
-def _turn(config: ModelSection, kinds: tuple[str, ...], cached: bool) -> Model:
-    """The blocks of one turn of the pattern, in a row."""
-    blocks = [_BLOCKS[kind](config, cached) for kind in kinds]
+def _turn(config: ModelSection, kinds: tuple[str, ...], cache: Dim | None) -> Model:
+    """The blocks of one turn of the pattern, in a row; ``cache`` is the size of their caches, in the decoding form."""
+    blocks = [_BLOCKS[kind](config, cache) for kind in kinds]
     if len(blocks) == 1:
         return blocks[0]
     turn = Model()
@@ -142,7 +146,9 @@ def _turn(config: ModelSection, kinds: tuple[str, ...], cached: bool) -> Model:
     return turn
 
 
-def _residual(model: Model, config: ModelSection, name: str, at: Any, block: Any, output: str, **given: Any) -> Any:
+def _residual(
+    model: Model, config: ModelSection, name: str, at: Any, block: Any, output: str, **given: Any
+) -> Any:
     """``output = at + dropout(block(norm(at)))``."""
     norm = model.add(RMSNorm(config.norm_epsilon, axis="embed"), f"{name}_norm", input=at)
     model.add(block, name, input=norm.output, **given)
@@ -156,11 +162,16 @@ def _mlp(config: ModelSection) -> SwiGLU:
     return SwiGLU(config.resolved_mlp_dim, config.embed_dim)
 
 
-def _attention(config: ModelSection, cached: bool) -> Model:
+def _attention(config: ModelSection, cache: Dim | None) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     attention = SelfAttention(
-        config.embed_dim, config.num_heads, config.num_kv_heads, config.resolved_head_dim, cached=cached
+        config.embed_dim,
+        config.num_heads,
+        config.num_kv_heads,
+        config.resolved_head_dim,
+        cached=cache is not None,
+        cache_size=cache,
     )
     given = {k: k for k in attention.input_keys if k != "input"}
     _residual(block, config, "attention", "input", attention, "mixed", **given)
@@ -169,7 +180,7 @@ def _attention(config: ModelSection, cached: bool) -> Model:
     return block
 
 
-def _ssm(config: ModelSection, cached: bool) -> Model:
+def _ssm(config: ModelSection, cache: Dim | None) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     s = config.ssm
@@ -181,7 +192,7 @@ def _ssm(config: ModelSection, cached: bool) -> Model:
         s.conv_width,
         s.chunk_length,
         epsilon=config.norm_epsilon,
-        cached=cached,
+        cached=cache is not None,
     )
     _residual(block, config, "ssm", "input", ssm, "mixed")
     _residual(block, config, "mlp", "mixed", _mlp(config), "output")
@@ -205,11 +216,16 @@ class _Bottleneck(Model):
         self.add_input("input", ("batch", "sequence", config.embed_dim), "float")
         named = {key: key for key in _METRICS}
         quantiser = self.add(layer.as_block(), "quantiser", input="input", **named)
-        self.add(Linear(config.embed_dim, False, axes=("embed", None)), "out", input=quantiser.output, output="output")
+        self.add(
+            Linear(config.embed_dim, False, axes=("embed", None)),
+            "out",
+            input=quantiser.output,
+            output="output",
+        )
         self.expose("output", *_METRICS)
 
 
-def _vq(config: ModelSection, cached: bool) -> Model:
+def _vq(config: ModelSection, cache: Dim | None) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     named = {key: key for key in _METRICS}

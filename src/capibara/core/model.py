@@ -40,7 +40,11 @@ class ModularCapibaraModel:
     """
 
     def __init__(
-        self, config: ModularModelConfig, *, mesh: jax.sharding.Mesh | None = None, platform: str | None = None
+        self,
+        config: ModularModelConfig,
+        *,
+        mesh: jax.sharding.Mesh | None = None,
+        platform: str | None = None,
     ) -> None:
         if not isinstance(config, ModularModelConfig):
             raise InputError(
@@ -277,7 +281,9 @@ class ModularCapibaraModel:
 def _tokens(inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         if "tokens" not in inputs:
-            raise InputError(f"inputs has the keys {list(inputs)}, expected 'tokens': int32 [batch, sequence]")
+            raise InputError(
+                f"inputs has the keys {list(inputs)}, expected 'tokens': int32 [batch, sequence]"
+            )
         inputs = inputs["tokens"]
     import numpy as np
 

@@ -110,7 +110,9 @@ def _dtype_name(dtype: Any) -> str:
     try:
         return np.dtype(dtype).name
     except TypeError:
-        raise CompileError(f"dtype={dtype!r} is no dtype: use 'float32', 'bfloat16', 'float16' or 'float64'") from None
+        raise CompileError(
+            f"dtype={dtype!r} is no dtype: use 'float32', 'bfloat16', 'float16' or 'float64'"
+        ) from None
 
 
 def _device(device: Any, platform: str | None) -> Any:
@@ -142,7 +144,9 @@ def _mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
     if not shape or any(n < 1 for n in shape):
         raise CompileError(f"device_mesh={mesh!r}: every size must be at least 1")
     if len(names) < len(shape):
-        raise CompileError(f"device_mesh={mesh!r} has {len(shape)} axes, mesh_axes={tuple(names)!r} names {len(names)}")
+        raise CompileError(
+            f"device_mesh={mesh!r} has {len(shape)} axes, mesh_axes={tuple(names)!r} names {len(names)}"
+        )
     devices = jax.devices(platform) if platform else jax.devices()
     need = math.prod(shape)
     if need > len(devices):

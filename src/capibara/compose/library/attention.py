@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from capibara.compose import primitives as p
 from capibara.compose.initializers import Scaled, zeros
 from capibara.compose.model import Model
@@ -21,7 +23,8 @@ class SelfAttention(Model):
         window: how many positions back a query sees; None for all.
         softcap: bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         cached: decode with a key-value cache: adds the states ``key_cache`` and ``value_cache``
-            ``[batch, cache, num_kv_heads, head_dim]`` and the input ``position``, how many tokens they hold.
+            ``[batch, cache_size, num_kv_heads, head_dim]`` and the input ``position``, how many tokens they hold.
+        cache_size: a size, a name, or one :class:`~capibara.compose.shapes.Dim` for all layers of a model.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class SelfAttention(Model):
         window: int | None = None,
         softcap: float | None = None,
         cached: bool = False,
+        cache_size: Any = "cache",
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -56,9 +60,16 @@ class SelfAttention(Model):
             projection.add(p.Project(), "product", input="input", weight="weight", output="output")
             self.add(projection, key, input="input", output=f"{key}_heads")
         for key in ("query", "key"):
-            self.add(p.Rotate(), f"{key}_rotated", input=f"{key}_heads", cos="cos", sin="sin", output=f"{key}_turned")
+            self.add(
+                p.Rotate(),
+                f"{key}_rotated",
+                input=f"{key}_heads",
+                cos="cos",
+                sin="sin",
+                output=f"{key}_turned",
+            )
         if cached:
-            cache = ("batch", "cache", kv_heads, size)
+            cache = ("batch", cache_size, kv_heads, size)
             axes = ("batch", None, "kv_heads", "head_dim")
             self.add_input("position", (), "int")
             self.add_state("key_cache", cache, zeros, axes=axes)

@@ -141,7 +141,9 @@ class MLP(Model):
         super().__init__(name=name)
         guide = (hidden_sizes, output_size) != (None, None)
         if guide == (dimensions is not None):
-            raise WiringError("MLP needs either input_size, hidden_sizes and output_size, or activations and dimensions")
+            raise WiringError(
+                "MLP needs either input_size, hidden_sizes and output_size, or activations and dimensions"
+            )
         _size("input_size", input_size, optional=True)
         after: list[Block | None]
         if guide:
@@ -151,7 +153,9 @@ class MLP(Model):
             sizes = list(dimensions or ())
             after = [a() if isinstance(a, type) else a for a in activations or (None,) * len(sizes)]
             if len(after) != len(sizes):
-                raise WiringError(f"activations has {len(after)} entries, dimensions has {len(sizes)}: give one each")
+                raise WiringError(
+                    f"activations has {len(after)} entries, dimensions has {len(sizes)}: give one each"
+                )
         if not sizes:
             raise WiringError("an MLP needs at least one layer")
         self.add_input("input", ("*b", input_size or "in"), "float")
@@ -161,9 +165,16 @@ class MLP(Model):
             last = i == len(sizes) - 1
             axes: Axes = ("embed", "mlp") if i % 2 == 0 else ("mlp", "embed")
             linear = Linear(size, axes=axes)
-            self.add(linear, f"layer_{i}", input=at, output="output" if last and block is None else f"layer_{i}_out")
+            self.add(
+                linear,
+                f"layer_{i}",
+                input=at,
+                output="output" if last and block is None else f"layer_{i}_out",
+            )
             at = linear.output
             if block is not None:
-                self.add(block, f"activation_{i}", input=at, output="output" if last else IOKey(f"hidden_{i}"))
+                self.add(
+                    block, f"activation_{i}", input=at, output="output" if last else IOKey(f"hidden_{i}")
+                )
                 at = block.output
         self.expose("output")

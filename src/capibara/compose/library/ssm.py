@@ -46,8 +46,18 @@ class StateSpace(Model):
 
         self.add(_Heads(dimension, heads, head_dim), "value", input="input", output="value_heads")
         self.add(_Heads(dimension, heads, head_dim), "gate", input="input", output="gate_heads")
-        self.add(_Heads(dimension, 1, state_dim, ("embed", None, "state")), "write", input="input", output="write_heads")
-        self.add(_Heads(dimension, 1, state_dim, ("embed", None, "state")), "read", input="input", output="read_heads")
+        self.add(
+            _Heads(dimension, 1, state_dim, ("embed", None, "state")),
+            "write",
+            input="input",
+            output="write_heads",
+        )
+        self.add(
+            _Heads(dimension, 1, state_dim, ("embed", None, "state")),
+            "read",
+            input="input",
+            output="read_heads",
+        )
         self.add(Linear(heads, False, axes=("embed", "heads")), "step", input="input", output="step_raw")
 
         self.add_parameter("step_bias", (heads,), LogUniform(1e-3, 1e-1, "softplus_inverse"), axes=("heads",))
@@ -122,7 +132,13 @@ class _ShortConv(Model):
         if cached:
             self.add_state("tail", ("batch", width - 1, heads, size), zeros, axes=("batch", None, axis, None))
             conv = self.add(
-                p.CachedConv(), "conv", input="input", weight="weight", bias="bias", tail="tail", output="mixed"
+                p.CachedConv(),
+                "conv",
+                input="input",
+                weight="weight",
+                bias="bias",
+                tail="tail",
+                output="mixed",
             )
             self.update_state("tail", conv.next_tail)
         else:
