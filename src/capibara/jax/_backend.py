@@ -37,10 +37,15 @@ def _attention() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (_array(1, 8, 1024, 64),) * 3, {"use_causal_mask": True}
 
 
+def _cached_attention() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (_array(1, 1, 8, 64), _array(1, 1024, 8, 64), _array(1, 1024, 8, 64), 0), {}
+
+
 # The calls that "which implementation runs here" is answered for: arguments and keyword arguments by
 # operation.
 TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "flash_attention": _attention,
+    "cached_attention": _cached_attention,
 }
 
 # The documents' names for capabilities, and the operation that each one speaks of.

@@ -6,6 +6,7 @@ right) and one more: that the overlay really hands out JAX's own objects in this
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from capibara.measure.installation import (
@@ -46,6 +47,8 @@ def _overlay_check() -> Check:
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         remedy = "Something removed it; importlib.reload(capibara.jax) puts it back"
         return Check("overlay", False, "the finder of capibara.jax is not on sys.meta_path", remedy)
+    for name in ("nn", "numpy.linalg", "scipy.linalg"):
+        importlib.import_module(PREFIX + name)
     aliases, copies = 0, []
     for name, module in sys.modules.copy().items():
         file = getattr(module, "__file__", None) or ""

@@ -248,11 +248,11 @@ def memory_limit_bytes(device: Any | None = None) -> MemoryBytes | None:
     """
     import jax
 
-    device = device or jax.local_devices()[0]
-    limit = _stats(device).get("bytes_limit")
+    asked: Any = jax.local_devices()[0] if device is None else device
+    limit = _stats(asked).get("bytes_limit")
     if limit:
-        return MemoryBytes(limit, f"the {device.platform} backend's limit")
-    return _host_memory_limit() if device.platform == "cpu" else None
+        return MemoryBytes(limit, f"the {asked.platform} backend's limit")
+    return _host_memory_limit() if asked.platform == "cpu" else None
 
 
 def _host_memory_limit() -> MemoryBytes | None:
