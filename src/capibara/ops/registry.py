@@ -1,14 +1,14 @@
 """How an operation finds its implementation.
 
 An operation is one public function with several implementations of the same mathematics. Which one runs must
-be decided when the function is *lowered*, not when it is called: a function traced on a laptop may be compiled
-ahead of time for a TPU. So :meth:`Op.run` asks, for every platform JAX knows, which implementation that
-platform would use, and where the answers differ it leaves the choice to ``jax.lax.platform_dependent``.
+be decided when the function is *lowered*, not when it is called: a function traced on a laptop may be
+compiled ahead of time for a TPU. So :meth:`Op.run` asks, for every platform JAX knows, which implementation
+that platform would use, and where the answers differ it leaves the choice to ``jax.lax.platform_dependent``.
 
-An implementation says whether it can take a problem in its ``check``: it raises ``NotImplementedError`` with the
-reason, and the next one in line is asked. No other exception falls through, so a broken kernel is never hidden.
-The answer may depend only on the *problem*: a frozen description (shapes, dtypes, options) of the call. This keeps
-the forward and the backward pass of an operation on the same implementation.
+An implementation says whether it can take a problem in its ``check``: it raises ``NotImplementedError`` with
+the reason, and the next one in line is asked. No other exception falls through, so a broken kernel is never
+hidden. The answer may depend only on the *problem*: a frozen description (shapes, dtypes, options) of the
+call. This keeps the forward and the backward pass of an operation on the same implementation.
 
 >>> from capibara.ops import explain
 >>> from capibara.ops.attention import flash_attention
@@ -53,7 +53,8 @@ class Implementation:
 
     Attributes:
       name: What the user writes in ``implementation=``.
-      functions: The entry points (``"forward"``, ``"backward"`` …); each is called as ``f(problem, *arrays)``.
+      functions: The entry points (``"forward"``, ``"backward"`` …); each is called as
+        ``f(problem, *arrays)``.
       platforms: The platforms where ``"auto"`` may take it; ``None`` means every one.
       check: Raises ``NotImplementedError`` with the reason when the problem cannot be taken.
     """

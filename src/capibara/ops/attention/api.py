@@ -16,14 +16,22 @@ __all__ = ["flash_attention"]
 
 
 def _reference_forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-    return reference.attention(problem, *arrays), jnp.zeros((problem.batch, problem.heads, 0))
+    query, key, value, bias, query_ids, key_ids = arrays
+    out = reference.attention(problem, query, key, value, bias, query_ids, key_ids)
+    return out, jnp.zeros((problem.batch, problem.heads, 0))
 
 
 def _reference_backward(
     problem: AttentionProblem, arrays: tuple[Any, ...], out: jax.Array, stat: jax.Array, out_grad: jax.Array
 ) -> tuple[Any, ...]:
-    *inputs, query_ids, key_ids = arrays
-    _, pull = jax.vjp(lambda *x: reference.attention(problem, *x, query_ids, key_ids), *inputs)
+    query, key, value, bias, query_ids, key_ids = arrays
+    _, pull = jax.vjp(
+        lambda q, k, v, b: reference.attention(problem, q, k, v, b, query_ids, key_ids),
+        query,
+        key,
+        value,
+        bias,
+    )
     return pull(out_grad)
 
 
@@ -87,30 +95,37 @@ def flash_attention(
     differentiation (``jvp``) is not defined for it.
 
     Args:
-      query: ``[batch, heads, q_len, dim]`` (``layout="bhsd"``) or ``[batch, q_len, heads, dim]`` (``"bshd"``),
+      query: ``[batch, heads, q_len, dim]`` (``layout="bhsd"``) or
+        ``[batch, q_len, heads, dim]`` (``"bshd"``),
         floating point.
-      key: Like ``query`` with ``kv_len`` positions and ``kv_heads`` heads, where ``kv_heads`` divides ``heads``
-        (grouped-query attention: query head ``h`` reads head ``h // (heads // kv_heads)``).
+      key: Like ``query`` with ``kv_len`` positions and ``kv_heads`` heads, where ``kv_heads`` divides
+        ``heads`` (grouped-query attention: query head ``h`` reads head ``h // (heads // kv_heads)``).
       value: Like ``key``; its last axis may have another size.
       block_size: Query rows (and in the looped form keys) computed at a time; ``None`` lets the
         implementation choose. It changes speed and memory, not the result.
       use_causal_mask: Query ``i`` sees keys ``0 … i`` only (both counted from the start of their arrays).
-      precision: ``None`` (the platform's default), ``"bfloat16"`` or ``"float16"`` (operands are rounded to it,
-        sums stay in float32), ``"float32"``/``"highest"``, ``"high"``, ``"default"``, or a ``jax.lax.Precision``.
-      bias: Added to the scaled scores; ``[batch|1, heads|1, q_len|1, kv_len|1]``. Differentiable. ``-inf`` hides.
-      segment_ids: ``int [batch, sequence]``, or a pair for query and key; positions see their own segment only.
+      precision: ``None`` (the platform's default), ``"bfloat16"`` or ``"float16"`` (operands are rounded to
+        it, sums stay in float32), ``"float32"``/``"highest"``, ``"high"``, ``"default"``, or a
+        ``jax.lax.Precision``.
+      bias: Added to the scaled scores; ``[batch|1, heads|1, q_len|1, kv_len|1]``. Differentiable. ``-inf``
+        hides.
+      segment_ids: ``int [batch, sequence]``, or a pair for query and key; positions see their own segment
+        only.
       window: ``n``: query ``i`` sees keys ``i - n + 1 … i + n - 1`` (with the causal mask: ``… i``).
         ``(left, right)``: keys ``i - left … i + right``, ``None`` meaning no limit.
-      softcap: Bends scores to ``(-softcap, softcap)`` by ``softcap · tanh(scores / softcap)``, before the bias.
+      softcap: Bends scores to ``(-softcap, softcap)`` by ``softcap · tanh(scores / softcap)``, before the
+        bias.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       layout: Order of the axes of all four arrays.
       implementation: ``"auto"``, ``"cpu"``, ``"xla"`` or ``"reference"``; see :func:`capibara.ops.explain`.
 
     Returns:
-      The output, in the query's layout and dtype, with the value's last axis. A query that sees no key gets zeros.
+      The output, in the query's layout and dtype, with the value's last axis. A query that sees no key gets
+      zeros.
 
     Raises:
-      OpShapeError: shapes do not fit; OpTypeError: a wrong type or dtype; OpValueError: an option out of range;
+      OpShapeError: shapes do not fit; OpTypeError: a wrong type or dtype; OpValueError: an option out of
+        range;
       NoImplementationError: the implementation asked for cannot take these sizes.
     """
     OP.check_name(implementation)

@@ -58,14 +58,14 @@ def _prepare(
     batch, new, heads, dim = query.shape
     if tuple(key_cache.shape[:3]) != tuple(value_cache.shape[:3]):
         raise OpShapeError(
-            f"cached_attention: key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must "
-            "have the same batch, positions and heads"
+            f"cached_attention: key_cache {tuple(key_cache.shape)} and value_cache "
+            f"{tuple(value_cache.shape)} must have the same batch, positions and heads"
         )
     cache, kv_heads = key_cache.shape[1], key_cache.shape[2]
     if key_cache.shape[0] != batch or key_cache.shape[3] != dim:
         raise OpShapeError(
-            f"cached_attention: key_cache {tuple(key_cache.shape)} must have the batch ({batch}) and dim ({dim}) of "
-            f"the query {tuple(query.shape)}"
+            f"cached_attention: key_cache {tuple(key_cache.shape)} must have the batch ({batch}) and "
+            f"dim ({dim}) of the query {tuple(query.shape)}"
         )
     if kv_heads == 0 or heads % kv_heads:
         raise OpShapeError(
@@ -166,21 +166,23 @@ def cached_attention(
 ) -> jax.Array:
     """Attention of new positions against cached keys and values; cache slot ``s`` holds position ``s``.
 
-    In plain JAX, for one head: ``softmax(where(slot <= position, scale · q Kᵀ, -inf)) V``. Slots after a query's
-    position are not read into the result, so a cache may be longer than what has been written.
+    In plain JAX, for one head: ``softmax(where(slot <= position, scale · q Kᵀ, -inf)) V``. Slots after a
+    query's position are not read into the result, so a cache may be longer than what has been written.
 
     Args:
       query: ``[batch, new, heads, dim]``; ``new`` is 1 when decoding, the prompt's length when prefilling.
       key_cache: ``[batch, cache, kv_heads, dim]``; ``kv_heads`` divides ``heads`` (grouped-query attention).
       value_cache: ``[batch, cache, kv_heads, value_dim]``.
-      query_positions: ``int [batch, new]`` positions, or a scalar (or ``[batch, 1]``) position of the first one.
+      query_positions: ``int [batch, new]`` positions, or a scalar (or ``[batch, 1]``) position of the first
+        one.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       window: A query sees at most this many positions, its own included.
       softcap: Bends scores by ``softcap · tanh(scores / softcap)``.
       implementation: ``"auto"``, ``"xla"`` (long prefills in blocks) or ``"reference"`` (all at once).
 
     Returns:
-      ``[batch, new, heads, value_dim]`` in the query's dtype; scores and sums are float32 (float64 for float64).
+      ``[batch, new, heads, value_dim]`` in the query's dtype; scores and sums are float32 (float64 for
+      float64).
 
     Raises:
       OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.

@@ -1,10 +1,11 @@
 """Attention for CPUs: dense tiles that skip hidden keys and stay in cache.
 
 What XLA's CPU compiler is good at decides the form. It fuses ``dot → add mask → row maximum → exp`` into one
-kernel as long as the maximum is used for nothing else; so the forward pass keeps the row *sums* for the backward
-pass instead of the log-sum-exp, and the backward pass takes the maximum again. Products with a transposed small
-operand are fast and with a transposed large one slow; so the gradients of key and value are computed transposed,
-``dKᵀ = Qᵀ dS``. Fresh memory is dear (each new page is a fault); so scores never exceed a fixed budget.
+kernel as long as the maximum is used for nothing else; so the forward pass keeps the row *sums* for the
+backward pass instead of the log-sum-exp, and the backward pass takes the maximum again. Products with a
+transposed small operand are fast and with a transposed large one slow; so the gradients of key and value are
+computed transposed, ``dKᵀ = Qᵀ dS``. Fresh memory is dear (each new page is a fault); so scores never exceed
+a fixed budget.
 
 The mathematics is that of FlashAttention (Dao et al. 2022, arXiv:2205.14135) without its rescaling: a tile of
 rows sees all its keys at once.
@@ -12,6 +13,7 @@ rows sees all its keys at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,16 +26,19 @@ from capibara.ops.attention.tiling import Group, Tile, cut_group, cut_tiles
 
 __all__ = ["backward", "check", "forward"]
 
-# Measured on two Zen 4 cores (benchmarks/attention.py): the forward pass likes few large kernels, the backward
-# pass, with three live blocks of scores, likes blocks that stay in the second-level caches.
-FORWARD_SCORE_BYTES = 20 << 20
-BACKWARD_SCORE_BYTES = 2 << 20
+# Measured on two Zen 4 cores (benchmarks/attention.py). The forward pass likes few large kernels while all
+# its scores stay within the last-level cache, else blocks of a few MiB; the backward pass, with three live
+# blocks of scores, likes blocks that stay in the second-level caches.
+FORWARD_WHOLE_BYTES = 10 << 20
+FORWARD_SCORE_BYTES = 4 << 20
+BACKWARD_SCORE_BYTES = 1 << 20
 # One block of one head's scores may not pass this; beyond, the looped form of xla.py is the right one.
 MOST_BLOCK_BYTES = 64 << 20
 
 
 class _Arrays(NamedTuple):
-    """One group's arrays. query [n, group, q_len, d] (scaled), key and value [n, kv_len, d], n = batch·kv_heads."""
+    """One group's arrays. query [n, group, q_len, d] (scaled), key and value [n, kv_len, d], n =
+    batch·kv_heads."""
 
     query: jax.Array
     key: jax.Array
@@ -126,7 +131,7 @@ def _bias_block(arrays: _Arrays, tile: Tile, start: Any, group: Group, heads_per
 def _hide(
     problem: AttentionProblem, group: Group, arrays: _Arrays, tile: Tile, start: Any, scores: jax.Array
 ) -> jax.Array:
-    """Add the bias and the mask to ``scores`` [n, group·rows, keys]; ``start`` is the first row (may be traced)."""
+    """Add the bias and the mask to ``scores`` [n, group·rows, keys]; the first row may be traced."""
     wide = scores.dtype
     shape = (group.batch, group.kv_heads, problem.group, tile.rows, tile.keys)
     bias = _bias_block(arrays, tile, start, group, problem.group)
@@ -211,7 +216,9 @@ def _assemble(group: Group, x: jax.Array, head_axis: int) -> jax.Array:
 def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """The output in the caller's layout, and the rows' sums of unnormalised weights [batch, heads, q_len]."""
     tiles = cut_tiles(problem, _rows(problem))
-    group = cut_group(problem, tiles, FORWARD_SCORE_BYTES)
+    group = cut_group(problem, tiles, FORWARD_WHOLE_BYTES)
+    if group.count > 1:
+        group = cut_group(problem, tiles, FORWARD_SCORE_BYTES)
 
     def one(_: None, b: Any, h: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
         part = _gather(problem, group, b, h, arrays)
@@ -242,7 +249,7 @@ def _sum_pieces(pieces: list[tuple[int, int, jax.Array]], length: int) -> jax.Ar
     """Sum arrays [n, d, stop - start] that each cover a range of the last axis, into [n, d, length]."""
     edges = sorted({0, length, *(p[0] for p in pieces), *(p[1] for p in pieces)})
     chunks = []
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in itertools.pairwise(edges):
         parts = [x[..., low - a : high - a] for a, b, x in pieces if a <= low and high <= b]
         if parts:
             chunks.append(sum(parts[1:], parts[0]))
@@ -281,7 +288,7 @@ def backward(
     tiles = cut_tiles(problem, _rows(problem))
     group = cut_group(problem, tiles, BACKWARD_SCORE_BYTES)
     wide = problem.accumulate_dtype
-    bias = arrays[3]
+    bias: jax.Array | None = arrays[3]
 
     def one(dbias: Any, b: Any, h: Any) -> tuple[Any, tuple[jax.Array, ...]]:
         part = _gather(problem, group, b, h, arrays)
@@ -289,8 +296,8 @@ def backward(
         o = _take(problem, group, b, h, out, problem.group).astype(wide)
         delta = jnp.sum(do * o, axis=-1, keepdims=True)
         heads = group.kv_heads * problem.group
-        l = _slice(total, {0: b * group.batch, 1: h * heads}, {0: group.batch, 1: heads})
-        scale_rows = _inverse(l).reshape(*delta.shape)
+        sums = _slice(total, {0: b * group.batch, 1: h * heads}, {0: group.batch, 1: heads})
+        scale_rows = _inverse(sums).reshape(*delta.shape)
         dqs, dks, dvs = [], [], []
         for tile in tiles:
 
@@ -336,4 +343,4 @@ def backward(
     dbias, grads = _over_groups(group, dbias, one)
     head_axis = 1 if problem.layout == "bhsd" else 2
     dq, dk, dv = (_assemble(group, g, head_axis) for g in grads)
-    return dq, dk, dv, None if dbias is None else dbias.astype(bias.dtype)
+    return dq, dk, dv, None if bias is None else dbias.astype(bias.dtype)

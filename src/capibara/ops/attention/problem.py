@@ -21,7 +21,8 @@ from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 
 __all__ = ["HIDDEN", "ROW_FLOOR", "AttentionProblem", "from_bhsd", "prepare", "to_bhsd"]
 
-# Added to the score of a key that a query may not see. A finite number, so that no row ever computes inf - inf.
+# Added to the score of a key that a query may not see. A finite number, so that no row ever computes inf -
+# inf.
 HIDDEN = -1e30
 # A row whose best score lies below this sees no key at all: its output and its gradient are zero.
 ROW_FLOOR = -1e29
@@ -88,8 +89,8 @@ def _check_array(name: str, x: Any, rank: int) -> Any:
         )
     if len(x.shape) != rank:
         raise OpShapeError(
-            f"flash_attention: {name} must have {rank} axes ([batch, heads, sequence, dim] for layout='bhsd'), "
-            f"got shape {tuple(x.shape)}"
+            f"flash_attention: {name} must have {rank} axes ([batch, heads, sequence, dim] for "
+            f"layout='bhsd'), got shape {tuple(x.shape)}"
         )
     return x
 
@@ -98,27 +99,23 @@ def _check_window(window: Any, causal: bool) -> tuple[int | None, int | None]:
     if window is None:
         return None, (0 if causal else None)
     pair = isinstance(window, tuple) and len(window) == 2
-    entries = window if pair else (window,)
-    for entry in entries:
-        if entry is not None and (isinstance(entry, bool) or not isinstance(entry, numbers.Integral)):
+    edges: list[int | None] = []
+    for entry in window if pair else (window,):
+        if entry is None and pair:
+            edges.append(None)
+        elif isinstance(entry, numbers.Integral) and not isinstance(entry, bool):
+            edges.append(int(entry) if pair else int(entry) - 1)
+        else:
             raise OpTypeError(
-                "flash_attention: window must be an int (how many keys back, the query's own included) or a pair "
-                f"(left, right) of ints or None, got {window!r}"
+                "flash_attention: window must be an int (how many keys back, the query's own included) or a "
+                f"pair (left, right) of ints or None, got {window!r}"
             )
-    if pair:
-        left, right = (None if e is None else int(e) for e in window)
-        low, example = 0, "(128, 0)"
-    else:
-        left = right = int(window) - 1
-        low, example = 0, "128"
-    if (left is not None and left < low) or (right is not None and right < low):
+    if any(edge is not None and edge < 0 for edge in edges):
         raise OpValueError(
-            f"flash_attention: window={window!r} leaves a query without its own position; "
-            f"expected at least 1, or a pair of at least 0, for example window={example}"
+            f"flash_attention: window={window!r} leaves a query without its own position; expected an int of "
+            "at least 1 (window=128), or a pair of at least 0 (window=(127, 0))"
         )
-    if causal:
-        right = 0
-    return left, right
+    return edges[0], (0 if causal else edges[-1])
 
 
 def _check_precision(precision: Any) -> tuple[str | None, jax.lax.Precision | None]:
@@ -145,14 +142,15 @@ def _check_segments(segment_ids: Any, batch: int, q_len: int, kv_len: int) -> tu
     if isinstance(segment_ids, tuple):
         if len(segment_ids) != 2:
             raise OpShapeError(
-                f"flash_attention: segment_ids as a tuple must be (query_ids, key_ids), got {len(segment_ids)} entries"
+                f"flash_attention: segment_ids as a tuple must be (query_ids, key_ids), got "
+                f"{len(segment_ids)} entries"
             )
         q_ids, kv_ids = segment_ids
     else:
         if q_len != kv_len:
             raise OpShapeError(
-                f"flash_attention: one segment_ids array needs equal lengths, but the query has {q_len} positions "
-                f"and the key {kv_len}. Remedy: segment_ids=(query_ids, key_ids)."
+                f"flash_attention: one segment_ids array needs equal lengths, but the query has {q_len} "
+                f"positions and the key {kv_len}. Remedy: segment_ids=(query_ids, key_ids)."
             )
         q_ids = kv_ids = segment_ids
     for ids, length, name in ((q_ids, q_len, "query"), (kv_ids, kv_len, "key")):
@@ -188,8 +186,8 @@ def prepare(
     """Check a call of ``flash_attention``; return its problem and its arrays in the caller's layout."""
     if layout not in _LAYOUTS:
         raise OpValueError(
-            f"flash_attention: layout={layout!r} is unknown; expected 'bhsd' ([batch, heads, sequence, dim]) or "
-            f"'bshd' ([batch, sequence, heads, dim])"
+            f"flash_attention: layout={layout!r} is unknown; expected 'bhsd' ([batch, heads, sequence, "
+            f"dim]) or 'bshd' ([batch, sequence, heads, dim])"
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
         _check_array(name, x, 4)
@@ -205,18 +203,18 @@ def prepare(
     kv_heads, kv_len, value_dim = key.shape[h], key.shape[s], value.shape[3]
     if key.shape[0] != batch or value.shape[0] != batch or key.shape[3] != head_dim:
         raise OpShapeError(
-            f"flash_attention: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
-            "must share the batch axis, and query and key the last axis"
+            f"flash_attention: query {tuple(query.shape)}, key {tuple(key.shape)} and value "
+            f"{tuple(value.shape)} must share the batch axis, and query and key the last axis"
         )
     if (value.shape[h], value.shape[s]) != (kv_heads, kv_len):
         raise OpShapeError(
-            f"flash_attention: key {tuple(key.shape)} and value {tuple(value.shape)} must have the same heads and "
-            f"sequence (layout={layout!r})"
+            f"flash_attention: key {tuple(key.shape)} and value {tuple(value.shape)} must have the same "
+            f"heads and sequence (layout={layout!r})"
         )
     if kv_heads == 0 or heads % kv_heads:
         raise OpShapeError(
-            f"flash_attention: {heads} query heads cannot be shared out over {kv_heads} key/value heads; the first "
-            f"must be a multiple of the second (layout={layout!r})"
+            f"flash_attention: {heads} query heads cannot be shared out over {kv_heads} key/value heads; "
+            f"the first must be a multiple of the second (layout={layout!r})"
         )
     if head_dim == 0 or value_dim == 0:
         raise OpShapeError("flash_attention: the last axis (dim) must not be empty")
@@ -239,8 +237,8 @@ def prepare(
             )
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise OpTypeError(
-                f"flash_attention: bias must be floating point (it is added to the scores), got {bias.dtype}. "
-                "Remedy for a boolean mask: jnp.where(mask, 0.0, -jnp.inf)."
+                f"flash_attention: bias must be floating point (it is added to the scores), got "
+                f"{bias.dtype}. Remedy for a boolean mask: jnp.where(mask, 0.0, -jnp.inf)."
             )
     left, right = _check_window(window, bool(use_causal_mask))
     operand_dtype, lax_precision = _check_precision(precision)

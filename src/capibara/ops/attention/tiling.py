@@ -1,10 +1,10 @@
 """How a long attention problem is cut into pieces that fit a cache.
 
-Two cuts. The *group*: how many (batch element, key/value head) pairs are computed together. The *tile*: a run of
-query rows, with only the keys those rows can see, so that a causal or windowed mask skips work instead of
-computing it and throwing it away. Up to ``MAX_TILES`` tiles are written out one after the other with exact key
-ranges; a longer sequence gets tiles that loop over blocks of rows and share the range of the whole tile, so that
-the size of the program does not grow with the sequence.
+Two cuts. The *group*: how many (batch element, key/value head) pairs are computed together. The *tile*: a
+run of query rows, with only the keys those rows can see, so that a causal or windowed mask skips work
+instead of computing it and throwing it away. Up to ``MAX_TILES`` tiles are written out one after the other
+with exact key ranges; a longer sequence gets tiles that loop over blocks of rows and share the range of the
+whole tile, so that the size of the program does not grow with the sequence.
 """
 
 from __future__ import annotations

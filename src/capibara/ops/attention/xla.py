@@ -1,8 +1,9 @@
 """Attention as plain XLA loops over blocks of queries and keys: any platform, memory linear in the sequence.
 
-The online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4): a running maximum and
-a running sum per row, so that only one block of scores is alive at a time. Blocks that a causal mask or a window
-hides completely are skipped at run time. The backward pass recomputes the scores from the saved log-sum-exp.
+The online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4): a running
+maximum and a running sum per row, so that only one block of scores is alive at a time. Blocks that a causal
+mask or a window hides completely are skipped at run time. The backward pass recomputes the scores from the
+saved log-sum-exp.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _at(x: jax.Array, index: Any, size: int, axis: int) -> jax.Array:
 def _scores(
     problem: AttentionProblem, blocks: _Blocks, p: _Prepared, i: Any, j: Any, q: jax.Array, k: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Scores of row block ``i`` against key block ``j`` [b, kv, group, rows, keys], and softcap's derivative."""
+    """Scores of row block ``i`` on key block ``j`` [b, kv, group, rows, keys], and softcap's slope."""
     wide = problem.accumulate_dtype
     s = problem.scale * _dot(problem, "bhgqd,bhkd->bhgqk", q, k)
     slope = None

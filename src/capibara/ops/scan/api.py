@@ -1,0 +1,80 @@
+"""The public selective scan; its mathematics is in reference.py, its speed in xla.py."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from capibara.ops.registry import Implementation, Op, public
+from capibara.ops.scan import reference, xla
+from capibara.ops.scan.problem import prepare
+
+__all__ = ["selective_scan"]
+
+OP = Op(
+    "selective_scan",
+    prepare,
+    [
+        Implementation("xla", {"forward": xla.scan}),
+        Implementation("reference", {"forward": reference.scan}),
+    ],
+)
+
+
+@public(OP)
+def selective_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    *,
+    initial_state: jax.Array | None = None,
+    chunk_length: int = 64,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """A selective state-space model's recurrence (Mamba-2), computed as matrix products over chunks.
+
+    For every batch element and head, with a state ``h [width, states]``::
+
+        h[t] = exp(dt[t] * a) * h[t-1] + dt[t] * outer(x[t], b[t])
+        y[t] = h[t] @ c[t]
+
+    ``length == 1`` takes a path of one step, for decoding. Differentiable (forward and reverse mode) in every
+    array; works under ``jit`` and ``vmap``. Sums and the state are float32 (float64 for float64 input).
+
+    Args:
+      x: ``[batch, length, heads, width]``, the input.
+      dt: ``[batch, length, heads]``, the step sizes, at least 0. A step of 0 leaves the state as it is.
+      a: ``[heads]``, the decay rates, at most 0. Positive rates let the state grow; they are computed, but can
+        overflow.
+      b: ``[batch, length, groups, states]``, what the input writes to the state; ``groups`` divides ``heads`` and
+        each group serves ``heads // groups`` neighbouring heads.
+      c: ``[batch, length, groups, states]``, what is read from the state.
+      initial_state: ``[batch, heads, width, states]``; zeros when ``None``.
+      chunk_length: Positions per chunk. It changes speed and memory, not the result.
+      implementation: ``"auto"``, ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
+
+    Returns:
+      ``y [batch, length, heads, width]`` in the dtype of ``x``, and the state after the last position,
+      ``[batch, heads, width, states]`` in float32 (or float64).
+
+    Raises:
+      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+
+    Source: Dao & Gu 2024, "Transformers are SSMs" (arXiv:2405.21060).
+    """
+    OP.check_name(implementation)
+    problem, arrays = prepare(
+        x,
+        dt,
+        a,
+        b,
+        c,
+        initial_state=initial_state,
+        chunk_length=chunk_length,
+        implementation=implementation,
+    )
+    if problem.length == 0:
+        return jnp.zeros(x.shape, x.dtype), arrays[-1].astype(problem.accumulate_dtype)
+    return OP.run("forward", problem, *arrays)

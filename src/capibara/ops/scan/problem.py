@@ -1,0 +1,99 @@
+"""What a selective scan is: its checked, frozen description."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+
+__all__ = ["ScanProblem", "prepare"]
+
+
+@dataclass(frozen=True)
+class ScanProblem:
+    """Sizes and options: x [batch, length, heads, width], b and c [batch, length, groups, states]."""
+
+    batch: int
+    length: int
+    heads: int
+    width: int
+    groups: int
+    states: int
+    chunk_length: int
+    dtype: str
+    implementation: str
+
+    @property
+    def accumulate_dtype(self) -> Any:
+        return jnp.float64 if self.dtype == "float64" else jnp.float32
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.heads // self.groups
+
+
+def prepare(
+    x: Any,
+    dt: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    *,
+    initial_state: Any = None,
+    chunk_length: int = 64,
+    implementation: str = "auto",
+) -> tuple[ScanProblem, tuple[Any, ...]]:
+    """Check a call of ``selective_scan``; return its problem and its arrays."""
+    named = {"x": (x, 4), "dt": (dt, 3), "a": (a, 1), "b": (b, 4), "c": (c, 4)}
+    if initial_state is not None:
+        named["initial_state"] = (initial_state, 4)
+    for name, (array, rank) in named.items():
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise OpTypeError(f"selective_scan: {name} must be an array, got {type(array).__name__}")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise OpTypeError(f"selective_scan: {name} must be floating point, got {array.dtype}")
+        if len(array.shape) != rank:
+            raise OpShapeError(
+                f"selective_scan: {name} must have {rank} axes, got shape {tuple(array.shape)}. Expected "
+                "x [batch, length, heads, width], dt [batch, length, heads], a [heads], b and c "
+                "[batch, length, groups, states], initial_state [batch, heads, width, states]."
+            )
+    batch, length, heads, width = x.shape
+    groups, states = b.shape[2:]
+    expected = {"dt": (batch, length, heads), "a": (heads,), "b": (batch, length, groups, states)}
+    expected["c"] = expected["b"]
+    if initial_state is not None:
+        expected["initial_state"] = (batch, heads, width, states)
+    for name, shape in expected.items():
+        if tuple(named[name][0].shape) != shape:
+            raise OpShapeError(
+                f"selective_scan: {name} must have shape {shape} to go with x {tuple(x.shape)} and b "
+                f"{tuple(b.shape)}, got {tuple(named[name][0].shape)}"
+            )
+    if groups == 0 or heads % groups:
+        raise OpShapeError(
+            f"selective_scan: {groups} groups of b and c cannot serve {heads} heads; the number of groups must "
+            "divide the number of heads"
+        )
+    if isinstance(chunk_length, bool) or not isinstance(chunk_length, numbers.Integral):
+        raise OpTypeError(f"selective_scan: chunk_length must be an int, got {chunk_length!r}")
+    if chunk_length < 1:
+        raise OpValueError(f"selective_scan: chunk_length must be at least 1, got {chunk_length}")
+    problem = ScanProblem(
+        batch=batch,
+        length=length,
+        heads=heads,
+        width=width,
+        groups=groups,
+        states=states,
+        chunk_length=int(chunk_length),
+        dtype=str(x.dtype),
+        implementation=implementation,
+    )
+    if initial_state is None:
+        initial_state = jnp.zeros((batch, heads, width, states), problem.accumulate_dtype)
+    return problem, (x, dt, a, b, c, initial_state)

@@ -1,0 +1,43 @@
+"""The scan problems that tests and benchmarks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SPECS", "ScanSpec"]
+
+
+@dataclass(frozen=True)
+class ScanSpec:
+    """Sizes of one ``selective_scan`` call; ``tags`` among ``small``, ``large``, ``odd``."""
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    width: int
+    groups: int
+    states: int
+    chunk_length: int
+    tags: tuple[str, ...] = ("small",)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "x": (self.batch, self.length, self.heads, self.width),
+            "dt": (self.batch, self.length, self.heads),
+            "a": (self.heads,),
+            "b": (self.batch, self.length, self.groups, self.states),
+            "c": (self.batch, self.length, self.groups, self.states),
+            "initial_state": (self.batch, self.heads, self.width, self.states),
+        }
+
+
+SPECS: tuple[ScanSpec, ...] = (
+    ScanSpec("whole chunks", 2, 12, 4, 3, 2, 5, 4),
+    ScanSpec("ragged", 2, 13, 4, 3, 1, 5, 4, ("small", "odd")),
+    ScanSpec("one chunk", 1, 7, 2, 3, 2, 4, 64),
+    ScanSpec("one position", 2, 1, 4, 3, 2, 5, 64, ("small", "odd")),
+    ScanSpec("chunks of one", 1, 5, 2, 2, 1, 3, 1, ("small", "odd")),
+    ScanSpec("model", 16, 256, 16, 32, 1, 32, 64, ("large",)),
+    ScanSpec("long", 1, 4096, 16, 32, 1, 32, 64, ("large",)),
+)
