@@ -17,9 +17,9 @@ _FAILING = {"error": ("error",), "warning": ("error", "warning")}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``capibara migrate``."""
     parser.description = (
-        "Read Python files and notebooks without running them and report every JAX name, keyword or option that "
-        "fails, is deprecated or is misspelled on the installed JAX. Exit code: 0 nothing found at the level of "
-        "--fail-on, 1 something found, 2 a path cannot be read."
+        "Read Python files and notebooks without running them and report every JAX name, keyword or option "
+        "that fails, is deprecated or is misspelled on the installed JAX. Exit code: 0 nothing found at the "
+        "level of --fail-on, 1 something found, 2 a path cannot be read."
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a .py, .pyi or .ipynb file, or a folder")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

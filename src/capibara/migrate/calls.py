@@ -1,6 +1,7 @@
 """The call rules: keywords and arguments that a function of the installed JAX does not take.
 
-A call is judged only when the function is resolved to one JAX name whose signature names everything it accepts.
+A call is judged only when the function is resolved to one JAX name whose signature names everything it
+accepts.
 Codes: ``removed-keyword``, ``unknown-keyword``, ``deprecated-keyword``, ``too-many-arguments``,
 ``removed-option`` and ``unknown-option`` for ``jax.config.update``, ``removed-attribute`` for arrays,
 ``deprecated-mesh-context`` for ``with mesh:``, and ``changed-behaviour``.
@@ -14,7 +15,7 @@ import inspect
 from dataclasses import dataclass
 
 from capibara.migrate.findings import Findings
-from capibara.migrate.history import History
+from capibara.migrate.history import Change, History
 from capibara.migrate.installed import InstalledAPI
 from capibara.migrate.names import is_jax
 from capibara.migrate.scopes import Context, Meaning
@@ -68,7 +69,7 @@ class CallRules:
     def _single_path(self, node: ast.expr, context: Context) -> str | None:
         meanings = self.program.resolver.meanings(node, context)
         if len(meanings) > 1:
-            # Of several bindings, those that exist here, in an arm that runs; a fallback only if all else is gone.
+            # Of several bindings, those that exist here and may run; a fallback only if all else is gone.
             if not all(is_jax(meaning.path) for meaning in meanings):
                 return None
             meanings = tuple(m for m in meanings if self.api.exists(m.path) and self._may_run(m))
@@ -111,17 +112,17 @@ class CallRules:
                     fix = f"use {near[0]}=" if near else ""
                 self.findings.add(keyword, context, "call", "error", "unknown-keyword", name, message, fix)
             elif change is not None and not _is_default(keyword.value, signature, keyword.arg):
-                if change.effect == "raises" and change.removed_by(self.api.version):
+                raises = change.effect == "raises" and change.removed_by(self.api.version)
+                if raises:
                     message = f"{path} raises for {keyword.arg}= since JAX {change.removed}"
-                    self.findings.add(
-                        keyword, context, "call", "error", "removed-keyword", name, message, change.fix
-                    )
-                elif change.effect == "warns":
+                else:
                     message = f"{keyword.arg}= of {path} is deprecated since JAX {change.deprecated}"
-                    severity = "info" if _is_optional(keyword.value, context) else "warning"
-                    self.findings.add(
-                        keyword, context, "call", severity, "deprecated-keyword", name, message, change.fix
-                    )
+                severity = "error" if raises else "warning"
+                passed_on = _parameter_default(keyword.value, context)
+                if passed_on is not None and _is_default(passed_on, signature, keyword.arg):
+                    severity, message = "info", f"{message}, unless it is left at its default"
+                code = "removed-keyword" if raises else "deprecated-keyword"
+                self.findings.add(keyword, context, "call", severity, code, name, message, change.fix)
 
     def _too_many(self, call: ast.Call, context: Context, path: str, skip: int) -> None:
         signature = self.api.signature(path)
@@ -183,28 +184,23 @@ class CallRules:
         part: ast.expr = node
         while isinstance(part, ast.Attribute):
             change = self.history.attributes.get(part.attr)
-            if change is not None and isinstance(part.ctx, ast.Load) and not self._on_module(part, context):
-                if change.distinctive or self._is_array(part.value, context):
-                    if not hasattr(self.api.lookup("jax.Array").value, part.attr):
-                        message = f"arrays have no {part.attr!r} since JAX {change.removed}"
-                        severity = "error" if self._is_array(part.value, context) else "warning"
-                        self.findings.add(
-                            part,
-                            context,
-                            "attribute",
-                            severity,
-                            "removed-attribute",
-                            f"jax.Array.{part.attr}",
-                            message,
-                            change.fix,
-                        )
+            if change is not None and self._is_array_attribute(part, context, change):
+                message = f"arrays have no {part.attr!r} since JAX {change.removed}"
+                severity = "error" if self._is_array(part.value, context) else "warning"
+                name = f"jax.Array.{part.attr}"
+                self.findings.add(
+                    part, context, "attribute", severity, "removed-attribute", name, message, change.fix
+                )
             part = part.value
 
-    def _on_module(self, node: ast.Attribute, context: Context) -> bool:
-        return bool(self.program.resolver.paths(node, context))
+    def _is_array_attribute(self, node: ast.Attribute, context: Context, change: Change) -> bool:
+        if not isinstance(node.ctx, ast.Load) or self.program.resolver.paths(node, context):
+            return False  # stored to, or a name in a module
+        known = change.distinctive or self._is_array(node.value, context)
+        return known and not hasattr(self.api.lookup("jax.Array").value, node.attr)
 
     def _is_array(self, node: ast.expr, context: Context) -> bool:
-        """Whether a value visibly comes from a JAX call: the call itself, or a name assigned once, from one."""
+        """Whether a value visibly comes from a JAX call, or from a name assigned once, from such a call."""
         call = self.program.value_of(node, context)
         if not isinstance(call, ast.Call):
             return False
@@ -228,22 +224,21 @@ class CallRules:
             )
 
 
-def _is_optional(value: ast.expr, context: Context) -> bool:
-    """Whether the argument is a parameter of the surrounding function that is None unless the caller says so."""
+def _parameter_default(value: ast.expr, context: Context) -> ast.expr | None:
+    """The default of a parameter of the surrounding function, when ``value`` passes that parameter on."""
     if not isinstance(value, ast.Name):
-        return False
+        return None
     for function in context.functions:
         arguments = function.args
         positional = [*arguments.posonlyargs, *arguments.args]
-        with_default = positional[len(positional) - len(arguments.defaults) :]
         pairs = [
-            *zip(with_default, arguments.defaults, strict=True),
+            *zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True),
             *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
         ]
         for argument, default in pairs:
-            if argument.arg == value.id and isinstance(default, ast.Constant) and default.value is None:
-                return True
-    return False
+            if argument.arg == value.id:
+                return default
+    return None
 
 
 def _is_default(value: ast.expr, signature: inspect.Signature | None, name: str) -> bool:

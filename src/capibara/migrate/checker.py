@@ -28,12 +28,12 @@ def check_migration_compatibility(
 ) -> MigrationReport:
     """Check one source file, notebook or piece of source text against the installed JAX.
 
-    The source is parsed, never executed. Every ``jax`` and ``jaxlib`` name in it is looked up in the installed
-    packages; names that are gone, deprecated or misspelled are reported with their place and a fix.
+    The source is parsed, never executed. Every ``jax`` and ``jaxlib`` name in it is looked up in the
+    installed packages; names that are gone, deprecated or misspelled are reported with their place and a fix.
 
     Args:
-        source_code: a path, or source text. A string is a path when it is a single line that names an existing
-            file or ends in ``.py``, ``.pyi`` or ``.ipynb``; any other string is source text.
+        source_code: a path, or source text. A string is a path when it is a single line that names an
+            existing file or ends in ``.py``, ``.pyi`` or ``.ipynb``; any other string is source text.
         check_imports: check ``import`` and ``from … import`` statements.
         check_functions: check names in expressions, keywords and arguments of calls, config options.
         check_performance: look for a few slow patterns (see :mod:`capibara.migrate.performance`).
@@ -65,12 +65,12 @@ def check_paths(
 ) -> MigrationReport:
     """Check files and whole folders; the flags are those of :func:`check_migration_compatibility`.
 
-    A file that is named is checked or refused with an error. A file that was only found in a folder and is too
-    large to check becomes a warning in the report.
+    A file that is named is checked or refused with an error. A file that was only found in a folder and is
+    too large to check becomes a warning in the report.
 
     Raises:
         MigrationPathError: a path does not exist.
-        MigrationInputError: no path was given, there is no Python file under them, or a named file is refused.
+        MigrationInputError: no path was given, they hold no Python file, or a named file is refused.
     """
     flags = (check_imports, check_functions, check_performance)
     reports = []
@@ -90,7 +90,8 @@ def check_paths(
     if not reports:
         names = ", ".join(map(repr, map(str, given))) or "nothing"
         raise MigrationInputError(
-            f"paths: found no Python file (.py, .pyi, .ipynb) under {names}; name a file or folder that holds some"
+            f"paths: found no Python file (.py, .pyi, .ipynb) under {names}; "
+            "name a file or a folder that holds some"
         )
     return MigrationReport.merge(reports)
 

@@ -1,10 +1,10 @@
 """Code written for several JAX versions at once: which of its arms runs on the installed one?
 
 Libraries bridge versions with ``try: … except ImportError``, ``if hasattr(jax, "tree")`` or
-``if jax.__version_info__ >= (0, 4, 16)``. A name that JAX removed is harmless in the arm that is not taken, and
-a real fault in the arm that is. Tests are evaluated without running the file: ``hasattr`` on a JAX name and
-comparisons of JAX's version with literals have a known answer here; a test that mentions JAX's version in any
-other way is "undecided", and findings under it are notes.
+``if jax.__version_info__ >= (0, 4, 16)``. A name that JAX removed is harmless in the arm that is not taken,
+and a real fault in the arm that is. Tests are evaluated without running the file: ``hasattr`` on a JAX name
+and comparisons of JAX's version with literals have a known answer here; a test that mentions JAX's version in
+any other way is "undecided", and findings under it are notes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _CATCHES: dict[str, frozenset[str]] = {
     "TypeError": frozenset({"call"}),
 }
 _EVERYTHING = frozenset({"module", "name", "attribute", "call"})
+_VERSION_PARSERS = {"parse", "version", "looseversion", "parse_version"}
+_DEEPEST_TEST = 20  # nested deeper, a test is no version test
 _BROAD = {"Exception", "BaseException"}
 _SWALLOWING_BLOCKS = {"suppress", "raises", "assertRaises", "assertRaisesRegex"}
 
@@ -39,8 +41,17 @@ def branch_guards(tests: Sequence[ast.expr], context: Context, *, polarity: bool
     return tuple(
         Guard("branch", id(test), test=test, context=context, polarity=polarity)
         for test in tests
-        if not isinstance(test, (ast.Constant, ast.Subscript, ast.Lambda))
+        if _may_be_version_test(test)
     )
+
+
+def _may_be_version_test(test: ast.expr) -> bool:
+    """A quick look at the words in a test, so that ordinary branches cost nothing."""
+    for node in ast.walk(test):
+        word = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if word in {"hasattr", "TYPE_CHECKING"} or "version" in word.lower() or "JAX" in word:
+            return True
+    return False
 
 
 def try_guards(node: ast.Try | ast.TryStar) -> tuple[tuple[Guard, ...], tuple[Guard, ...], tuple[Guard, ...]]:
@@ -126,14 +137,16 @@ class BranchJudge:
             return "undecided" if self._mentions_version(guard.test, guard.context) else "unrelated"
         return "taken" if value == guard.polarity else "not taken"
 
-    def _value(self, test: ast.expr, context: Context) -> bool | None:
+    def _value(self, test: ast.expr, context: Context, depth: int = 0) -> bool | None:
         """The truth of a version test, or None when it is not one or cannot be decided."""
         negated = False
+        if depth > _DEEPEST_TEST:
+            return None
         while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test, negated = test.operand, not negated
         value: bool | None = None
         if isinstance(test, ast.BoolOp):
-            values = [self._value(part, context) for part in test.values[:8]]
+            values = [self._value(part, context, depth + 1) for part in test.values[:8]]
             decisive = isinstance(test.op, ast.Or)
             if decisive in values:
                 value = decisive
@@ -143,9 +156,8 @@ class BranchJudge:
             value = self._hasattr(test, context)
         elif isinstance(test, ast.Compare) and len(test.ops) == 1:
             value = self._comparison(test, context)
-        elif isinstance(test, (ast.Name, ast.Attribute)):
-            if "typing.TYPE_CHECKING" in self.resolver.paths(test, context):
-                value = False
+        elif "typing.TYPE_CHECKING" in self.resolver.paths(test, context):
+            value = False
         if value is None:
             return None
         return not value if negated else value
@@ -191,14 +203,10 @@ class BranchJudge:
             return None
         if isinstance(node, ast.Call):  # Version("0.4.1"), version.parse(jax.__version__)
             parser = dotted_parts(node.func)[1][-1:] or [getattr(node.func, "id", "")]
-            if len(node.args) != 1 or parser[0].lower() not in {
-                "parse",
-                "version",
-                "looseversion",
-                "parse_version",
-            }:
+            if len(node.args) != 1 or parser[0].lower() not in _VERSION_PARSERS:
                 return None
-            inner = self._version_operand(node.args[0], context)
+            argument = node.args[0]
+            inner = None if isinstance(argument, ast.Call) else self._version_operand(argument, context)
             if inner is None or not isinstance(inner[0], str):
                 return None
             return _numbers(inner[0]), inner[1]

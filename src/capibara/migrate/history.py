@@ -1,7 +1,7 @@
 """What JAX used to have: a curated table of removals and deprecations, read from ``history.toml``.
 
-The installed JAX decides *whether* a name is there; the table adds what the installed JAX can not know: since when
-a name is gone, what to write instead, and which names are going in a release that is not installed yet.
+The installed JAX decides *whether* a name is there; the table adds what the installed JAX can not know: since
+when a name is gone, what to write instead, and which names are going in a release that is not installed yet.
 """
 
 from __future__ import annotations

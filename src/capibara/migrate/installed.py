@@ -1,8 +1,8 @@
 """The installed JAX as the judge: does this dotted name exist, and does touching it warn?
 
-Names are looked up for real, with ``getattr`` and ``import``, but only inside the ``jax`` and ``jaxlib`` packages:
-the user's file is never executed. JAX answers for a removed name with an ``AttributeError`` that often says what
-to use instead, and for a deprecated one with a ``DeprecationWarning``; both texts are kept.
+Names are looked up for real, with ``getattr`` and ``import``, but only inside the ``jax`` and ``jaxlib``
+packages: the user's file is never executed. JAX answers for a removed name with an ``AttributeError`` that
+often says what to use instead, and for a deprecated one with a ``DeprecationWarning``; both texts are kept.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 __all__ = ["ROOTS", "InstalledAPI", "Lookup", "installed_api"]
 
 ROOTS = ("jax", "jaxlib")
 
-# present: it is there. deprecated: it is there and says so. missing: it is not. unknown: it cannot be told here
-# (the module exists but needs something that is not installed).
+# present: it is there. deprecated: it is there and says so. missing: it is not. unknown: it cannot be told
+# here (the module exists but needs something that is not installed).
 Status = Literal["present", "deprecated", "missing", "unknown"]
 
 
@@ -36,7 +36,7 @@ class Lookup:
     """What the installed JAX says of one dotted name.
 
     Attributes:
-        path: the longest part of the name that was looked at: on ``missing``, its last component is what is absent.
+        path: the longest part of the name that was looked at; when missing, its last component is absent.
         status: see ``Status``.
         message: JAX's own words (deprecation text, or the text of the AttributeError), or empty.
         value: the object, when there is one.
@@ -196,7 +196,7 @@ def _reexports(package: str) -> frozenset[str]:
     )
 
 
-_SETTLED = (ModuleType, type, FunctionType, type(functools.lru_cache(len)))
+_SETTLED = (ModuleType, type, FunctionType, SimpleNamespace, type(functools.lru_cache(len)))
 
 _PROBE = """
 import importlib, json, sys, warnings

@@ -1,9 +1,9 @@
 """The name rules: does every ``jax.*`` name in the file exist in the installed JAX?
 
-Codes: ``removed-name`` and ``removed-module`` (JAX once had it), ``unknown-name`` and ``unknown-module`` (JAX never
-had it, as far as the table knows), ``deprecated-name`` (it warns, or is gone in a later release),
-``changed-behaviour``, ``private-name``, ``submodule-not-imported``, ``removed-option`` and ``unknown-option`` (of
-``jax.config.update``), ``removed-attribute`` (of arrays).
+Codes: ``removed-name`` and ``removed-module`` (JAX once had it), ``unknown-name`` and ``unknown-module`` (JAX
+never had it, as far as the table knows), ``deprecated-name`` (it warns, or is gone in a later release),
+``changed-behaviour``, ``private-name``, ``submodule-not-imported``, ``removed-option`` and ``unknown-option``
+(of ``jax.config.update``), ``removed-attribute`` (of arrays).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from capibara.migrate.walker import Program
 
 __all__ = ["NameRules", "is_jax"]
 
-# Packages whose import does not import any of JAX's modules, so that `jax.x.y` can be judged from the file alone.
+# Packages whose import does not load JAX modules, so that `jax.x.y` can be judged from the file alone.
 _NEUTRAL = set(sys.stdlib_module_names) | {
     *ROOTS,
     "numpy",
@@ -65,7 +65,8 @@ class NameRules:
             if is_jax(statement.module):
                 self.imported.update(f"{statement.module}.{alias.name}" for alias in statement.names)
         for node, context in self.program.stored_attributes:  # `jax.foo = …` puts foo there
-            self.patched.update(self.program.resolver.paths(node, context))
+            paths = self.program.resolver.paths(node, context)
+            self.patched.update(path for path in paths if self.api.exists(path.rpartition(".")[0]))
 
     def _note_import(self, module: str) -> None:
         root = module.partition(".")[0]

@@ -1,20 +1,23 @@
 """Performance rules: a few patterns that are slow in JAX and can be recognised with little doubt.
 
 ``jit-in-loop`` (warning)
-    ``jax.jit`` of a lambda, a ``functools.partial`` or a function defined in the loop, built anew on every turn of
-    a loop. JAX caches compiled programs by function object, so each turn traces and compiles again. Loops over a
-    literal list of variants are left alone, and so are functions that use the loop variable.
+    ``jax.jit`` of a lambda, a ``functools.partial`` or a function defined in the loop, built anew on every
+    turn of a loop. JAX caches compiled programs by function object, so each turn traces and compiles again.
+    Loops over a literal list of variants are left alone, and so are functions that use the loop variable.
 ``jit-rebuilt-per-call`` (info)
     the same inside a function that the file calls in a loop, with the jitted function called on the spot.
 ``array-update-in-loop`` (info)
-    ``x = x.at[i].set(…)`` in a Python loop over ``i``: one dispatch and one copy of ``x`` a turn (or, under jit, a
-    program that grows with the loop). One indexed update, ``jax.lax.fori_loop`` or ``jax.vmap`` does it at once.
+    ``x = x.at[i].set(…)`` in a Python loop over ``i``: one dispatch and one copy of ``x`` a turn (or, under
+    jit, a program that grows with the loop). One indexed update, ``jax.lax.fori_loop`` or ``jax.vmap`` does
+    it at once.
 ``host-sync-in-loop`` (info)
-    ``float(…)``, ``.item()``, ``numpy.asarray(…)``, ``jax.device_get(…)`` or ``.block_until_ready()`` on the result
-    of a jitted function on every turn of the loop that calls it: the host waits, and the device idles while the
-    next step is dispatched. Under an ``if`` (every so many steps), or in a loop that measures time, it is meant.
+    ``float(…)``, ``.item()``, ``numpy.asarray(…)``, ``jax.device_get(…)`` or ``.block_until_ready()`` on the
+    result of a jitted function on every turn of the loop that calls it: the host waits, and the device idles
+    while the next step is dispatched. Under an ``if`` (every so many steps), or in a loop that measures time,
+    it is meant.
 ``numpy-in-jit`` (warning)
-    a NumPy function called on a traced argument of a jitted function: it fails, or leaves the compiled program.
+    a NumPy function called on a traced argument of a jitted function: it fails, or leaves the compiled
+    program.
 """
 
 from __future__ import annotations
@@ -85,10 +88,8 @@ class PerformanceRules:
             return None
         if self._paths(node.func, context) & _JIT:
             return node
-        if "functools.partial" in self._paths(node.func, context) and node.args:
-            if self._paths(node.args[0], context) & _JIT:
-                return node
-        return None
+        is_partial = bool(node.args) and "functools.partial" in self._paths(node.func, context)
+        return node if is_partial and self._paths(node.args[0], context) & _JIT else None
 
     def _jit_decorator(
         self, function: ast.FunctionDef | ast.AsyncFunctionDef, context: Context
@@ -99,8 +100,8 @@ class PerformanceRules:
         return None
 
     def _collect_jitted_names(self) -> None:
-        for function, context in self.program.nodes:
-            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        for kind in (ast.FunctionDef, ast.AsyncFunctionDef):
+            for function, context in self.program.of_type(kind):
                 if self._jit_decorator(function, context) is not None:
                     self.jitted_names.add(function.name)
         for statement, context in self.program.of_type(ast.Assign):
@@ -124,7 +125,7 @@ class PerformanceRules:
                     "warning",
                     "jit-in-loop",
                     "jax.jit",
-                    "jax.jit of a function that is new on every turn of this loop: traced and compiled each time",
+                    "jax.jit of a function that is new on every turn of this loop: compiled each time",
                     "build the jitted function once, before the loop",
                 )
             return
@@ -139,7 +140,7 @@ class PerformanceRules:
                 "info",
                 "jit-rebuilt-per-call",
                 "jax.jit",
-                f"jax.jit is built and called anew in every call of {function.name}, which is called in a loop",
+                f"jax.jit is built anew in every call of {function.name}, which is called in a loop",
                 "build the jitted function once, at module level or in the caller",
             )
 
@@ -167,9 +168,9 @@ class PerformanceRules:
         names = _names(loop.target)
         # Anything computed in the loop may depend on the variant as well.
         for statement in loop.body:
-            if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.FunctionDef)):
-                if _loads(statement) & names:
-                    names |= _bound_by(statement)
+            binds = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.FunctionDef))
+            if binds and _loads(statement) & names:
+                names |= _bound_by(statement)
         return bool(_loads(call) & names)
 
     # array-update-in-loop

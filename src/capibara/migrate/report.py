@@ -9,7 +9,8 @@ Its severity says what happens there:
     it runs today, with a deprecation warning or with a removal date, or it is slow for a reason that can be
     seen in the source;
 ``info``
-    worth knowing: a fallback for another JAX version that is not taken here, a changed default, a private name.
+    worth knowing: a fallback for another JAX version that is not taken here, a changed default, a private
+    name.
 
 A report is *compatible* when it holds no error.
 """

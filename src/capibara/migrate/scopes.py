@@ -1,14 +1,14 @@
 """Which object does this name mean? Python's scoping rules, applied to an ``ast`` without running it.
 
-A migration check that only searched for ``jax.tree_map`` as text would miss ``from jax import tree_map as tm``
-and would cry wolf at a local variable called ``jax``. So every name is looked up the way Python does it: in
-its own scope, then in the enclosing functions (class bodies are skipped), then in the module. What a name was
-bound *to* is kept as a dotted path when that can be read off the source (an import, or an assignment of
+A migration check that only searched for ``jax.tree_map`` as text would miss ``from jax import tree_map as
+tm`` and would cry wolf at a local variable called ``jax``. So every name is looked up the way Python does it:
+in its own scope, then in the enclosing functions (class bodies are skipped), then in the module. What a name
+was bound *to* is kept as a dotted path when that can be read off the source (an import, or an assignment of
 another such name), and as "opaque" otherwise (a parameter, a loop variable, the result of a call). Opaque
 names yield no findings.
 
-When several bindings could be in force, such as the two arms of ``try: import … except ImportError: import …``,
-all of them are returned and a finding needs all of them to be wrong.
+When several bindings could be in force, such as the two arms of ``try: import … except ImportError: import
+…``, all of them are returned and a finding needs all of them to be wrong.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Getting hold of source code: files, text and notebooks, all treated as hostile until parsed.
 
-A source becomes an ``ast.Module`` whose line numbers run through; for a notebook the code cells are laid end to
-end and :meth:`Source.locate` turns such a line back into a cell and the line inside it.
+A source becomes an ``ast.Module`` whose line numbers run through; for a notebook the code cells are laid end
+to end and :meth:`Source.locate` turns such a line back into a cell and the line inside it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ __all__ = [
     "read_source",
 ]
 
-#: Larger files are refused: hand-written Python is far smaller, and the syntax tree takes some 100 times as much.
+#: Larger files are refused: hand-written Python is far smaller, and the syntax tree takes some 100 times as
+# much.
 MAX_SOURCE_BYTES = 4 * 1024 * 1024
 SUFFIXES = (".py", ".pyi", ".ipynb")
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "venv", "build", "dist"}
@@ -120,7 +121,8 @@ def read_source(source_code: str | os.PathLike[str]) -> Source:
         return _read_file(Path(source_code))
     if len(source_code) > MAX_SOURCE_BYTES:
         raise MigrationInputError(
-            f"source_code: {len(source_code):,} characters of text, the limit is {MAX_SOURCE_BYTES:,}; split it"
+            f"source_code: {len(source_code):,} characters of text, the limit is {MAX_SOURCE_BYTES:,}; "
+            "check it in parts"
         )
     return _parse_python(_TEXT_LABEL, source_code)
 
