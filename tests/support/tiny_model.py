@@ -50,7 +50,7 @@ class TinyModel:
         return {
             "embed": ("vocab", "embed"),
             "position": ("sequence", "embed"),
-            "block": {name: ("embed", "embed_out") for name in ("q", "k", "v", "o")},
+            "block": dict.fromkeys(("q", "k", "v", "o"), ("embed", "embed_out")),
             "scale": ("embed",),
         }
 

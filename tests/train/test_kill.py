@@ -1,0 +1,139 @@
+"""Kill a run at random moments: every restart finds a complete checkpoint, and no loss changes by a bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_run import TEXT, TINY
+
+from capibara.train import checkpoint_store, read_losses, read_metrics
+
+ENTRY = Path(__file__).parent.parent / "support" / "tiny_cli.py"
+
+
+class Runs:
+    """Starts ``capibara train`` in own processes, with one text and one cache of compiled programs."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        (base / "text.txt").write_text(TEXT)
+        self.environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(base / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
+    def start(self, folder: Path, *settings: str) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            str(ENTRY),
+            "train",
+            str(self.base / "text.txt"),
+            *TINY,
+            *settings,
+        ]
+        with open(self.base / f"{folder.name}.log", "ab") as log:
+            return subprocess.Popen(
+                [*command, "--directory", str(folder)], stdout=log, stderr=log, env=self.environment
+            )
+
+    def finish(self, folder: Path, *settings: str) -> None:
+        process = self.start(folder, *settings)
+        assert process.wait(timeout=300) == 0, self.log(folder)
+
+    def log(self, folder: Path) -> str:
+        return (self.base / f"{folder.name}.log").read_text()
+
+
+def wait_for_losses(folder: Path, more_than: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the run has written a loss of a step above ``more_than``."""
+    while not any(step > more_than for step in read_losses(folder / "metrics.jsonl")):
+        assert process.poll() is None, "it ended before it was killed"
+        time.sleep(0.01)
+
+
+def outcome(folder: Path) -> tuple[list[str], list[str]]:
+    """Every training loss and every validation, to the last bit."""
+    losses = read_losses(folder / "metrics.jsonl")
+    assert list(losses) == list(range(1, len(losses) + 1))
+    entries = [entry for entry in read_metrics(folder / "metrics.jsonl") if entry["kind"] == "validation"]
+    return [loss.hex() for loss in losses.values()], [entry["bits_per_byte"].hex() for entry in entries]
+
+
+def kill_and_resume(base: Path, kills: int, steps: int, seed: int) -> None:
+    runs, chance = Runs(base), random.Random(seed)
+    settings = (f"train.steps={steps}", "train.log_every=1", f"train.eval_every={steps // 3}")
+    undisturbed, disturbed = base / "undisturbed", base / "disturbed"
+    runs.finish(undisturbed, *settings, f"checkpoint.every_steps={steps}")
+    expected = outcome(undisturbed)
+    assert len(expected[0]) == steps
+    assert len(set(expected[0])) > steps // 2
+
+    often = (*settings, "checkpoint.every_steps=2")
+    reached = []
+    for _ in range(kills):
+        process = runs.start(disturbed, *often)
+        newest = max(checkpoint_store(disturbed).steps(), default=0)
+        # The moments spread over the loop: steps, checkpoints being written, old ones being removed.
+        # Some come while the process is still starting.
+        if chance.random() < 0.8:
+            wait_for_losses(disturbed, newest + chance.choice((0, 2, 3)), process)
+        time.sleep(chance.uniform(0.0, 0.5))
+        process.kill()
+        assert process.wait(timeout=60) == -signal.SIGKILL, runs.log(disturbed)
+        reached.append(newest)
+    reached.append(max(checkpoint_store(disturbed).steps(), default=0))
+    runs.finish(disturbed, *often)
+
+    assert outcome(disturbed) == expected
+    log = runs.log(disturbed)
+    # What a kill leaves is whole or invisible, so no damaged checkpoint was ever met …
+    assert "damaged" not in log
+    assert "Traceback" not in log
+    # … and the restarts did resume.
+    assert reached[-1] > 0
+    assert f"resuming after step {reached[-1]} " in log
+    assert sorted(os.listdir(disturbed / "checkpoints")) == sorted(
+        map(str, checkpoint_store(disturbed).steps())
+    )
+
+
+def test_two_kills_change_nothing(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, kills=2, steps=30, seed=1)
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, kills=10, steps=150, seed=2)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_polite_signal_saves_the_step_it_reached(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    runs, folder = Runs(tmp_path), tmp_path / "run"
+    settings = (
+        "train.steps=1000000",
+        "train.log_every=1",
+        "checkpoint.every_steps=1000000",
+        "eval_every=1000000",
+    )
+    process = runs.start(folder, *settings)
+    wait_for_losses(folder, 3, process)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code, runs.log(folder)
+    (step,) = checkpoint_store(folder).steps()
+    assert step >= 4
+    # The checkpoint and the metrics end at the same step.
+    assert max(read_losses(folder / "metrics.jsonl")) == step
+    assert f"stopped after step {step:,}; run the same command again" in runs.log(folder)
+    assert "Traceback" not in runs.log(folder)
