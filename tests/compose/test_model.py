@@ -113,7 +113,7 @@ def test_unconnected_input_is_named() -> None:
 def test_two_producers() -> None:
     model = ml.Model()
     model |= ml.Relu()(input="x", output="y")
-    with pytest.raises(ml.WiringError, match="(?s)y.*both are results"):
+    with pytest.raises(ml.WiringError, match=r"(?s)y.*both are results"):
         model |= ml.Tanh()(input="x", output="y")
 
 

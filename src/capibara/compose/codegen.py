@@ -150,7 +150,7 @@ def _function(
             _region(node, index, names, lines, read, modes, new_states)
             _function(node.region, precision, modes, constants, functions, node)
 
-    for path, leaf in graph.states.items():
+    for path in graph.states:
         if path in new_states:
             continue
         wire = graph.next_states.get(path)

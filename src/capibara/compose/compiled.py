@@ -92,7 +92,7 @@ def compile(
         whole.expose(*model.output_keys)
         model.parent = None  # the wrapper is only for this call
         model.child_name = None
-        model, wrapped = whole, model
+        model = whole
     backend = backend or JaxBackend()
     model._finish()
     with what_if():

@@ -64,7 +64,7 @@ class Graph:
 
     def walk(self) -> Iterator[Node]:
         """All nodes, those inside regions too."""
-        stack = [self]
+        stack: list[Graph] = [self]
         while stack:
             graph = stack.pop()
             for node in graph.nodes:

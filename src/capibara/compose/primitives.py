@@ -56,45 +56,85 @@ __all__ = [
 FLOAT, INT = "float", "int"
 
 
-def _unary(cls: str, op: str, formula: str) -> type[Primitive]:
-    def __init__(self: Primitive, *, name: str | None = None) -> None:
-        Primitive.__init__(self, op, {"input": ("*b", FLOAT)}, {"output": ("*b", FLOAT)}, name=name)
+class _Unary(Primitive):
+    """An operation on each element: ``input [*b]`` → ``output [*b]``."""
 
-    doc = f"``{formula}``, element by element: ``input [*b]`` → ``output [*b]``."
-    return type(cls, (Primitive,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
-
-
-Relu = _unary("Relu", "relu", "max(x, 0)")
-Gelu = _unary("Gelu", "gelu", "x Φ(x), by the tanh approximation of jax.nn.gelu")
-Silu = _unary("Silu", "silu", "x sigmoid(x)")
-Sigmoid = _unary("Sigmoid", "sigmoid", "1 / (1 + exp(-x))")
-Tanh = _unary("Tanh", "tanh", "tanh(x)")
-Softplus = _unary("Softplus", "softplus", "log(1 + exp(x))")
-Exp = _unary("Exp", "exp", "exp(x)")
-Log = _unary("Log", "log", "log(x)")
-Square = _unary("Square", "square", "x²")
-Absolute = _unary("Absolute", "absolute", "|x|")
+    def __init__(self, *, name: str | None = None) -> None:
+        op = type(self).__name__.lower()
+        super().__init__(op, {"input": ("*b", FLOAT)}, {"output": ("*b", FLOAT)}, name=name)
 
 
-def _binary(cls: str, op: str, formula: str) -> type[Primitive]:
-    def __init__(self: Primitive, *, name: str | None = None) -> None:
-        Primitive.__init__(
-            self,
-            op,
+class Relu(_Unary):
+    """``max(x, 0)``."""
+
+
+class Gelu(_Unary):
+    """``x Φ(x)``, by the tanh approximation of ``jax.nn.gelu``."""
+
+
+class Silu(_Unary):
+    """``x sigmoid(x)``."""
+
+
+class Sigmoid(_Unary):
+    """``1 / (1 + exp(-x))``."""
+
+
+class Tanh(_Unary):
+    """``tanh(x)``."""
+
+
+class Softplus(_Unary):
+    """``log(1 + exp(x))``."""
+
+
+class Exp(_Unary):
+    """``exp(x)``."""
+
+
+class Log(_Unary):
+    """``log(x)``."""
+
+
+class Square(_Unary):
+    """``x²``."""
+
+
+class Absolute(_Unary):
+    """``|x|``."""
+
+
+class Decay(_Unary):
+    """Decay rates from their logarithms: ``-exp(x)``, always negative."""
+
+
+class _Binary(Primitive):
+    """An operation on two arrays, with NumPy's broadcasting: ``left``, ``right`` → ``output``."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            type(self).__name__.lower(),
             {"left": ("*l", "T"), "right": ("*r", "T")},
             {"output": ("*o", "T")},
             constraints=[(broadcast_rule, ("left", "right", "output"))],
             name=name,
         )
 
-    doc = f"``{formula}`` with NumPy's broadcasting: ``left``, ``right`` → ``output``."
-    return type(cls, (Primitive,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
+
+class Add(_Binary):
+    """``left + right``."""
 
 
-Add = _binary("Add", "add", "left + right")
-Subtract = _binary("Subtract", "subtract", "left - right")
-Multiply = _binary("Multiply", "multiply", "left * right")
-Divide = _binary("Divide", "divide", "left / right")
+class Subtract(_Binary):
+    """``left - right``."""
+
+
+class Multiply(_Binary):
+    """``left * right``."""
+
+
+class Divide(_Binary):
+    """``left / right``."""
 
 
 class Softmax(Primitive):
@@ -355,13 +395,6 @@ class CachedConv(Primitive):
             {"output": ("batch sequence *c", FLOAT), "next_tail": (tail, FLOAT)},
             name=name,
         )
-
-
-class Decay(Primitive):
-    """Decay rates from their logarithms: ``-exp(input)``, always negative."""
-
-    def __init__(self, *, name: str | None = None) -> None:
-        super().__init__("decay", {"input": ("*b", FLOAT)}, {"output": ("*b", FLOAT)}, name=name)
 
 
 _SCAN_INPUTS: dict[str, tuple[Any, str | None]] = {

@@ -133,7 +133,7 @@ class AxisRules:
                     count *= sizes[a]
                 if shape is not None and shape[i] % count:
                     continue
-                entries[-1] = axes if len(axes) > 1 else axes[0]
+                entries[-1] = axes if "+" in candidate else candidate
                 used.update(axes)
                 break
         return PartitionSpec(*entries)

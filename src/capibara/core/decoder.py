@@ -51,7 +51,6 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
     kinds = config.block_kinds
     turn = min(len(config.pattern), len(kinds))
     turns, left = divmod(len(kinds), turn)
-    attends = "attention" in kinds
 
     model = Model(name="decoder")
     model.add_input("tokens", ("batch", "sequence"), "int", ("batch", "sequence"))
@@ -65,20 +64,14 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
     shared: dict[str, Any] = {}
     if cached:
         model.add_state("position", (), Constant(0), kind="int", dtype="int32")
-    if attends:
-        start: Any = "position" if cached else 0
-        places = model.add(Positions(), "positions", like="tokens", start=start)
-        table = model.add(
-            RotaryTable(config.resolved_head_dim, config.rope_theta), "rotary", positions=places.output
-        )
+    places = model.add(Positions(), "positions", like="tokens", start="position" if cached else 0)
+    if "attention" in kinds:
+        rotary = RotaryTable(config.resolved_head_dim, config.rope_theta)
+        table = model.add(rotary, "rotary", positions=places.output)
         shared = {"cos": table.cos, "sin": table.sin}
     if cached:
-        if attends:
-            shared["position"] = "position"
-            end = places.end
-        else:
-            end = model.add(Positions(), "positions", like="tokens", start="position").end
-        model.update_state("position", end)
+        shared["position"] = "position"
+        model.update_state("position", places.end)
 
     at: Any = embedding.output
     sums: dict[str, list[Any]] = {name: [] for name in _METRICS}
@@ -110,19 +103,14 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
     model.add(Cast("accumulate"), "logits_cast", input=head.output, output="logits")
     model.expose("logits")
     for metric, ports in sums.items():
+        if not ports:
+            continue
+        total = ports[0]
+        for i, port in enumerate(ports[1:]):
+            total = model.add(Add(), f"{metric}_total_{i}", left=total, right=port).output
         name = "auxiliary_loss" if metric == "commitment" else metric
-        for i, port in enumerate(ports):
-            last = i == len(ports) - 1
-            block = Add() if i else Sum()
-            if i:
-                model.add(
-                    block, f"{name}_{i}", left=total, right=port, output=name if last else f"{name}_{i}_out"
-                )
-            else:
-                model.add(block, f"{name}_{i}", input=port, output=name if last else f"{name}_{i}_out")
-            total = block.output
-        if ports:
-            model.expose(name)
+        model.add(Sum(), f"{metric}_total", input=total, output=name)
+        model.expose(name)
     return model
 
 

@@ -6,14 +6,11 @@ import contextlib
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from capibara.compose.errors import CompileError
 from capibara.compose.precision import Precision
 from capibara.config.axes import AxisRules
-
-if TYPE_CHECKING:
-    import jax
 
 __all__ = ["JaxBackend"]
 
@@ -45,7 +42,7 @@ class JaxBackend:
         *,
         policy: Precision | None = None,
         jit: bool = True,
-        device: str | jax.Device | None = None,
+        device: Any | str | None = None,
         device_mesh: Any | Sequence[int] | None = None,
         mesh_axes: Sequence[str] = ("data", "model"),
         rules: AxisRules | None = None,

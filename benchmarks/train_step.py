@@ -1,0 +1,107 @@
+"""One training step of a 6-layer decoder against the same model in PyTorch, on the same cores.
+
+Forward, backward, gradient clipping and AdamW; float32; the same sizes and batch. The PyTorch side is
+:class:`benchmarks.torch_decoder.TorchDecoder`, eager and (with ``--compile``, slow to start) ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+__all__ = ["run"]
+
+OVERRIDES = ["model.embed_dim=256", "model.num_heads=8", "model.num_kv_heads=8", "model.mlp_dim=704"]
+
+
+def run(rounds: int = 8, *, with_compile: bool = False) -> list[dict[str, Any]]:
+    """Rows of ratios: time of PyTorch / time of Capibara, so that above 1 Capibara is the faster."""
+    import jax
+    import torch
+    import torch.nn.functional as F
+
+    from benchmarks.torch_decoder import TorchDecoder
+    from capibara.config import ModularModelConfig
+    from capibara.core import ModularCapibaraModel
+    from capibara.measure import interleaved
+    from capibara.train.optimizer import build_optimizer
+    from capibara.train.state import TrainState
+    from capibara.train.step import make_train_step
+
+    config = ModularModelConfig.from_toml("demo", overrides=OVERRIDES)
+    m, t = config.model, config.train
+    tokens = np.random.default_rng(0).integers(0, 256, (t.batch_size, t.sequence_length + 1)).astype(np.int32)
+    flops = 0.0
+
+    def ours(mode: str) -> Any:
+        nonlocal flops
+        model = ModularCapibaraModel(config.with_overrides([f"model.scan_layers={mode}"]))
+        flops = model.flops_per_token(t.sequence_length) * tokens[:, 1:].size
+        params, state = model.init(0)
+        optimizer = build_optimizer(config, param_axes=model.param_axes)
+        box = [TrainState.create(params, state, optimizer.init(params), seed=0)]
+        step = make_train_step(model, optimizer)
+        batch = {"tokens": jax.numpy.asarray(tokens[None])}
+
+        def one() -> Any:
+            box[0], metrics = step(box[0], batch)
+            return metrics
+
+        return one
+
+    def theirs(compiled: bool) -> Any:
+        torch.manual_seed(0)
+        model = TorchDecoder(m)
+        assert sum(p.numel() for p in model.parameters()) == ModularCapibaraModel(config).num_params
+        run = torch.compile(model) if compiled else model
+        o = config.optimizer
+        optimizer = torch.optim.AdamW(
+            model.parameters(), o.learning_rate, (o.beta1, o.beta2), weight_decay=o.weight_decay
+        )
+        x, y = (torch.from_numpy(a.astype(np.int64)) for a in (tokens[:, :-1], tokens[:, 1:]))
+
+        def one() -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(run(x).flatten(0, 1), y.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), o.grad_clip_norm)
+            optimizer.step()
+            return loss.item()
+
+        return one
+
+    functions = {
+        "capibara": ours("auto"),
+        "capibara, scanned": ours("scan"),
+        "torch eager": theirs(False),
+    }
+    if with_compile:
+        functions["torch.compile"] = theirs(True)
+    table = interleaved(functions, rounds, 2)
+    print(table)
+    rate = {name: flops / table[name].median / 1e9 for name in functions}
+    shape = f"{m.num_layers} layers, d {m.embed_dim}, {t.batch_size} × {t.sequence_length}"
+    return [
+        {
+            "what": f"training step ({name})",
+            "shape": shape,
+            "peer": peer,
+            "ratio": table.ratio(peer, name),
+            "ours_gflops": rate[name],
+            "peer_gflops": rate[peer],
+        }
+        for name in ("capibara", "capibara, scanned")
+        for peer in functions
+        if peer.startswith("torch")
+    ]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile", action="store_true", help="torch.compile as well")
+    parser.add_argument("--rounds", type=int, default=8)
+    arguments = parser.parse_args()
+    for row in run(arguments.rounds, with_compile=arguments.compile):
+        print(row)
