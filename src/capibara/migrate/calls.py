@@ -28,7 +28,7 @@ _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITI
 # Calls whose result is an array, for the few array attributes whose name alone says too little.
 _ARRAY_MODULES = ("jax.numpy.", "jax.random.")
 _ARRAY_CALLS = {"jax.device_put"}
-_MESH_CALLS = {"jax.sharding.Mesh", "jax.make_mesh", "jax.experimental.maps.Mesh"}
+_MESH_CALLS = {"jax.sharding.Mesh", "jax.make_mesh"}
 
 
 @dataclass(slots=True)
