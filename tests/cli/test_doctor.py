@@ -80,7 +80,9 @@ def test_a_broken_operation_is_reported_with_exit_code_1(capsys, monkeypatch):
 def test_without_jax_it_still_answers(tmp_path):
     """A folder that shadows JAX with a module that cannot be imported."""
     (tmp_path / "jax").mkdir()
-    (tmp_path / "jax" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'jax'\", name='jax')\n")
+    (tmp_path / "jax" / "__init__.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'jax'\", name='jax')\n"
+    )
     code = (
         "import sys, argparse; sys.path.insert(0, sys.argv.pop(1))\n"
         "from capibara.cli import doctor\n"

@@ -1,27 +1,5 @@
-"""Nearly all the time of these tests would go into compiling the same few tiny programs again and again."""
+"""Compiled programs are kept while the tests of this folder run."""
 
-from __future__ import annotations
+from compile_cache import compile_once
 
-from collections.abc import Iterator
-
-import jax
-import pytest
-from jax.experimental.compilation_cache import compilation_cache
-
-
-@pytest.fixture(scope="package", autouse=True)
-def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep compiled programs on disk while the tests of this folder run."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+__all__ = ["compile_once"]

@@ -346,5 +346,6 @@ def test_utilisation_follows_from_the_measured_rate(tmp_path: Path, monkeypatch:
     model = TinyModel(config)
     report = train(config, model, tiny_corpus())
     assert report.tokens_per_second is not None
+    assert report.utilisation is not None
     expected = report.tokens_per_second * model.flops_per_token(16) / 1e9
     np.testing.assert_allclose(report.utilisation, expected)

@@ -1,0 +1,154 @@
+"""The frame of the command line: verbs, codes, errors, and that help costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+from tiny_run import python
+
+import capibara.cli
+from capibara.cli import VERBS, main
+from capibara.errors import ConfigError
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A verb of the test's own, ``capibara try``."""
+    module: Any = types.ModuleType("capibara.cli.try")
+    module.HELP = "Try something."
+    module.seen = None
+
+    def add_arguments(parser: Any) -> None:
+        parser.add_argument("things", nargs="*")
+        parser.add_argument("--flag", action="store_true")
+        parser.add_argument("--number", type=int)
+
+    def run(args: Any) -> int:
+        module.seen = args
+        return 0
+
+    module.add_arguments, module.run = add_arguments, run
+    monkeypatch.setitem(sys.modules, "capibara.cli.try", module)
+    monkeypatch.setitem(VERBS, "try", "try something")
+    return module
+
+
+def test_help_lists_every_verb_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from capibara.cli import main; code = main(['--help']);"
+        "heavy = {'jax', 'numpy', 'pydantic', 'rich', 'matplotlib', 'optax', 'orbax'} & set(sys.modules);"
+        "sys.exit(code or len(heavy))"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in VERBS:
+        assert f"  {name} " in done.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"capibara {capibara.__version__}\n"
+
+
+def test_as_a_module() -> None:
+    assert python("-m", "capibara", "--version").stdout == f"capibara {capibara.__version__}\n"
+    assert python("-m", "capibara").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "no verb 'trian'. Did you mean 'train'?"),
+        (["--verison"], "no option '--verison'. Did you mean '--version'?"),
+        (["xyzzy"], "no verb 'xyzzy'. The verbs are: train, generate"),
+    ],
+)
+def test_unknown_verbs(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_options_and_words_in_any_order(verb: Any) -> None:
+    assert main(["try", "a", "--flag", "b=1", "--number", "3", "c"]) == 0
+    assert (verb.seen.things, verb.seen.flag, verb.seen.number) == (["a", "b=1", "c"], True, 3)
+
+
+def test_an_unknown_option_is_told_the_nearest(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["try", "--flga"]) == 2
+    assert "Did you mean '--flag'?" in capsys.readouterr().err
+    assert main(["try", "--fla"]) == 2
+    assert main(["try", "--number", "x"]) == 2
+    assert verb.seen is None
+
+
+def test_help_of_a_verb(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["try", "--help"]) == 0
+    assert "Try something." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+        (ConfigError("x=1 is wrong"), 2, "capibara: x=1 is wrong\n"),
+        (KeyboardInterrupt(), 130, "capibara: interrupted\n"),
+    ],
+)
+def test_errors_become_codes_without_a_traceback(
+    verb: Any, capsys: pytest.CaptureFixture[str], raised: BaseException, code: int, message: str
+) -> None:
+    def run(args: Any) -> int:
+        raise raised
+
+    verb.run = run
+    assert main(["try"]) == code
+    assert capsys.readouterr().err == message
+
+
+def test_other_errors_are_not_hidden(verb: Any) -> None:
+    def run(args: Any) -> int:
+        raise ZeroDivisionError
+
+    verb.run = run
+    with pytest.raises(ZeroDivisionError):
+        main(["try"])
+
+
+def test_the_verbs_own_code_is_returned(verb: Any) -> None:
+    verb.run = lambda args: 1
+    assert main(["try"]) == 1
+
+
+def test_a_missing_module_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(VERBS, "gone", "not there")
+    assert main(["gone"]) == 2
+    assert "lacks the module capibara.cli.gone" in capsys.readouterr().err
+
+
+def test_a_reader_that_closes_early() -> None:
+    code = (
+        "import sys, types; from capibara.cli import VERBS, main\n"
+        "module = types.ModuleType('capibara.cli.spam'); module.HELP = ''\n"
+        "module.add_arguments = lambda parser: None\n"
+        "def run(args):\n"
+        "    while True: print('spam' * 1000)\n"
+        "module.run = run; VERBS['spam'] = ''; sys.modules['capibara.cli.spam'] = module\n"
+        "sys.exit(main(['spam']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(4)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()

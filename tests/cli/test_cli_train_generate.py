@@ -1,0 +1,191 @@
+"""``capibara train`` and ``capibara generate`` as a person or a script would call them."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import core_with_tiny_model
+from tiny_run import TEXT, TINY
+
+import capibara.measure
+from capibara.cli import main
+from capibara.cli.train import split_items
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "capibara.core", core_with_tiny_model())
+    monkeypatch.setattr(capibara.measure, "matmul_rate", lambda dtype="float32": 1e11)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("cli")
+    (base / "text.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "capibara.core", core_with_tiny_model())
+        patch.setattr(capibara.measure, "matmul_rate", lambda dtype="float32": 1e11)
+        assert main(["train", str(base / "text.txt"), *TINY, "--directory", str(base / "run")]) == 0
+    return base
+
+
+def test_split_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a=b.txt").write_text("x")
+    Path("steps=5").write_text("x")
+    texts, settings = split_items(
+        [
+            "book.txt",
+            "train.steps=3",
+            "num_layers=2",
+            "a=b.txt",
+            "./steps=5",
+            "steps=5",
+            "-",
+            "trian.steps=1",
+            "x/y=z",
+        ]
+    )
+    assert texts == ["book.txt", "a=b.txt", "./steps=5", "-", "x/y=z"]
+    assert settings == ["train.steps=3", "num_layers=2", "steps=5", "trian.steps=1"]
+
+
+def test_what_training_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = [
+        "train",
+        str(tmp_path / "text.txt"),
+        *TINY,
+        "train.steps=6",
+        "--directory",
+        str(tmp_path / "run"),
+    ]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        f"text.txt: {len(TEXT):,} bytes in 1 document",
+        "a matrix multiply here reaches 100 GFLOP/s",
+        "step 5/6  loss ",
+        "tokens/s  MFU ",
+        "step 6: validation ",
+        "finished: 6 steps",
+    ):
+        assert expected in out
+    assert main([*arguments, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["reason"] == "already trained"
+    assert "already trained 6 steps" in captured.err
+    assert main([*arguments, "--json", "--fresh"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["reason"], report["start_step"], report["step"]) == ("finished", 0, 6)
+    assert report["validation_bits_per_byte"] > 0
+
+
+def test_text_from_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    assert main(["train", "-", *TINY, "train.steps=3", "--directory", str(tmp_path)]) == 0
+    assert "standard input" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.txt"], "no text at 'nothing.txt'"),
+        (["trian.steps=3"], "Did you mean 'train.steps'?"),
+        (["train.steps=many"], "train.steps"),
+        (
+            ["optimizer.warmup_steps=50", "train.steps=20"],
+            "optimizer.warmup_steps=50 must be below train.steps=20",
+        ),
+        (["--config", "dmeo"], "demo"),
+        (["/bin/true"], "binary file"),
+        (["/dev/null"], "neither a file nor a folder"),
+    ],
+)
+def test_bad_input(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("capibara: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_streams_and_repeats(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--checkpoint", str(trained / "run"), "--prompt", "Sentence ä", "--length", "40"]
+    texts = []
+    for extra in ([], [], ["--seed", "1"], ["--temperature", "0"]):
+        assert main([*arguments, *extra]) == 0
+        texts.append(capsys.readouterr().out)
+    assert all(text.startswith("Sentence ä") and text.endswith("\n") for text in texts)
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+
+
+def test_generate_as_json_says_the_same(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: list[Any] = [
+        "--prompt",
+        "A",
+        "--max-tokens",
+        "20",
+        "--top-k",
+        "5",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "3",
+    ]
+    arguments = ["generate", "--checkpoint", str(trained / "run" / "checkpoints"), *options]
+    assert main(arguments) == 0
+    streamed = capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompt"] + result["text"] + "\n" == streamed
+    assert (result["tokens"], result["step"], result["top_k"], result["seed"]) == (20, 12, 5, 3)
+
+
+def test_generate_finds_the_run_of_a_configuration(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "mine.toml"
+    config.write_text(f'[checkpoint]\ndirectory = "{trained / "run"}"\n[generate]\nmax_tokens = 7\n')
+    assert main(["generate", "--config", str(config), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--top-p", "0"], "top_p=0.0"),
+        (["--top-k", "-2"], "top_k=-2"),
+        (["--length", "0"], "max_tokens=0"),
+        (["--seed", "-1"], "seed=-1"),
+        (["--length", "many"], "invalid int value"),
+    ],
+)
+def test_generate_refuses_values_outside_their_range(
+    trained: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["generate", "--checkpoint", str(trained / "run"), *options]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_generate_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--checkpoint", str(tmp_path)]) == 2
+    assert "Train first" in capsys.readouterr().err
