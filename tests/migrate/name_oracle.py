@@ -13,7 +13,6 @@ import json
 import sys
 import warnings
 
-
 Places = set[tuple[str, int]]
 
 

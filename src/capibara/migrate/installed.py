@@ -98,18 +98,21 @@ class InstalledAPI:
 
     def lookup(self, path: str) -> Lookup:
         """Look up a dotted name, importing submodules on the way where an attribute is absent."""
-        if path not in self._lookups:
-            self._lookups[path] = self._lookup(path)
-        return self._lookups[path]
+        parts = path.split(".")
+        found = Lookup(parts[0], "present", value=self.module(parts[0]))
+        prefix = parts[0]
+        for name in parts[1:]:
+            prefix = f"{prefix}.{name}"
+            known = self._lookups.get(prefix)
+            if known is None:
+                known = self._lookups[prefix] = self._step(found, prefix, name)
+            found = known
+            if found.status in ("missing", "unknown"):
+                break
+        return found
 
-    def _lookup(self, path: str) -> Lookup:
-        head, _, name = path.rpartition(".")
-        if not head:
-            module = self.module(path)
-            return Lookup(path, "present", value=module)
-        parent = self.lookup(head)
-        if parent.status in ("missing", "unknown"):
-            return parent
+    def _step(self, parent: Lookup, path: str, name: str) -> Lookup:
+        """Look up one more component below a name that is there."""
         holder = parent.value
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -125,7 +128,7 @@ class InstalledAPI:
         if failure is not None:
             # What an object carries can change while a program runs (`client` is None until it is connected);
             # what modules, classes, functions and the config carry does not.
-            if not isinstance(holder, _SETTLED) and head != "jax.config":
+            if not isinstance(holder, _SETTLED) and parent.path != "jax.config":
                 return Lookup(path, "unknown", failure, parent=holder)
             if on_module:
                 is_module = self.is_module(path)
@@ -177,7 +180,8 @@ class InstalledAPI:
             return True
         if name in _reexports(parent):
             return True
-        return _is_reachable(frozenset(), module) or _is_reachable(imports, module)
+        more = imports - {"jax"}
+        return _is_reachable(frozenset(), module) or (bool(more) and _is_reachable(more, module))
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import bisect
-import codecs
 import io
 import json
 import os
@@ -165,7 +164,7 @@ def _read_file(path: Path) -> Source:
         return _parse_notebook(label, data)
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        text = codecs.decode(data, encoding)
+        text = data.decode(encoding)
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
         failure = ParseFailure(
             _line_of(data, error),
@@ -174,9 +173,6 @@ def _read_file(path: Path) -> Source:
             f"the file cannot be decoded: {error}",
             "save it as UTF-8, or declare its encoding in the first line: # -*- coding: latin-1 -*-",
         )
-        return Source(label, _empty(), [], (failure,))
-    if not isinstance(text, str):  # a bytes-to-bytes codec such as zlib was declared
-        failure = ParseFailure(1, 0, "encoding", f"{encoding!r} is not a text encoding", "save it as UTF-8")
         return Source(label, _empty(), [], (failure,))
     return _parse_python(label, io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True))
 

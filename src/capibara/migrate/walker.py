@@ -120,7 +120,7 @@ class _Walker:
         kind = "opaque"
         if isinstance(value, (ast.Name, ast.Attribute)):
             kind = "alias"
-        elif isinstance(value, ast.Constant) and not isinstance(value.value, (str, bytes)):
+        elif isinstance(value, ast.Constant) and (value.value is None or isinstance(value.value, bool)):
             kind = "absent"
         binding = context.scope.bind(name, Binding(kind, _end(node), context, value=value))
         if value is not None:
