@@ -7,16 +7,10 @@ often says what to use instead, and for a deprecated one with a ``DeprecationWar
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
-import importlib.util
 import inspect
-import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from dataclasses import dataclass
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -170,78 +164,8 @@ class InstalledAPI:
         """The option names that ``jax.config.update`` accepts with the modules imported so far."""
         return set(self.lookup("jax.config").value.values)
 
-    def loaded_by(self, imports: frozenset[str], module: str) -> bool:
-        """Whether importing ``imports`` (and ``jax``) in a fresh interpreter makes ``module`` an attribute.
-
-        A re-export that can be read in the parent package's source needs no fresh interpreter.
-        """
-        parent, _, name = module.rpartition(".")
-        if module in imports or any(imported.startswith(module + ".") for imported in imports):
-            return True
-        if name in _reexports(parent):
-            return True
-        more = imports - {"jax"}
-        return _is_reachable(frozenset(), module) or (bool(more) and _is_reachable(more, module))
-
-
-@functools.lru_cache(maxsize=64)
-def _reexports(package: str) -> frozenset[str]:
-    """The names that a package's ``__init__`` imports at its top level."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return frozenset()
-    with open(spec.origin, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    return frozenset(
-        alias.asname or alias.name
-        for statement in tree.body
-        if isinstance(statement, ast.ImportFrom)
-        for alias in statement.names
-    )
-
 
 _SETTLED = (ModuleType, type, FunctionType, SimpleNamespace, type(functools.lru_cache(len)))
-
-_PROBE = """
-import importlib, json, sys, warnings
-sys.path[:] = json.loads(sys.argv[1])
-warnings.simplefilter("ignore")
-for name in ["jax", *json.loads(sys.argv[2])]:
-    try:
-        importlib.import_module(name)
-    except Exception:
-        pass
-root, *names = sys.argv[3].split(".")
-value = sys.modules[root]
-try:
-    for name in names:
-        value = getattr(value, name)
-except AttributeError:
-    print("absent")
-else:
-    print("there")
-"""
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_reachable(imports: frozenset[str], path: str) -> bool:
-    """Whether a dotted name can be reached after importing ``imports`` in a fresh interpreter (1 to 2 s).
-
-    True as well when no interpreter can be started or it does not answer: then nothing is known, and nothing
-    shall be reported.
-    """
-    try:
-        answer = subprocess.run(
-            [sys.executable, "-P", "-c", _PROBE, json.dumps(sys.path), json.dumps(sorted(imports)), path],
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )
-    except (OSError, subprocess.SubprocessError):
-        return True
-    return "absent" not in answer.stdout.splitlines()
 
 
 @functools.lru_cache(maxsize=1)

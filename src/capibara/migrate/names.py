@@ -18,6 +18,7 @@ from types import ModuleType
 from capibara.migrate.findings import Findings, Kind
 from capibara.migrate.history import Change, History
 from capibara.migrate.installed import ROOTS, InstalledAPI, Lookup
+from capibara.migrate.reachable import unreachable
 from capibara.migrate.scopes import Context, Guard, Meaning
 from capibara.migrate.walker import Program
 
@@ -52,6 +53,7 @@ class NameRules:
     only_neutral_imports: bool = True
     patched: set[str] = field(default_factory=set)
     mentioned: set[str] = field(default_factory=set)
+    module_uses: list[tuple[ast.AST, Context, list[str]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for statement, _ in self.program.of_type(ast.Import):
@@ -146,6 +148,7 @@ class NameRules:
             if len(jax_meanings) > 1 and any(map(self._is_fine, jax_meanings)):
                 continue  # one of several possible bindings is in order
             self._reference(node, context, jax_meanings[0])
+        self._report_unreachable()
         self._star_names()
 
     def _references(self) -> Iterator[tuple[ast.expr, Context]]:
@@ -277,28 +280,32 @@ class NameRules:
     def _submodules(self, node: ast.AST, context: Context, path: str, bound: str) -> None:
         """`jax.experimental.pallas.x` after a bare `import jax`: the submodule may not be loaded."""
         parts = path.split(".")
+        modules = []
         for end in range(len(bound.split(".")) + 1, len(parts) + 1):
             module = ".".join(parts[:end])
             if not isinstance(self.api.lookup(module).value, ModuleType):
-                return
-            if module in sys.modules and not self._is_loaded(module):
-                severity = "warning" if self.only_neutral_imports else "info"
-                message = f"{module} is a module that nothing in this file imports"
-                self.findings.add(
-                    node,
-                    context,
-                    "attribute",
-                    severity,
-                    "submodule-not-imported",
-                    module,
-                    message,
-                    f"add `import {module}`",
-                )
-                self.imported.add(module)  # once is enough
-                return
+                break
+            if module in sys.modules:  # and not a module that is also known under another name
+                modules.append(module)
+        if modules:
+            self.module_uses.append((node, context, modules))
 
-    def _is_loaded(self, module: str) -> bool:
-        return module in self.imported or self.api.loaded_by(frozenset(self.imported), module)
+    def _report_unreachable(self) -> None:
+        """Report each module that the file uses without importing it, once."""
+        absent = unreachable(
+            self.imported, {module for *_, modules in self.module_uses for module in modules}
+        )
+        for node, context, modules in self.module_uses:
+            module = next((module for module in modules if module in absent), None)
+            if module is None:
+                continue
+            absent.discard(module)
+            severity = "warning" if self.only_neutral_imports else "info"
+            message = f"{module} is a module that nothing in this file imports"
+            fix = f"add `import {module}`"
+            self.findings.add(
+                node, context, "attribute", severity, "submodule-not-imported", module, message, fix
+            )
 
     def _star_names(self) -> None:
         """After ``from jax.numpy import *``, a name bound nowhere that JAX is known to have removed there."""
