@@ -59,6 +59,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class TorchDecoder(nn.Module):
     """Logits ``[batch, sequence, vocab]`` from tokens ``[batch, sequence]``."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, m: ModelSection) -> None:
         super().__init__()
         self.embedding = nn.Embedding(m.vocab_size, m.embed_dim)

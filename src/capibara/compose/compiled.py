@@ -12,49 +12,21 @@ import os
 import tempfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 from capibara.compose.backends.jax_backend import JaxBackend
 from capibara.compose.codegen import generate
 from capibara.compose.errors import CompileError, InputError, ShapeError
-from capibara.compose.graph import Graph, Leaf, Path, flatten
+from capibara.compose.graph import Path, flatten
 from capibara.compose.model import Block, Model, Placement
 from capibara.compose.regions import Repeat
-from capibara.compose.shapes import Dim, what_if
+from capibara.compose.shapes import what_if
 from capibara.compose.sharding import constrain, param_shardings
-from capibara.compose.wires import Wire
+from capibara.compose.specs import ArraySpec, ModelSpecs, shape_text
 from capibara.errors import did_you_mean
 
 __all__ = ["ArraySpec", "CompiledModel", "compile"]
-
-
-@dataclass(frozen=True)
-class ArraySpec:
-    """What is known of an array: sizes (a name where the size is free), dtype, logical axis names."""
-
-    shape: tuple[int | str, ...] | None
-    dtype: str
-    axes: tuple[str | None, ...] | None
-    init: Any = None
-    stack: int = 0
-
-    def sizes(self, free: Mapping[str, int], what: str) -> tuple[int, ...]:
-        """The shape with its free sizes filled in."""
-        if self.shape is None:
-            raise CompileError(f"the rank of {what} is unknown: pass shapes={{…}} to compile()")
-        missing = [n for n in self.shape if isinstance(n, str) and n not in free]
-        if missing:
-            raise CompileError(
-                f"{what} has shape {_text(self.shape)}, and {', '.join(map(repr, missing))} is not known: pass "
-                "shapes={…} with the input's sizes to compile(), or the size by name"
-            )
-        return tuple(free[n] if isinstance(n, str) else n for n in self.shape)
-
-
-def _text(shape: tuple[int | str, ...]) -> str:
-    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
 
 
 def compile(
@@ -111,7 +83,7 @@ def compile(
             id(node): _mode(node.block, backend) for node in graph.walk() if isinstance(node.block, Repeat)
         }
         source, constants = generate(graph, backend.policy, modes)
-        specs = _Specs(graph, backend)
+        specs = ModelSpecs(graph, backend.policy)
     return CompiledModel(
         model, backend, source, constants, specs, backend.jit if jit is None else jit, file_path
     )
@@ -121,51 +93,6 @@ def _mode(block: Repeat, backend: JaxBackend) -> str:
     from capibara.compose.backends.jax_repeat import choose_mode
 
     return choose_mode(block.mode, block.count, backend.platform)
-
-
-class _Specs:
-    """Shapes, dtypes and axes, read off a graph."""
-
-    def __init__(self, graph: Graph, backend: JaxBackend) -> None:
-        self._names: dict[int, str] = {}
-        self._dims: list[Dim] = []  # kept alive, so that ids stay unique
-        self._taken: set[str] = set()
-        self._backend = backend
-        self.inputs = {k: self._wire(w) for k, w in graph.inputs.items()}
-        self.outputs = {k: self._wire(w) for k, w in graph.outputs.items()}
-        self.params = {path: self._leaf(leaf) for path, leaf in graph.params.items()}
-        self.states = {path: self._leaf(leaf) for path, leaf in graph.states.items()}
-
-    def _dim(self, dim: Dim) -> int | str:
-        root = dim.find()
-        if root.size is not None:
-            return root.size
-        if id(root) not in self._names:
-            base = root.name or root.axis or "size"
-            name, i = base, 1
-            while name in self._taken:
-                i += 1
-                name = f"{base}_{i}"
-            self._taken.add(name)
-            self._names[id(root)] = name
-            self._dims.append(root)
-        return self._names[id(root)]
-
-    def _wire(self, wire: Wire) -> ArraySpec:
-        dims = wire.shape.dims()
-        shape = None if dims is None else tuple(self._dim(d) for d in dims)
-        kind = wire.kind.find().value
-        dtype = {"int": "int32", "bool": "bool"}.get(kind or "float", self._backend.policy.compute)
-        return ArraySpec(shape, dtype, wire.axes)
-
-    def _leaf(self, leaf: Leaf) -> ArraySpec:
-        wire, declaration = leaf.wire, leaf.wire.declaration
-        assert declaration is not None
-        spec = self._wire(wire)
-        policy = self._backend.policy
-        default = spec.dtype if wire.role == "state" else policy.param
-        shape = None if spec.shape is None else (*leaf.stack, *spec.shape)
-        return ArraySpec(shape, declaration.dtype or default, leaf.axes, declaration.init, len(leaf.stack))
 
 
 _counter = 0
@@ -186,7 +113,7 @@ class CompiledModel:
         backend: JaxBackend,
         source: str,
         constants: dict[str, Any],
-        specs: _Specs,
+        specs: ModelSpecs,
         jit: bool,
         file_path: str | os.PathLike[str] | None,
     ) -> None:
@@ -433,26 +360,28 @@ class CompiledModel:
             if spec.shape is None:
                 continue
             if len(shape) != len(spec.shape):
-                raise InputError(f"inputs[{key!r}] has shape {tuple(shape)}, expected {_text(spec.shape)}")
+                raise InputError(
+                    f"inputs[{key!r}] has shape {tuple(shape)}, expected {shape_text(spec.shape)}"
+                )
             for size, want in zip(shape, spec.shape, strict=True):
                 if isinstance(want, int):
                     if size != want:
                         raise InputError(
-                            f"inputs[{key!r}] has shape {tuple(shape)}, expected {_text(spec.shape)}"
+                            f"inputs[{key!r}] has shape {tuple(shape)}, expected {shape_text(spec.shape)}"
                         )
                 elif seen.setdefault(want, (size, key))[0] != size:
                     other = seen[want]
                     raise InputError(
-                        f"inputs[{key!r}] has shape {tuple(shape)}, expected {_text(spec.shape)}: {want!r} is "
+                        f"inputs[{key!r}] has shape {tuple(shape)}, expected {shape_text(spec.shape)}: {want!r} is "
                         f"{other[0]} in inputs[{other[1]!r}]"
                     )
 
     def __repr__(self) -> str:
         ins = ", ".join(
-            f"{k}: {_text(s.shape) if s.shape is not None else '?'}" for k, s in self.inputs.items()
+            f"{k}: {shape_text(s.shape) if s.shape is not None else '?'}" for k, s in self.inputs.items()
         )
         outs = ", ".join(
-            f"{k}: {_text(s.shape) if s.shape is not None else '?'}" for k, s in self.outputs.items()
+            f"{k}: {shape_text(s.shape) if s.shape is not None else '?'}" for k, s in self.outputs.items()
         )
         return f"CompiledModel(({ins}) -> ({outs}), {len(self.params)} parameters, {self.backend!r})"
 

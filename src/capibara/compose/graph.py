@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from capibara.compose.block import Block, Primitive, site_of
 from capibara.compose.errors import CycleError, UnconnectedError, WiringError
-from capibara.compose.model import Block, Model, Primitive, _site_of
+from capibara.compose.model import Model
 from capibara.compose.regions import Region, Repeat
 from capibara.compose.wires import Wire
 
@@ -198,7 +199,7 @@ def _order(graph: Graph, nodes: list[Node]) -> list[Node]:
 
 
 def _place(node: Node) -> str:
-    site = _site_of(node.block)
+    site = site_of(node.block)
     return f"{node.label}" + (f" (added at {site})" if site else "")
 
 
@@ -211,7 +212,7 @@ def _unconnected(node: Node, wire: Wire) -> UnconnectedError:
         if outer is None:
             break
         block, key = block.parent, outer
-    site = _site_of(block)
+    site = site_of(block)
     added = f" (added at {site})" if site else ""
     return UnconnectedError(
         f"the input {key!r} of {block.label}{added} is connected to nothing: name what it reads, as in "

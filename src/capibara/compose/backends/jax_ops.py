@@ -199,6 +199,8 @@ def quantise(
     decay: float,
     commitment_weight: float,
     dead_code_threshold: float,
+    epsilon: float,
+    implementation: str,
     key: Array | None,
     train: bool,
 ) -> tuple[Array, ...]:
@@ -212,6 +214,8 @@ def quantise(
         decay=decay,
         commitment_weight=commitment_weight,
         dead_code_threshold=dead_code_threshold,
+        epsilon=epsilon,
+        implementation=implementation,
         key=key,
     )
     return (

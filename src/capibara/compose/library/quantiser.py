@@ -20,7 +20,8 @@ class VectorQuantiser(Model):
         codebook_size, dimension: the codebook's shape.
         decay: of the moving averages. commitment_weight: weight of the loss.
         dead_code_threshold: codes used less than this (moving average of a batch's count) are drawn anew from the
-            inputs; 0 leaves them.
+            inputs; 0 leaves them. epsilon: smoothing of the counts.
+        implementation: of :func:`capibara.ops.vq.nearest_code`.
     """
 
     def __init__(
@@ -30,6 +31,8 @@ class VectorQuantiser(Model):
         decay: float = 0.99,
         commitment_weight: float = 0.25,
         dead_code_threshold: float = 0.0,
+        epsilon: float = 1e-5,
+        implementation: str = "auto",
         *,
         name: str | None = None,
     ) -> None:
@@ -42,7 +45,7 @@ class VectorQuantiser(Model):
         self.add_state("cluster_size", (codebook_size,), ones, axes=("codes",), dtype="float32")
         self.add_state("codebook_sum", shape, start, axes=axes, dtype="float32")
         quantise = self.add(
-            p.Quantise(decay, commitment_weight, dead_code_threshold),
+            p.Quantise(decay, commitment_weight, dead_code_threshold, epsilon, implementation),
             "quantise",
             input="input",
             codebook="codebook",

@@ -1,0 +1,234 @@
+"""Blocks and their ports: what models are made of, before they are joined.
+
+A :class:`Block` has ports, each a wire. A :class:`Primitive` is one operation of the backend. Calling a block with
+names says what its ports are to be joined to; :class:`~capibara.compose.model.Model` does the joining.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from capibara.compose.errors import ShapeError, Site, WiringError
+from capibara.compose.shapes import Constraint, Dim, Rest, Shape, as_shape, settle
+from capibara.compose.wires import Kind, Wire
+from capibara.errors import did_you_mean
+
+__all__ = ["Block", "Child", "IOKey", "Placement", "Port", "Primitive", "site_of"]
+
+
+class Port(NamedTuple):
+    """One end of a block: ``block.output``. Joining it to another port joins the two values."""
+
+    block: Block
+    key: str
+
+    @property
+    def wire(self) -> Wire:
+        return self.block.wires[self.key].find()
+
+    def __repr__(self) -> str:
+        return f"{self.block.label}.{self.key}"
+
+
+class IOKey(NamedTuple):
+    """A name in the model with more said of it: ``Linear(8)(output=IOKey("y", expose=True))``.
+
+    Args:
+        name: the connection's name.
+        shape: its shape, as in :func:`capibara.compose.shapes.as_shape`.
+        kind: "float", "int" or "bool".
+        expose: make it an output of the model even if another block uses it too.
+        axes: logical axis names, one a dimension.
+    """
+
+    name: str
+    shape: Iterable[Any] | None = None
+    kind: str | None = None
+    expose: bool = False
+    axes: tuple[str | None, ...] = ()
+
+
+class Placement(NamedTuple):
+    """A block and what its ports are to be joined to: what calling a block returns."""
+
+    block: Block
+    connections: Mapping[str, Any]
+    name: str | None = None
+
+
+class Child(NamedTuple):
+    """A block inside a model."""
+
+    name: str
+    block: Block
+    site: Site | None
+
+
+class Block:
+    """Anything with ports. Use a subclass: :class:`Model`, :class:`Primitive`, :class:`~.repeat.Repeat`."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        if name is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+            raise WiringError(
+                f"name={name!r} is no identifier: use letters, digits and '_', starting with a letter"
+            )
+        self.name = name
+        self.wires: dict[str, Wire] = {}
+        self.symbols: dict[str, Dim | Rest] = {}
+        self.parent: Block | None = None
+        self.child_name: str | None = None
+
+    @property
+    def input_keys(self) -> list[str]:
+        """Data inputs: what must come from outside (parameters, states and constants are not among them)."""
+        raise NotImplementedError
+
+    @property
+    def output_keys(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """The block's place in the nested model: ``decoder.attention.query``."""
+        names: list[str] = []
+        block: Block | None = self
+        while block is not None and block.child_name is not None:
+            names.append(block.child_name)
+            block = block.parent
+        return ".".join(n for n in reversed(names) if n) or self.name or type(self).__name__
+
+    def __call__(self, **connections: Any) -> Placement:
+        for key in connections:
+            self._check_port(key)
+        return Placement(self, connections)
+
+    def port(self, key: str) -> Port:
+        """A port by name, also where the name is taken by an attribute (``block.port("name")``)."""
+        self._check_port(key)
+        return Port(self, key)
+
+    def _check_port(self, key: str) -> None:
+        if key not in self.wires:
+            ports = [*self.input_keys, *(k for k in self.wires if k not in self.input_keys)]
+            raise WiringError(
+                f"{self.label} ({type(self).__name__}) has no port {key!r}; its ports are "
+                f"{', '.join(ports) or 'none yet'}.{did_you_mean(key, ports)}"
+            )
+
+    def __getattr__(self, key: str) -> Port:
+        wires = self.__dict__.get("wires")
+        if wires is not None and key in wires:
+            return Port(self, key)
+        if key.startswith("_") or wires is None:
+            raise AttributeError(key)
+        raise AttributeError(
+            f"{self.label} ({type(self).__name__}) has no port or attribute {key!r}.{did_you_mean(key, wires)}"
+        )
+
+    def shape_of(self, key: str) -> Shape:
+        """What is known of the shape of one port."""
+        self._check_port(key)
+        return self.wires[key].find().shape
+
+    def _main_input(self) -> str | None:
+        keys = self.input_keys
+        return "input" if "input" in keys else (keys[0] if keys else None)
+
+    def _main_output(self) -> str | None:
+        keys = self.output_keys
+        return "output" if "output" in keys else (keys[-1] if keys else None)
+
+    def _size(self, field: Any) -> Any:
+        return field
+
+    def _shape(self, spec: Any, axes: Iterable[str | None] = ()) -> Shape:
+        return as_shape(spec, self.symbols, tuple(axes))
+
+
+class Primitive(Block):
+    """One operation of the backend.
+
+    Args:
+        op: the operation's name in the backend (``ops.<op>``).
+        inputs: port name → ``(shape, kind)``; a kind is "float", "int", "bool" or a capital letter, and ports with
+            the same letter have the same kind.
+        outputs: the same for the results, in the order in which the operation returns them.
+        attributes: keyword arguments of the operation, plain values known when the model is composed.
+        constraints: ``(rule, (port, …))`` beyond what equal names in the shapes say.
+        uses_key: the operation takes ``key=`` (randomness). uses_train: it takes ``train=``.
+        accumulates: the operation takes ``accumulate=``, the dtype that its sums are kept in.
+        cost: a note for humans of what the operation does (shown by ``summary``).
+    """
+
+    def __init__(
+        self,
+        op: str,
+        inputs: Mapping[str, tuple[Any, str | None]],
+        outputs: Mapping[str, tuple[Any, str | None]],
+        attributes: Mapping[str, Any] | None = None,
+        constraints: Iterable[tuple[Callable[..., bool], tuple[str, ...]]] = (),
+        *,
+        uses_key: bool = False,
+        uses_train: bool = False,
+        accumulates: bool = False,
+        constrain_output: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.op = op
+        self.attributes = dict(attributes or {})
+        self.uses_key = uses_key
+        self.uses_train = uses_train
+        self.accumulates = accumulates
+        self.constrain_output = constrain_output
+        self._inputs = list(inputs)
+        self._outputs = list(outputs)
+        kinds: dict[str, Kind] = {}
+        for key, (shape, kind) in {**inputs, **outputs}.items():
+            letter = kind is not None and len(kind) == 1
+            cell = kinds.setdefault(kind, Kind()) if letter else Kind(kind)  # type: ignore[arg-type]
+            self.wires[key] = Wire(self._shape(shape), cell)
+        for key in self._outputs:
+            self.wires[key].producer = (self, key)
+        for rule, keys in constraints:
+            shapes = [self.wires[k].shape for k in keys]
+            Constraint(rule, shapes, self._explain(keys)).post()
+        settle()
+
+    def _explain(self, keys: tuple[str, ...]) -> Callable[[ShapeError], ShapeError]:
+        def explain(error: ShapeError) -> ShapeError:
+            shapes = ", ".join(f"{self.label}.{k} {self.wires[k].find().shape}" for k in keys)
+            site = site_of(self)
+            joined = f"\n  added at {site}" if site else ""
+            return ShapeError(
+                f"the shapes of {self.label} ({self.op}) do not fit: {error}\n  {shapes}{joined}"
+            )
+
+        return explain
+
+    @property
+    def input_keys(self) -> list[str]:
+        return [k for k in self._inputs if self.wires[k].find().role is None]
+
+    @property
+    def ports_in(self) -> list[str]:
+        """Every argument of the operation, in order, parameters and states among them."""
+        return self._inputs
+
+    @property
+    def output_keys(self) -> list[str]:
+        return self._outputs
+
+
+def site_of(block: Block) -> Site | None:
+    parent = block.parent
+    while parent is not None:
+        for child in getattr(parent, "children", ()):
+            if child.block is block:
+                if child.site is not None:
+                    return child.site
+                break
+        block, parent = parent, parent.parent
+    return None

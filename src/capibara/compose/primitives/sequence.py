@@ -1,0 +1,230 @@
+"""What mixes positions of a sequence: attention, rotary positions, convolutions, recurrences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capibara.compose.block import Primitive
+from capibara.compose.errors import ShapeError
+from capibara.compose.shapes import Shape, set_size
+
+__all__ = [
+    "Attention",
+    "CachedAttention",
+    "CachedConv",
+    "CausalConv",
+    "ContinuedScan",
+    "Positions",
+    "RotaryTable",
+    "Rotate",
+    "SelectiveScan",
+]
+
+
+class Positions(Primitive):
+    """Positions of a row of tokens: ``like [*b, sequence]``, ``start int []`` → ``start + arange(sequence)``."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "positions",
+            {"like": ("*b sequence", "T"), "start": ((), "int")},
+            {"output": (("sequence",), "int"), "end": ((), "int")},
+            name=name,
+        )
+
+
+def _half(whole: Shape, half: Shape) -> bool:
+    a, b = whole.dims(), half.dims()
+    if not a or not b:
+        return False
+    full, part = a[-1], b[-1]
+    if full.size is not None:
+        if full.size % 2:
+            raise ShapeError(f"rotary positions need an even head size, not {full.size}")
+        set_size(part, full.size // 2)
+        return True
+    if part.size is not None:
+        set_size(full, part.size * 2)
+        return True
+    return False
+
+
+class RotaryTable(Primitive):
+    """Cosines and sines for rotary positions (Su et al., 2021): ``positions int [*p]`` → ``[*p, dim / 2]`` each."""
+
+    def __init__(self, dim: int, theta: float = 10000.0, *, name: str | None = None) -> None:
+        if dim < 2 or dim % 2:
+            raise ShapeError(f"dim={dim!r}: rotary positions need an even head size of at least 2")
+        super().__init__(
+            "rotary_table",
+            {"positions": ("*p", "int")},
+            {"cos": (("*p", dim // 2), "float"), "sin": (("*p", dim // 2), "float")},
+            {"dim": int(dim), "theta": float(theta)},
+            accumulates=True,
+            name=name,
+        )
+
+
+class Rotate(Primitive):
+    """Rotary positions: turn the two halves of each head by its position's angles.
+
+    ``input [*b, sequence, heads, dim]``, ``cos``/``sin [sequence, dim / 2]`` → the same shape as ``input``.
+    """
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "rotate",
+            {
+                "input": ("*b sequence heads dim", "float"),
+                "cos": ("sequence half", "float"),
+                "sin": ("sequence half", "float"),
+            },
+            {"output": ("*b sequence heads dim", "float")},
+            constraints=[(_half, ("input", "cos"))],
+            name=name,
+        )
+
+
+def _grouped(query: Shape, key: Shape) -> bool:
+    q, k = query.dims(), key.dims()
+    if q is None or k is None or q[-2].size is None or k[-2].size is None:
+        return False
+    if k[-2].size == 0 or q[-2].size % k[-2].size:
+        raise ShapeError(f"{q[-2].size} query heads cannot share {k[-2].size} key heads: not a multiple")
+    return True
+
+
+class Attention(Primitive):
+    """Scaled dot-product attention through :func:`capibara.ops.attention.flash_attention`.
+
+    ``query [batch, sequence, heads, dim]``, ``key``/``value [batch, sequence, kv_heads, dim]`` → like ``query``;
+    each key head serves ``heads / kv_heads`` query heads (Ainslie et al., 2023).
+    """
+
+    def __init__(
+        self,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            "attention",
+            {
+                "query": ("batch sequence heads dim", "float"),
+                "key": ("batch context kv_heads dim", "float"),
+                "value": ("batch context kv_heads dim", "float"),
+            },
+            {"output": ("batch sequence heads dim", "float")},
+            {"causal": bool(causal), "window": window, "softcap": softcap},
+            constraints=[(_grouped, ("query", "key"))],
+            name=name,
+        )
+
+
+class CachedAttention(Primitive):
+    """Causal attention of new tokens over a cache of the earlier ones.
+
+    The new keys and values are written at ``position``; a query sees everything up to itself. Returns the output
+    and the caches with the new rows. The cache must be long enough: ``position + sequence ≤ cache``.
+    """
+
+    def __init__(
+        self, window: int | None = None, softcap: float | None = None, *, name: str | None = None
+    ) -> None:
+        cache = "batch cache kv_heads dim"
+        super().__init__(
+            "cached_attention",
+            {
+                "query": ("batch sequence heads dim", "float"),
+                "key": ("batch sequence kv_heads dim", "float"),
+                "value": ("batch sequence kv_heads dim", "float"),
+                "key_cache": (cache, "float"),
+                "value_cache": (cache, "float"),
+                "position": ((), "int"),
+            },
+            {
+                "output": ("batch sequence heads dim", "float"),
+                "next_key_cache": (cache, "float"),
+                "next_value_cache": (cache, "float"),
+            },
+            {"window": window, "softcap": softcap},
+            constraints=[(_grouped, ("query", "key"))],
+            name=name,
+        )
+
+
+class CausalConv(Primitive):
+    """Depthwise causal convolution: ``input [batch, sequence, *c]``, ``weight [width, *c]``, ``bias [*c]``."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "causal_conv",
+            {
+                "input": ("batch sequence *c", "float"),
+                "weight": ("width *c", "float"),
+                "bias": ("*c", "float"),
+            },
+            {"output": ("batch sequence *c", "float")},
+            name=name,
+        )
+
+
+class CachedConv(Primitive):
+    """:class:`CausalConv` that goes on from the last ``width - 1`` inputs, and returns the newest ones."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        tail = "batch tail *c"
+        super().__init__(
+            "cached_conv",
+            {
+                "input": ("batch sequence *c", "float"),
+                "weight": ("width *c", "float"),
+                "bias": ("*c", "float"),
+                "tail": (tail, "float"),
+            },
+            {"output": ("batch sequence *c", "float"), "next_tail": (tail, "float")},
+            name=name,
+        )
+
+
+_SCAN_INPUTS: dict[str, tuple[Any, str | None]] = {
+    "input": ("batch sequence heads dim", "float"),
+    "step": ("batch sequence heads", "float"),
+    "rate": (("heads",), "float"),
+    "write": ("batch sequence groups state", "float"),
+    "read": ("batch sequence groups state", "float"),
+}
+
+
+class SelectiveScan(Primitive):
+    """Selective state-space recurrence through :func:`capibara.ops.scan.selective_scan`, from a zero state.
+
+    ``h[t] = exp(step[t] rate) h[t-1] + step[t] input[t] ⊗ write[t]``; ``output[t] = h[t] · read[t]``
+    (Dao and Gu, 2024). ``input [batch, sequence, heads, dim]``, ``step [batch, sequence, heads]``,
+    ``rate [heads]``, ``write``/``read [batch, sequence, groups, state]``.
+    """
+
+    def __init__(self, chunk_length: int = 64, *, name: str | None = None) -> None:
+        super().__init__(
+            "selective_scan",
+            _SCAN_INPUTS,
+            {"output": ("batch sequence heads dim", "float")},
+            {"chunk_length": int(chunk_length)},
+            name=name,
+        )
+
+
+class ContinuedScan(Primitive):
+    """:class:`SelectiveScan` that goes on from a given state ``[batch, heads, dim, state]`` and returns the next."""
+
+    def __init__(self, chunk_length: int = 64, *, name: str | None = None) -> None:
+        memory = ("batch heads dim state", "float")
+        super().__init__(
+            "continued_scan",
+            {**_SCAN_INPUTS, "memory": memory},
+            {"output": ("batch sequence heads dim", "float"), "next_memory": memory},
+            {"chunk_length": int(chunk_length)},
+            name=name,
+        )
