@@ -88,12 +88,27 @@ def test_stacked_scales_are_not_decayed() -> None:
         "weight": jnp.ones((6, 8, 8)),
         "embed": jnp.ones((5, 8)),
         "bias": jnp.ones(8),
+        "conv": {"bias": jnp.ones((4, 8)), "step_bias": jnp.ones((6, 4, 8))},
     }
     axes = {
         "norm": ("layers", "embed"),
         "weight": ("layers", "embed", "mlp"),
         "embed": ("vocab", "embed"),
         "bias": ("embed",),
+        "conv": {"bias": ("heads", None), "step_bias": ("layers", "heads", None)},
     }
-    assert decay_mask(params, axes) == {"norm": False, "weight": True, "embed": True, "bias": False}
-    assert decay_mask(params) == {"norm": True, "weight": True, "embed": True, "bias": False}
+    conv = {"bias": False, "step_bias": False}
+    assert decay_mask(params, axes) == {
+        "norm": False,
+        "weight": True,
+        "embed": True,
+        "bias": False,
+        "conv": conv,
+    }
+    assert decay_mask(params) == {
+        "norm": True,
+        "weight": True,
+        "embed": True,
+        "bias": False,
+        "conv": conv,
+    }

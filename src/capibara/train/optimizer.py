@@ -54,17 +54,26 @@ def learning_rate_schedule(config: Any) -> Callable[[Any], Any]:
     )
 
 
+UNDECAYED_NAMES = ("bias", "scale", "skip")
+"""Endings of the names of parameters that are not decayed however many axes they have (one value a head …)."""
+
+
 def decay_mask(params: Any, param_axes: Any | None = None) -> Any:
     """Return a pytree of bools like ``params``: weight decay for matrices, none for scales and biases.
 
-    With ``param_axes`` (logical axis names, same structure) an axis that merely stacks equal layers is not
-    counted, so the norms of a scanned model are treated like those of an unrolled one.
+    A parameter with one axis is not decayed, nor is one whose name ends in :data:`UNDECAYED_NAMES`. With
+    ``param_axes`` (logical axis names, same structure) an axis that merely stacks equal layers is not counted,
+    so the norms of a scanned model are treated like those of an unrolled one.
     """
+
+    def decayed(path: Any, leaf: Any, axes: tuple[str | None, ...] = ()) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        stacked = sum(axis in STACKING_AXES for axis in axes)
+        return leaf.ndim - stacked > 1 and not name.endswith(UNDECAYED_NAMES)
+
     if param_axes is None:
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-    return jax.tree.map(
-        lambda leaf, axes: leaf.ndim - sum(name in STACKING_AXES for name in axes) > 1, params, param_axes
-    )
+        return jax.tree_util.tree_map_with_path(decayed, params)
+    return jax.tree_util.tree_map_with_path(decayed, params, param_axes)
 
 
 def build_optimizer(config: Any, *, param_axes: Any | None = None) -> optax.GradientTransformation:

@@ -283,13 +283,14 @@ def _run(
         plot_losses(folder / "metrics.jsonl", folder / "loss.png", title=title)
 
     train_step = make_train_step(setup.model, setup.optimizer, schedule=setup.schedule)
+    eval_step = make_eval_step(setup.model)
     with MetricsLog(folder / "metrics.jsonl", resume_step=start) as log:
         loop = Loop(
             config=config,
             placement=setup.placement,
             sampler=setup.sampler,
             train_step=train_step,
-            eval_step=make_eval_step(setup.model),
+            eval_step=eval_step,
             validation=setup.validation,
             log=log,
             save=save,
@@ -302,8 +303,11 @@ def _run(
         begun = time.perf_counter()
         # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
         loop.train_step = train_step.lower(state, loop.put_batch(start)).compile()
+        if setup.validation:
+            batch = setup.placement.put_batch(setup.validation[0])
+            loop.eval_step = eval_step.lower(state.params, state.model_state, batch).compile()
         compile_seconds = time.perf_counter() - begun
-        reporter.note(f"compiled the training step in {compile_seconds:.1f} s")
+        reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
         reporter.start(start, config.train.steps)
         try:
             state, step = loop.run(state, start)
