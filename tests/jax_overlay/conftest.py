@@ -18,7 +18,7 @@ def fresh_python() -> Callable[..., Any]:
     """``fresh_python(code, devices=None)``: run ``code``, return what it printed last, read as JSON."""
 
     def run(code: str, *, devices: int | None = None, arguments: tuple[str, ...] = ()) -> Any:
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
         if devices is not None:
             environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
         command = [sys.executable, "-W", "error", *arguments, "-c", textwrap.dedent(code)]

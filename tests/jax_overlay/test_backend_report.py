@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from typing import Any
 
 import jax
 import pytest
@@ -14,6 +15,10 @@ import capibara.jax as cjax
 from capibara import ops
 from capibara.jax import _backend, diagnostics
 from capibara.measure import installation
+
+# Names that are made at run time, which no type checker can know.
+flags: Any = jax.config
+overlay: Any = cjax
 
 
 @pytest.fixture
@@ -88,7 +93,7 @@ def test_nothing_is_called_tpu_optimized_without_a_tpu(on_cpu):
         assert cjax.get_backend_info()["tpu_optimized"] is False
         assert not hasattr(cjax, "tpu_v4_optimizations")
         with pytest.raises(AttributeError, match="default backend is a TPU; here it is 'cpu'"):
-            cjax.tpu_v4_optimizations
+            overlay.tpu_v4_optimizations
     finally:
         cjax.config.update("enable_tpu_optimizations", False)
 
@@ -104,9 +109,9 @@ def test_on_a_tpu_the_flags_are_set_and_put_back(monkeypatch, tmp_path):
         status = cjax.get_optimization_status()
         assert status["tpu_optimized"] is True
         assert "bfloat16" in status["reasons"]["tpu_optimized"]
-        assert jax.config.jax_default_matmul_precision == "bfloat16"
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "capibara" / "jax")
-        assert cjax.tpu_v4_optimizations is sys.modules["capibara.jax.tpu_v4"]
+        assert flags.jax_default_matmul_precision == "bfloat16"
+        assert flags.jax_compilation_cache_dir == str(tmp_path / "capibara" / "jax")
+        assert overlay.tpu_v4_optimizations is sys.modules["capibara.jax.tpu_v4"]
     finally:
         cjax.config.update("enable_tpu_optimizations", False)
     assert dict(jax.config.values) == before
@@ -175,7 +180,12 @@ class FakeDevice:
         return {"bytes_in_use": 5, "peak_bytes_in_use": 9, "bytes_limit": 100}
 
 
-class SilentDevice(FakeDevice):
+class SilentDevice:
+    """A device that keeps none."""
+
+    platform = "tpu"
+    id = 0
+
     def memory_stats(self):
         return None
 

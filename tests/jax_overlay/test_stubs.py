@@ -13,9 +13,6 @@ import pytest
 
 from capibara.jax import _stubgen
 
-# The JAX whose list of modules the stubs in the repository were written from.
-WRITTEN_FOR = (0, 10)
-
 SAMPLE = """
 import capibara.jax as jax
 import capibara.jax.numpy as jnp
@@ -63,8 +60,10 @@ jax.diagnostics.check_instalation
 """
 
 
-@pytest.mark.skipif(jax.__version_info__[:2] != WRITTEN_FOR, reason="the stubs list another JAX's modules")
 def test_the_stubs_are_up_to_date():
+    first = (_stubgen.HERE / "__init__.pyi").read_text(encoding="utf-8")
+    if f"JAX {jax.__version__}." not in first:
+        pytest.skip("the stubs in the repository list the modules of another JAX")
     assert _stubgen.differences() == []
 
 
@@ -109,7 +108,17 @@ def test_pyright_resolves_right_names_and_flags_typos(tmp_path):
 @pytest.mark.slow
 def test_pyright_sees_every_name_that_it_sees_in_jax(tmp_path):
     """For each module the names it knows through the stub are those it knows in JAX itself."""
-    modules = ("", ".numpy", ".numpy.linalg", ".nn", ".lax", ".random", ".tree_util", ".sharding", ".scipy.special")
+    modules = (
+        "",
+        ".numpy",
+        ".numpy.linalg",
+        ".nn",
+        ".lax",
+        ".random",
+        ".tree_util",
+        ".sharding",
+        ".scipy.special",
+    )
     texts = {}
     for prefix in ("jax", "capibara.jax"):
         lines = []

@@ -85,7 +85,9 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["optimization_status"] is not None:
         for name, why in facts["optimization_status"]["reasons"].items():
             on = facts["optimization_status"][name]
-            console.print(Text(f"{name}: "), Text("yes" if on else "no", style="green" if on else "yellow"), why)
+            console.print(
+                Text(f"{name}: "), Text("yes" if on else "no", style="green" if on else "yellow"), why
+            )
     if facts["ok"]:
         console.print(Text("Everything that Capibara needs works here.", style="bold green"))
     else:
@@ -96,7 +98,9 @@ def _table(title: str, *columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, header_style="bold", title_style="bold cyan")
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE, header_style="bold", title_style="bold cyan"
+    )
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
@@ -138,7 +142,9 @@ def _implementations(facts: dict[str, Any]) -> Table | None:
         return None
     from rich.text import Text
 
-    table = _table(f"Implementations on {facts['backend_info']['name']}", "operation", "runs", "why not the others")
+    table = _table(
+        f"Implementations on {facts['backend_info']['name']}", "operation", "runs", "why not the others"
+    )
     for name, found in facts["backend_info"]["implementations"].items():
         why = "\n".join(f"{other}: {reason}" for other, reason in found["not_chosen"].items())
         style = "yellow" if found["chosen"] == "reference" else "green"
@@ -162,5 +168,7 @@ def _versions(facts: dict[str, Any]) -> Table:
 
     table = _table("Packages", "package", "version")
     for package, version in facts["versions"].items():
-        table.add_row(_plain(package), Text("not installed", style="dim") if version is None else _plain(version))
+        table.add_row(
+            _plain(package), Text("not installed", style="dim") if version is None else _plain(version)
+        )
     return table

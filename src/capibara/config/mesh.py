@@ -23,7 +23,7 @@ import contextlib
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,7 +185,7 @@ class TPUv4MeshConfigurations:
 
 
 def create_tpu_mesh_config(
-    mesh_shape: Sequence[int],
+    mesh_shape: Iterable[int],
     optimization_target: OptimizationTarget = "balanced",
     memory_limit_gb: float = 32.0,
     *,

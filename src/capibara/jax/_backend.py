@@ -37,6 +37,19 @@ def _attention() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (_array(1, 8, 1024, 64),) * 3, {"use_causal_mask": True}
 
 
+def _selective_scan() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x, dt, a = _array(1, 1024, 8, 32), _array(1, 1024, 8), _array(8)
+    return (x, dt, a, _array(1, 1024, 1, 32), _array(1, 1024, 1, 32)), {}
+
+
+def _causal_conv1d() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (_array(1, 1024, 256), _array(4, 256)), {}
+
+
+def _nearest_code() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (_array(1024, 64), _array(256, 64)), {}
+
+
 def _cached_attention() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (_array(1, 1, 8, 64), _array(1, 1024, 8, 64), _array(1, 1024, 8, 64), 0), {}
 
@@ -46,6 +59,9 @@ def _cached_attention() -> tuple[tuple[Any, ...], dict[str, Any]]:
 TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "flash_attention": _attention,
     "cached_attention": _cached_attention,
+    "selective_scan": _selective_scan,
+    "causal_conv1d": _causal_conv1d,
+    "nearest_code": _nearest_code,
 }
 
 # The documents' names for capabilities, and the operation that each one speaks of.

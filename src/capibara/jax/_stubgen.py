@@ -15,6 +15,7 @@ stubs were written.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -68,7 +69,8 @@ def jax_modules() -> Iterator[str]:
 
 def stubs() -> dict[Path, str]:
     """Every stub: path below this folder → text."""
-    texts = {Path("__init__.pyi"): HEADER + "from jax import *\n" + ADDED[""]}
+    made_from = f"# The list of modules is that of JAX {importlib.metadata.version('jax')}.\n"
+    texts = {Path("__init__.pyi"): HEADER + made_from + "from jax import *\n" + ADDED[""]}
     for name in jax_modules():
         texts[_place(name)] = HEADER + f"from jax.{name} import *\n" + ADDED.get(name, "")
     texts[_place("numpy.random")] = HEADER + "from jax.random import *\n"

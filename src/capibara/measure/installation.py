@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from capibara.errors import CapibaraError
+from capibara.hardware.telemetry import DeviceMemory, device_memory, host_memory
 
 __all__ = [
     "Check",
@@ -213,31 +214,31 @@ def describe_devices() -> tuple[DeviceFacts, ...]:
     facts = []
     for device in jax.devices():
         # Only a process's own devices can be asked.
-        stats = _stats(device) if device.process_index == jax.process_index() else {}
+        local = device.process_index == jax.process_index()
+        memory = _memory(device) if local else DeviceMemory(str(device), None, None, None)
         facts.append(
             DeviceFacts(
                 id=device.id,
                 platform=device.platform,
                 kind=device.device_kind,
                 process=device.process_index,
-                memory_limit_bytes=stats.get("bytes_limit"),
-                memory_in_use_bytes=stats.get("bytes_in_use"),
-                memory_peak_bytes=stats.get("peak_bytes_in_use"),
+                memory_limit_bytes=memory.limit,
+                memory_in_use_bytes=memory.in_use,
+                memory_peak_bytes=memory.peak,
             )
         )
     return tuple(facts)
 
 
-def _stats(device: Any) -> dict[str, int]:
+def _memory(device: Any) -> DeviceMemory:
+    """The device's own figures; all None where its runtime keeps none, or says that it cannot."""
     try:
-        return device.memory_stats() or {}
-    except NotImplementedError:
-        return {}
+        return device_memory([device])[0]
     except Exception as error:
         # The runtime's exception type differs between releases; only "not supported" is an answer.
-        if "UNIMPLEMENTED" in str(error):
-            return {}
-        raise
+        if not isinstance(error, NotImplementedError) and "UNIMPLEMENTED" not in str(error):
+            raise
+        return DeviceMemory(str(device), None, None, None)
 
 
 def memory_limit_bytes(device: Any | None = None) -> MemoryBytes | None:
@@ -249,7 +250,7 @@ def memory_limit_bytes(device: Any | None = None) -> MemoryBytes | None:
     import jax
 
     asked: Any = jax.local_devices()[0] if device is None else device
-    limit = _stats(asked).get("bytes_limit")
+    limit = _memory(asked).limit
     if limit:
         return MemoryBytes(limit, f"the {asked.platform} backend's limit")
     return _host_memory_limit() if asked.platform == "cpu" else None
@@ -280,7 +281,7 @@ def device_memory_allocated(device: Any | None = None) -> MemoryBytes:
     import jax
 
     devices = jax.local_devices() if device is None else [device]
-    counted = [_stats(each).get("bytes_in_use") for each in devices]
+    counted = [_memory(each).in_use for each in devices]
     if all(count is not None for count in counted):
         return MemoryBytes(sum(count or 0 for count in counted), "device.memory_stats()['bytes_in_use']")
     buffers: dict[tuple[int, int], int] = {}
@@ -314,19 +315,15 @@ def device_memory_peak(device: Any | None = None) -> MemoryBytes:
     import jax
 
     devices = jax.local_devices() if device is None else [device]
-    counted = [_stats(each).get("peak_bytes_in_use") for each in devices]
+    counted = [_memory(each).peak for each in devices]
     if all(count is not None for count in counted):
         return MemoryBytes(sum(count or 0 for count in counted), "device.memory_stats()['peak_bytes_in_use']")
-    if sys.platform == "win32" or any(each.platform != "cpu" for each in devices):
+    peak = host_memory().peak if all(each.platform == "cpu" for each in devices) else None
+    if peak is None:
         raise NotImplementedError(
             f"the {devices[0].platform} backend reports no peak memory; "
             "use jax.profiler.device_memory_profile()"
         )
-    import resource
-
-    # Linux counts kibibytes, macOS bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return MemoryBytes(peak, "peak resident memory of this process (the CPU backend keeps no peak)")
 
 

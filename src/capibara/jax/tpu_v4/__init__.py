@@ -8,7 +8,6 @@ from capibara.config.mesh import (
     create_tpu_mesh_config,
     tpu_v4_optimization_context,
 )
-
 from capibara.jax._backend import with_sharding_constraint
 
 __all__ = [
