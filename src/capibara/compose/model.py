@@ -240,7 +240,7 @@ class Model(Block):
             source = outer.find().producer
             origin = (
                 f"\n  {shown} is {source[0].label}.{source[1]}"
-                if source and shown != repr(Port(*source))
+                if source and shown != f"{source[0].label}.{source[1]}"
                 else ""
             )
             line = f"\n  joined at {site}" if site else ""

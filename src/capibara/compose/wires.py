@@ -8,15 +8,19 @@ joined; joining merges them (a union-find), so one value that is seen at five de
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from capibara.compose.errors import KindError, ShapeError, WiringError
 from capibara.compose.shapes import Shape, put, unify
 
-if TYPE_CHECKING:
-    from capibara.compose.model import Block
-
 __all__ = ["Declaration", "Kind", "Wire", "join"]
+
+
+class Producer(Protocol):
+    """What a wire needs to know of the block that it comes from."""
+
+    @property
+    def label(self) -> str: ...
 
 
 class Kind:
@@ -84,7 +88,7 @@ class Wire:
         self.role = role  # None (data), "param", "state", "constant"
         self.declaration: Declaration | None = None
         self.constant: Any = None
-        self.producer: tuple[Block, str] | None = None
+        self.producer: tuple[Producer, str] | None = None
         self.consumed = False
         self.parent: Wire | None = None
 
