@@ -7,6 +7,7 @@ compares and can be written down; any callable with that signature serves as wel
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,21 @@ if TYPE_CHECKING:
     import jax
 
 __all__ = ["Constant", "LogUniform", "Normal", "Scaled", "UnitRows", "ones", "zeros"]
+
+
+def _drawn(sampler: Callable[..., jax.Array], key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """``sampler(key, shape)`` in float32, drawn as a vector.
+
+    The numbers are the same (JAX's counters are positions in the flattened array), but XLA on CPU compiles the
+    generator about seven times faster without the arithmetic of several dimensions in it.
+    """
+    return sampler(key, (math.prod(shape),), dtype="float32").reshape(shape)
+
+
+def _cut_normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    import jax
+
+    return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,7 @@ class Normal:
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         import jax
 
-        return (self.stddev * jax.random.normal(key, shape, "float32")).astype(dtype)
+        return (self.stddev * _drawn(jax.random.normal, key, shape)).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -57,11 +73,9 @@ class Scaled:
     fan_in: int = 1
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        import jax
-
         # 0.8796… is the standard deviation of a unit normal cut at ±2, so that the variance is as said.
         stddev = math.sqrt(self.scale / max(1, math.prod(shape[: self.fan_in]))) / 0.87962566103423978
-        return (stddev * jax.random.truncated_normal(key, -2.0, 2.0, shape, "float32")).astype(dtype)
+        return (stddev * _drawn(_cut_normal, key, shape)).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -80,7 +94,8 @@ class LogUniform:
         import jax
         import jax.numpy as jnp
 
-        value = jax.random.uniform(key, shape, "float32", math.log(self.low), math.log(self.high))
+        low, high = math.log(self.low), math.log(self.high)
+        value = low + (high - low) * _drawn(jax.random.uniform, key, shape)
         if self.transform == "softplus_inverse":
             value = jnp.exp(value)
             value = value + jnp.log(-jnp.expm1(-value))
@@ -101,5 +116,5 @@ class UnitRows:
         import jax
         import jax.numpy as jnp
 
-        x = jax.random.normal(key, shape, "float32")
+        x = _drawn(jax.random.normal, key, shape)
         return (self.radius * x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)
