@@ -152,12 +152,11 @@ class NameRules:
         self._star_names()
 
     def _references(self) -> Iterator[tuple[ast.expr, Context]]:
-        for node, context in self.program.nodes:
-            if isinstance(node, ast.Attribute):
-                if isinstance(node.ctx, ast.Load):
-                    yield node, context
-                elif isinstance(node.value, ast.Attribute):  # `a.b.c = 1` reads `a.b`
-                    yield node.value, context
+        for node, context in self.program.of_type(ast.Attribute):
+            if isinstance(node.ctx, ast.Load):
+                yield node, context
+            elif isinstance(node.value, ast.Attribute):  # `a.b.c = 1` reads `a.b`
+                yield node.value, context
 
     def _is_fine(self, meaning: Meaning) -> bool:
         return self.api.lookup(meaning.path).status != "missing" or meaning.path in self.patched

@@ -61,12 +61,16 @@ class PerformanceRules:
     program: Program
     findings: Findings
     jitted_names: set[str] = field(default_factory=set)
-    called_in_loops: set[str] = field(default_factory=set)
+    called_on_the_spot: set[int] = field(default_factory=set)
+    called_in_loops: set[tuple[int, str]] = field(default_factory=set)  # scope that binds it, name
 
     def check(self) -> None:
         for call, context in self.program.of_type(ast.Call):
+            if isinstance(call.func, ast.Call):
+                self.called_on_the_spot.add(id(call.func))
             if context.loops and isinstance(call.func, ast.Name):
-                self.called_in_loops.add(call.func.id)
+                owner, _ = self.program.resolver.visible(call.func.id, context)
+                self.called_in_loops.add((id(owner), call.func.id))
         self._collect_jitted_names()
         for call, context in self.program.of_type(ast.Call):
             self._jit_construction(call, context)
@@ -75,9 +79,7 @@ class PerformanceRules:
         for kind in (ast.For, ast.While):
             for loop, context in self.program.of_type(kind):
                 self._host_sync(loop, context)
-        for kind in (ast.FunctionDef, ast.AsyncFunctionDef):
-            for function, context in self.program.of_type(kind):
-                self._numpy_in_jit(function, context)
+        self._numpy_in_jit()
 
     def _paths(self, node: ast.expr, context: Context) -> set[str]:
         return set(self.program.resolver.paths(node, context))
@@ -130,9 +132,9 @@ class PerformanceRules:
                 )
             return
         function = next((f for f in reversed(context.functions) if not isinstance(f, ast.Lambda)), None)
-        if function is None or function.name not in self.called_in_loops:
+        if function is None or (id(context.scope.parent), function.name) not in self.called_in_loops:
             return
-        if self._is_called_on_the_spot(call) and self._is_new_each_time(target, context, function):
+        if id(call) in self.called_on_the_spot and self._is_new_each_time(target, context, function):
             self.findings.add(
                 call,
                 context,
@@ -143,9 +145,6 @@ class PerformanceRules:
                 f"jax.jit is built anew in every call of {function.name}, which is called in a loop",
                 "build the jitted function once, at module level or in the caller",
             )
-
-    def _is_called_on_the_spot(self, call: ast.Call) -> bool:
-        return any(other.func is call for other, _ in self.program.of_type(ast.Call))
 
     def _is_new_each_time(self, target: ast.expr, context: Context, around: ast.AST) -> bool:
         if isinstance(target, ast.Lambda):
@@ -167,7 +166,7 @@ class PerformanceRules:
             return True
         names = _names(loop.target)
         # Anything computed in the loop may depend on the variant as well.
-        for statement in loop.body:
+        for statement in _own_statements(loop):
             binds = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.FunctionDef))
             if binds and _loads(statement) & names:
                 names |= _bound_by(statement)
@@ -260,21 +259,23 @@ class PerformanceRules:
 
     # numpy-in-jit
 
-    def _numpy_in_jit(self, function: ast.FunctionDef | ast.AsyncFunctionDef, context: Context) -> None:
-        decorator = self._jit_decorator(function, context)
-        if decorator is None:
-            return
-        traced = self._traced_arguments(function, decorator)
-        for call, inner in self.program.of_type(ast.Call):
-            if not inner.functions or inner.functions[-1] is not function:
+    def _numpy_in_jit(self) -> None:
+        traced: dict[int, set[str]] = {}
+        for kind in (ast.FunctionDef, ast.AsyncFunctionDef):
+            for function, context in self.program.of_type(kind):
+                decorator = self._jit_decorator(function, context)
+                if decorator is not None:
+                    traced[id(function)] = self._traced_arguments(function, decorator)
+        for call, context in self.program.of_type(ast.Call):
+            names = traced.get(id(context.functions[-1])) if context.functions else None
+            if not names or not call.args or not isinstance(call.args[0], ast.Name):
                 continue
-            for path in self._paths(call.func, inner):
-                if not path.startswith("numpy.") or path.rpartition(".")[2] in _STATIC_NUMPY:
-                    continue
-                if call.args and isinstance(call.args[0], ast.Name) and call.args[0].id in traced:
+            for path in self._paths(call.func, context):
+                is_numpy = path.startswith("numpy.") and path.rpartition(".")[2] not in _STATIC_NUMPY
+                if is_numpy and call.args[0].id in names:
                     self.findings.add(
                         call,
-                        inner,
+                        context,
                         "notice",
                         "warning",
                         "numpy-in-jit",
@@ -308,7 +309,7 @@ class PerformanceRules:
 
 def _own_statements(around: ast.AST) -> Iterator[ast.stmt]:
     """All statements inside a loop or function, not those of functions and classes defined in it."""
-    stack = list(getattr(around, "body", []))
+    stack = list(reversed(getattr(around, "body", [])))
     while stack:
         node = stack.pop()
         if not isinstance(node, ast.stmt):
@@ -316,10 +317,10 @@ def _own_statements(around: ast.AST) -> Iterator[ast.stmt]:
         yield node
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
-        for name in ("body", "orelse", "finalbody"):
-            stack.extend(getattr(node, name, []))
-        for handler in getattr(node, "handlers", []):
-            stack.extend(handler.body)
+        for handler in reversed(getattr(node, "handlers", [])):
+            stack.extend(reversed(handler.body))
+        for name in ("finalbody", "orelse", "body"):
+            stack.extend(reversed(getattr(node, name, [])))
 
 
 def _unconditional(body: list[ast.stmt]) -> Iterator[ast.AST]:

@@ -27,7 +27,7 @@ class Program:
 
     module: Scope
     resolver: Resolver = field(default_factory=Resolver)
-    nodes: list[Item] = field(default_factory=list)
+    by_type: dict[type[ast.AST], list[Item]] = field(default_factory=dict)
     stored_attributes: list[tuple[ast.Attribute, Context]] = field(default_factory=list)
     values: dict[int, ast.expr] = field(default_factory=dict)  # by id of the binding
 
@@ -41,9 +41,9 @@ class Program:
 
     def of_type(self, kind: type[Node]) -> Iterator[tuple[Node, Context]]:
         """The recorded nodes of one type, in source order, with their contexts."""
-        for node, context in self.nodes:
-            if isinstance(node, kind):
-                yield node, context
+        for node, context in self.by_type.get(kind, ()):
+            assert isinstance(node, kind)
+            yield node, context
 
 
 def walk(tree: ast.Module) -> Program:
@@ -53,7 +53,7 @@ def walk(tree: ast.Module) -> Program:
     stack: list[Item] = [(tree, Context(program.module))]
     while stack:
         node, context = stack.pop()
-        program.nodes.append((node, context))
+        program.by_type.setdefault(type(node), []).append((node, context))
         stack.extend(reversed(list(walker.children(node, context))))
     return program
 
