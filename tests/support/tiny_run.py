@@ -27,6 +27,9 @@ TINY = (
     "checkpoint.every_steps=4",
 )
 
+QUICK_COMPILE = "--xla_backend_optimization_level=0"
+"""For ``XLA_FLAGS`` of processes that only run a tiny program a few times."""
+
 TEXT = "".join(f"Sentence {n} says that {n} squared is {n * n}.\n" for n in range(200))
 
 

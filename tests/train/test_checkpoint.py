@@ -292,6 +292,7 @@ print("steps", store.steps())
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     done = python("-c", REAL_DISK, str(tmp_path), "200000")
     assert done.returncode == 0, done.stderr

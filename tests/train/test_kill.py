@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_run import TEXT, TINY
+from tiny_run import QUICK_COMPILE, TEXT, TINY
 
 from capibara.train import checkpoint_store, read_losses, read_metrics
 
@@ -27,6 +27,7 @@ class Runs:
         self.environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": QUICK_COMPILE,
             "JAX_COMPILATION_CACHE_DIR": str(base / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -110,7 +111,7 @@ def kill_and_resume(base: Path, kills: int, steps: int, seed: int) -> None:
 
 
 def test_two_kills_change_nothing(tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, kills=2, steps=30, seed=1)
+    kill_and_resume(tmp_path, kills=2, steps=24, seed=1)
 
 
 @pytest.mark.slow
