@@ -1,1 +1,12 @@
+"""Vector quantisation layers.
 
+:class:`VQbitLayer` keeps its codebook itself; :func:`vq_apply` is the pure function below it, with the codebook's
+state going in and coming out.
+"""
+
+from __future__ import annotations
+
+from capibara.vq.functional import vq_apply, vq_init_state
+from capibara.vq.vqbit.vqbit_layer import VQbitLayer
+
+__all__ = ["VQbitLayer", "vq_apply", "vq_init_state"]
