@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from capibara.migrate import check_migration_compatibility
@@ -24,6 +25,8 @@ def expected_findings(path: Path) -> set[tuple[int, str, str, str]]:
         match = re.search(r"# expect: (.*)$", line)
         for part in match[1].split(";") if match else ():
             severity, code, name = part.split()
+            if code == "deprecated-mesh-context" and jax.__version_info__ < (0, 10, 1):
+                continue  # the first release that warns
             expected.add((number, severity, code, name))
     return expected
 

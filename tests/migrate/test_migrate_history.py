@@ -25,7 +25,10 @@ def reachable(path: str) -> bool:
         for end in range(len(parts), 0, -1):
             try:
                 value = importlib.import_module(".".join(parts[:end]))
-            except ImportError:
+            except ImportError as error:
+                # There, but it needs a package that is not installed here.
+                if not (error.name or "jax").startswith("jax") and end == len(parts):
+                    return True
                 continue
             try:
                 for name in parts[end:]:
@@ -80,7 +83,8 @@ def test_every_replacement_is_there(table):
         (change.name, name)
         for change in getattr(HISTORY, table).values()
         for name in replacements(change.replacement)
-        if not reachable(name)
+        # What 0.11 removes got its replacement in the course of 0.10.
+        if not reachable(name) and not (change.removed == "0.11.0" and VERSION < (0, 10, 2))
     ]
     assert missing == []
 
