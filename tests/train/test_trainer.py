@@ -153,10 +153,12 @@ def test_lines_after_the_checkpoint_are_dropped_and_written_again(tmp_path: Path
     shutil.rmtree(folder / "checkpoints" / "12")
     with open(folder / "metrics.jsonl", "a") as stream:
         stream.write('{"kind": "train", "step": 13, "los')
+    (folder / ".metrics.jsonl.123.tmp").write_text("half")
     recorder = Recorder()
     report = run(folder, recorder=recorder)
     assert report.start_step == 8
     assert any("resuming after step 8" in note for note in recorder.notes)
+    assert not list(folder.glob(".*"))
     assert hex_losses(folder) == hex_losses(undisturbed)
     assert final_state(folder) == final_state(undisturbed)
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from capibara.train.errors import RunLockedError, RunWriteError
 
-__all__ = ["atomic_write", "fsync_folder", "lock_run", "prepare_folder"]
+__all__ = ["atomic_write", "fsync_folder", "lock_run", "prepare_folder", "remove_leftovers"]
 
 
 def prepare_folder(folder: Path) -> Path:
@@ -74,6 +74,12 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object] | bytes) -> Non
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of writes that a kill interrupted. Only the holder of the lock may call this."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

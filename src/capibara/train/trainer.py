@@ -25,25 +25,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.errors import CapibaraError, ConfigError
+from capibara.errors import ConfigError
 from capibara.train.batches import BatchSampler, validation_batches
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.data import Corpus
-from capibara.train.errors import CheckpointDamagedError, ResumeMismatchError
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule
 from capibara.train.plot import plot_losses
 from capibara.train.progress import Reporter, SilentReporter
-from capibara.train.rundir import atomic_write, lock_run
+from capibara.train.resume import check_resumable, restore_model, seconds_trained, target
+from capibara.train.rundir import atomic_write, lock_run, remove_leftovers
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
 from capibara.train.step import Placement, make_eval_step, make_train_step
 
-__all__ = ["TrainReport", "checkpoint_store", "restore_model", "train"]
-
-# Settings that change how a step is computed but neither which parameters there are nor what they mean.
-_MAY_DIFFER = frozenset({"model.remat", "model.dropout_rate"})
+__all__ = ["TrainReport", "checkpoint_store", "train"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +144,7 @@ def train(
     with lock_run(folder):
         store = checkpoint_store(folder, keep=config.checkpoint.keep)
         store.clean()
+        remove_leftovers(folder)
         if fresh or not config.checkpoint.resume:
             store.clear()
             for name in ("metrics.jsonl", "loss.png"):
@@ -155,9 +153,9 @@ def train(
         if checkpoint is None:
             state, start, seconds = setup.initial_state(), 0, 0.0
         else:
-            _check_resumable(config, corpus, checkpoint, reporter, allow_new_text=allow_new_text)
+            check_resumable(config, corpus, checkpoint, reporter, allow_new_text=allow_new_text)
             store.set_aside(after=checkpoint.step)
-            start, seconds = checkpoint.step, _seconds(checkpoint)
+            start, seconds = checkpoint.step, seconds_trained(checkpoint)
             limit = config.train.max_seconds
             if start >= config.train.steps or (limit is not None and seconds >= limit):
                 return _already_trained(setup, checkpoint, seconds, reporter)
@@ -222,33 +220,10 @@ class _Setup:
         sharding = self.placement.replicated
         params, model_state = restore_model(checkpoint, self.model, sharding=sharding)
         items = {"opt_state": shapes.opt_state, "step": shapes.step, "key": key}
-        training = checkpoint.restore("training", _target(items, sharding))
+        training = checkpoint.restore("training", target(items, sharding))
         key = jax.random.wrap_key_data(training["key"])
         state = TrainState(training["step"], params, training["opt_state"], model_state, key)
         return self.placement.put_state(state)
-
-
-def _target(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
-
-
-def restore_model(
-    checkpoint: Checkpoint, model: Any, *, sharding: jax.sharding.Sharding | None = None
-) -> tuple[Any, Any]:
-    """Read a model's parameters and its non-trained state from a checkpoint.
-
-    Args:
-      checkpoint: an opened one.
-      model: anything with ``init(seed)``; only the shapes that it would give are used.
-      sharding: where the arrays go; by default the first local device.
-
-    Raises:
-      ResumeMismatchError: the checkpoint has other arrays than the model.
-    """
-    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params, state = jax.eval_shape(lambda: model.init(0))
-    restored = checkpoint.restore("model", _target({"params": params, "state": state}, sharding))
-    return restored["params"], restored["state"]
 
 
 def _run(
@@ -370,14 +345,6 @@ def _already_trained(
     )
 
 
-def _seconds(checkpoint: Checkpoint) -> float:
-    value = checkpoint.meta.get("seconds")
-    if not isinstance(value, (int, float)) or not value >= 0:
-        path = checkpoint.path / "meta.json"
-        raise CheckpointDamagedError(f"{str(path)!r} has seconds={value!r}; expected a time.")
-    return float(value)
-
-
 def _check_vocabulary(config: Any, corpus: Corpus) -> None:
     highest = int(max(part.max() for part in (corpus.train, corpus.validation) if part.size))
     if highest >= config.model.vocab_size:
@@ -385,56 +352,3 @@ def _check_vocabulary(config: Any, corpus: Corpus) -> None:
             f"model.vocab_size={config.model.vocab_size} is too small for this text: it has the byte "
             f"{highest}. Use model.vocab_size=256, which holds every byte."
         )
-
-
-def _check_resumable(
-    config: Any, corpus: Corpus, checkpoint: Checkpoint, reporter: Reporter, *, allow_new_text: bool
-) -> None:
-    """Refuse to continue a run of another model or on other text; say which other settings changed."""
-    try:
-        old = type(config).from_toml(checkpoint.config_path)
-    except CapibaraError as error:
-        raise ResumeMismatchError(
-            f"the settings of the checkpoint {str(checkpoint.path)!r} can not be read by this version: "
-            f"{error} Start over with --fresh, or choose another checkpoint.directory (--directory)."
-        ) from error
-    before, now = _flatten(old.to_dict()), _flatten(config.to_dict())
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    shown = {
-        key: f"{key} was {before.get(key, 'left out')!r}, now {now.get(key, 'left out')!r}" for key in changed
-    }
-    fixed = [
-        key
-        for key in changed
-        if (key.startswith("model.") or key == "precision.param_dtype") and key not in _MAY_DIFFER
-    ]
-    if fixed:
-        raise ResumeMismatchError(
-            f"{str(checkpoint.path.parent.parent)!r} holds a run of another model: "
-            f"{'; '.join(shown[key] for key in fixed)}. Restore those settings, start over with --fresh, or "
-            "choose another checkpoint.directory (--directory)."
-        )
-    if checkpoint.meta.get("fingerprint") != corpus.fingerprint:
-        before_text = checkpoint.meta.get("text")
-        if not allow_new_text:
-            raise ResumeMismatchError(
-                f"{str(checkpoint.path.parent.parent)!r} holds a run on other text ({before_text!r}, now "
-                f"{corpus.name!r}; its bytes or the held-out fraction differ). Give the same text, continue "
-                "on the new text with --allow-new-text, start over with --fresh, or choose another "
-                "checkpoint.directory (--directory)."
-            )
-        reporter.note(f"continuing on other text than before ({before_text!r}, now {corpus.name!r})")
-    sections = ("train", "optimizer", "precision")
-    rest = [shown[key] for key in changed if key not in fixed and key.split(".")[0] in sections]
-    if rest:
-        reporter.note(f"settings changed since step {checkpoint.step:,}: {'; '.join(rest)}")
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
