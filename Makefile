@@ -3,15 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
-SOURCES := src tests benchmarks
+SOURCES := src tests benchmarks examples conftest.py docs/_hooks.py
 
-.PHONY: demo test test-all bench lint format docs setup setup-dev clean
+.PHONY: demo test test-all bench lint format docs setup setup-dev help clean
 
-$(VENV)/bin/python:
+# `--group` needs pip 25.1; the pip that comes with a Python may be older.
+$(VENV)/.pip:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -U "pip>=25.1"
+	@touch $@
 
-$(VENV)/.capibara: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.capibara: $(VENV)/.pip pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt -e '.[train]'
 	@touch $@
 
@@ -27,26 +29,29 @@ demo: setup  ## train about two minutes on CPython's documentation text, then wr
 	$(BIN)/capibara generate --config demo --prompt "The with statement" --length 400
 
 test: setup-dev  ## the tests that finish in minutes
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow" --durations=5 --durations-min=5
 
 test-all: setup-dev  ## every test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --durations=10 --durations-min=5
 
 bench: setup-dev  ## measured ratios against named peers, written to bench-results/
 	$(BIN)/python -m benchmarks
 
-lint: setup-dev  ## format, lint, types, import order, stubs
+lint: setup-dev  ## format, rules, types, import order (that stubs are up to date is a test)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-format: setup-dev
+format: setup-dev  ## what can be put right by itself
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-docs: setup-dev
-	$(BIN)/mkdocs build --strict
+docs: setup-dev  ## the site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-clean:
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | while IFS='|' read -r target text; do printf '%-10s %s\n' "$$target" "$$text"; done
+
+clean:  ## what can be built again; the environment and runs stay
 	rm -rf build dist site .pytest_cache .ruff_cache
