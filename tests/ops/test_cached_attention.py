@@ -1,5 +1,8 @@
 """cached_attention: against the definition in NumPy, and decoding against the whole sequence at once."""
 
+# NumPy arrays go in where the signatures say jax.Array, and wrong types go in on purpose.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import jax
@@ -103,7 +106,8 @@ def test_vmap():
 def test_bfloat16_keeps_its_dtype_and_sums_wide():
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(cache=64))
     got = cached_attention(q, k, v, 40)
-    want = oracle(*(np.asarray(x, np.float64) for x in (q, k, v)), np.broadcast_to([40, 41, 42], (2, 3)))
+    wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+    want = oracle(wide[0], wide[1], wide[2], np.broadcast_to([40, 41, 42], (2, 3)))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2e-2, atol=1e-2)
 

@@ -21,7 +21,7 @@ from capibara.ops.attention.tiling import cut_group, cut_tiles
 
 IMPLEMENTATIONS = ("cpu", "xla", "reference")
 # Compiling is what takes the time in these tests, and half of it is optimising code that runs once.
-FAST = {"xla_backend_optimization_level": 0}
+FAST: Any = {"xla_backend_optimization_level": 0}
 CHECKED = tuple(spec for spec in SPECS if "large" not in spec.tags)
 
 

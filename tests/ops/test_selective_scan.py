@@ -1,5 +1,8 @@
 """selective_scan: against the recurrence in NumPy, its gradients, decoding, numerics, bad input."""
 
+# NumPy arrays go in where the signatures say jax.Array, and wrong types go in on purpose.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import jax
