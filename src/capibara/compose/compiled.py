@@ -16,6 +16,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from capibara.compose.backends.jax_backend import JaxBackend
+from capibara.compose.checks import check_call
 from capibara.compose.codegen import generate
 from capibara.compose.errors import CompileError, InputError, ShapeError
 from capibara.compose.graph import Path, flatten
@@ -271,9 +272,9 @@ class CompiledModel:
             Outputs by key; with ``state`` given, ``(outputs, next state)``.
 
         Raises:
-            InputError: for missing or unknown keys, or shapes that do not fit.
+            InputError: for missing or unknown keys, or shapes or kinds that do not fit.
         """
-        self._check(inputs, state)
+        self._check(params, inputs, state)
         outputs, after = self.function(params, inputs, {} if state is None else state, key, train)
         return outputs if state is None else (outputs, after)
 
@@ -293,7 +294,7 @@ class CompiledModel:
             ``outputs``, or ``(outputs, gradients)`` when ``output_gradients`` (the cotangents of outputs, by key)
             is given; each followed by the next state when ``state`` is given.
         """
-        self._check(inputs, state)
+        self._check(params, inputs, state)
         mode = (output_gradients is not None, train)
         run = self._jitted.get(mode)
         if run is None:
@@ -331,50 +332,8 @@ class CompiledModel:
 
         return jax.jit(run) if self.jit else run
 
-    def _check(self, inputs: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
-        if not isinstance(inputs, Mapping):
-            raise InputError(
-                f"inputs must be a dict of arrays with the keys {self.input_keys}, not {type(inputs).__name__}"
-            )
-        if inputs.keys() != self.inputs.keys():
-            missing = [k for k in self.inputs if k not in inputs]
-            unknown = [k for k in inputs if k not in self.inputs]
-            hint = did_you_mean(str(unknown[0]), missing) if unknown and missing else ""
-            raise InputError(
-                f"inputs has the keys {list(inputs)}, the model needs {self.input_keys}: "
-                + "; ".join(
-                    ([f"missing {missing}"] if missing else []) + ([f"unknown {unknown}"] if unknown else [])
-                )
-                + hint
-            )
-        if state is None and self.states:
-            raise InputError(
-                f"the model has state ({', '.join('.'.join(p) for p in list(self.states)[:3])}): pass "
-                "state=compiled.init_state(…) and keep the state that comes back"
-            )
-        seen: dict[str, tuple[int, str]] = {}
-        for key, spec in self.inputs.items():
-            shape = getattr(inputs[key], "shape", None)
-            if shape is None:
-                raise InputError(f"inputs[{key!r}] is {type(inputs[key]).__name__}, not an array")
-            if spec.shape is None:
-                continue
-            if len(shape) != len(spec.shape):
-                raise InputError(
-                    f"inputs[{key!r}] has shape {tuple(shape)}, expected {shape_text(spec.shape)}"
-                )
-            for size, want in zip(shape, spec.shape, strict=True):
-                if isinstance(want, int):
-                    if size != want:
-                        raise InputError(
-                            f"inputs[{key!r}] has shape {tuple(shape)}, expected {shape_text(spec.shape)}"
-                        )
-                elif seen.setdefault(want, (size, key))[0] != size:
-                    other = seen[want]
-                    raise InputError(
-                        f"inputs[{key!r}] has shape {tuple(shape)}, expected {shape_text(spec.shape)}: {want!r} is "
-                        f"{other[0]} in inputs[{other[1]!r}]"
-                    )
+    def _check(self, params: Any, inputs: Any, state: Any) -> None:
+        check_call(inputs, params, state, self.inputs, self.params, self.states)
 
     def __repr__(self) -> str:
         ins = ", ".join(

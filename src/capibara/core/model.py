@@ -226,7 +226,7 @@ class ModularCapibaraModel:
             ``(logits [batch, new, vocab], cache)``.
         """
         own = state if state is not None else (self.state if self.compiled.states else {})
-        outputs, after = self.decoder.apply(params, {"tokens": tokens}, state=_merged(cache, own))
+        outputs, after = self.decoder.apply(params, {"tokens": _tokens(tokens)}, state=_merged(cache, own))
         return outputs["logits"], _without(after, self.compiled.states)
 
     # ---- what it costs, where it runs ---------------------------------------------------------------------

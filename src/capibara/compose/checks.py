@@ -1,0 +1,109 @@
+"""What is handed to a compiled model is checked against what it needs, before anything runs.
+
+Only shapes, kinds and names are looked at, so the checks work while tracing, and cost nothing in compiled code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.compose.errors import InputError
+from capibara.compose.specs import ArraySpec, shape_text
+from capibara.errors import did_you_mean
+
+__all__ = ["check_call"]
+
+Path = tuple[str, ...]
+_REMEDY = {
+    "params": "pass parameters as from compiled.init(key)",
+    "state": "pass state as from compiled.init_state(…), or as it came back",
+}
+
+
+def check_call(
+    inputs: Any,
+    params: Any,
+    state: Any | None,
+    input_specs: Mapping[str, ArraySpec],
+    param_specs: Mapping[Path, ArraySpec],
+    state_specs: Mapping[Path, ArraySpec],
+) -> None:
+    """Check the arguments of one call of a compiled model.
+
+    Raises:
+        InputError: for missing or unknown inputs, missing parameters or states, wrong shapes, and integers where
+            floats are needed or the other way round.
+    """
+    _check_keys(inputs, input_specs)
+    if state is None and state_specs:
+        raise InputError(
+            f"the model has state ({', '.join('.'.join(p) for p in list(state_specs)[:3])}): pass "
+            "state=compiled.init_state(…) and keep the state that comes back"
+        )
+    sizes: dict[str, tuple[int, str]] = {}
+    for key, spec in input_specs.items():
+        if getattr(inputs[key], "shape", None) is None:
+            raise InputError(f"inputs[{key!r}] is {type(inputs[key]).__name__}, not an array")
+        _check_shape(f"inputs[{key!r}]", inputs[key], spec, sizes)
+        _check_kind(f"inputs[{key!r}]", inputs[key], spec)
+    for what, tree, specs in (("params", params, param_specs), ("state", state, state_specs)):
+        for path, spec in specs.items():
+            _check_shape(what + "".join(f"[{k!r}]" for k in path), _leaf(what, tree, path), spec, sizes)
+
+
+def _check_keys(inputs: Any, specs: Mapping[str, ArraySpec]) -> None:
+    if not isinstance(inputs, Mapping):
+        raise InputError(
+            f"inputs must be a dict of arrays with the keys {list(specs)}, not {type(inputs).__name__}"
+        )
+    if inputs.keys() == specs.keys():
+        return
+    missing = [k for k in specs if k not in inputs]
+    unknown = [k for k in inputs if k not in specs]
+    hint = did_you_mean(str(unknown[0]), missing) if unknown and missing else ""
+    raise InputError(
+        f"inputs has the keys {list(inputs)}, the model needs {list(specs)}: "
+        + "; ".join(([f"missing {missing}"] if missing else []) + ([f"unknown {unknown}"] if unknown else []))
+        + hint
+    )
+
+
+def _leaf(what: str, tree: Any, path: Path) -> Any:
+    for i, key in enumerate(path):
+        if not isinstance(tree, Mapping) or key not in tree:
+            there = list(tree)[:12] if isinstance(tree, Mapping) else type(tree).__name__
+            at = what + "".join(f"[{k!r}]" for k in path[:i])
+            raise InputError(
+                f"{what} has no {'.'.join(path)!r}: {at} holds {there}, {key!r} is missing; {_REMEDY[what]}"
+            )
+        tree = tree[key]
+    if isinstance(tree, Mapping):
+        raise InputError(f"{what} has a dict at {'.'.join(path)!r}, expected an array; {_REMEDY[what]}")
+    return tree
+
+
+def _check_shape(place: str, value: Any, spec: ArraySpec, sizes: dict[str, tuple[int, str]]) -> None:
+    """Compare a shape; a free size must be the same wherever its name stands (``sizes``: as first seen)."""
+    shape = getattr(value, "shape", ())
+    if spec.shape is None:
+        return
+    wrong = f"{place} has shape {tuple(shape)}, expected {shape_text(spec.shape)}"
+    if len(shape) != len(spec.shape):
+        raise InputError(wrong)
+    for size, want in zip(shape, spec.shape, strict=True):
+        if isinstance(want, int):
+            if size != want:
+                raise InputError(wrong)
+        elif sizes.setdefault(want, (size, place))[0] != size:
+            other, where = sizes[want]
+            raise InputError(f"{wrong}: {want!r} is {other} in {where}")
+
+
+def _check_kind(place: str, value: Any, spec: ArraySpec) -> None:
+    letter = getattr(value.dtype, "kind", "V")
+    # ml_dtypes (bfloat16 …) report the kind "V".
+    kind = {"f": "float", "V": "float", "i": "int", "u": "int", "b": "bool"}.get(letter, str(value.dtype))
+    want = {"int32": "int", "bool": "bool"}.get(spec.dtype, "float")
+    if kind != want:
+        raise InputError(f"{place} has dtype {value.dtype}, expected {spec.dtype} (or another {want} dtype)")
