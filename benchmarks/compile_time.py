@@ -21,7 +21,8 @@ def run(rounds: int = 5) -> list[dict[str, Any]]:
 
     def compiled(kind: str, count: int) -> Any:
         config = ModularModelConfig.from_toml(
-            "demo", overrides=[f"model.pattern=[{kind!r}]", f"model.num_layers={count}", "model.scan_layers=scan"]
+            "demo",
+            overrides=[f"model.pattern=[{kind!r}]", f"model.num_layers={count}", "model.scan_layers=scan"],
         )
 
         def build() -> Any:
