@@ -142,7 +142,8 @@ class ModularCapibaraModel:
         import jax
 
         tokens = jax.numpy.asarray(_tokens(inputs))
-        return self._forward(self.params, tokens, self.state)
+        with self.backend.scope():
+            return self._forward(self.params, tokens, self.state)
 
     def forward(self, inputs: Any) -> jax.Array:
         """The same as calling the model."""

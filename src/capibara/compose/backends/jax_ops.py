@@ -6,6 +6,7 @@ the whole definition of its primitive: shapes are as in :mod:`capibara.compose.p
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -42,23 +43,32 @@ def cast_up(x: Array, accumulate: str) -> Array:
 
 def _dot(x: Array, w: Array, accumulate: str) -> Array:
     """``x [*b, k] @ w [k, n]``, summed in ``accumulate``, returned in x's dtype."""
-    dims = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, w, dims, preferred_element_type=jnp.dtype(accumulate)).astype(x.dtype)
+    # Two axes, not three: the gradient of w then is one plain product, where XLA's CPU compiler would first copy
+    # the (fused) gradient of the output into transposed order.
+    flat = x.reshape(-1, x.shape[-1])
+    out = lax.dot_general(flat, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.dtype(accumulate))
+    return out.astype(x.dtype).reshape(*x.shape[:-1], w.shape[1])
 
 
 def dense(x: Array, weight: Array, accumulate: str) -> Array:
     return _dot(x, weight, accumulate)
 
 
+def _joined(x: Array, first: int, last: int | None = None) -> Array:
+    """``x`` with its dimensions ``first … last - 1`` made one (no ``-1``, which arrays without elements refuse)."""
+    shape = x.shape
+    last = len(shape) if last is None else last
+    return x.reshape(*shape[:first], math.prod(shape[first:last]), *shape[last:])
+
+
 def project(x: Array, weight: Array, accumulate: str) -> Array:
     # One plain matrix product, not a contraction onto two dimensions: it is what every backend does fastest.
-    flat = weight.reshape(weight.shape[0], -1)
+    flat = _joined(weight, 1)
     return _dot(x, flat, accumulate).reshape(*x.shape[:-1], *weight.shape[1:])
 
 
 def merge(x: Array, weight: Array, accumulate: str) -> Array:
-    flat = weight.reshape(-1, weight.shape[-1])
-    return _dot(x.reshape(*x.shape[:-2], -1), flat, accumulate)
+    return _dot(_joined(x, x.ndim - 2), _joined(weight, 0, 2), accumulate)
 
 
 def unembed(x: Array, table: Array, accumulate: str) -> Array:
@@ -140,17 +150,15 @@ def cached_attention(
 def causal_conv(x: Array, weight: Array, bias: Array) -> Array:
     from capibara.ops.conv import causal_conv1d
 
-    flat = x.reshape(*x.shape[:2], -1)
-    out, _ = causal_conv1d(flat, weight.reshape(weight.shape[0], -1), bias.reshape(-1))
+    out, _ = causal_conv1d(_joined(x, 2), _joined(weight, 1), _joined(bias, 0))
     return out.reshape(x.shape)
 
 
 def cached_conv(x: Array, weight: Array, bias: Array, tail: Array) -> tuple[Array, Array]:
     from capibara.ops.conv import causal_conv1d
 
-    flat = x.reshape(*x.shape[:2], -1)
-    before = tail.reshape(*tail.shape[:2], -1).astype(x.dtype)
-    out, after = causal_conv1d(flat, weight.reshape(weight.shape[0], -1), bias.reshape(-1), state=before)
+    before = _joined(tail, 2).astype(x.dtype)
+    out, after = causal_conv1d(_joined(x, 2), _joined(weight, 1), _joined(bias, 0), state=before)
     return out.reshape(x.shape), after.reshape(tail.shape).astype(tail.dtype)
 
 
@@ -174,7 +182,7 @@ def continued_scan(
 
 
 def group_merge(x: Array) -> Array:
-    return x.reshape(*x.shape[:-2], -1)
+    return _joined(x, x.ndim - 2)
 
 
 def fold(key: Array | None, index: int) -> Array | None:
