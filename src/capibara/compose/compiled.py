@@ -131,6 +131,7 @@ class CompiledModel:
         self.states = specs.states
         self.jit = jit
         self._jitted: dict[Any, Any] = {}
+        self._makers: dict[Any, Any] = {}
         _counter += 1
         # A name that tracebacks and inspect.getsource resolve, through linecache.
         filename = f"<capibara.compose {type(model).__name__} {_counter}>"
@@ -241,13 +242,18 @@ class CompiledModel:
         with self.backend.scope():
             if not specs:
                 return {}
-            shardings = None
-            if self.backend.mesh is not None:
-                axes = _nest({path: spec.axes for path, spec in specs.items()})
-                shardings = param_shardings(
-                    jax.eval_shape(make, key), axes, self.backend.mesh, self.backend.rules
-                )
-            return jax.jit(make, out_shardings=shardings)(key)
+            run = self._makers.get((what, frozenset(sizes.items())))
+            if run is None:
+                shardings = None
+                if self.backend.mesh is not None:
+                    axes = _nest({path: spec.axes for path, spec in specs.items()})
+                    shardings = param_shardings(
+                        jax.eval_shape(make, key), axes, self.backend.mesh, self.backend.rules
+                    )
+                run = jax.jit(make, out_shardings=shardings)
+                # Kept, because compiling random generators takes longer than running them.
+                self._makers[what, frozenset(sizes.items())] = run
+            return run(key)
 
     # ---- running ------------------------------------------------------------------------------------------
 

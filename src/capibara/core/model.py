@@ -233,7 +233,8 @@ class ModularCapibaraModel:
     # ---- what it costs, where it runs ---------------------------------------------------------------------
 
     def flops_per_token(self, sequence_length: int, training: bool = True) -> float:
-        """Floating-point operations a token of a sequence this long: 2 a multiply-add, 3× forward in training.
+        """Floating-point operations a token of a sequence this long: 2 a multiply-add, 3× forward in training
+        (the search for the nearest code once).
 
         Matrix products with parameters, causal attention counted once for each pair it really looks at (half the
         square), and the recurrence of state-space blocks in its sequential form. Normalisations, activations and
@@ -254,7 +255,10 @@ class ModularCapibaraModel:
             "vq": 2 * d * d + 2 * d * m.vq.codebook_size,
         }
         total = float(sum(per_kind[kind] + 2 * mlp for kind in m.block_kinds) + 2 * d * m.vocab_size)
-        return 3 * total if training else total
+        if not training:
+            return total
+        # The search for the nearest code has no derivative.
+        return 3 * total - 2 * m.block_kinds.count("vq") * 2 * d * m.vq.codebook_size
 
     @property
     def is_tpu_optimized(self) -> bool:
@@ -288,7 +292,10 @@ def _tokens(inputs: Any) -> Any:
         inputs = inputs["tokens"]
     import numpy as np
 
-    tokens = inputs if hasattr(inputs, "dtype") else np.asarray(inputs)
+    try:
+        tokens = inputs if hasattr(inputs, "dtype") else np.asarray(inputs)
+    except ValueError as error:  # rows of unequal length
+        raise InputError(f"tokens is no array: {error}; expected int32 [batch, sequence]") from None
     if not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(f"tokens has dtype {tokens.dtype}, expected an integer: int32 [batch, sequence]")
     if len(tokens.shape) != 2:
