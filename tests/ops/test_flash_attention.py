@@ -207,8 +207,7 @@ def test_groups_of_every_size_give_the_same(monkeypatch, layout, score_bytes):
 
     narrow = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     whole = both(narrow)
-    for name in ("FORWARD_WHOLE_BYTES", "FORWARD_SCORE_BYTES", "BACKWARD_SCORE_BYTES"):
-        monkeypatch.setattr(cpu, name, score_bytes)
+    monkeypatch.setattr(cpu, "SCORE_BYTES", score_bytes)
     problem, _ = prepare(*(narrow[n] for n in ("query", "key", "value")), layout=layout, block_size=64)
     assert cut_group(problem, cut_tiles(problem, 64), score_bytes).count > 1
     cut = both(narrow)

@@ -4,8 +4,8 @@ What XLA's CPU compiler is good at decides the form. It fuses ``dot → add mask
 kernel as long as the maximum is used for nothing else; so the forward pass keeps the row *sums* for the
 backward pass instead of the log-sum-exp, and the backward pass takes the maximum again. Products with a
 transposed small operand are fast and with a transposed large one slow; so the gradients of key and value are
-computed transposed, ``dKᵀ = Qᵀ dS``. Fresh memory is dear (each new page is a fault); so scores never exceed
-a fixed budget.
+computed transposed, ``dKᵀ = Qᵀ dS``. Memory beyond the caches is dear, and fresh memory dearer still (each new
+page is a fault); so the batch is cut into groups whose scores fit a fixed budget.
 
 The mathematics is that of FlashAttention (Dao et al. 2022, arXiv:2205.14135) without its rescaling: a tile of
 rows sees all its keys at once.
@@ -26,19 +26,15 @@ from capibara.ops.attention.tiling import Group, Tile, cut_group, cut_tiles
 
 __all__ = ["backward", "check", "forward"]
 
-# Measured on two Zen 4 cores (benchmarks/attention.py). The forward pass likes few large kernels while all
-# its scores stay within the last-level cache, else blocks of a few MiB; the backward pass, with three live
-# blocks of scores, likes blocks that stay in the second-level caches.
-FORWARD_WHOLE_BYTES = 10 << 20
-FORWARD_SCORE_BYTES = 4 << 20
-BACKWARD_SCORE_BYTES = 1 << 20
+# Scores of one tile of one group. Measured inside a training step on Zen 4, whose cores have 1 MiB of second-level
+# cache each: beyond that, every product and every exponential waits for memory that the other core wants too.
+SCORE_BYTES = 1 << 20
 # One block of one head's scores may not pass this; beyond, the looped form of xla.py is the right one.
 MOST_BLOCK_BYTES = 64 << 20
 
 
 class _Arrays(NamedTuple):
-    """One group's arrays. query [n, group, q_len, d] (scaled), key and value [n, kv_len, d], n =
-    batch·kv_heads."""
+    """One group's arrays: query [n, group, q_len, d] (scaled), key and value [n, kv_len, d]."""
 
     query: jax.Array
     key: jax.Array
@@ -216,9 +212,7 @@ def _assemble(group: Group, x: jax.Array, head_axis: int) -> jax.Array:
 def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """The output in the caller's layout, and the rows' sums of unnormalised weights [batch, heads, q_len]."""
     tiles = cut_tiles(problem, _rows(problem))
-    group = cut_group(problem, tiles, FORWARD_WHOLE_BYTES)
-    if group.count > 1:
-        group = cut_group(problem, tiles, FORWARD_SCORE_BYTES)
+    group = cut_group(problem, tiles, SCORE_BYTES)
 
     def one(_: None, b: Any, h: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
         part = _gather(problem, group, b, h, arrays)
@@ -286,7 +280,7 @@ def backward(
 ) -> tuple[Any, ...]:
     """Gradients of query, key, value and bias (``None`` without one), in the caller's layout and dtype."""
     tiles = cut_tiles(problem, _rows(problem))
-    group = cut_group(problem, tiles, BACKWARD_SCORE_BYTES)
+    group = cut_group(problem, tiles, SCORE_BYTES)
     wide = problem.accumulate_dtype
     bias: jax.Array | None = arrays[3]
 
@@ -294,30 +288,30 @@ def backward(
         part = _gather(problem, group, b, h, arrays)
         do = _take(problem, group, b, h, out_grad, problem.group).astype(wide)
         o = _take(problem, group, b, h, out, problem.group).astype(wide)
-        delta = jnp.sum(do * o, axis=-1, keepdims=True)
         heads = group.kv_heads * problem.group
         sums = _slice(total, {0: b * group.batch, 1: h * heads}, {0: group.batch, 1: heads})
-        scale_rows = _inverse(sums).reshape(*delta.shape)
+        # The rows' normalisation goes into the (small) output gradients, not into the (large) weights.
+        do = do * _inverse(sums).reshape(*do.shape[:3], 1)
+        # Three axes: the CPU compiler reduces [n, 1, rows, dim] four times slower.
+        delta = jnp.sum(_flat(do * o), axis=-1, keepdims=True).reshape(*do.shape[:3], 1)
         dqs, dks, dvs = [], [], []
         for tile in tiles:
 
             def block(carry: Any, start: Any, tile: Tile = tile) -> tuple[Any, jax.Array]:
                 dbias, dk, dv = carry
-                q, g, d, r = (
-                    _flat(lax.dynamic_slice_in_dim(x, start, tile.rows, 2))
-                    for x in (part.query, do, delta, scale_rows)
+                q, g, d = (
+                    _flat(lax.dynamic_slice_in_dim(x, start, tile.rows, 2)) for x in (part.query, do, delta)
                 )
                 k = part.key[:, tile.key_start : tile.key_stop]
                 v = part.value[:, tile.key_start : tile.key_stop]
                 weights, slope = _weights(problem, group, part, tile, start)
-                p = weights * r
-                ds = p * (_dot(problem, g, v, 2, 2) - d)
+                ds = weights * (_dot(problem, g, v, 2, 2) - d)
                 if dbias is not None:
                     dbias = _bias_gradient(dbias, problem, group, tile, b, h, start, ds)
                 if slope is not None:
                     ds = ds * slope
                 dq = _dot(problem, ds, k, 2, 1).reshape(q.shape[0], problem.group, tile.rows, -1)
-                more_k, more_v = _dot(problem, q, ds, 1, 1), _dot(problem, g, p, 1, 1)
+                more_k, more_v = _dot(problem, q, ds, 1, 1), _dot(problem, g, weights, 1, 1)
                 dk, dv = (more_k, more_v) if dk is None else (dk + more_k, dv + more_v)
                 return (dbias, dk, dv), dq
 
