@@ -6,10 +6,10 @@ names says what its ports are to be joined to; :class:`~capibara.compose.model.M
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from capibara.compose.arguments import identifier
 from capibara.compose.errors import ShapeError, Site, WiringError
 from capibara.compose.shapes import Constraint, Dim, Rest, Shape, as_shape, settle
 from capibara.compose.wires import Kind, Wire
@@ -70,10 +70,8 @@ class Block:
     """Anything with ports. Use a subclass: :class:`Model`, :class:`Primitive`, :class:`~.repeat.Repeat`."""
 
     def __init__(self, *, name: str | None = None) -> None:
-        if name is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-            raise WiringError(
-                f"name={name!r} is no identifier: use letters, digits and '_', starting with a letter"
-            )
+        if name is not None:
+            identifier(name, f"name={name!r} is no identifier")
         self.name = name
         self.wires: dict[str, Wire] = {}
         self.symbols: dict[str, Dim | Rest] = {}

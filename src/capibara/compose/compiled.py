@@ -66,7 +66,13 @@ def compile(
         model.parent = None  # the wrapper is only for this call
         model.child_name = None
         model = whole
-    backend = backend or JaxBackend()
+    backend = JaxBackend() if backend is None else backend
+    if not isinstance(backend, JaxBackend):
+        raise CompileError(f"backend={backend!r} must be a JaxBackend, such as JaxBackend(device='cpu')")
+    if not isinstance(shapes, Mapping | None):
+        raise CompileError(
+            f"shapes={shapes!r} must be a dict of shapes by input, such as {{'input': [32, 128]}}"
+        )
     model._finish()
     with what_if():
         for key, spec in (shapes or {}).items():

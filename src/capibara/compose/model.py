@@ -18,10 +18,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from capibara.compose.arguments import choice, identifier
 from capibara.compose.block import Block, Child, IOKey, Placement, Port, Primitive
 from capibara.compose.errors import KindError, ShapeError, Site, WiringError, user_site
 from capibara.compose.shapes import Dim, Rest, Shape, set_size, settle, transaction
-from capibara.compose.wires import Declaration, Wire, join
+from capibara.compose.wires import KINDS, Declaration, Wire, join
 from capibara.errors import did_you_mean
 
 __all__ = ["Block", "IOKey", "Model", "Placement", "Port", "Primitive"]
@@ -52,6 +53,7 @@ class Model(Block):
         self, key: str, shape: Any = (...,), kind: str | None = None, axes: Iterable[str | None] = ()
     ) -> Port:
         """Declare a data input, with what is known of it. Sizes with equal names are equal within the model."""
+        choice("kind", kind, KINDS, optional=True)
         self._declare(key, Wire(self._shape(shape, axes), kind))
         return Port(self, key)
 
@@ -74,6 +76,7 @@ class Model(Block):
             axes: logical axis names, one a dimension (``("embed", "mlp")``).
             dtype: overrides the precision policy. keep_dtype: used as it is stored, without a cast.
         """
+        _check_init(init)
         axes = tuple(axes)
         wire = Wire(self._shape(shape, axes), "float", "param")
         wire.declaration = Declaration(key, init, dtype, keep_dtype, axes)
@@ -94,6 +97,8 @@ class Model(Block):
 
         Say what its next value is with :meth:`update_state`; without that it stays as it was.
         """
+        choice("kind", kind, KINDS)
+        _check_init(init)
         axes = tuple(axes)
         wire = Wire(self._shape(shape, axes), kind, "state")
         wire.declaration = Declaration(key, init, dtype, True, axes)
@@ -203,6 +208,7 @@ class Model(Block):
 
     def _child_name(self, wanted: str | None, block: Block) -> str:
         if wanted is not None:
+            identifier(wanted, f"name={wanted!r} is no name for a block")
             if wanted in self._names:
                 raise WiringError(f"{self.label} already has a block named {wanted!r}; choose another name")
             return wanted
@@ -221,6 +227,7 @@ class Model(Block):
             outer, shown = self._wire(value), f"{self.label}.{value}"
         elif isinstance(value, IOKey):
             outer, shown = self._wire(value.name), f"{self.label}.{value.name}"
+            choice("kind", value.kind, KINDS, optional=True)
             declared = Wire(self._shape(value.shape or (...,), value.axes), value.kind)
             join(outer, declared)
             if value.expose and value.name not in self._exposed:
@@ -350,11 +357,13 @@ def _named(value: Any) -> str | None:
     return value if isinstance(value, str) else value.name if isinstance(value, IOKey) else None
 
 
+def _check_init(init: Any) -> None:
+    if not callable(init):
+        raise WiringError(f"init={init!r} must be a function of (key, shape, dtype)")
+
+
 def _check_key(key: str) -> None:
-    if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", key):
-        raise WiringError(
-            f"{key!r} is no connection name: use letters, digits and '_', starting with a letter"
-        )
+    identifier(key, f"{key!r} is no connection name")
 
 
 def _as_placement(other: Placement | Block) -> tuple[Block, Mapping[str, Any], str | None]:

@@ -397,7 +397,10 @@ def as_shape(
         ShapeError: for a negative size or something that is no dimension.
     """
     items: list[Dim | Rest] = []
-    fields: list[Any] = spec.split() if isinstance(spec, str) else list(spec)
+    try:
+        fields: list[Any] = spec.split() if isinstance(spec, str) else list(spec)
+    except TypeError:
+        raise ShapeError(f"shape {spec!r} is no row of sizes: write [32, 128] or 'batch 128'") from None
     for field in fields:
         if isinstance(field, Dim | Rest):
             items.append(field)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from capibara.compose.errors import KindError, ShapeError, WiringError
 from capibara.compose.shapes import Shape, put, unify
 
-__all__ = ["Declaration", "Kind", "Wire", "join"]
+__all__ = ["KINDS", "Declaration", "Kind", "Wire", "join"]
 
 
 class Producer(Protocol):
@@ -21,6 +21,9 @@ class Producer(Protocol):
 
     @property
     def label(self) -> str: ...
+
+
+KINDS = ("float", "int", "bool")
 
 
 class Kind:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.compose import primitives as p
+from capibara.compose.arguments import whole
+from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Scaled, zeros
 from capibara.compose.model import Model
 
@@ -41,8 +43,24 @@ class SelfAttention(Model):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
+        whole("dimension", dimension)
+        whole("num_heads", num_heads)
+        whole("num_kv_heads", num_kv_heads, optional=True)
+        whole("head_dim", head_dim, optional=True)
         kv_heads = num_kv_heads or num_heads
+        if num_heads % kv_heads:
+            raise WiringError(
+                f"num_kv_heads={kv_heads} does not divide num_heads={num_heads}: each key head serves the same "
+                "number of query heads"
+            )
+        if head_dim is None and dimension % num_heads:
+            raise WiringError(
+                f"num_heads={num_heads} does not divide dimension={dimension}: give head_dim, or another number of "
+                "heads"
+            )
         size = head_dim or dimension // num_heads
+        if size % 2:
+            raise WiringError(f"head_dim={size} must be even: rotary positions turn pairs of features")
         self.add_input("input", ("batch", "sequence", dimension), "float", ("batch", "sequence", "embed"))
         self.add_input("cos", ("sequence", size // 2), "float")
         self.add_input("sin", ("sequence", size // 2), "float")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from capibara.compose import primitives as p
+from capibara.compose.arguments import whole
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Normal, Scaled, ones, zeros
 from capibara.compose.model import Block, IOKey, Model
@@ -13,13 +14,6 @@ from capibara.compose.model import Block, IOKey, Model
 __all__ = ["MLP", "Embedding", "LayerNorm", "Linear", "RMSNorm", "SwiGLU"]
 
 Axes = tuple[str | None, str | None]
-
-
-def _size(name: str, value: Any, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise WiringError(f"{name}={value!r} must be a whole number of at least 1")
 
 
 class Linear(Model):
@@ -42,7 +36,7 @@ class Linear(Model):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        _size("dimension", dimension, optional=True)
+        whole("dimension", dimension, optional=True)
         out = "out" if dimension is None else dimension
         self.add_input("input", "*b in", "float")
         self.add_parameter("weight", ("in", out), init or Scaled(1.0), axes=axes)
@@ -67,8 +61,8 @@ class Embedding(Model):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        _size("vocab_size", vocab_size)
-        _size("dimension", dimension)
+        whole("vocab_size", vocab_size)
+        whole("dimension", dimension)
         self.add_input("input", "*b", "int")
         self.add_parameter("weight", (vocab_size, dimension), init or Normal(0.02), axes=axes)
         self.add(p.Lookup(), "lookup", table="weight", indices="input", output="output")
@@ -107,8 +101,8 @@ class SwiGLU(Model):
 
     def __init__(self, hidden: int, dimension: int | None = None, *, name: str | None = None) -> None:
         super().__init__(name=name)
-        _size("hidden", hidden)
-        _size("dimension", dimension, optional=True)
+        whole("hidden", hidden)
+        whole("dimension", dimension, optional=True)
         self.add_input("input", ("*b", dimension or "d"), "float")
         inner, outer = ("embed", "mlp"), ("mlp", "embed")
         self.add(Linear(hidden, False, axes=inner), "gate", input="input", output="gate_out")
@@ -118,6 +112,22 @@ class SwiGLU(Model):
         self.add(Linear(dimension, False, axes=outer), "down", input="product", output="output")
         self.set_shapes(output=("*b", dimension or "d"))
         self.expose("output")
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise WiringError(f"{name}={value!r} must be a list, one entry a layer")
+    return list(value)
+
+
+def _made(name: str, make: Any) -> Block:
+    """A fresh block from a class or a function; a ready block cannot be used in several layers."""
+    made = make() if callable(make) and not isinstance(make, Block) else make
+    if not isinstance(made, Block) or made is make:
+        raise WiringError(
+            f"{name}={make!r} must be a block class such as Relu, or a function that makes a block"
+        )
+    return made
 
 
 class MLP(Model):
@@ -144,14 +154,16 @@ class MLP(Model):
             raise WiringError(
                 "MLP needs either input_size, hidden_sizes and output_size, or activations and dimensions"
             )
-        _size("input_size", input_size, optional=True)
+        whole("input_size", input_size, optional=True)
         after: list[Block | None]
         if guide:
-            sizes: list[int | None] = [*(hidden_sizes or ()), output_size]
-            after = [*(activation() for _ in hidden_sizes or ()), None]
+            hidden = _listed("hidden_sizes", hidden_sizes or ())
+            sizes: list[int | None] = [*hidden, output_size]
+            after = [*(_made("activation", activation) for _ in hidden), None]
         else:
-            sizes = list(dimensions or ())
-            after = [a() if isinstance(a, type) else a for a in activations or (None,) * len(sizes)]
+            sizes = _listed("dimensions", dimensions)
+            given = _listed("activations", (None,) * len(sizes) if activations is None else activations)
+            after = [a if a is None or isinstance(a, Block) else _made("activations", a) for a in given]
             if len(after) != len(sizes):
                 raise WiringError(
                     f"activations has {len(after)} entries, dimensions has {len(sizes)}: give one each"
@@ -161,7 +173,7 @@ class MLP(Model):
         self.add_input("input", ("*b", input_size or "in"), "float")
         at: Any = "input"
         for i, (size, block) in enumerate(zip(sizes, after, strict=True)):
-            _size("size", size, optional=True)
+            whole("size", size, optional=True)
             last = i == len(sizes) - 1
             axes: Axes = ("embed", "mlp") if i % 2 == 0 else ("mlp", "embed")
             linear = Linear(size, axes=axes)

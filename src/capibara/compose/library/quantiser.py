@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from capibara.compose import primitives as p
+from capibara.compose.arguments import whole
 from capibara.compose.initializers import UnitRows, ones
 from capibara.compose.model import Model
 
@@ -37,6 +38,8 @@ class VectorQuantiser(Model):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
+        whole("codebook_size", codebook_size)
+        whole("dimension", dimension)
         shape, axes = (codebook_size, dimension), ("codes", "embed")
         start = UnitRows(dimension**0.5, salt="codebook")
         self.add_input("input", ("*b", dimension), "float")

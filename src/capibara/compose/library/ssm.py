@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from capibara.compose import primitives as p
+from capibara.compose.arguments import whole
+from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Constant, LogUniform, Scaled, ones, zeros
 from capibara.compose.library.layers import Linear, RMSNorm
 from capibara.compose.model import Model
@@ -40,7 +42,22 @@ class StateSpace(Model):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
+        sizes = {
+            "dimension": dimension,
+            "state_dim": state_dim,
+            "head_dim": head_dim,
+            "expand": expand,
+            "conv_width": conv_width,
+            "chunk_length": chunk_length,
+        }
+        for key, size in sizes.items():
+            whole(key, size)
         inner = expand * dimension
+        if inner % head_dim:
+            raise WiringError(
+                f"head_dim={head_dim} does not divide the inner size {inner} (expand={expand} times "
+                f"dimension={dimension}): choose one that does"
+            )
         heads = inner // head_dim
         self.add_input("input", ("batch", "sequence", dimension), "float", ("batch", "sequence", "embed"))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from capibara.compose.arguments import choice, number
 from capibara.compose.block import Primitive
-from capibara.compose.errors import WiringError
+from capibara.compose.precision import FLOAT_DTYPES
 from capibara.compose.shapes import broadcast_rule
 
 __all__ = [
@@ -125,8 +126,8 @@ class Normalise(Primitive):
     """
 
     def __init__(self, kind: str = "rms", epsilon: float = 1e-5, *, name: str | None = None) -> None:
-        if kind not in ("rms", "layer"):
-            raise WiringError(f"kind={kind!r} must be 'rms' or 'layer'")
+        choice("kind", kind, ("rms", "layer"))
+        number("epsilon", epsilon)
         super().__init__(
             f"{kind}_norm",
             {"input": ("*b d", "float"), "scale": ("d", "float")},
@@ -141,8 +142,7 @@ class Dropout(Primitive):
     """Zero each element with probability ``rate`` and scale the rest by ``1 / (1 - rate)``, in training only."""
 
     def __init__(self, rate: float, *, name: str | None = None) -> None:
-        if not 0.0 <= rate < 1.0:
-            raise WiringError(f"rate={rate!r} must be at least 0 and less than 1")
+        number("rate", rate, 0.0, 1.0, below=True)
         super().__init__(
             "dropout",
             {"input": ("*b", "float")},
@@ -158,6 +158,7 @@ class Cast(Primitive):
     """Change the floating dtype: ``dtype`` is "float32", "bfloat16", … or "accumulate" for the policy's."""
 
     def __init__(self, dtype: str = "accumulate", *, name: str | None = None) -> None:
+        choice("dtype", dtype, ("accumulate", *FLOAT_DTYPES))
         accumulate = dtype == "accumulate"
         super().__init__(
             "cast_up" if accumulate else "cast",

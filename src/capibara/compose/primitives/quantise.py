@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from capibara.compose.arguments import number
 from capibara.compose.block import Primitive
 
 __all__ = ["Quantise"]
@@ -25,6 +26,10 @@ class Quantise(Primitive):
         *,
         name: str | None = None,
     ) -> None:
+        number("decay", decay, 0.0, 1.0)
+        number("commitment_weight", commitment_weight)
+        number("dead_code_threshold", dead_code_threshold)
+        number("epsilon", epsilon)
         super().__init__(
             "quantise",
             {

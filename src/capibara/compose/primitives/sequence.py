@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from capibara.compose.arguments import number, whole
 from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError
 from capibara.compose.shapes import Shape, set_size
@@ -53,7 +54,9 @@ class RotaryTable(Primitive):
     """Cosines and sines for rotary positions (Su et al., 2021): ``positions int [*p]`` → ``[*p, dim / 2]`` each."""
 
     def __init__(self, dim: int, theta: float = 10000.0, *, name: str | None = None) -> None:
-        if dim < 2 or dim % 2:
+        whole("dim", dim)
+        number("theta", theta, above=True)
+        if dim % 2:
             raise ShapeError(f"dim={dim!r}: rotary positions need an even head size of at least 2")
         super().__init__(
             "rotary_table",
@@ -109,6 +112,8 @@ class Attention(Primitive):
         *,
         name: str | None = None,
     ) -> None:
+        whole("window", window, optional=True)
+        number("softcap", softcap, above=True, optional=True)
         super().__init__(
             "attention",
             {
@@ -134,6 +139,8 @@ class CachedAttention(Primitive):
         self, window: int | None = None, softcap: float | None = None, *, name: str | None = None
     ) -> None:
         cache = "batch cache kv_heads dim"
+        whole("window", window, optional=True)
+        number("softcap", softcap, above=True, optional=True)
         super().__init__(
             "cached_attention",
             {
@@ -207,6 +214,7 @@ class SelectiveScan(Primitive):
     """
 
     def __init__(self, chunk_length: int = 64, *, name: str | None = None) -> None:
+        whole("chunk_length", chunk_length)
         super().__init__(
             "selective_scan",
             _SCAN_INPUTS,
@@ -220,6 +228,7 @@ class ContinuedScan(Primitive):
     """:class:`SelectiveScan` that goes on from a given state ``[batch, heads, dim, state]`` and returns the next."""
 
     def __init__(self, chunk_length: int = 64, *, name: str | None = None) -> None:
+        whole("chunk_length", chunk_length)
         memory = ("batch heads dim state", "float")
         super().__init__(
             "continued_scan",

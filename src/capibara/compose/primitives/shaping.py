@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from capibara.compose.arguments import whole
 from capibara.compose.block import Primitive
-from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.errors import ShapeError
 from capibara.compose.shapes import Dim, Shape, set_size, unify
 
 __all__ = ["Concat", "GroupMerge", "Mean", "Sum"]
 
 
 def _reduced(axis: int | None) -> Any:
-    def rule(whole: Shape, reduced: Shape) -> bool:
-        dims = whole.dims()
+    def rule(full: Shape, reduced: Shape) -> bool:
+        dims = full.dims()
         if dims is None:
             return False
         if axis is None:
@@ -29,6 +30,7 @@ def _reduced(axis: int | None) -> Any:
 
 class _Reduce(Primitive):
     def __init__(self, axis: int | None = None, *, name: str | None = None) -> None:
+        whole("axis", axis, None, optional=True)
         op = type(self).__name__.lower()
         super().__init__(
             op,
@@ -52,8 +54,8 @@ class Concat(Primitive):
     """Join arrays along one dimension: ports ``input_0``, ``input_1`` … → ``output``."""
 
     def __init__(self, count: int, axis: int = 0, *, name: str | None = None) -> None:
-        if count < 1:
-            raise WiringError(f"count={count!r} must be at least 1")
+        whole("count", count)
+        whole("axis", axis, None)
 
         def rule(*shapes: Shape) -> bool:
             rows = [s.dims() for s in shapes[:-1]]

@@ -1,0 +1,77 @@
+"""Checks of the plain values that blocks are made with: each error names the argument and what it may be."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from capibara.compose.errors import WiringError
+from capibara.errors import did_you_mean
+
+__all__ = ["choice", "identifier", "number", "whole"]
+
+
+def whole(name: str, value: Any, low: int | None = 1, *, optional: bool = False) -> None:
+    """``value`` is a whole number of at least ``low`` (None: any), or None if it is ``optional``.
+
+    Raises:
+        WiringError: it is not.
+    """
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or (low is not None and value < low):
+        least = "" if low is None else f" of at least {low}"
+        raise WiringError(
+            f"{name}={value!r} must be a whole number{least}" + (" or None" if optional else "")
+        )
+
+
+def number(
+    name: str,
+    value: Any,
+    low: float = 0.0,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    below: bool = False,
+    optional: bool = False,
+) -> None:
+    """``value`` is a number from ``low`` (``above``: excluded) to ``high`` (``below``: excluded).
+
+    Raises:
+        WiringError: it is not.
+    """
+    if optional and value is None:
+        return
+    fits = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
+    if not fits or (above and value == low) or (below and value == high) or math.isinf(value):
+        text = f"{'above' if above else 'at least'} {low:g}"
+        if not math.isinf(high):
+            text += f" and {'below' if below else 'at most'} {high:g}"
+        raise WiringError(f"{name}={value!r} must be a number {text}" + (" or None" if optional else ""))
+
+
+def choice(name: str, value: Any, options: tuple[str, ...], *, optional: bool = False) -> None:
+    """``value`` is one of ``options``, or None if it is ``optional``.
+
+    Raises:
+        WiringError: it is not.
+    """
+    if optional and value is None:
+        return
+    if not isinstance(value, str) or value not in options:
+        raise WiringError(
+            f"{name}={value!r} must be one of {', '.join(map(repr, options))}{' or None' if optional else ''}."
+            f"{did_you_mean(str(value), options)}"
+        )
+
+
+def identifier(value: Any, what: str) -> None:
+    """``value`` can stand in generated source as a name.
+
+    Raises:
+        WiringError: it cannot.
+    """
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", value):
+        raise WiringError(f"{what}: use letters, digits and '_', starting with a letter")
