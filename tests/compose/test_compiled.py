@@ -181,12 +181,12 @@ def test_precision_policy() -> None:
 
 
 def test_float64_only_while_running() -> None:
-    before = jax.config.jax_enable_x64
+    before = jax.config.read("jax_enable_x64")
     compiled = ml.compile(ml.Linear(3), ml.JaxBackend(dtype="float64"), shapes={"input": [2, 4]})
     params = compiled.randomize_params()
     out = compiled.evaluate(params, {"input": np.ones((2, 4))})["output"]
     assert out.dtype == np.float64
-    assert jax.config.jax_enable_x64 == before
+    assert jax.config.read("jax_enable_x64") == before
     assert jnp.ones(2).dtype == jnp.float32
 
 

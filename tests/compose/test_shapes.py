@@ -103,8 +103,9 @@ def test_broadcast_equals_numpy(left: list[int], right: list[int], later: bool) 
 
 @given(sizes, sizes, st.randoms(use_true_random=False))
 def test_broadcast_of_sizes_learned_one_by_one(left: list[int], right: list[int], random) -> None:
-    a, b, out = Shape(Dim() for _ in left), Shape(Dim() for _ in right), Shape([Rest()])
-    learn = [(d, n) for s, sizes in ((a, left), (b, right)) for d, n in zip(s.items, sizes, strict=True)]
+    dims = [Dim() for _ in left], [Dim() for _ in right]
+    a, b, out = Shape(dims[0]), Shape(dims[1]), Shape([Rest()])
+    learn = list(zip(dims[0] + dims[1], left + right, strict=True))
     random.shuffle(learn)
     try:
         expected = np.broadcast_shapes(tuple(left), tuple(right))

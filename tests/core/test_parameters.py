@@ -224,7 +224,7 @@ def test_missing_and_misshapen_parameters_are_named() -> None:
     ):
         model.apply(dict(params, embedding={"weight": params["embedding"]["weight"].T}), small_tokens())
     with pytest.raises(InputError, match="params"):
-        model.apply(None, small_tokens())
+        model.apply(None, small_tokens())  # pyright: ignore[reportArgumentType]
 
 
 def test_loss_needs_the_state_that_the_model_has() -> None:

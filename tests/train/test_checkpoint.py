@@ -240,7 +240,7 @@ def test_a_failing_disk_leaves_the_old_checkpoint(
         elif where == "manifest":
             patch.setattr(module, "_sync_and_digest", fail)
         else:
-            patch.setattr(module.os, "rename", fail)
+            patch.setattr("os.rename", fail)
         with pytest.raises(CheckpointWriteError) as caught:
             save(store, 2)
     assert os.strerror(number) in str(caught.value)
