@@ -68,33 +68,34 @@ def scan(
 
     step = cut(dt)
     push = cut(x) * step[..., None]
-    # Sums of dt·a up to and with each position, [chunks, batch, heads, size].
-    total = jnp.swapaxes(jnp.cumsum(step * a.astype(wide), axis=2), 2, 3)
     below = lax.broadcasted_iota(jnp.int32, (size, size), 0) >= lax.broadcasted_iota(
         jnp.int32, (size, size), 1
     )
-    first = initial_state.astype(wide).reshape(p.batch, p.groups, p.heads_per_group, p.width, p.states)
+    # Batch and groups are one axis below (n): h [n, heads per group, width, states], b and c [n, size, states].
+    n, heads = p.batch * p.groups, p.heads_per_group
+    first = initial_state.astype(wide).reshape(n, heads, p.width, p.states)
 
     def chunk(h: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        push_k, total_k, b_k, c_k = now
-        split = (p.batch, p.groups, p.heads_per_group)
-        total_k = total_k.reshape(*split, size)
-        # [batch, groups, heads per group, size, width]; b and c as [batch, groups, size, states].
-        push_k = jnp.moveaxis(push_k, 1, 2).reshape(*split, size, p.width)
-        b_k, c_k = jnp.swapaxes(b_k, 1, 2), jnp.swapaxes(c_k, 1, 2)
+        push_k, rate_k, b_k, c_k = now
+        # Sums of dt·a up to and with each position. A product, not a cumulative sum: it is as exact, and XLA's CPU
+        # compiler does not fuse it into the loop over pairs below, which would then read it with a stride.
+        total_k = jnp.einsum("bjh,ij->bhi", rate_k, below.astype(wide), precision=lax.Precision.HIGHEST)
+        total_k = total_k.reshape(n, heads, size)
+        push_k = jnp.swapaxes(push_k, 1, 2).reshape(n, heads, size, p.width)
+        b_k, c_k = (jnp.swapaxes(v, 1, 2).reshape(n, size, p.states) for v in (b_k, c_k))
 
         # Masked before the exponential: above the diagonal the difference is positive and could overflow.
         gap = jnp.where(below, total_k[..., :, None] - total_k[..., None, :], -jnp.inf)
-        mixing = jnp.einsum("bgin,bgjn->bgij", c_k, b_k)[:, :, None] * jnp.exp(gap)
-        inside = jnp.einsum("bghij,bghjp->bghip", mixing, push_k)
-        carried = jnp.einsum("bgin,bghpn->bghip", c_k, h) * jnp.exp(total_k)[..., None]
+        mixing = jnp.einsum("nis,njs->nij", c_k, b_k)[:, None] * jnp.exp(gap)
+        inside = jnp.einsum("nhij,nhjp->nhip", mixing, push_k)
+        carried = jnp.einsum("nis,nhps->nhip", c_k, h) * jnp.exp(total_k)[..., None]
 
         last = total_k[..., -1:]
         kept = jnp.exp(last)[..., None] * h
-        added = jnp.einsum("bghjp,bgjn->bghpn", push_k * jnp.exp(last - total_k)[..., None], b_k)
+        added = jnp.einsum("nhjp,njs->nhps", push_k * jnp.exp(last - total_k)[..., None], b_k)
         y = (inside + carried).reshape(p.batch, p.heads, size, p.width)
-        return kept + added, jnp.moveaxis(y, 1, 2)
+        return kept + added, jnp.swapaxes(y, 1, 2)
 
-    state, y = lax.scan(chunk, first, (push, total, cut(b), cut(c)))
+    state, y = lax.scan(jax.checkpoint(chunk), first, (push, step * a.astype(wide), cut(b), cut(c)))
     y = jnp.moveaxis(y, 0, 1).reshape(p.batch, chunks * size, p.heads, p.width)[:, : p.length]
     return y.astype(x.dtype), state.reshape(initial_state.shape)
