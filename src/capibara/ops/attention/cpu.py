@@ -4,8 +4,8 @@ What XLA's CPU compiler is good at decides the form. It fuses ``dot → add mask
 kernel as long as the maximum is used for nothing else; so the forward pass keeps the row *sums* for the
 backward pass instead of the log-sum-exp, and the backward pass takes the maximum again. Products with a
 transposed small operand are fast and with a transposed large one slow; so the gradients of key and value are
-computed transposed, ``dKᵀ = Qᵀ dS``. Memory beyond the caches is dear, and fresh memory dearer still (each new
-page is a fault); so the batch is cut into groups whose scores fit a fixed budget.
+computed transposed, ``dKᵀ = Qᵀ dS``. Memory beyond the caches is dear, and fresh memory dearer still (each
+new page is a fault); so the batch is cut into groups whose scores fit a fixed budget.
 
 The mathematics is that of FlashAttention (Dao et al. 2022, arXiv:2205.14135) without its rescaling: a tile of
 rows sees all its keys at once.
@@ -26,9 +26,10 @@ from capibara.ops.attention.tiling import Group, Tile, cut_group, cut_tiles
 
 __all__ = ["backward", "check", "forward"]
 
-# Scores of one tile of one group. Measured inside a training step on Zen 4, whose cores have 1 MiB of second-level
-# cache each: beyond that, every product and every exponential waits for memory that the other core wants too.
-SCORE_BYTES = 1 << 20
+# Scores of one tile of one group, spread over the cores. Measured inside a training step on two Zen 4 cores
+# with 1 MiB of second-level cache each: with much more, every product and every exponential waits for
+# memory; with much less, the kernels become too short to be shared out.
+SCORE_BYTES = 2 << 20
 # One block of one head's scores may not pass this; beyond, the looped form of xla.py is the right one.
 MOST_BLOCK_BYTES = 64 << 20
 
