@@ -45,7 +45,7 @@ def _dot(x: Array, w: Array, accumulate: str) -> Array:
     """``x [*b, k] @ w [k, n]``, summed in ``accumulate``, returned in x's dtype."""
     # Two axes, not three: the gradient of w then is one plain product, where XLA's CPU compiler would first copy
     # the (fused) gradient of the output into transposed order.
-    flat = x.reshape(-1, x.shape[-1])
+    flat = _joined(x, 0, x.ndim - 1)
     out = lax.dot_general(flat, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.dtype(accumulate))
     return out.astype(x.dtype).reshape(*x.shape[:-1], w.shape[1])
 
