@@ -22,11 +22,12 @@ def counted(model: ModularCapibaraModel, length: int, training: bool = False) ->
     params, state = small_params(model)
     if training:
         tokens = small_tokens(2, length + 1)
-        function: Any = jax.grad(lambda p: model.loss(p, {"tokens": tokens}, state=state, train=False)[0])
+        count = count_flops(
+            jax.grad(lambda p: model.loss(p, {"tokens": tokens}, state=state, train=False)[0]), params
+        )
     else:
         tokens = small_tokens(2, length)
-        function = lambda p: model.apply(p, tokens, state=state)[0]  # noqa: E731
-    count = count_flops(function, params)
+        count = count_flops(lambda p: model.apply(p, tokens, state=state)[0], params)
     assert count.exact
     return count.total / (2 * length)
 
@@ -135,7 +136,7 @@ def test_a_mesh_of_32_gives_the_logits_of_one_device(pattern: list[str]) -> None
 
 
 def test_too_few_devices_mean_no_mesh() -> None:
-    model = ModularCapibaraModel(small_config(**{"tpu.enabled": True}))
+    model = ModularCapibaraModel(small_config("attention", **{"tpu.enabled": True}))
     assert model.mesh is None
     assert model.is_tpu_optimized is False
     assert model.tpu_mesh_shape == (4, 8)

@@ -79,7 +79,7 @@ def test_remat_computes_again_what_it_says() -> None:
 
 
 def test_dropout_follows_its_key() -> None:
-    model, params, _ = build("attention", model__dropout_rate=0.5)
+    model, params, _ = build("attention", model__dropout_rate=0.5, model__num_layers=1)
     batch = {"tokens": small_tokens()}
 
     def loss(key: Any, train: bool) -> Any:

@@ -43,7 +43,7 @@ FLOAT64 = {f"precision.{k}_dtype": "float64" for k in ("param", "compute", "accu
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def small_config(kind: str = "attention", **changes: Any) -> ModularModelConfig:
+def small_config(kind: str = "attention", /, **changes: Any) -> ModularModelConfig:
     """A configuration by the name of its kind; ``changes`` write ``__`` for the dot: ``model__remat="full"``."""
     values = {**SMALL, **KINDS[kind], **{k.replace("__", "."): v for k, v in changes.items()}}
     return ModularModelConfig.from_toml("demo", overrides=[f"{k}={_toml(v)}" for k, v in values.items()])

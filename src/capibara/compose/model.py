@@ -303,6 +303,11 @@ class Model(Block):
                 return child.block
         return super().__getattr__(key)
 
+    def _check_port(self, key: str) -> None:
+        if key == "output":
+            self._finish()
+        super()._check_port(key)
+
     def _finish(self) -> None:
         """Name the last value ``output`` where the author named none."""
         if not self.output_keys and self._last is not None and "output" not in self.wires:

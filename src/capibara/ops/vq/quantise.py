@@ -108,8 +108,8 @@ def vector_quantise(
       implementation: Of :func:`nearest_code`.
 
     Returns:
-      ``quantized`` like ``x``, with gradients as if it were ``x``; ``indices int32 [...]``; metrics, all float32
-      scalars: ``commitment_loss`` (weighted, differentiable in ``x``; add it to the loss),
+      ``quantized`` like ``x``, with gradients as if it were ``x``; ``indices int32 [...]``; metrics, all scalars in
+      float32 (the loss of a float64 ``x`` in float64): ``commitment_loss`` (weighted, differentiable in ``x``; add it to the loss),
       ``quantization_error`` (mean squared, no gradient), ``perplexity`` (exp of the entropy of the codes' use in
       this call: 1 to codes), ``usage`` (fraction of codes used in this call); and the new state.
 
@@ -131,7 +131,8 @@ def vector_quantise(
     indices = nearest_code(x, codebook, implementation=implementation)
     chosen = jnp.take(codebook, indices, axis=0)
     # The loss is computed wide: squares of bfloat16 differences lose most of their digits.
-    error = jnp.mean(jnp.square(x.astype(jnp.float32) - chosen.astype(jnp.float32)))
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    error = jnp.mean(jnp.square(x.astype(wide) - chosen.astype(wide)))
     quantized = x + lax.stop_gradient(chosen.astype(x.dtype) - x)
 
     vectors = lax.stop_gradient(x).reshape(-1, dim).astype(codebook.dtype)
