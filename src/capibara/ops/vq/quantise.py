@@ -109,7 +109,8 @@ def vector_quantise(
 
     Returns:
       ``quantized`` like ``x``, with gradients as if it were ``x``; ``indices int32 [...]``; metrics, all scalars in
-      float32 (the loss of a float64 ``x`` in float64): ``commitment_loss`` (weighted, differentiable in ``x``; add it to the loss),
+      float32 (the losses of a float64 ``x`` in float64): ``commitment_loss`` (weighted, differentiable in ``x``;
+      add it to the loss),
       ``quantization_error`` (mean squared, no gradient), ``perplexity`` (exp of the entropy of the codes' use in
       this call: 1 to codes), ``usage`` (fraction of codes used in this call); and the new state.
 
