@@ -36,16 +36,35 @@ def problem_of(call: Callable[[], object]) -> SettingsError | None:
 # --- values ---
 
 
-def test_demo_equals_the_defaults_but_for_its_time_limit():
-    demo = ModularModelConfig.from_toml("demo")
-    assert demo.train.max_seconds is not None
-    assert demo.with_overrides(["train.max_seconds=none"]) == ModularModelConfig()
+def test_demo_equals_the_defaults_but_for_what_it_is_tuned_in():
+    def flat(tree: dict, prefix: str = "") -> dict:
+        return {
+            path: leaf
+            for key, value in tree.items()
+            for path, leaf in (
+                flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+            ).items()
+        }
+
+    demo, default = (flat(c.to_dict()) for c in (ModularModelConfig.from_toml("demo"), ModularModelConfig()))
+    assert {key for key in demo.keys() | default.keys() if demo.get(key) != default.get(key)} == {
+        "model.num_heads",
+        "model.num_kv_heads",
+        "train.steps",
+        "train.batch_size",
+        "train.eval_every",
+        "train.eval_batches",
+        "optimizer.learning_rate",
+        "optimizer.warmup_steps",
+        "optimizer.final_learning_rate_fraction",
+        "checkpoint.every_steps",
+    }
 
 
 def test_demo_has_the_promised_sizes():
     demo = ModularModelConfig.from_toml("demo")
     assert (demo.model.num_layers, demo.model.embed_dim, demo.model.vocab_size) == (6, 192, 256)
-    assert (demo.train.batch_size, demo.train.sequence_length) == (16, 256)
+    assert (demo.train.batch_size, demo.train.sequence_length) == (8, 256)
     assert demo.precision.compute_dtype == "float32"
     assert demo.tpu.enabled is False
 
@@ -261,10 +280,16 @@ def test_value_out_of_range_or_of_the_wrong_type(override, key, expected):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["num_kv_heads=4"], ["model.num_kv_heads", "got 4", "divisor of num_heads = 6", "1, 2, 3, 6"]),
-        (["embed_dim=100"], ["model.embed_dim", "got 100", "num_heads = 6", "102", "head_dim"]),
+        (
+            ["num_heads=6", "num_kv_heads=4"],
+            ["model.num_kv_heads", "got 4", "divisor of num_heads = 6", "1, 2, 3, 6"],
+        ),
+        (
+            ["num_heads=6", "embed_dim=100"],
+            ["model.embed_dim", "got 100", "num_heads = 6", "102", "head_dim"],
+        ),
         (["model.head_dim=31"], ["model.head_dim", "got 31", "even"]),
-        (["embed_dim=18"], ["model.head_dim", "got 3", "even"]),
+        (["num_heads=6", "embed_dim=18"], ["model.head_dim", "got 3", "even"]),
         (["pattern=ssm", "ssm.head_dim=7"], ["model.ssm.head_dim", "got 7", "384"]),
         (["topology=4x9"], ["tpu.topology", "'4x9'", "36", "num_chips = 32"]),
         (["num_chips=31"], ["tpu.topology", "'4x8'", "num_chips = 31"]),
@@ -274,7 +299,7 @@ def test_value_out_of_range_or_of_the_wrong_type(override, key, expected):
         (["mesh_axes=data,data"], ["tpu.mesh_axes", "differ"]),
         (
             ["gradient_accumulation_steps=3"],
-            ["train.gradient_accumulation_steps", "got 3", "batch_size = 16"],
+            ["train.gradient_accumulation_steps", "got 3", "batch_size = 8"],
         ),
         (["sequence_length=512"], ["train.sequence_length", "got 512", "max_sequence_length = 256"]),
     ],

@@ -66,9 +66,11 @@ def run(args: argparse.Namespace) -> int:
     """Train; return 0, or 128 + n if signal n stopped it."""
     from capibara.config import ModularModelConfig
     from capibara.train.data import load_corpus
+    from capibara.train.memory import keep_freed_memory
     from capibara.train.progress import make_reporter
     from capibara.train.signals import stop_on_signals
 
+    keep_freed_memory()
     texts, settings = split_items(args.items)
     config = ModularModelConfig.from_toml(args.config, settings)
     if args.directory is not None:
