@@ -318,6 +318,89 @@ def test_an_unnamed_last_value_can_be_connected_as_output() -> None:
     np.testing.assert_array_equal(compiled.apply({}, {"p": np.array([-1.0, 2.0], "float32")})["q"], [0, 2])
 
 
+# ---- what reaches the generated source -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2,
+        -3,
+        2.5,
+        float("inf"),
+        float("-inf"),
+        float("nan"),
+        np.float64(0.1),
+        np.float32(0.1),
+        np.arange(2.0),
+    ],
+    ids=repr,
+)
+def test_numbers_reach_the_program_as_they_are(value: Any) -> None:
+    model = ml.Model()
+    model.add_input("x", (2,), "float")
+    model |= ml.Add()(left="x", right=value, output="y")
+    x = np.array([1.0, -2.0], "float32")
+    want = x + np.asarray(value, "float32")
+    got = ml.compile(model).apply({}, {"x": x})["y"]
+    np.testing.assert_array_equal(got, want)
+    assert got.dtype == np.float32
+
+
+def test_an_integer_too_large_is_refused() -> None:
+    model = ml.Model()
+    model.add_input("x", (2,), "int")
+    model |= ml.Add()(left="x", right=2**40, output="y")
+    with pytest.raises(ml.CompileError, match=r"1099511627776 does not fit an int32"):
+        ml.compile(model)
+
+
+class Sly(float):
+    def __repr__(self) -> str:
+        return "__import__('os').abort()"
+
+
+def test_no_text_of_the_user_becomes_code() -> None:
+    model = ml.Model()
+    model.add_input("x", (2,), "float")
+    model |= ml.Add()(left="x", right=Sly(1.0), output="y")
+    assert "import" not in ml.compile(model).source.split("as ops", 1)[1]
+
+
+RESERVED = [
+    "class",
+    "ops",
+    "params",
+    "inputs",
+    "state",
+    "key",
+    "train",
+    "shard",
+    "constants",
+    "carry",
+    "shared",
+]
+
+
+@pytest.mark.parametrize("name", [*RESERVED, "forward", "None", "lambda", "c0", "input", "rclass_block"])
+def test_any_name_can_be_used(name: str) -> None:
+    model = ml.Model()
+    model.add_input(name, (2,), "float")
+    model.add(ml.Relu(), name, input=name, output=f"{name}_2")
+    model.add(ml.Repeat(ml.Square(), 2), f"r{name}", input=f"{name}_2", output=f"{name}_3")
+    model.add(ml.Add(), f"{name}_sum", left=f"{name}_3", right=1.0, output="out")
+    got = ml.compile(model).apply({}, {name: np.array([-1.0, 2.0], "float32")})["out"]
+    np.testing.assert_array_equal(got, [1.0, 17.0])
+
+
+def test_a_repeated_block_that_only_passes_on_is_refused() -> None:
+    body = ml.Model()
+    body.add_input("x", (2,), "float")
+    body.expose("x")
+    with pytest.raises(ml.WiringError, match=r"gives its inputs \['x'\] out again"):
+        ml.Repeat(body, 2)
+
+
 # ---- size ------------------------------------------------------------------------------------------------
 
 

@@ -213,6 +213,13 @@ def test_what_is_no_tokens_is_refused(tokens: Any, words: str) -> None:
         model.loss(params, tokens, state={})
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (2, 0), (0, 5)])
+def test_loss_of_nothing_is_refused(shape: tuple[int, int]) -> None:
+    model = ModularCapibaraModel(small_config())
+    with pytest.raises(InputError, match=r"at least one row of at least two tokens"):
+        model.loss(small_params(model)[0], {"tokens": np.zeros(shape, "int32")}, state={})
+
+
 def test_missing_and_misshapen_parameters_are_named() -> None:
     model = ModularCapibaraModel(small_config("grouped"))
     params, _ = small_params(model)

@@ -7,6 +7,7 @@ name is an identifier that :mod:`capibara.compose.model` accepted, every literal
 from __future__ import annotations
 
 import keyword
+import math
 from typing import Any
 
 from capibara.compose.errors import CompileError
@@ -134,8 +135,9 @@ def _function(
         if id(wire) in state_of:
             return _lookup("state", state_of[id(wire)])
         if wire.role == "constant":
-            if isinstance(wire.constant, bool | int | float):
-                return repr(wire.constant)
+            literal = _literal(wire)
+            if literal is not None:
+                return literal
             name = f"c{len(constants)}"
             constants[name] = wire.constant
             names.of[id(wire)] = f"constants[{name!r}]"
@@ -165,6 +167,25 @@ def _function(
         extra = "".join(f"{read(w)}, " for k, w in graph.outputs.items() if k != carry)
         lines.append(f"    return {first}, {state}, ({extra.rstrip() if extra else ''})")
     functions.append("\n".join(lines))
+
+
+def _literal(wire: Wire) -> str | None:
+    """A Python number as source, or None if it is an array, or a number that has no literal (infinities, NaN)."""
+    value = wire.constant
+    if isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, int):
+        if wire.kind.find().value == "float":
+            value = float(value) if abs(value) < 1e300 else math.inf
+        elif abs(value) >= 2**31:
+            raise CompileError(
+                f"the number {value} does not fit an int32: pass an array of the dtype you need"
+            )
+        else:
+            return repr(int(value))
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(float(value))  # float(): a subclass (NumPy's float64) has a repr of its own
+    return None
 
 
 def _short(label: str) -> str:

@@ -43,6 +43,13 @@ class Region(Block):
         block.parent, block.child_name = self, ""
         self._inputs = list(block.input_keys)
         self._outputs = list(block.output_keys)
+        through = [key for key in self._inputs if key in self._outputs]
+        if through:
+            block.parent = block.child_name = block._frozen = None
+            raise WiringError(
+                f"{type(block).__name__} gives its inputs {through} out again under the same name: leave them out of "
+                "its outputs, the block around it has them already"
+            )
         for key in self._inputs:
             block.wires[key].find().consumed = True
             inner = block.wires[key].find()

@@ -178,6 +178,11 @@ class ModularCapibaraModel:
         import jax.numpy as jnp
 
         tokens = _tokens(batch)
+        if 0 in tokens.shape or tokens.shape[1] < 2:
+            raise InputError(
+                f"tokens has shape {tuple(tokens.shape)}, expected [batch, sequence + 1]: at least one row of at least "
+                "two tokens, the last of which is only a target"
+            )
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         outputs, after = self.compiled.apply(params, {"tokens": inputs}, state=state, key=key, train=train)
         logits = outputs["logits"]
