@@ -34,4 +34,5 @@ def keep_freed_memory() -> bool:
     # All three are needed: separately mapped buffers always go back, so does the free end of the heap, and the
     # heaps of other threads are too small for such buffers.
     wanted = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _KEPT))
-    return all([bool(libc.mallopt(option, value)) for option, value in wanted])
+    done = [libc.mallopt(option, value) for option, value in wanted]
+    return all(done)
