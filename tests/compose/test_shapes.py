@@ -156,3 +156,11 @@ def test_axis_names_travel() -> None:
 def test_bad_shapes(spec) -> None:
     with pytest.raises(ShapeError):
         as_shape(spec, {})
+
+
+def test_one_rest_on_both_sides_is_checked_once_it_is_known() -> None:
+    rest = Rest("r")
+    unify(Shape([Dim(2), rest]), Shape([rest, Dim(3)]))
+    with pytest.raises(ShapeError, match="is not"):
+        unify(Shape([rest]), Shape([]))
+        settle()

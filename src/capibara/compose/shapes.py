@@ -286,7 +286,7 @@ def _unify_resolved(a: Shape, b: Shape) -> bool:
     if ra is rb:
         if len(left_a) != len(left_b):
             raise ShapeError(f"{a} cannot equal {b}")
-        return True
+        return len(left_a) == 1  # (2, *r) with (*r, 3): what follows shows when r is known
     if len(left_a) == 1:
         _fill(ra, left_b)
         return True
