@@ -201,3 +201,12 @@ def test_exposed_and_unused_names_are_outputs() -> None:
     assert model.output_keys == ["b", "c"]
     model.expose("a", "c")
     assert ml.compile(model).output_keys == ["a", "c"]
+
+
+def test_a_block_refused_for_its_name_can_still_grow() -> None:
+    block = ml.Model()
+    block |= ml.Linear(4)(input="x", output="h")
+    with pytest.raises(ml.WiringError, match="no name for a block"):
+        ml.Model().add(block, name="not a name")
+    block |= ml.Relu()(input="h", output="y")
+    assert block.output_keys == ["y"]

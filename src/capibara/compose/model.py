@@ -177,10 +177,10 @@ class Model(Block):
             )
         if self.parent is not None:
             raise WiringError(f"{self.label} is already part of {self.parent.label}: add to it before that")
+        name = self._child_name(name or block.name, block)
         if isinstance(block, Model):
             block._finish()
             block._frozen = (block.input_keys, block.output_keys)
-        name = self._child_name(name or block.name, block)
         made = [key for key in (_named(v) for v in connections.values()) if key and key not in self.wires]
         exposed = list(self._exposed)
         inputs, main = block.input_keys, block._main_output()
