@@ -187,6 +187,7 @@ def test_threads_importing_at_once(fresh_python):
     ) == [[], [[8, 1]] * 4]
 
 
+@pytest.mark.slow  # a stress test: a thread that waits for another's import can hold it up for minutes
 def test_threads_making_the_first_import_together(fresh_python):
     assert fresh_python(
         """

@@ -12,11 +12,14 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep compiled programs on disk while the tests of this folder run."""
+    # Per file, not per folder: pytest ends a folder late, and the files of others must not see these settings.
+    folder = tmp_path_factory.getbasetemp() / "compiled"
+    folder.mkdir(exist_ok=True)
     settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
