@@ -29,13 +29,10 @@ demo: setup  ## train about two minutes on CPython's documentation text, then wr
 	$(BIN)/capibara generate --config demo --prompt "The with statement" --length 400
 
 test: setup-dev  ## the tests that finish in minutes
-	# On its own: what JAX says of a deprecated name depends on what the process has touched before.
-	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/migrate
-	$(BIN)/python -m pytest -n 2 -m "not slow" --ignore tests/migrate --durations=5 --durations-min=5
+	$(BIN)/python -m pytest -n 2 -m "not slow" --durations=5 --durations-min=5
 
 test-all: setup-dev  ## every test
-	$(BIN)/python -m pytest -q -n 2 tests/migrate
-	$(BIN)/python -m pytest -n 2 --ignore tests/migrate --durations=10 --durations-min=5
+	$(BIN)/python -m pytest -n 2 --durations=10 --durations-min=5
 
 bench: setup-dev  ## measured ratios against named peers, written to bench-results/
 	$(BIN)/python -m benchmarks

@@ -290,3 +290,15 @@ def test_the_checked_code_is_never_run(tmp_path):
     source = f"import jax\nopen({str(witness)!r}, 'w')\njax.tree_map\n"
     assert not check_migration_compatibility(source).is_compatible
     assert not witness.exists()
+
+
+def test_a_deprecated_name_that_this_process_touched_before_is_still_a_warning():
+    import warnings
+
+    import jax.experimental.pjit
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        getattr(jax.experimental.pjit, "pjit", None)  # JAX warns of it the first time only
+    report = check_migration_compatibility("import jax.experimental.pjit as p\np.pjit(f)\n")
+    assert {issue.severity for issue in report.issues} & {"error", "warning"}

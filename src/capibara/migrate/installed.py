@@ -112,6 +112,12 @@ class InstalledAPI:
             warnings.simplefilter("always")
             try:
                 value = getattr(holder, name)
+                # JAX warns of a deprecated name once in a process: its module __getattr__ is cached. Ask the
+                # function under the cache, so that the answer does not depend on what ran before.
+                own = vars(holder) if isinstance(holder, ModuleType) else {}
+                uncached = getattr(own.get("__getattr__"), "__wrapped__", None)
+                if uncached is not None and not caught and name not in own:
+                    uncached(name)
             except AttributeError as error:
                 value, failure = None, str(error)
             except Exception as error:  # a property that needs a device, say: nothing can be concluded
