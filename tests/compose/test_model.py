@@ -210,3 +210,14 @@ def test_a_block_refused_for_its_name_can_still_grow() -> None:
         ml.Model().add(block, name="not a name")
     block |= ml.Relu()(input="h", output="y")
     assert block.output_keys == ["y"]
+
+
+def test_block_of_a_refused_repeat_can_still_be_used() -> None:
+    block = ml.Model()
+    block |= ml.Linear(4)(input="x", output="h")
+    block.set_shapes(x=[2, 3])
+    with pytest.raises(ml.ShapeError, match="cannot be repeated"):
+        ml.Repeat(block, 2)
+    model = ml.Model()
+    model |= block(x="x", h="y")
+    assert ml.compile(model).shapes["y"] == (2, 4)

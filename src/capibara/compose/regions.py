@@ -45,7 +45,7 @@ class Region(Block):
         self._outputs = list(block.output_keys)
         through = [key for key in self._inputs if key in self._outputs]
         if through:
-            block.parent = block.child_name = block._frozen = None
+            self._release()
             raise WiringError(
                 f"{type(block).__name__} gives its inputs {through} out again under the same name: leave them out of "
                 "its outputs, the block around it has them already"
@@ -54,6 +54,10 @@ class Region(Block):
             block.wires[key].find().consumed = True
             inner = block.wires[key].find()
             self.wires[key] = Wire(inner.shape, inner.kind)
+
+    def _release(self) -> None:
+        """Give the body back as it was: a refused region must not keep it."""
+        self.body.parent = self.body.child_name = self.body._frozen = None
 
     @property
     def input_keys(self) -> list[str]:
@@ -111,6 +115,7 @@ class Repeat(Region):
         self.mode = mode
         carry_in, carry_out = self.body._main_input(), self.body._main_output()
         if carry_in is None or carry_out is None:
+            self._release()
             raise WiringError(
                 f"{type(block).__name__} has no input or no output: nothing can go through it repeatedly"
             )
@@ -129,6 +134,7 @@ class Repeat(Region):
                 unify(out.shape, into.shape, explain)
                 settle()
             except ShapeError as error:
+                self._release()
                 raise explain(error) from None
         for key in self._outputs:
             inner = self.body.wires[key].find().shape
