@@ -12,7 +12,7 @@ from capibara.compose.errors import InputError
 from capibara.compose.specs import ArraySpec, shape_text
 from capibara.errors import did_you_mean
 
-__all__ = ["check_call"]
+__all__ = ["check_call", "check_float64"]
 
 Path = tuple[str, ...]
 _REMEDY = {
@@ -50,6 +50,25 @@ def check_call(
     for what, tree, specs in (("params", params, param_specs), ("state", state, state_specs)):
         for path, spec in specs.items():
             _check_shape(what + "".join(f"[{k!r}]" for k in path), _leaf(what, tree, path), spec, sizes)
+
+
+def check_float64(*trees: Any) -> None:
+    """Refuse to be traced without float64: the model could enable it for itself, but not for its gradient.
+
+    Raises:
+        InputError: some array is traced while JAX's float64 is off.
+    """
+    import jax
+    import jax.core
+
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
+        raise InputError(
+            "this model has float64 numbers, and is traced (by jax.jit, jax.grad, jax.vmap …) while JAX's float64 is "
+            "off, which would cut its gradients to float32: call the transformed function within `with "
+            "compiled.backend.scope():`, or use evaluate"
+        )
 
 
 def _check_keys(inputs: Any, specs: Mapping[str, ArraySpec]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from capibara.compose.backends.jax_backend import JaxBackend
-from capibara.compose.checks import check_call
+from capibara.compose.checks import check_call, check_float64
 from capibara.compose.codegen import generate
 from capibara.compose.errors import CompileError, InputError, ShapeError
 from capibara.compose.graph import Path, flatten
@@ -274,6 +274,9 @@ class CompiledModel:
     ) -> Any:
         """The model as a pure function; composes with ``jax.jit``, ``jax.grad``, ``jax.vmap``.
 
+        The backend's settings hold in it, and nowhere else. With ``float64`` in the backend's dtypes,
+        transformations must be called within ``backend.scope()`` (or another ``jax.enable_x64(True)``).
+
         Args:
             params: as from :meth:`init`. inputs: arrays by input key.
             state: as from :meth:`init_state`; needed if the model has states.
@@ -284,10 +287,12 @@ class CompiledModel:
             Outputs by key; with ``state`` given, ``(outputs, next state)``.
 
         Raises:
-            InputError: for missing or unknown keys, or shapes or kinds that do not fit.
+            InputError: for missing or unknown keys, or shapes or kinds that do not fit; or float64 is needed in a
+                transformation that runs without it.
         """
-        self._check(params, inputs, state)
-        outputs, after = self.function(params, inputs, {} if state is None else state, key, train)
+        self._check(params, inputs, state, key)
+        with self.backend.scope():
+            outputs, after = self.function(params, inputs, {} if state is None else state, key, train)
         return outputs if state is None else (outputs, after)
 
     def evaluate(
@@ -306,7 +311,7 @@ class CompiledModel:
             ``outputs``, or ``(outputs, gradients)`` when ``output_gradients`` (the cotangents of outputs, by key)
             is given; each followed by the next state when ``state`` is given.
         """
-        self._check(params, inputs, state)
+        self._check(params, inputs, state, key)
         mode = (output_gradients is not None, train)
         run = self._jitted.get(mode)
         if run is None:
@@ -344,8 +349,10 @@ class CompiledModel:
 
         return jax.jit(run) if self.jit else run
 
-    def _check(self, params: Any, inputs: Any, state: Any) -> None:
+    def _check(self, params: Any, inputs: Any, state: Any, key: Any) -> None:
         check_call(inputs, params, state, self.inputs, self.params, self.states)
+        if self.backend.needs_x64:
+            check_float64(params, inputs, state, key)
 
     def __repr__(self) -> str:
         ins = ", ".join(

@@ -183,19 +183,22 @@ class ModularCapibaraModel:
                 f"tokens has shape {tuple(tokens.shape)}, expected [batch, sequence + 1]: at least one row of at least "
                 "two tokens, the last of which is only a target"
             )
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        outputs, after = self.compiled.apply(params, {"tokens": inputs}, state=state, key=key, train=train)
-        logits = outputs["logits"]
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        cross_entropy = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
-        metrics = {"cross_entropy": cross_entropy}
-        loss = cross_entropy
-        if "auxiliary_loss" in outputs:
-            loss = loss + outputs["auxiliary_loss"].astype(loss.dtype)
-            blocks = self.config.model.block_kinds.count("vq")
-            metrics["auxiliary_loss"] = outputs["auxiliary_loss"]
-            metrics["codebook_perplexity"] = outputs["perplexity"] / blocks
-            metrics["codebook_usage"] = outputs["usage"] / blocks
+        with self.backend.scope():
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            outputs, after = self.compiled.apply(
+                params, {"tokens": inputs}, state=state, key=key, train=train
+            )
+            logits = outputs["logits"]
+            chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            cross_entropy = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+            metrics = {"cross_entropy": cross_entropy}
+            loss = cross_entropy
+            if "auxiliary_loss" in outputs:
+                loss = loss + outputs["auxiliary_loss"].astype(loss.dtype)
+                blocks = self.config.model.block_kinds.count("vq")
+                metrics["auxiliary_loss"] = outputs["auxiliary_loss"]
+                metrics["codebook_perplexity"] = outputs["perplexity"] / blocks
+                metrics["codebook_usage"] = outputs["usage"] / blocks
         return loss, (after, metrics)
 
     # ---- decoding -----------------------------------------------------------------------------------------

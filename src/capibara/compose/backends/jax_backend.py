@@ -20,7 +20,7 @@ class JaxBackend:
 
     Args:
         dtype: dtype of parameters and arithmetic (``"float32"``, ``"bfloat16"``, ``"float16"``, ``"float64"``).
-            ``float64`` is enabled only while the compiled model runs.
+            ``float64`` is enabled only while the compiled model runs; see :meth:`scope` for transformations.
         policy: parameter, compute and accumulation dtypes one by one (a :class:`Precision`) instead of ``dtype``.
         jit: compile ``evaluate`` with ``jax.jit``.
         device: ``"cpu"``, ``"gpu:1"`` or a JAX device; where ``evaluate`` and new parameters go.
@@ -29,11 +29,14 @@ class JaxBackend:
         mesh_axes: names of the mesh's axes, when ``device_mesh`` is a shape.
         rules: which mesh axis each logical axis goes to.
         platform: the platform to compile for; by default that of the device or mesh.
-        precision: ``jax.lax.Precision`` of matrix products.
-        debug: check every result for NaN (``jax.debug_nans``) while ``evaluate`` runs.
+        precision: of matrix products, in the forward and the backward pass: a ``jax.lax.Precision``, or what
+            ``jax.default_matmul_precision`` takes (``"highest"``, ``"bfloat16_3x"`` …).
+        debug: check every result for NaN (``jax.debug_nans``) while ``evaluate`` runs, or ``apply`` outside of a
+            trace. A ``jax.jit`` of your own around ``apply`` is checked if it is *called* in :meth:`scope`.
 
     Raises:
-        CompileError: for a device that is not there (the error lists those that are), or a mesh too large.
+        CompileError: for a device that is not there (the error lists those that are), a mesh too large, or a
+            precision that JAX does not know.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class JaxBackend:
         self.mesh = _mesh(device_mesh, mesh_axes, platform)
         self._platform = platform
         self.precision = precision
+        self._matmul_precision = _precision(precision)
         self.debug = debug
 
     @property
@@ -80,16 +84,28 @@ class JaxBackend:
             return self.mesh.devices.flat[0].platform
         return jax.default_backend()
 
+    @property
+    def needs_x64(self) -> bool:
+        """Whether the model has any number in float64."""
+        return "float64" in (self.policy.param, self.policy.compute, self.policy.accumulate)
+
     def scope(self) -> AbstractContextManager[Any]:
-        """The JAX settings that this backend needs, for as long as one call lasts."""
+        """The JAX settings that this backend needs, for as long as the ``with`` block lasts.
+
+        A compiled model enters it by itself. Transformations do part of their work outside of the function that
+        they transform, so enter it around them where the whole computation has to have the settings, which
+        ``float64`` asks for::
+
+            with backend.scope():
+                gradients = jax.jit(jax.grad(loss))(params)
+        """
         import jax
 
         stack = contextlib.ExitStack()
-        if "float64" in (self.policy.param, self.policy.compute, self.policy.accumulate):
+        if self.needs_x64:
             stack.enter_context(jax.enable_x64(True))
-        if self.precision is not None:
-            name = getattr(self.precision, "name", self.precision)
-            stack.enter_context(jax.default_matmul_precision(str(name).lower()))
+        if self._matmul_precision is not None:
+            stack.enter_context(jax.default_matmul_precision(self._matmul_precision))
         if self.debug:
             stack.enter_context(jax.debug_nans(True))
         if self.device is not None:
@@ -99,6 +115,24 @@ class JaxBackend:
     def __repr__(self) -> str:
         where = self.device or (dict(self.mesh.shape) if self.mesh is not None else self.platform)
         return f"JaxBackend({self.policy.param}/{self.policy.compute}, {where})"
+
+
+def _precision(precision: Any) -> Any:
+    """A precision as ``jax.default_matmul_precision`` takes it."""
+    import jax
+
+    if precision is None:
+        return None
+    name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
+    name = getattr(name, "name", name)  # a jax.lax.DotAlgorithmPreset
+    try:
+        with jax.default_matmul_precision(name):
+            return name
+    except (ValueError, TypeError):
+        raise CompileError(
+            f"precision={precision!r} is no precision of matrix products: use a jax.lax.Precision such as "
+            "jax.lax.Precision.HIGHEST, or one of 'default', 'high', 'highest'"
+        ) from None
 
 
 def _dtype_name(dtype: Any) -> str:

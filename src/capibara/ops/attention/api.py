@@ -104,9 +104,9 @@ def flash_attention(
       block_size: Query rows (and in the looped form keys) computed at a time; ``None`` lets the
         implementation choose. It changes speed and memory, not the result.
       use_causal_mask: Query ``i`` sees keys ``0 … i`` only (both counted from the start of their arrays).
-      precision: ``None`` (the platform's default), ``"bfloat16"`` or ``"float16"`` (operands are rounded to
-        it, sums stay in float32), ``"float32"``/``"highest"``, ``"high"``, ``"default"``, or a
-        ``jax.lax.Precision``.
+      precision: ``None`` (``jax.default_matmul_precision`` as it is at the call, in the backward pass too),
+        ``"bfloat16"`` or ``"float16"`` (operands are rounded to it, sums stay in float32),
+        ``"float32"``/``"highest"``, ``"high"``, ``"default"``, or a ``jax.lax.Precision``.
       bias: Added to the scaled scores; ``[batch|1, heads|1, q_len|1, kv_len|1]``. Differentiable. ``-inf``
         hides.
       segment_ids: ``int [batch, sequence]``, or a pair for query and key; positions see their own segment

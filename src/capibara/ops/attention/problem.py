@@ -57,7 +57,7 @@ class AttentionProblem:
     scale: float
     softcap: float | None
     operand_dtype: str | None
-    precision: jax.lax.Precision | None
+    precision: jax.lax.Precision | str | None
     block_size: int | None
     bias_shape: tuple[int, ...] | None
     has_segments: bool
@@ -118,9 +118,11 @@ def _check_window(window: Any, causal: bool) -> tuple[int | None, int | None]:
     return edges[0], (0 if causal else edges[-1])
 
 
-def _check_precision(precision: Any) -> tuple[str | None, jax.lax.Precision | None]:
+def _check_precision(precision: Any) -> tuple[str | None, jax.lax.Precision | str | None]:
     if precision is None:
-        return None, None
+        # Taken down here, so that the backward pass has it too: it is traced when the surrounding
+        # jax.default_matmul_precision may be over.
+        return None, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(precision, jax.lax.Precision):
         return None, precision
     if isinstance(precision, str):
