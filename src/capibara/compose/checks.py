@@ -12,9 +12,10 @@ from capibara.compose.errors import InputError
 from capibara.compose.specs import ArraySpec, shape_text
 from capibara.errors import did_you_mean
 
-__all__ = ["check_call", "check_float64"]
+__all__ = ["check_call", "check_float64", "checked_cotangents", "cotangent"]
 
 Path = tuple[str, ...]
+_DISCRETE = {"int32": "int", "bool": "bool"}
 _REMEDY = {
     "params": "pass parameters as from compiled.init(key)",
     "state": "pass state as from compiled.init_state(…), or as it came back",
@@ -71,6 +72,74 @@ def check_float64(*trees: Any) -> None:
         )
 
 
+def checked_cotangents(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, Any]:
+    """The cotangents of a call, without those of integer and bool outputs (``float0``: they hold nothing).
+
+    Raises:
+        InputError: for keys that are no outputs, values that are no float arrays, and outputs without a gradient.
+    """
+    from jax.dtypes import float0
+
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"output_gradients must be a dict of arrays by output, as {{{next(iter(specs))!r}: …}}, not "
+            f"{type(given).__name__}"
+        )
+    kept: dict[str, Any] = {}
+    for name, value in given.items():
+        place = f"output_gradients[{name!r}]"
+        if name not in specs:
+            raise InputError(
+                f"output_gradients names {name!r}, which is no output; the outputs are {list(specs)}."
+                f"{did_you_mean(str(name), specs)}"
+            )
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        dtype = getattr(value, "dtype", None)
+        if not number and (dtype is None or getattr(value, "shape", None) is None):
+            raise InputError(f"{place} is {type(value).__name__}, not an array of the shape of that output")
+        if specs[name].dtype in _DISCRETE:
+            if dtype != float0:
+                raise _no_gradient(name, specs[name].dtype)
+        elif not number and kind_of(value) != "float":
+            raise InputError(
+                f"{place} has dtype {dtype}, expected {specs[name].dtype} (or another float dtype)"
+            )
+        else:
+            kept[name] = value
+    return kept
+
+
+def cotangent(name: str, output: Any, given: Any | None) -> Any:
+    """The cotangent that ``jax.vjp`` takes for an output, from what :func:`checked_cotangents` left of it.
+
+    Raises:
+        InputError: its shape is not that of the output.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.dtypes import float0
+
+    if not jnp.issubdtype(output.dtype, jnp.floating):
+        if given is not None:  # an output whose kind was not known before it ran
+            raise _no_gradient(name, output.dtype)
+        return np.zeros(output.shape, float0)
+    if given is None:
+        return jnp.zeros_like(output)
+    array = jnp.asarray(given)
+    if array.shape != output.shape:
+        raise InputError(
+            f"output_gradients[{name!r}] has shape {array.shape}, expected {output.shape}, the shape of that output"
+        )
+    return array.astype(output.dtype)
+
+
+def _no_gradient(name: str, dtype: Any) -> InputError:
+    return InputError(
+        f"output_gradients[{name!r}]: the output {name!r} is {dtype} and has no gradient; leave it out of "
+        "output_gradients"
+    )
+
+
 def _check_keys(inputs: Any, specs: Mapping[str, ArraySpec]) -> None:
     if not isinstance(inputs, Mapping):
         raise InputError(
@@ -119,10 +188,25 @@ def _check_shape(place: str, value: Any, spec: ArraySpec, sizes: dict[str, tuple
             raise InputError(f"{wrong}: {want!r} is {other} in {where}")
 
 
+def kind_of(value: Any) -> str:
+    """The kind of an array's numbers: float, int or bool; else the name of its dtype."""
+    kind = {"f": "float", "i": "int", "u": "int", "b": "bool"}.get(getattr(value.dtype, "kind", ""))
+    if kind is not None:
+        return kind
+    # ml_dtypes (bfloat16, int4 …) are void to NumPy, and so are float0 and structured dtypes.
+    import jax.numpy as jnp
+
+    try:
+        for name, group in (("float", jnp.floating), ("int", jnp.integer)):
+            if jnp.issubdtype(value.dtype, group):
+                return name
+    except TypeError:  # another library's dtype
+        pass
+    return str(value.dtype)
+
+
 def _check_kind(place: str, value: Any, spec: ArraySpec) -> None:
-    letter = getattr(value.dtype, "kind", "V")
-    # ml_dtypes (bfloat16 …) report the kind "V".
-    kind = {"f": "float", "V": "float", "i": "int", "u": "int", "b": "bool"}.get(letter, str(value.dtype))
-    want = {"int32": "int", "bool": "bool"}.get(spec.dtype, "float")
+    kind = kind_of(value)
+    want = _DISCRETE.get(spec.dtype, "float")
     if kind != want:
         raise InputError(f"{place} has dtype {value.dtype}, expected {spec.dtype} (or another {want} dtype)")

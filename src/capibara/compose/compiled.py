@@ -16,9 +16,9 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from capibara.compose.backends.jax_backend import JaxBackend
-from capibara.compose.checks import check_call, check_float64
+from capibara.compose.checks import check_call, check_float64, checked_cotangents, cotangent
 from capibara.compose.codegen import generate
-from capibara.compose.errors import CompileError, InputError, ShapeError
+from capibara.compose.errors import CompileError, ShapeError
 from capibara.compose.graph import Path, flatten
 from capibara.compose.model import Block, Model, Placement
 from capibara.compose.regions import Repeat
@@ -307,9 +307,18 @@ class CompiledModel:
     ) -> Any:
         """Run the compiled model; with ``output_gradients`` also the gradients of the parameters.
 
+        Args:
+            output_gradients: the cotangents of outputs, by key, each a float array of its output's shape (or a
+                number, for a scalar output). Outputs that are left out count as zero; integers and bools have no
+                gradient, and are left out. Equivalent JAX: ``jax.vjp`` with respect to ``params``.
+            params, inputs, state, key, train: as in :meth:`apply`.
+
         Returns:
-            ``outputs``, or ``(outputs, gradients)`` when ``output_gradients`` (the cotangents of outputs, by key)
-            is given; each followed by the next state when ``state`` is given.
+            ``outputs``, or ``(outputs, gradients)`` when ``output_gradients`` is given; each followed by the next
+            state when ``state`` is given.
+
+        Raises:
+            InputError: as :meth:`apply`, and for cotangents that are not those of an output.
         """
         self._check(params, inputs, state, key)
         mode = (output_gradients is not None, train)
@@ -318,12 +327,7 @@ class CompiledModel:
             run = self._runner(*mode)
             self._jitted[mode] = run
         if output_gradients is not None:
-            for name in output_gradients:
-                if name not in self.outputs:
-                    raise InputError(
-                        f"output_gradients names {name!r}, which is no output; the outputs are {self.output_keys}."
-                        f"{did_you_mean(str(name), self.outputs)}"
-                    )
+            output_gradients = checked_cotangents(output_gradients, self.outputs)
         with self.backend.scope():
             outputs, after, gradients = run(params, dict(inputs), state or {}, key, output_gradients)
         result = (outputs,) if output_gradients is None else (outputs, gradients)
@@ -341,10 +345,7 @@ class CompiledModel:
             outputs, pull, after = jax.vjp(
                 lambda p: self.function(p, inputs, state, key, train), params, has_aux=True
             )
-            given = {
-                k: cotangents[k].astype(v.dtype) if k in cotangents else jax.numpy.zeros_like(v)
-                for k, v in outputs.items()
-            }
+            given = {k: cotangent(k, v, cotangents.get(k)) for k, v in outputs.items()}
             return outputs, after, pull(given)[0]
 
         return jax.jit(run) if self.jit else run
