@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
-SOURCES := src tests benchmarks examples conftest.py docs/_hooks.py
+SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py
 
 .PHONY: demo test test-all bench lint format docs setup setup-dev help clean
 
@@ -13,7 +13,7 @@ $(VENV)/.pip:
 	$(PIP) -U "pip>=25.1"
 	@touch $@
 
-$(VENV)/.capibara: $(VENV)/.pip pyproject.toml constraints.txt
+$(VENV)/.capibara: $(VENV)/.pip pyproject.toml constraints.txt hatch_build.py $(wildcard src/capibara/ops/native/cc/*)
 	$(PIP) -c constraints.txt -e '.[train]'
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""The public attention function; its mathematics is in reference.py, its speed in cpu.py and xla.py."""
+"""The public attention function; its mathematics is in reference.py, its speed in native.py, cpu.py and xla.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from capibara.ops.attention import cpu, reference, xla
+from capibara.ops.attention import cpu, native, reference, xla
 from capibara.ops.attention.problem import AttentionProblem, prepare
 from capibara.ops.registry import Implementation, Op, public
 
@@ -39,6 +39,9 @@ OP = Op(
     "flash_attention",
     prepare,
     [
+        Implementation(
+            "native", {"forward": native.forward, "backward": native.backward}, ("cpu",), native.check
+        ),
         Implementation("cpu", {"forward": cpu.forward, "backward": cpu.backward}, ("cpu",), cpu.check),
         Implementation("xla", {"forward": xla.forward, "backward": xla.backward}),
         Implementation("reference", {"forward": _reference_forward, "backward": _reference_backward}),
@@ -117,7 +120,8 @@ def flash_attention(
         bias.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       layout: Order of the axes of all four arrays.
-      implementation: ``"auto"``, ``"cpu"``, ``"xla"`` or ``"reference"``; see :func:`capibara.ops.explain`.
+      implementation: ``"auto"``, ``"native"``, ``"cpu"``, ``"xla"`` or ``"reference"``; see
+        :func:`capibara.ops.explain`.
 
     Returns:
       The output, in the query's layout and dtype, with the value's last axis. A query that sees no key gets

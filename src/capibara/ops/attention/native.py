@@ -1,0 +1,100 @@
+"""Attention by the compiled kernels of :mod:`capibara.ops.native` (float32 on CPUs)."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.ops import native
+from capibara.ops.attention import cpu, xla
+from capibara.ops.attention.problem import AttentionProblem
+
+__all__ = ["backward", "check", "forward"]
+
+_NO_LIMIT = 1 << 40
+
+
+def check(problem: AttentionProblem) -> None:
+    reason = native.problem()
+    if reason is not None:
+        raise NotImplementedError(reason)
+    if problem.dtype != "float32" or problem.operand_dtype is not None:
+        raise NotImplementedError(f"computes in float32, not {problem.operand_dtype or problem.dtype}")
+    given = {
+        "bias": problem.bias_shape is not None,
+        "segment_ids": problem.has_segments,
+        "softcap": problem.softcap is not None,
+        "block_size": problem.block_size is not None,
+    }
+    if any(given.values()):
+        raise NotImplementedError(f"has no {' and no '.join(name for name, there in given.items() if there)}")
+
+
+def _attributes(problem: AttentionProblem) -> dict[str, int | float]:
+    return {
+        "layout": 0 if problem.layout == "bhsd" else 1,
+        "left": _NO_LIMIT if problem.left is None else problem.left,
+        "right": _NO_LIMIT if problem.right is None else problem.right,
+        "scale": problem.scale,
+    }
+
+
+def _like(x: jax.Array, last: int | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*x.shape[:-1], last or x.shape[-1]), jnp.float32)
+
+
+def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """The output in the caller's layout, and the rows' log2-sum-exp2 [batch, heads, q_len]."""
+    query, key, value = arrays[:3]
+    # Sizes come from the arrays: under a sharded batch they are smaller than the problem's.
+    stat = jax.ShapeDtypeStruct((query.shape[0], problem.heads, problem.q_len), jnp.float32)
+    out = (_like(query, problem.value_dim), stat)
+    return native.call("capibara_attention_forward", out, query, key, value, **_attributes(problem))
+
+
+def _differentiable(problem: AttentionProblem) -> ModuleType:
+    """The XLA form that the kernel's own gradient is taken of."""
+    try:
+        cpu.check(problem)
+    except NotImplementedError:
+        return xla
+    return cpu
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(problem: AttentionProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    out = tuple(_like(x) for x in arrays[:3])
+    return native.call("capibara_attention_backward", out, *arrays, **_attributes(problem))
+
+
+def _gradients_forward(problem: AttentionProblem, *arrays: jax.Array) -> tuple[Any, Any]:
+    query, key, value, _out, _stat, out_grad = arrays
+    return _gradients(problem, *arrays), (query, key, value, out_grad)
+
+
+def _gradients_backward(problem: AttentionProblem, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    # The output and the statistic are functions of query, key and value: taken as such here, they get no
+    # gradient of their own.
+    form = _differentiable(problem)
+
+    def gradients(query: jax.Array, key: jax.Array, value: jax.Array, out_grad: jax.Array) -> Any:
+        arrays = (query, key, value, None, None, None)
+        return form.backward(problem, arrays, *form.forward(problem, *arrays), out_grad)[:3]
+
+    _, pull = jax.vjp(gradients, *residuals)
+    *first, out_grad = pull(tuple(cotangents))
+    return *first, None, None, out_grad
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+def backward(
+    problem: AttentionProblem, arrays: tuple[Any, ...], out: jax.Array, stat: jax.Array, out_grad: jax.Array
+) -> tuple[Any, ...]:
+    """Gradients of query, key, value and (none) of the bias, in the caller's layout."""
+    return *_gradients(problem, *arrays[:3], out, stat, out_grad), None

@@ -1,0 +1,117 @@
+"""Compiling the library. Only the standard library is imported: the package's build runs this file by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+__all__ = ["LIBRARY", "SOURCES", "NativeBuildError", "build", "source_digest"]
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE / "cc"
+LIBRARY = HERE / "_native.so"
+
+# Kernels are compiled once for each of these; isa.cc chooses at run time.
+_SETS = {
+    "x86_64": {
+        "baseline": [],
+        "avx2": ["-mavx2", "-mfma"],
+        "avx512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
+    },
+}
+# No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.
+_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
+
+
+class NativeBuildError(RuntimeError):
+    """The library could not be built; the message says why and what to do."""
+
+
+def source_digest() -> str:
+    """A digest of the C++ sources, which the library carries too."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def find_compiler() -> str | None:
+    """``$CXX``, else the first of g++, clang++ and c++ on the path."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+def find_headers() -> Path | None:
+    """The folder of XLA's FFI headers, which jaxlib carries; ``None`` without jaxlib."""
+    import importlib.util
+
+    # By its place, without importing it: a build needs nothing of it but the headers.
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent / "include"
+    return folder if (folder / "xla" / "ffi" / "api" / "ffi.h").is_file() else None
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise NativeBuildError(
+            f"{' '.join(command)}\nfailed with status {done.returncode}:\n{done.stderr[-4000:]}"
+        )
+
+
+def build(to: Path = LIBRARY) -> Path:
+    """Compile the library and put it at ``to``, at once or not at all; a few seconds.
+
+    Raises:
+      NativeBuildError: no compiler, no headers, a platform other than Linux, or the compiler's own error.
+    """
+    if sys.platform != "linux":
+        raise NativeBuildError(f"native kernels are built on Linux only, this is {sys.platform}")
+    compiler, headers = find_compiler(), find_headers()
+    if compiler is None:
+        raise NativeBuildError("no C++ compiler found. Remedy: install g++ or clang++, or set CXX.")
+    if headers is None:
+        raise NativeBuildError("jaxlib's FFI headers were not found. Remedy: pip install jaxlib.")
+    sets = _SETS.get(platform.machine(), {"baseline": []})
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=".native-") as folder:
+        jobs = [
+            ([*flags, f"-DCAPIBARA_ISA={name}", str(SOURCES / "attention_kernels.cc")], f"attention_{name}.o")
+            for name, flags in sets.items()
+        ]
+        jobs.append(([f'-DCAPIBARA_SOURCES="{source_digest()}"', str(SOURCES / "isa.cc")], "isa.o"))
+        jobs.append((["-isystem", str(headers), str(SOURCES / "attention.cc")], "attention.o"))
+        objects = [str(Path(folder) / name) for _, name in jobs]
+
+        def compile_one(job: tuple[list[str], str]) -> None:
+            arguments, name = job
+            _run([compiler, *_FLAGS, *arguments, "-c", "-o", str(Path(folder) / name)])
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(compile_one, jobs))
+        made = Path(folder) / to.name
+        # The C++ runtime goes in: the library must not depend on the one of the machine that loads it.
+        _run(
+            [
+                compiler,
+                "-shared",
+                "-static-libstdc++",
+                "-static-libgcc",
+                "-Wl,--exclude-libs,ALL",
+                "-o",
+                str(made),
+                *objects,
+            ]
+        )
+        made.replace(to)
+    return to

@@ -1,0 +1,51 @@
+// Chooses among the instruction sets that the library was compiled for; CAPIBARA_NATIVE_ISA narrows the choice.
+#include "isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#define CAPIBARA_DECLARE(set)                          \
+  namespace set {                                      \
+  extern const capibara::AttentionKernels kAttention;  \
+  }
+
+CAPIBARA_DECLARE(baseline)
+#if defined(__x86_64__)
+CAPIBARA_DECLARE(avx2)
+CAPIBARA_DECLARE(avx512)
+#endif
+
+namespace capibara {
+namespace {
+
+Isa choose() {
+  const char* wish = std::getenv("CAPIBARA_NATIVE_ISA");
+  const auto wanted = [wish](const char* name) { return wish == nullptr || std::strcmp(wish, name) == 0; };
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    return {&avx512::kAttention};
+  if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {&avx2::kAttention};
+#endif
+  (void)wanted;
+  return {&baseline::kAttention};
+}
+
+}  // namespace
+
+const Isa& isa() {
+  static const Isa chosen = choose();
+  return chosen;
+}
+
+}  // namespace capibara
+
+extern "C" __attribute__((visibility("default"))) const char* capibara_native_isa() {
+  return capibara::isa().attention->name;
+}
+
+#ifndef CAPIBARA_SOURCES
+#error "CAPIBARA_SOURCES is the digest of these sources"
+#endif
+extern "C" __attribute__((visibility("default"))) const char* capibara_native_sources() { return CAPIBARA_SOURCES; }

@@ -1,0 +1,65 @@
+"""Finding, checking and loading the library, once a process and not before it is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from capibara.ops.native.build import LIBRARY, source_digest
+
+__all__ = ["TARGETS", "call", "isa", "problem"]
+
+TARGETS = ("capibara_attention_forward", "capibara_attention_backward")
+_REMEDY = "python -m capibara.ops.native builds it (a C++ compiler is needed)"
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """The library with its targets registered, or the reason why there is none."""
+    if os.environ.get("CAPIBARA_NATIVE", "1") == "0":
+        return None, "CAPIBARA_NATIVE=0 is set"
+    if not LIBRARY.is_file():
+        return None, f"the native library is not built: {_REMEDY}"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        library.capibara_native_sources.restype = ctypes.c_char_p
+        library.capibara_native_isa.restype = ctypes.c_char_p
+        built_from = library.capibara_native_sources().decode()
+    except (OSError, AttributeError) as error:
+        return None, f"the native library {LIBRARY} does not load ({error}): {_REMEDY} anew"
+    if built_from != source_digest():
+        return None, f"the native library was built from other sources than these: {_REMEDY} anew"
+    try:
+        for name in TARGETS:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+            # The leading axis is the batch in every call: a sharded one is cut there, not gathered.
+            jax.ffi.register_ffi_target_as_batch_partitionable(name)
+    except Exception as error:  # whatever XLA says of an interface it does not know
+        return None, f"jaxlib does not take the native library ({error}): {_REMEDY} anew"
+    return library, None
+
+
+def problem() -> str | None:
+    """Why native kernels cannot run here; ``None`` when they can."""
+    return _load()[1]
+
+
+def isa() -> str | None:
+    """The instruction set whose kernels run here (``"avx2"`` …); ``None`` without the library."""
+    library, _ = _load()
+    return None if library is None else library.capibara_native_isa().decode()
+
+
+def call(target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: int | float) -> Any:
+    """Call ``target``; ints are passed as int64, floats as float32. ``vmap`` adds leading axes to every array."""
+    reason = problem()
+    if reason is not None:
+        raise NotImplementedError(reason)
+    typed = {k: np.int64(v) if isinstance(v, int) else np.float32(v) for k, v in attributes.items()}
+    return jax.ffi.ffi_call(target, tuple(out), vmap_method="broadcast_all")(*arrays, **typed)
