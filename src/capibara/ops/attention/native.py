@@ -47,15 +47,6 @@ def _like(x: jax.Array, last: int | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*x.shape[:-1], last or x.shape[-1]), jnp.float32)
 
 
-def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-    """The output in the caller's layout, and the rows' log2-sum-exp2 [batch, heads, q_len]."""
-    query, key, value = arrays[:3]
-    # Sizes come from the arrays: under a sharded batch they are smaller than the problem's.
-    stat = jax.ShapeDtypeStruct((query.shape[0], problem.heads, problem.q_len), jnp.float32)
-    out = (_like(query, problem.value_dim), stat)
-    return native.call("capibara_attention_forward", out, query, key, value, **_attributes(problem))
-
-
 def _differentiable(problem: AttentionProblem) -> ModuleType:
     """The XLA form that the kernel's own gradient is taken of."""
     try:
@@ -91,6 +82,31 @@ def _gradients_backward(problem: AttentionProblem, residuals: Any, cotangents: A
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _output(problem: AttentionProblem, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    stat = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.q_len), jnp.float32)
+    out = (_like(arrays[0], problem.value_dim), stat)
+    return native.call("capibara_attention_forward", out, *arrays, **_attributes(problem))
+
+
+def _output_forward(problem: AttentionProblem, *arrays: jax.Array) -> tuple[Any, Any]:
+    out, stat = _output(problem, *arrays)
+    return (out, stat), (*arrays, out, stat)
+
+
+def _output_backward(problem: AttentionProblem, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    # Only `_gradients` reads the statistic, and gives it no gradient; so there is one for the output alone.
+    return _gradients(problem, *residuals, cotangents[0])
+
+
+_output.defvjp(_output_forward, _output_backward)
+
+
+def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """The output in the caller's layout, and the rows' log2-sum-exp2 [batch, heads, q_len]."""
+    return _output(problem, *arrays[:3])
 
 
 def backward(

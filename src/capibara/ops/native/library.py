@@ -38,8 +38,6 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         for name in TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-            # The leading axis is the batch in every call: a sharded one is cut there, not gathered.
-            jax.ffi.register_ffi_target_as_batch_partitionable(name)
     except Exception as error:  # whatever XLA says of an interface it does not know
         return None, f"jaxlib does not take the native library ({error}): {_REMEDY} anew"
     return library, None
@@ -47,7 +45,17 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 def problem() -> str | None:
     """Why native kernels cannot run here; ``None`` when they can."""
-    return _load()[1]
+    reason = _load()[1]
+    if reason is not None:
+        return reason
+    try:
+        devices = jax.device_count("cpu")
+    except RuntimeError as error:
+        return f"JAX has no CPU here ({error})"
+    if devices > 1:
+        # XLA cannot look into a foreign call: it would gather sharded arrays before it.
+        return f"there are {devices} CPU devices, and XLA partitions its own operations only"
+    return None
 
 
 def isa() -> str | None:

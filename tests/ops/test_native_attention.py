@@ -1,0 +1,333 @@
+"""The compiled attention kernels: values, gradients, instruction sets, meshes, a library that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import make, oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capibara.ops import NoImplementationError, explain, native
+from capibara.ops.attention import flash_attention
+from capibara.ops.attention.specs import SPECS, AttentionSpec
+from capibara.ops.native import build, library
+
+pytestmark = pytest.mark.skipif(
+    build.find_compiler() is None, reason="no C++ compiler: there is no native library to test"
+)
+# Tests of this file compile on the first call of each shape; what runs is the same code at any level.
+FAST: Any = {"xla_backend_optimization_level": 0}
+LACKS = ("bias", "segment_ids", "softcap")
+
+
+def _takes(spec: AttentionSpec) -> bool:
+    return spec.bias is None and not spec.segments and "softcap" not in spec.options
+
+
+def _spec(*sizes: int, **rest: Any) -> AttentionSpec:
+    return AttentionSpec(" ".join(map(str, sizes)), *sizes, **rest)
+
+
+def _without_blocks(spec: AttentionSpec) -> AttentionSpec:
+    return dataclasses.replace(spec, options={k: v for k, v in spec.options.items() if k != "block_size"})
+
+
+CAUSAL = {"use_causal_mask": True}
+CHECKED = (
+    *(_without_blocks(spec) for spec in SPECS if _takes(spec) and "large" not in spec.tags),
+    # More than a tile of keys (128), a tile of rows and a chunk of rows; last axes that fill no vector.
+    _spec(1, 2, 300, 9, options=CAUSAL),
+    _spec(2, 4, 131, 33, kv_heads=2, value_dim=17, options={**CAUSAL, "layout": "bshd"}),
+    _spec(1, 1, 260, 8, kv_len=140),
+    _spec(1, 1, 7, 3, kv_len=400, options={"window": (3, 200)}),
+    _spec(1, 2, 290, 4, options={**CAUSAL, "window": 130}),
+    _spec(1, 1, 400, 5, kv_len=90, options={"window": 20}),
+)
+
+
+def _run(arrays: dict[str, Any], options: dict[str, Any], implementation: str = "native") -> jax.Array:
+    return flash_attention(**arrays, **options, implementation=implementation)
+
+
+def _float32(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+
+
+def test_the_library_is_there_and_says_its_instruction_set():
+    assert native.problem() is None
+    assert native.isa() in ("avx512", "avx2", "baseline")
+
+
+@pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)
+def test_value_and_gradient(spec):
+    arrays, options = make(spec)
+
+    @partial(jax.jit, static_argnums=1, compiler_options=FAST)
+    def both(a: dict[str, jax.Array], implementation: str) -> Any:
+        out, pull = jax.vjp(lambda a: _run(a, options, implementation), a)
+        return out, pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))[0]
+
+    out, gradient = both(_float32(arrays), "native")
+    np.testing.assert_allclose(out, oracle(arrays, options), rtol=1e-5, atol=2e-6)
+    with jax.enable_x64(True):
+        _, want = both({name: jnp.asarray(x) for name, x in arrays.items()}, "reference")
+    for name in arrays:
+        assert gradient[name].dtype == jnp.float32
+        np.testing.assert_allclose(gradient[name], want[name], rtol=2e-5, atol=1e-5, err_msg=name)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    q_len=st.integers(1, 290),
+    kv_len=st.integers(1, 290),
+    dim=st.integers(1, 20),
+    value_dim=st.integers(1, 20),
+    group=st.integers(1, 3),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 200) | st.tuples(st.integers(0, 150), st.integers(0, 150)),
+    layout=st.sampled_from(["bhsd", "bshd"]),
+)
+def test_any_sizes(q_len, kv_len, dim, value_dim, group, causal, window, layout):
+    options = {"use_causal_mask": causal, "window": window, "layout": layout}
+    spec = AttentionSpec("", 1, group, q_len, dim, 1, kv_len, value_dim, options=options)
+    arrays, options = make(spec)
+    got = jax.jit(lambda a: _run(a, options), compiler_options=FAST)(_float32(arrays))
+    reference = jax.jit(lambda a: _run(a, options, "reference"), compiler_options=FAST)(_float32(arrays))
+    np.testing.assert_allclose(got, reference, rtol=3e-5, atol=1e-5)
+
+
+def test_second_gradient():
+    arrays, options = make(AttentionSpec("", 1, 2, 9, 3, options=CAUSAL))
+
+    def bent(a: dict[str, jax.Array], implementation: str) -> jax.Array:
+        inner = jax.grad(lambda a: jnp.sum(_run(a, options, implementation) ** 2))(a)
+        return jnp.sum(jnp.stack([jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(inner)]))
+
+    got, want = (
+        jax.jit(jax.grad(lambda a, n=name: bent(a, n)), compiler_options=FAST)(_float32(arrays))
+        for name in ("native", "reference")
+    )
+    for name in arrays:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-3, atol=1e-4)
+
+
+def test_vmap_adds_an_axis_that_may_be_missing_from_an_argument():
+    arrays, options = make(AttentionSpec("", 2, 2, 9, 4, options=CAUSAL))
+    narrow = _float32(arrays)
+    queries = jnp.stack([narrow["query"], -narrow["query"], 2 * narrow["query"]])
+
+    def loss(query: jax.Array, key: jax.Array) -> jax.Array:
+        return jnp.sum(_run({"query": query, "key": key, "value": narrow["value"]}, options) ** 2)
+
+    gradient = jax.value_and_grad(loss, (0, 1))
+    got = jax.jit(jax.vmap(gradient, (0, None)))(queries, narrow["key"])
+    for i in range(3):
+        want = gradient(queries[i], narrow["key"])
+        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+            np.testing.assert_allclose(b[i], a, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_sees_nothing_is_zero_with_zero_gradient():
+    # Rows beyond the keys and the window.
+    arrays, options = make(AttentionSpec("", 1, 1, 60, 5, kv_len=8, options={"window": 4}))
+    out, pull = jax.vjp(lambda a: _run(a, options), _float32(arrays))
+    (gradient,) = pull(jnp.ones_like(out))
+    assert np.any(out[:, :, 10])
+    assert not np.any(out[:, :, 11:])
+    assert not np.any(gradient["query"][:, :, 11:])
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_what_is_not_finite_spreads_as_in_the_reference(bad, where):
+    arrays, options = make(AttentionSpec("", 1, 2, 40, 8, options=CAUSAL))
+    arrays[where][0, 1, 17, 3] = bad
+    narrow = _float32(arrays)
+    got, want = (np.asarray(_run(narrow, options, name)) for name in ("native", "reference"))
+    assert np.all(np.isfinite(got[0, 0]))
+    np.testing.assert_array_equal(np.isnan(got[0, 1, 17:]), np.isnan(want[0, 1, 17:]))
+    # A row that does not see the bad number may still meet it as 0 * inf, but only where the reference does.
+    assert np.all(np.isnan(want) >= np.isnan(got))
+    finite = np.isfinite(want[0, 1, 17:]) & np.isfinite(got[0, 1, 17:])
+    np.testing.assert_allclose(got[0, 1, 17:][finite], want[0, 1, 17:][finite], rtol=1e-5, atol=1e-5)
+
+
+def test_huge_scores_neither_overflow_nor_vanish():
+    arrays, options = make(AttentionSpec("", 1, 1, 60, 3, options=CAUSAL))
+    arrays["query"] *= 1e3
+    narrow = {name: x.astype(np.float32) for name, x in arrays.items()}
+    want = oracle({n: x.astype(np.float64) for n, x in narrow.items()}, options)
+    np.testing.assert_allclose(_run(narrow, options), want, rtol=2e-3, atol=2e-3)
+
+
+def test_the_result_does_not_depend_on_who_does_which_item():
+    arrays, options = make(AttentionSpec("", 3, 4, 200, 16, options=CAUSAL))
+    run = jax.jit(jax.value_and_grad(lambda a: jnp.sum(_run(a, options) ** 2)))
+    first = run(_float32(arrays))
+    for _ in range(5):
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(run(_float32(arrays))), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_memory_of_the_gradient_grows_with_the_sequence_not_its_square():
+    def temporary(length: int) -> int:
+        x = jax.ShapeDtypeStruct((1, 1, length, 8), jnp.float32)
+        loss = lambda q: jnp.sum(_run({"query": q, "key": q, "value": q}, CAUSAL))  # noqa: E731
+        analysis = jax.jit(jax.grad(loss)).lower(x).compile(FAST).memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert temporary(4096) <= 2 * temporary(2048) + 4096
+    assert temporary(4096) < 4096 * 4096 * 4 / 50
+
+
+def test_explain_says_native_or_what_it_lacks():
+    x = jax.ShapeDtypeStruct((1, 2, 16, 8), jnp.float32)
+    assert explain(flash_attention, x, x, x, platform="cpu").chosen == "native"
+    assert explain(flash_attention, x, x, x, platform="tpu").chosen == "xla"
+    ids = jnp.zeros((1, 16), jnp.int32)
+    for name, value in {
+        "softcap": 2.0,
+        "segment_ids": ids,
+        "block_size": 8,
+        "bias": jnp.ones((1, 1, 1, 16)),
+    }.items():
+        found = explain(flash_attention, x, x, x, platform="cpu", **{name: value})
+        assert found.chosen == "cpu"
+        assert f"no {name}" in found.reasons["native"]
+    half = jax.ShapeDtypeStruct((1, 2, 16, 8), jnp.bfloat16)
+    assert (
+        "float32, not bfloat16"
+        in explain(flash_attention, half, half, half, platform="cpu").reasons["native"]
+    )
+    with pytest.raises(NoImplementationError, match="no softcap"):
+        flash_attention(*(jnp.ones((1, 2, 16, 8)),) * 3, softcap=1.0, implementation="native")
+
+
+def test_arrays_that_do_not_fit_together_are_an_error_not_a_crash():
+    attributes = {"layout": 0, "left": 1, "right": 0, "scale": 1.0}
+    x, y = jnp.ones((1, 2, 4, 8)), jnp.ones((1, 2, 4, 9))
+    out = (jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct((1, 2, 4), jnp.float32))
+    for arrays in ((x, y, x), (x, x, y), (x[0], x, x), (x, x[:, :1], x)):
+        with pytest.raises(Exception, match="capibara attention"):
+            jax.block_until_ready(native.call("capibara_attention_forward", out, *arrays, **attributes))
+    with pytest.raises(Exception, match="capibara attention"):
+        jax.block_until_ready(native.call("capibara_attention_forward", out[:1] * 2, x, x, x, **attributes))
+
+
+SCRIPT = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from capibara.ops import explain, native
+from capibara.ops.attention import flash_attention
+
+rng = np.random.default_rng(0)
+q, k, v = (jnp.asarray(rng.normal(size=(4, 2, 150, 20)), jnp.float32) for _ in range(3))
+loss = lambda name: lambda q, k, v: jnp.sum(
+    jnp.sin(flash_attention(q, k, v, use_causal_mask=True, implementation=name)))
+"""
+
+
+def _python(code: str, **environment: str) -> str:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + code],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _instruction_sets() -> list[str]:
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return ["baseline", *(n for n, f in (("avx2", " avx2 "), ("avx512", " avx512dq ")) if f in flags)]
+
+
+@pytest.mark.parametrize("name", _instruction_sets())
+def test_every_instruction_set_of_this_processor(name):
+    code = """
+got = jax.grad(loss("native"), (0, 1, 2))(q, k, v)
+want = jax.jit(jax.grad(loss("reference"), (0, 1, 2)))(q, k, v)
+for a, b in zip(got, want):
+    np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+print(native.isa())
+"""
+    assert _python(code, CAPIBARA_NATIVE_ISA=name) == name
+
+
+def test_without_the_library_the_xla_form_runs_and_the_reason_is_given():
+    out = _python("print(explain(flash_attention, q, k, v))", CAPIBARA_NATIVE="0")
+    assert out.startswith("flash_attention on cpu: cpu")
+    assert "not native: CAPIBARA_NATIVE=0 is set" in out
+
+
+def test_with_several_devices_the_form_that_xla_can_partition_runs():
+    code = """
+from jax.sharding import NamedSharding, PartitionSpec as P
+print(explain(flash_attention, q, k, v, use_causal_mask=True))
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+parted = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (q, k, v)]
+step = jax.jit(jax.value_and_grad(loss("auto"), (0, 1, 2)))
+program = step.lower(*parted).compile()
+assert "all-gather" not in program.as_text(), program.as_text()
+value, gradients = program(*parted)
+want, wanted = step(q, k, v)
+np.testing.assert_allclose(value, want, rtol=1e-5)
+for a, b in zip(gradients, wanted):
+    assert a.sharding.is_equivalent_to(parted[0].sharding, 4)
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+"""
+    out = _python(code, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    assert out.startswith("flash_attention on cpu: cpu")
+    assert "not native: there are 4 CPU devices" in out
+
+
+def test_a_library_from_other_sources_is_refused(monkeypatch):
+    monkeypatch.setattr(library, "source_digest", lambda: "another")
+    found, reason = library._load.__wrapped__()
+    assert found is None
+    assert reason is not None
+    assert "other sources" in reason
+    assert "python -m capibara.ops.native" in reason
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x7fELF not a library"])
+def test_a_library_that_is_missing_or_damaged_is_refused(monkeypatch, tmp_path, content):
+    path = tmp_path / "_native.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(library, "LIBRARY", path)
+    found, reason = library._load.__wrapped__()
+    assert found is None
+    assert reason is not None
+    assert ("not built" if content is None else "does not load") in reason
+
+
+def test_a_build_that_fails_says_why_and_leaves_the_old_library(monkeypatch, tmp_path):
+    path = tmp_path / "_native.so"
+    path.write_bytes(b"the old one")
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(build.NativeBuildError, match="failed with status 1"):
+        build.build(path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX")
+    with pytest.raises(build.NativeBuildError, match=r"no C\+\+ compiler.*set CXX"):
+        build.build(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["_native.so"]
+    assert path.read_bytes() == b"the old one"
