@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tiny_run import TEXT, TINY
 import capibara.measure
 from capibara.cli import main
 from capibara.cli.train import split_items
+from capibara.serve.generate import Generator
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +107,14 @@ def test_text_from_standard_input(
             "optimizer.warmup_steps=50 must be below train.steps=20",
         ),
         (["--config", "dmeo"], "demo"),
+        (["--config", ""], "got '', expected the path of a TOML file"),
+        (["--config", "a\0b"], "expected the path of a TOML file"),
+        (["--config", "/proc/self/mem"], "cannot read the settings file '/proc/self/mem'"),
+        (["--directory", ""], "checkpoint.directory"),
+        (["--directory", "a\0b"], "checkpoint.directory"),
+        (["a\0b"], "data.paths[0]"),
+        ([""], "data.paths[0]"),
+        (["/proc/self/mem"], "could not read '/proc/self/mem'"),
         (["/bin/true"], "binary file"),
         (["/dev/null"], "neither a file nor a folder"),
     ],
@@ -184,6 +194,44 @@ def test_generate_refuses_values_outside_their_range(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_the_json_counts_what_was_generated(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Generator.tokens
+    monkeypatch.setattr(Generator, "tokens", lambda *a, **k: itertools.islice(whole(*a, **k), 3))
+    arguments = ["generate", "--checkpoint", str(trained / "run"), "--length", "9", "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", ""], "got '', expected the path of a TOML file"),
+        (["--config", "a\0b"], "expected the path of a TOML file"),
+        (["--config", "/proc/self/mem"], "cannot read the settings file '/proc/self/mem'"),
+        (["--checkpoint", ""], "the folder of the checkpoint is empty"),
+        (["--checkpoint", "a\0b"], "embedded null byte"),
+        (["--checkpoint", "a" * 300], "File name too long"),
+        (["--checkpoint", "round"], "Too many levels of symbolic links"),
+        (["--checkpoint", "/proc/self/mem"], "there is no checkpoint in '/proc/self/mem'"),
+    ],
+)
+def test_generate_refuses_paths_that_are_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "round").symlink_to("round")
+    assert main(["generate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("capibara: ")
 
 
 def test_generate_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

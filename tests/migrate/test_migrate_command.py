@@ -72,6 +72,37 @@ def test_bad_input_is_told_without_traceback(folder, capsys):
     assert captured.err.startswith("capibara migrate: path: there is no file or folder")
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", "path: got an empty one"),
+        ("a\0b", "embedded null byte"),
+        ("a" * 300, "File name too long"),
+        ("round.py", "Too many levels of symbolic links"),
+        ("nowhere.py", "No such file or directory"),
+        ("/proc/self/mem", "cannot read '/proc/self/mem'"),
+    ],
+)
+def test_paths_that_cannot_be_read(tmp_path, monkeypatch, capsys, path, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "round.py").symlink_to("round.py")
+    (tmp_path / "nowhere.py").symlink_to("nothing")
+    assert command(path) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
+
+
+def test_unreadable_files_in_a_folder_are_noted_and_the_rest_is_checked(folder, capsys):
+    for name, to in {"round": "round.py", "nowhere": "nothing", "memory": "/proc/self/mem"}.items():
+        (folder / f"{name}.py").symlink_to(to)
+    assert command(str(folder), "--json") == 1
+    issues = json.loads(capsys.readouterr().out)["issues"]
+    noted = {issue["path"].rpartition("/")[2] for issue in issues if issue["code"] == "not-checked"}
+    assert noted == {"round.py", "nowhere.py", "memory.py"}
+    assert any(issue["path"].endswith("bad.py") for issue in issues)
+
+
 def test_broken_file_is_a_finding(tmp_path, capsys):
     (tmp_path / "two.py").write_text("print 'x'\n")
     assert command(str(tmp_path)) == 1

@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate; return 0."""
     from capibara.config import ModularModelConfig
-    from capibara.serve.generate import BYTE_VALUES, Generator
+    from capibara.serve.generate import BYTE_VALUES, Generator, decode_bytes, encode_text
     from capibara.serve.load import find_checkpoint, load_model
     from capibara.serve.sampling import Sampling
 
     config: Any = None
     folder = args.checkpoint
     if folder is None:
-        config = ModularModelConfig.from_toml(args.config or "demo")
+        config = ModularModelConfig.from_toml("demo" if args.config is None else args.config)
         folder = config.checkpoint.directory
     checkpoint = find_checkpoint(folder, warn=lambda text: print(f"warning: {text}", file=sys.stderr))
     if config is None:
@@ -64,23 +64,23 @@ def run(args: argparse.Namespace) -> int:
     generator = Generator(
         loaded.model, loaded.params, state=loaded.state, sampling=sampling, vocabulary=BYTE_VALUES
     )
-    pieces = generator.text(args.prompt, max_tokens=chosen("max_tokens"), seed=chosen("seed"))
+    numbers = generator.tokens(encode_text(args.prompt), max_tokens=chosen("max_tokens"), seed=chosen("seed"))
     if not args.json:
         # A lone surrogate stands for a byte of the command line that was not UTF-8.
         sys.stdout.write(args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
         sys.stdout.flush()
-        for piece in pieces:
+        for piece in decode_bytes(numbers):
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
         return 0
     begun = time.perf_counter()
-    text = "".join(pieces)
+    generated = list(numbers)
     seconds = time.perf_counter() - begun
     result = {
         "prompt": args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
-        "text": text,
-        "tokens": chosen("max_tokens"),
+        "text": "".join(decode_bytes(generated)),
+        "tokens": len(generated),
         "seconds": seconds,
         "checkpoint": str(checkpoint.path),
         "step": checkpoint.step,

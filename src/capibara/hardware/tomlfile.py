@@ -44,8 +44,11 @@ def read_toml(
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise error(f"{shown!r} is not a regular file; a {what} must be one (a TOML text)")
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)
+    try:
+        with os.fdopen(descriptor, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as cause:
+        raise error(f"cannot read the {what} {shown!r}: {cause.strerror or cause}") from cause
     if len(data) > MAX_FILE_BYTES:
         raise error(
             f"the {what} {shown!r} is larger than {MAX_FILE_BYTES // 1024} KiB, the most that is read; "

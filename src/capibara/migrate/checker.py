@@ -14,7 +14,7 @@ from capibara.migrate.installed import installed_api
 from capibara.migrate.names import NameRules
 from capibara.migrate.performance import PerformanceRules
 from capibara.migrate.report import MigrationIssue, MigrationReport
-from capibara.migrate.sources import MigrationInputError, Source, find_files, read_source
+from capibara.migrate.sources import MigrationInputError, MigrationPathError, Source, find_files, read_source
 from capibara.migrate.walker import walk
 
 __all__ = ["check_migration_compatibility", "check_paths"]
@@ -66,7 +66,7 @@ def check_paths(
     """Check files and whole folders; the flags are those of :func:`check_migration_compatibility`.
 
     A file that is named is checked or refused with an error. A file that was only found in a folder and is
-    too large to check becomes a warning in the report.
+    too large to check, cannot be read or is a link to nowhere becomes a warning in the report.
 
     Raises:
         MigrationPathError: a path does not exist.
@@ -74,16 +74,18 @@ def check_paths(
     """
     flags = (check_imports, check_functions, check_performance)
     reports = []
-    seen: set[Path] = set()
-    given = [Path(path) for path in paths]
-    for start in given:
+    seen: set[str] = set()
+    starts = list(paths)
+    given = [Path(path) for path in starts]
+    for start in starts:
         for path in find_files(start):
-            if path.resolve() in seen:
+            real = os.path.realpath(path)  # not Path.resolve, which refuses links that go round in circles
+            if real in seen:
                 continue
-            seen.add(path.resolve())
+            seen.add(real)
             try:
                 reports.append(_check(read_source(path), *flags))
-            except MigrationInputError as error:
+            except (MigrationInputError, MigrationPathError) as error:
                 if path in given:
                     raise
                 reports.append(_skipped(path, str(error), flags))

@@ -106,7 +106,7 @@ def read_source(source_code: str | os.PathLike[str]) -> Source:
 
     Raises:
         MigrationPathError: the path does not exist.
-        MigrationInputError: it is a folder or a special file, or larger than ``MAX_SOURCE_BYTES``.
+        MigrationInputError: it is a folder or a special file, unreadable, or larger than ``MAX_SOURCE_BYTES``.
         MigrationInputTypeError: ``source_code`` is neither text nor a path.
     """
     if isinstance(source_code, os.PathLike):
@@ -157,8 +157,19 @@ def _read_file(path: Path) -> Source:
             f"source_code: {str(path)!r} has {status.st_size:,} bytes, the limit is {MAX_SOURCE_BYTES:,}; "
             "split the file, or leave it out if it holds data"
         )
-    with path.open("rb") as file:
-        data = file.read(MAX_SOURCE_BYTES + 1)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_SOURCE_BYTES + 1)
+    except OSError as error:
+        raise MigrationInputError(
+            f"source_code: cannot read {str(path)!r}: {error.strerror or error}; check its permissions, or leave "
+            "it out"
+        ) from None
+    if len(data) > MAX_SOURCE_BYTES:  # one that says it is smaller than it is, as files in /proc do
+        raise MigrationInputError(
+            f"source_code: {str(path)!r} has more than the {MAX_SOURCE_BYTES:,} bytes that are read; leave it out "
+            "if it holds data"
+        )
     label = str(path)
     if path.suffix.lower() == ".ipynb":
         return _parse_notebook(label, data)
@@ -273,11 +284,18 @@ def find_files(path: str | os.PathLike[str]) -> list[Path]:
     Hidden folders, virtual environments and build output are left out, links to folders are not followed.
 
     Raises:
-        MigrationPathError: the path does not exist.
+        MigrationPathError: the path does not exist, or is no path (empty, too long).
     """
+    if not os.fspath(path):
+        raise MigrationPathError("path: got an empty one; name a file or a folder ('.' is the current one)")
     start = Path(path)
-    if not start.exists():
-        raise MigrationPathError(f"path: there is no file or folder {str(start)!r}; check the spelling")
+    try:
+        start.stat()
+    except (OSError, ValueError) as error:  # ValueError: it holds a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise MigrationPathError(
+            f"path: there is no file or folder {str(start)!r} ({reason}); check the spelling"
+        ) from None
     if not start.is_dir():
         return [start]
     found: list[Path] = []

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ import numpy as np
 from capibara.errors import ConfigError
 from capibara.serve.sampling import Sampling, sample
 
-__all__ = ["BYTE_VALUES", "Generator", "Utf8Stream"]
+__all__ = ["BYTE_VALUES", "Generator", "Utf8Stream", "decode_bytes", "encode_text"]
 
 BYTE_VALUES = 256
 _MAX_SEED = 2**32
@@ -47,6 +47,21 @@ class Utf8Stream:
     def finish(self) -> str:
         """Return what is left: U+FFFD if the text ended within a character, else nothing."""
         return self._decoder.decode(b"", final=True)
+
+
+def encode_text(prompt: str) -> np.ndarray:
+    """The token ids of a text, one a UTF-8 byte: uint8 ``[bytes]``. An empty one is a line break."""
+    return np.frombuffer(prompt.encode("utf-8", "surrogateescape") or b"\n", np.uint8)
+
+
+def decode_bytes(numbers: Iterable[int]) -> Iterator[str]:
+    """Yield the text of token ids below 256, as they come, in pieces of whole characters."""
+    stream = Utf8Stream()
+    for number in numbers:
+        if piece := stream.push(bytes([number])):
+            yield piece
+    if piece := stream.finish():
+        yield piece
 
 
 class Generator:
@@ -125,17 +140,7 @@ class Generator:
 
         An empty prompt starts after a line break, as a document does. Arguments and errors as :meth:`tokens`.
         """
-        data = prompt.encode("utf-8", "surrogateescape") or b"\n"
-        numbers = self.tokens(np.frombuffer(data, np.uint8), max_tokens=max_tokens, seed=seed)
-        return self._text(numbers)
-
-    def _text(self, numbers: Iterator[int]) -> Iterator[str]:
-        stream = Utf8Stream()
-        for number in numbers:
-            if piece := stream.push(bytes([number])):
-                yield piece
-        if piece := stream.finish():
-            yield piece
+        return decode_bytes(self.tokens(encode_text(prompt), max_tokens=max_tokens, seed=seed))
 
     def _tokens(self, prompt: list[int], max_tokens: int, key: jax.Array) -> Iterator[int]:
         half = max(1, self.places // 2)

@@ -50,10 +50,22 @@ def find_checkpoint(
       CheckpointNotFoundError: there is none.
       CheckpointDamagedError: there are some, and every one is damaged.
     """
+    if not os.fspath(folder):
+        raise CheckpointNotFoundError(
+            "the folder of the checkpoint is empty: name the folder of a run with --checkpoint ('.' is the current "
+            "one)."
+        )
     path = Path(folder)
-    if (path / "manifest.json").is_file() or (
-        re.fullmatch("[0-9]+", path.name) and (path / "model").is_dir()
-    ):
+    try:
+        is_checkpoint = (path / "manifest.json").is_file() or (
+            re.fullmatch("[0-9]+", path.name) and (path / "model").is_dir()
+        )
+    except OSError as error:  # such as a name that is too long, or a folder that may not be looked into
+        raise CheckpointNotFoundError(
+            f"can not look for a checkpoint in {str(path)[:200]!r}: {error.strerror or error}. Name the folder of a "
+            "run with --checkpoint."
+        ) from None
+    if is_checkpoint:
         return open_checkpoint(path)
     for store in (checkpoint_store(path), CheckpointStore(path)):
         checkpoint = store.newest(warn=warn)

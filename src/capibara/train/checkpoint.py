@@ -119,11 +119,21 @@ class CheckpointStore:
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """The steps of all committed checkpoints, oldest first."""
+        """The steps of all committed checkpoints, oldest first.
+
+        Raises:
+          CheckpointNotFoundError: the folder can not be looked into, so that nobody knows whether it has any.
+        """
         try:
-            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False)]
+            with os.scandir(self.folder) as entries:
+                names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except (OSError, ValueError) as error:  # ValueError: the path holds a NUL
+            raise CheckpointNotFoundError(
+                f"can not look for checkpoints in {str(self.folder)[:200]!r}: "
+                f"{getattr(error, 'strerror', None) or error}. Check the path and its permissions."
+            ) from None
         return sorted(int(name) for name in names if re.fullmatch(r"[0-9]{1,18}", name))
 
     def open(self, step: int) -> Checkpoint:
