@@ -1,4 +1,4 @@
-"""What importing through the overlay does to the process: order, copies, cost in modules, threads, reload."""
+"""What importing through the overlay does to the process: order, copies, cost in modules, reload."""
 
 from __future__ import annotations
 
@@ -154,62 +154,6 @@ def test_a_rebound_attribute_of_a_jax_package_survives(fresh_python):
             "print(json.dumps([isinstance(real.roofline, types.FunctionType), "
             "module is sys.modules['jax.experimental.roofline.roofline']]))"
         ) == [True, True]
-
-
-def test_threads_importing_at_once(fresh_python):
-    """Eight threads, half through JAX and half through the overlay, get one module and no deadlock.
-
-    One name at a time, after JAX itself: JAX's own import cycles fail when several of its modules are
-    imported first from different threads, with or without Capibara.
-    """
-    assert fresh_python(
-        """
-        import importlib, json, sys, threading
-        import capibara.jax
-        sys.setswitchinterval(1e-5)
-        errors, same = [], []
-        def work(start, found, name):
-            start.wait()
-            try:
-                found.append(importlib.import_module(name))
-            except BaseException as error:
-                errors.append(repr(error))
-        for name in ("experimental.sparse", "experimental.pallas", "experimental.ode", "experimental.jet"):
-            assert "jax." + name not in sys.modules
-            start, found = threading.Barrier(8), []
-            names = ["jax." + name, "capibara.jax." + name] * 4
-            threads = [threading.Thread(target=work, args=(start, found, n), daemon=True) for n in names]
-            for thread in threads: thread.start()
-            for thread in threads: thread.join(100)
-            same.append([len(found), len(set(map(id, found)))])
-        print(json.dumps([errors, same]))
-        """
-    ) == [[], [[8, 1]] * 4]
-
-
-@pytest.mark.slow  # a stress test: a thread that waits for another's import can hold it up for minutes
-def test_threads_making_the_first_import_together(fresh_python):
-    assert fresh_python(
-        """
-        import json, sys, threading
-        sys.setswitchinterval(1e-5)
-        start, errors = threading.Barrier(12), []
-        def work(line):
-            start.wait()
-            try:
-                exec(line, {})
-            except BaseException as error:
-                errors.append(repr(error))
-        lines = ["import jax", "import capibara.jax", "import capibara.jax.numpy as j; j.dot",
-                 "from capibara.jax import nn, pjit, config, numpy",
-                 "import capibara.jax.scipy.linalg", "import capibara.jax._src.core"] * 2
-        threads = [threading.Thread(target=work, args=(line,)) for line in lines]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join(120)
-        finders = sum(type(f).__name__ == "AliasFinder" for f in sys.meta_path)
-        print(json.dumps([errors, finders, type(sys.meta_path[0]).__name__]))
-        """
-    ) == [[], 1, "AliasFinder"]
 
 
 def test_reload(fresh_python):

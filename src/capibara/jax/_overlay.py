@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -145,6 +144,39 @@ def overlay(name: str, base: ModuleType, added: Mapping[str, str | Callable[[], 
     module.__class__ = type("Overlay", (Overlay,), {"__module__": __name__, **members})
 
 
+def import_from_jax(name: str) -> ModuleType:
+    """Import JAX's module ``name``, but JAX whole before any part of it.
+
+    JAX's import cycles only work when entered at the top; a thread that asks for a part while another
+    thread is importing ``jax`` has to wait for that.
+    """
+    importlib.import_module("jax")
+    return importlib.import_module(name)
+
+
+def _locate(name: str) -> ModuleSpec | None:
+    """Where ``name`` would be loaded from. Unlike ``importlib.util.find_spec``, imports no parent of it."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return getattr(loaded, "__spec__", None)
+    path = None
+    parent, _, _ = name.rpartition(".")
+    if parent:
+        package = sys.modules.get(parent)
+        if package is not None:
+            path = getattr(package, "__path__", None)
+        elif (spec := _locate(parent)) is not None:
+            path = spec.submodule_search_locations
+        if path is None:
+            return None
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        found = None if find_spec is None else find_spec(name, path, None)
+        if found is not None:
+            return found
+    return None
+
+
 def _alias(name: str, real: ModuleType) -> None:
     """Register ``real`` under ``name``, and those of its children that the import system would damage.
 
@@ -182,7 +214,12 @@ class AliasLoader(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        _alias(module.__name__, importlib.import_module(self.real))
+        name = module.__name__
+        real = import_from_jax(self.real)
+        # Another thread's `from capibara.jax.X import y` may have taken the throw-away out of sys.modules
+        # already: it waits until this import ends and then reads y from the object it holds.
+        vars(module).update({**vars(real), "__spec__": module.__spec__})
+        _alias(name, real)
 
     def get_code(self, fullname: str) -> CodeType | None:
         return self._inspect("get_code")
@@ -215,10 +252,8 @@ class AliasFinder(MetaPathFinder):
         own = PathFinder.find_spec(fullname, [os.path.join(OWN_FOLDER, *parents)])
         if own is not None and own.loader is not None:
             return own
-        # JAX whole before any part of it: its import cycles only work when entered at the top.
-        importlib.import_module("jax")
         real = ELSEWHERE.get(fullname, BASE + fullname[len(PREFIX) :])
-        spec = importlib.util.find_spec(real)
+        spec = _locate(real)
         if spec is not None:
             found = ModuleSpec(
                 fullname,

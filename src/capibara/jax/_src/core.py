@@ -1,12 +1,11 @@
 """The TPU v4 presets at their documented path; every other name is that of JAX's module of the same name."""
 
-import importlib as _importlib
-
+from capibara.jax._overlay import import_from_jax as _import_from_jax
 from capibara.jax._overlay import overlay as _overlay
 
 _overlay(
     __name__,
-    _importlib.import_module("jax._src.core"),
+    _import_from_jax("jax._src.core"),
     {
         "TPUMeshConfig": "capibara.config.mesh:TPUMeshConfig",
         "TPUv4MeshConfigurations": "capibara.config.mesh:TPUv4MeshConfigurations",
