@@ -28,15 +28,14 @@ pytestmark = pytest.mark.skipif(
 )
 # Tests of this file compile on the first call of each shape; what runs is the same code at any level.
 FAST: Any = {"xla_backend_optimization_level": 0}
-LACKS = ("bias", "segment_ids", "softcap")
 
 
 def _takes(spec: AttentionSpec) -> bool:
     return spec.bias is None and not spec.segments and "softcap" not in spec.options
 
 
-def _spec(*sizes: int, **rest: Any) -> AttentionSpec:
-    return AttentionSpec(" ".join(map(str, sizes)), *sizes, **rest)
+def _spec(batch: int, heads: int, q_len: int, dim: int, **rest: Any) -> AttentionSpec:
+    return AttentionSpec(f"{batch} × {heads} × {q_len} × {dim}", batch, heads, q_len, dim, **rest)
 
 
 def _without_blocks(spec: AttentionSpec) -> AttentionSpec:

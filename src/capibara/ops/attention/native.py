@@ -77,8 +77,8 @@ def _gradients_backward(problem: AttentionProblem, residuals: Any, cotangents: A
         return form.backward(problem, arrays, *form.forward(problem, *arrays), out_grad)[:3]
 
     _, pull = jax.vjp(gradients, *residuals)
-    *first, out_grad = pull(tuple(cotangents))
-    return *first, None, None, out_grad
+    query, key, value, out_grad = pull(tuple(cotangents))
+    return query, key, value, None, None, out_grad
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)

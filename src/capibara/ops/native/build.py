@@ -105,6 +105,7 @@ def build(to: Path = LIBRARY) -> Path:
             [
                 compiler,
                 "-shared",
+                "-s",
                 "-static-libstdc++",
                 "-static-libgcc",
                 "-Wl,--exclude-libs,ALL",
