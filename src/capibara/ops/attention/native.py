@@ -77,7 +77,8 @@ def _gradients_backward(problem: AttentionProblem, residuals: Any, cotangents: A
         return form.backward(problem, arrays, *form.forward(problem, *arrays), out_grad)[:3]
 
     _, pull = jax.vjp(gradients, *residuals)
-    query, key, value, out_grad = pull(tuple(cotangents))
+    pulled: Any = pull(tuple(cotangents))
+    query, key, value, out_grad = pulled
     return query, key, value, None, None, out_grad
 
 
