@@ -239,3 +239,9 @@ def test_loss_needs_the_state_that_the_model_has() -> None:
     params, _ = small_params(model)
     with pytest.raises(InputError, match=r"state has no 'blocks\.vq\.quantiser\.codebook'"):
         model.loss(params, {"tokens": small_tokens()}, state={})
+
+
+@pytest.mark.parametrize("wrong", ["a", 1.5, True, -1, 2**32])
+def test_what_is_no_seed_is_refused(wrong: Any) -> None:
+    with pytest.raises(InputError, match="seed=.* must be a whole number"):
+        ModularCapibaraModel(small_config("ssm")).init(wrong)

@@ -146,6 +146,7 @@ def test_as_block_carries_the_settings():
         ({"dead_code_threshold": float("nan")}, VQConfigError, "dead_code_threshold must lie in"),
         ({"use_jax_native": 1}, VQInputError, "use_jax_native must be True or False"),
         ({"seed": -1}, VQConfigError, "seed must be at least 0"),
+        ({"seed": 2**32}, VQConfigError, "seed must be at most 4294967295"),
     ],
 )
 def test_bad_settings(arguments, error, match):

@@ -13,7 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capibara.compose.backends.jax_backend import JaxBackend
 from capibara.compose.checks import check_call, check_float64, checked_cotangents, cotangent
@@ -21,11 +21,15 @@ from capibara.compose.codegen import generate
 from capibara.compose.errors import CompileError, ShapeError
 from capibara.compose.graph import Path, flatten
 from capibara.compose.model import Block, Model, Placement
+from capibara.compose.randomness import as_key, check_key
 from capibara.compose.regions import Repeat
 from capibara.compose.shapes import what_if
 from capibara.compose.sharding import constrain, param_shardings
 from capibara.compose.specs import ArraySpec, ModelSpecs, shape_text
 from capibara.errors import did_you_mean
+
+if TYPE_CHECKING:
+    import jax
 
 __all__ = ["ArraySpec", "CompiledModel", "compile"]
 
@@ -199,14 +203,19 @@ class CompiledModel:
 
         Args:
             key: a JAX PRNG key. sizes: values for free sizes, by name.
+
+        Raises:
+            InputError: ``key`` is no key. CompileError: a size is not known, or no free size.
         """
-        return self._make(self.params, key, sizes, "parameter")
+        return self._make(self.params, check_key(key), sizes, "parameter")
 
-    def randomize_params(self, seed: int = 0) -> dict[str, Any]:
-        """:meth:`init` with the key of a seed."""
-        import jax
+    def randomize_params(self, seed: int | jax.Array = 0) -> dict[str, Any]:
+        """:meth:`init` with the key of a seed: a whole number from 0 to 2³² − 1, or a JAX key.
 
-        return self.init(jax.random.key(seed))
+        Raises:
+            InputError: ``seed`` is neither.
+        """
+        return self.init(as_key(seed))
 
     def init_state(self, key: Any | None = None, **sizes: int) -> dict[str, Any]:
         """The state to start with: ``{}`` for a model without any.
@@ -215,9 +224,7 @@ class CompiledModel:
             key: a JAX PRNG key, for states that start at random; by default that of seed 0.
             sizes: values for free sizes, by name: ``init_state(batch=4, cache=256)``.
         """
-        import jax
-
-        return self._make(self.states, jax.random.key(0) if key is None else key, sizes, "state")
+        return self._make(self.states, as_key(0) if key is None else check_key(key), sizes, "state")
 
     def _make(
         self, specs: dict[Path, ArraySpec], key: Any, sizes: Mapping[str, int], what: str
@@ -352,6 +359,8 @@ class CompiledModel:
 
     def _check(self, params: Any, inputs: Any, state: Any, key: Any) -> None:
         check_call(inputs, params, state, self.inputs, self.params, self.states)
+        if key is not None:
+            check_key(key)
         if self.backend.needs_x64:
             check_float64(params, inputs, state, key)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compose import CompiledModel, JaxBackend, Precision, compile
 from capibara.compose.errors import InputError
+from capibara.compose.randomness import as_key
 from capibara.config import ModularModelConfig
 from capibara.core.decoder import build_decoder
 
@@ -68,10 +69,17 @@ class ModularCapibaraModel:
     # ---- parameters ---------------------------------------------------------------------------------------
 
     def init(self, seed: int | jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fresh ``(params, state)`` from a seed or a PRNG key: nested dicts of arrays."""
+        """Fresh ``(params, state)``: nested dicts of arrays.
+
+        Args:
+            seed: a whole number from 0 to 2³² − 1, or a JAX key.
+
+        Raises:
+            InputError: ``seed`` is neither.
+        """
         import jax
 
-        key = jax.random.key(seed) if isinstance(seed, int) else seed
+        key = as_key(seed)
         return self.compiled.init(key), self.compiled.init_state(jax.random.fold_in(key, 1))
 
     def _own(self) -> tuple[dict[str, Any], dict[str, Any]]:

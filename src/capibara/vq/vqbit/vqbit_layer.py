@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from capibara.compose.randomness import MAX_SEED
 from capibara.vq.errors import TracedUpdateError, VQConfigError, VQInputError
 from capibara.vq.functional import vq_apply, vq_init_state
 
@@ -33,11 +34,13 @@ if TYPE_CHECKING:
 __all__ = ["VQbitLayer"]
 
 
-def _whole(name: str, value: Any, low: int) -> int:
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise VQInputError(f"VQbitLayer: {name} must be a whole number, got {value!r}")
     if value < low:
         raise VQConfigError(f"VQbitLayer: {name} must be at least {low}, got {value}")
+    if high is not None and value > high:
+        raise VQConfigError(f"VQbitLayer: {name} must be at most {high}, got {value}")
     return int(value)
 
 
@@ -107,7 +110,7 @@ class VQbitLayer:
         self.epsilon = _number("epsilon", epsilon, 0.0, math.inf)
         self.commitment_weight = _number("commitment_weight", commitment_weight, 0.0, math.inf)
         self.dead_code_threshold = _number("dead_code_threshold", dead_code_threshold, 0.0, math.inf)
-        self.seed = _whole("seed", seed, 0)
+        self.seed = _whole("seed", seed, 0, MAX_SEED)
         self.updates = 0
         self.state = vq_init_state(jax.random.key(self.seed), self.codebook_size, self.embedding_dim)
 
