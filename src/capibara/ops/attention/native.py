@@ -93,8 +93,8 @@ def _output(problem: AttentionProblem, *arrays: jax.Array) -> tuple[jax.Array, j
 
 
 def _output_forward(problem: AttentionProblem, *arrays: jax.Array) -> tuple[Any, Any]:
-    out, stat = _output(problem, *arrays)
-    return (out, stat), (*arrays, out, stat)
+    results: Any = _output(problem, *arrays)
+    return results, (*arrays, *results)
 
 
 def _output_backward(problem: AttentionProblem, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
