@@ -121,6 +121,25 @@ def test_prompt_longer_than_the_cache_is_refused() -> None:
         fed.model.decode(fed.params, jnp.zeros((1, 5), "int32"), cache)
 
 
+@pytest.mark.parametrize("layers", ["scan", "unroll"])
+def test_a_full_cache_is_refused_where_the_position_is_known(layers: str) -> None:
+    fed = Fed("attention", model__scan_layers=layers, model__remat="full")
+
+    def decode(count: int, cache: Any) -> Any:
+        return fed.model.decode(fed.params, jnp.zeros((1, count), "int32"), cache)[1]
+
+    cache = decode(3, fed.model.init_cache(1, 5))
+    with pytest.raises(InputError, match=r"position 3 and 3 new tokens need 6 places, the cache has 5"):
+        decode(3, cache)
+    full = decode(2, cache)
+    with pytest.raises(InputError, match=r"position 5 and 1 new token need 6 places.*init_cache"):
+        decode(1, full)
+    with pytest.raises(InputError, match="position -1"):
+        decode(1, {**cache, "position": jnp.int32(-1)})
+    # In a trace nobody knows where the cache stands.
+    fed.step(jnp.zeros((1, 1), "int32"), full)
+
+
 @pytest.mark.parametrize(
     ("batch", "length", "named"),
     [

@@ -63,6 +63,38 @@ def test_the_cache_changes_nothing(model: TinyModel, params: Any, sampling: Samp
         assert found == recomputed(model, params, prompt, 30, sampling, seed=7)
 
 
+@pytest.mark.parametrize("places", [1, 2, 3, 8, 16])
+def test_the_cache_is_never_overfull(places: int) -> None:
+    """Whatever the prompt's length, each step finds room; the places used are counted here by the model itself."""
+
+    class Counting:
+        config = tiny_config(
+            "unused", f"model.max_sequence_length={places}", f"train.sequence_length={places}"
+        )
+
+        def init_cache(self, batch_size: int, max_length: int) -> Any:
+            assert max_length == places
+            return {"used": jnp.int32(0)}
+
+        def decode(self, params: Any, tokens: Any, cache: Any, *, state: Any = None) -> Any:
+            used = cache["used"] + tokens.shape[1]
+            return jnp.broadcast_to(jax.nn.one_hot(used, 256), (*tokens.shape, 256)), {"used": used}
+
+    generator = Generator(Counting(), {}, sampling=Sampling(temperature=0.0))
+    for length in range(1, 2 * places + 2):
+        # Each token is how many places were used when it was chosen.
+        used = list(generator.tokens([0] * length, max_tokens=3 * places))
+        assert all(1 <= count <= places for count in used), (length, used)
+        assert len(used) == 3 * places
+
+
+def test_the_step_itself_refuses_a_full_cache(model: TinyModel, params: Any) -> None:
+    generator = Generator(model, params)
+    tokens, key = jnp.zeros((1, 2), jnp.int32), jax.random.key(0)
+    with pytest.raises(RuntimeError, match="17 tokens for the 16 places"):
+        generator._read(tokens, model.init_cache(1, PLACES), PLACES - 1, key, 0)
+
+
 def test_a_shorter_text_is_the_beginning_of_a_longer_one(model: TinyModel, params: Any) -> None:
     generator = Generator(model, params)
     long = list(generator.tokens([65], max_tokens=25, seed=1))

@@ -60,11 +60,11 @@ def check_float64(*trees: Any) -> None:
         InputError: some array is traced while JAX's float64 is off.
     """
     import jax
-    import jax.core
+    from jax.core import Tracer
 
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees)):
         raise InputError(
             "this model has float64 numbers, and is traced (by jax.jit, jax.grad, jax.vmap …) while JAX's float64 is "
             "off, which would cut its gradients to float32: call the transformed function within `with "

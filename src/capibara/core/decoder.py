@@ -51,6 +51,8 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
     kinds = config.block_kinds
     turn = min(len(config.pattern), len(kinds))
     turns, left = divmod(len(kinds), turn)
+    # Nothing is differentiated in decoding, and a rematerialised block hides from the cache where it stands.
+    remat = "none" if cached else config.remat
 
     model = Model(name="decoder")
     model.add_input("tokens", ("batch", "sequence"), "int", ("batch", "sequence"))
@@ -89,10 +91,10 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
         return block.output
 
     body = _turn(config, kinds[:turn], cache)
-    at = place(Repeat(body, turns, mode=config.scan_layers, remat=config.remat), "blocks", at)
+    at = place(Repeat(body, turns, mode=config.scan_layers, remat=remat), "blocks", at)
     if left:
         rest = _turn(config, kinds[turns * turn :], cache)
-        at = place(Repeat(rest, 1, mode="unroll", remat=config.remat), "last_blocks", at)
+        at = place(Repeat(rest, 1, mode="unroll", remat=remat), "last_blocks", at)
 
     norm = model.add(RMSNorm(config.norm_epsilon, axis="embed"), "final_norm", input=at)
     if config.tie_embeddings:

@@ -234,13 +234,16 @@ class ModularCapibaraModel:
 
         Args:
             tokens: ``int32 [batch, new]``: many at once (prefill) or one.
-            cache: from :meth:`init_cache` or an earlier call; ``position + new`` must not pass its length (rows
-                past the end would overwrite the last ones; the length is the caller's to watch, it is not known
-                while tracing).
+            cache: from :meth:`init_cache` or an earlier call; ``position + new`` must not pass its length. In a
+                trace (``jax.jit``) the position is not known: there the length is the caller's to watch, and rows
+                past the end overwrite the last ones.
             state: as ``model.state``; without it the model's own is read.
 
         Returns:
             ``(logits [batch, new, vocab], cache)``.
+
+        Raises:
+            InputError: the tokens do not fit the cache: more than all of it, or (outside of a trace) than is left.
         """
         own = state if state is not None else (self.state if self.compiled.states else {})
         outputs, after = self.decoder.apply(params, {"tokens": _tokens(tokens)}, state=_merged(cache, own))

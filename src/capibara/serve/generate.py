@@ -151,8 +151,7 @@ class Generator:
             following = None
             room = not self.bounded or used < self.places
             if number < max_tokens and room:
-                following, cache = self._advance(self.params, self.state, token[:, None], cache, key, number)
-                used += 1
+                following, cache, used = self._read(token[:, None], cache, used, key, number)
             value = int(token[0])
             history.append(value)
             yield value
@@ -163,7 +162,7 @@ class Generator:
 
     def _prefill(self, prompt: list[int], key: jax.Array, number: int) -> tuple[jax.Array, Any, int]:
         """Read ``prompt`` into an empty cache; return the next token, the cache and the places used."""
-        cache = self.model.init_cache(1, self.places)
+        cache, used = self.model.init_cache(1, self.places), 0
         # A power of two at once and the rest singly: every prompt length would otherwise compile anew.
         first = 1 << (len(prompt).bit_length() - 1)
         if self.bounded and len(prompt) == max(1, self.places // 2):
@@ -172,6 +171,22 @@ class Generator:
         token = None
         for chunk in chunks:
             tokens = jnp.asarray([chunk], jnp.int32)
-            token, cache = self._advance(self.params, self.state, tokens, cache, key, number)
+            token, cache, used = self._read(tokens, cache, used, key, number)
         assert token is not None
-        return token, cache, len(prompt)
+        return token, cache, used
+
+    def _read(
+        self, tokens: jax.Array, cache: Any, used: int, key: jax.Array, number: int
+    ) -> tuple[jax.Array, Any, int]:
+        """Read tokens ``[1, new]`` into a cache of which ``used`` places are; the next token, and both again.
+
+        The one place from which the compiled step is called: in it the number of places used is not known, and
+        more tokens than places would overwrite the last ones without a word.
+        """
+        used += tokens.shape[1]
+        if self.bounded and used > self.places:
+            raise RuntimeError(
+                f"{used} tokens for the {self.places} places of the cache: a fault in Capibara"
+            )
+        token, cache = self._advance(self.params, self.state, tokens, cache, key, number)
+        return token, cache, used

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from capibara.compose.backends.jax_repeat import repeat
 from capibara.compose.errors import InputError
@@ -139,12 +140,25 @@ def cached_attention(
             f"{query.shape[1]} tokens do not fit a cache of {key_cache.shape[1]} positions: make a longer cache "
             "(init_cache(batch_size, max_length)) or feed fewer tokens"
         )
+    _check_room(position, query.shape[1], key_cache.shape[1])
     start = (0, position, 0, 0)
     key_cache = lax.dynamic_update_slice(key_cache, key.astype(key_cache.dtype), start)
     value_cache = lax.dynamic_update_slice(value_cache, value.astype(value_cache.dtype), start)
     at = jnp.broadcast_to(position + jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
     out = attend(query, key_cache, value_cache, at, window=window, softcap=softcap)
     return out, key_cache, value_cache
+
+
+def _check_room(position: Any, new: int, places: int) -> None:
+    """Refuse rows past the end of a cache, which would be written over its last ones, if the position is known."""
+    if isinstance(position, Tracer):
+        return
+    at = int(position)
+    if not 0 <= at <= places - new:
+        raise InputError(
+            f"position {at} and {new} new token{'s' * (new != 1)} need {at + new} places, the cache has {places}: "
+            "make a longer cache (init_cache(batch_size, max_length)), or start a new one from the last tokens"
+        )
 
 
 def causal_conv(x: Array, weight: Array, bias: Array) -> Array:

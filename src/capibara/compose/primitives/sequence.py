@@ -132,7 +132,8 @@ class CachedAttention(Primitive):
     """Causal attention of new tokens over a cache of the earlier ones.
 
     The new keys and values are written at ``position``; a query sees everything up to itself. Returns the output
-    and the caches with the new rows. The cache must be long enough: ``position + sequence ≤ cache``.
+    and the caches with the new rows. The cache must be long enough: ``position + sequence ≤ cache``, which
+    is checked where the position is known (not in a trace, where rows past the end overwrite the last ones).
     """
 
     def __init__(
