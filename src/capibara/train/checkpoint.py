@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from capibara.errors import MissingExtraError
+from capibara.train import extras
 from capibara.train.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
@@ -51,16 +51,6 @@ _MAX_JSON = 64 << 20
 _MAX_FILES = 1_000_000
 _TEMPORARY = ".tmp-"
 _DAMAGED = "damaged-"
-
-
-def _orbax() -> Any:
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError as error:
-        if not (error.name or "").startswith("orbax"):
-            raise
-        raise MissingExtraError("orbax-checkpoint", "train", "reading and writing checkpoints") from None
-    return ocp
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,7 @@ class Checkpoint:
         Raises:
           ResumeMismatchError: the checkpoint has other arrays than ``target``.
         """
-        ocp = _orbax()
+        ocp = extras.orbax()
         path = self.path.absolute() / item
         with _quiet_orbax(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             # Compared here, because Orbax casts where types differ and says little where trees do.
@@ -316,7 +306,7 @@ def _check_space(folder: Path, items: Mapping[str, Any]) -> None:
 
 
 def _write_item(path: Path, tree: Any) -> None:
-    ocp = _orbax()
+    ocp = extras.orbax()
     # The synchronous one: after a failed save the asynchronous one can not save again in this process.
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         checkpointer.save(path, args=ocp.args.StandardSave(tree))

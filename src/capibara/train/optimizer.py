@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from capibara.errors import ConfigError, MissingExtraError
+from capibara.errors import ConfigError
+from capibara.train import extras
 
 if TYPE_CHECKING:
     import optax
@@ -21,16 +22,6 @@ __all__ = ["build_optimizer", "decay_mask", "learning_rate_schedule"]
 
 STACKING_AXES = frozenset({"layers", "layer", "repeat", "blocks"})
 """Logical axes that only stack equal blocks; they do not make a norm's scale a matrix."""
-
-
-def _optax() -> Any:
-    try:
-        import optax
-    except ImportError as error:
-        if error.name != "optax":
-            raise
-        raise MissingExtraError("optax", "train", "training") from None
-    return optax
 
 
 def learning_rate_schedule(config: Any) -> Callable[[Any], Any]:
@@ -45,7 +36,7 @@ def learning_rate_schedule(config: Any) -> Callable[[Any], Any]:
             f"optimizer.warmup_steps={optimizer.warmup_steps} must be below train.steps={steps}. Pass a "
             f"smaller warm-up, e.g. optimizer.warmup_steps={steps // 10}."
         )
-    return _optax().warmup_cosine_decay_schedule(
+    return extras.optax().warmup_cosine_decay_schedule(
         init_value=0.0 if optimizer.warmup_steps else optimizer.learning_rate,
         peak_value=optimizer.learning_rate,
         warmup_steps=optimizer.warmup_steps,
@@ -86,7 +77,7 @@ def build_optimizer(config: Any, *, param_axes: Any | None = None) -> optax.Grad
     Raises:
       ConfigError: an optimizer that is not built in.
     """
-    optax = _optax()
+    optax = extras.optax()
     settings = config.optimizer
     directions = {"adamw": optax.scale_by_adam, "lion": optax.scale_by_lion}
     if settings.name not in directions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from capibara.errors import MissingExtraError
+from capibara.train import extras
 from capibara.train.metrics import read_metrics
 from capibara.train.rundir import atomic_write
 
@@ -21,14 +21,7 @@ def plot_losses(metrics: Path, image: Path, *, title: str = "") -> bool:
       MissingExtraError: matplotlib is not installed.
       RunWriteError: the image could not be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        if not (error.name or "").startswith("matplotlib"):
-            raise
-        raise MissingExtraError("matplotlib", "train", "the loss plot") from None
-
+    figure_class, canvas_class = extras.figure_canvas()
     points: dict[str, tuple[list[int], list[float]]] = {"train": ([], []), "validation": ([], [])}
     for entry in read_metrics(metrics):
         if entry.get("kind") in points and isinstance(entry.get("bits_per_byte"), float):
@@ -39,8 +32,8 @@ def plot_losses(metrics: Path, image: Path, *, title: str = "") -> bool:
         return False
 
     # Figure and canvas directly, not pyplot: no global state, no window system.
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = figure_class(figsize=(8, 4.5), layout="constrained")
+    canvas = canvas_class(figure)
     axes = figure.add_subplot()
     axes.plot(*points["train"], color="tab:blue", linewidth=1.2, label="training")
     if points["validation"][0]:

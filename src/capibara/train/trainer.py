@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import ConfigError
+from capibara.train import extras
 from capibara.train.batches import BatchSampler, validation_batches
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.data import Corpus
@@ -131,6 +132,7 @@ def train(
       measure_utilisation: measure the matrix-multiply rate first.
 
     Raises:
+      MissingExtraError: a package of the extra ``train`` is not installed.
       ResumeMismatchError: the folder holds a run of another model, or on other text.
       CheckpointDamagedError: the folder holds checkpoints and every one is damaged.
       RunLockedError: another process is training there.
@@ -138,6 +140,7 @@ def train(
       DivergedError: the loss became infinite or not a number.
       DataError: the text is too short for one sequence.
     """
+    extras.require()
     reporter = reporter or SilentReporter()
     folder = Path(config.checkpoint.directory)
     setup = _Setup.build(config, model, corpus, devices)
