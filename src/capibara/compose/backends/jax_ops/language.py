@@ -1,8 +1,4 @@
-"""The operations of composed models in JAX: the functions that generated code calls as ``ops.<name>``.
-
-Arrays come in their compute dtype; ``accumulate`` names the dtype for sums where that matters. Each function is
-the whole definition of its primitive: shapes are as in :mod:`capibara.compose.primitives`.
-"""
+"""What language models are made of: products with weights, norms, rotary positions, caches, recurrences."""
 
 from __future__ import annotations
 
@@ -14,32 +10,32 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from capibara.compose.backends.jax_repeat import repeat
 from capibara.compose.errors import InputError
 
-__all__ = ["repeat"]
+__all__ = [
+    "attention",
+    "cached_attention",
+    "cached_conv",
+    "causal_conv",
+    "continued_scan",
+    "dense",
+    "dropout",
+    "fold",
+    "group_merge",
+    "layer_norm",
+    "lookup",
+    "merge",
+    "positions",
+    "project",
+    "quantise",
+    "rms_norm",
+    "rotary_table",
+    "rotate",
+    "selective_scan",
+    "unembed",
+]
 
 Array = jax.Array
-
-relu = jax.nn.relu
-silu = jax.nn.silu
-sigmoid = jax.nn.sigmoid
-softplus = jax.nn.softplus
-tanh, exp, log, square, absolute = jnp.tanh, jnp.exp, jnp.log, jnp.square, jnp.abs
-add, subtract, multiply, divide = jnp.add, jnp.subtract, jnp.multiply, jnp.divide
-softmax = jax.nn.softmax
-
-
-def gelu(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-def cast(x: Array, dtype: str) -> Array:
-    return x.astype(dtype)
-
-
-def cast_up(x: Array, accumulate: str) -> Array:
-    return x.astype(accumulate)
 
 
 def _dot(x: Array, w: Array, accumulate: str) -> Array:
@@ -176,10 +172,6 @@ def cached_conv(x: Array, weight: Array, bias: Array, tail: Array) -> tuple[Arra
     return out.reshape(x.shape), after.reshape(tail.shape).astype(tail.dtype)
 
 
-def decay(x: Array) -> Array:
-    return -jnp.exp(x)
-
-
 def selective_scan(x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_length: int) -> Array:
     from capibara.ops.scan import selective_scan as scan
 
@@ -250,15 +242,3 @@ def quantise(
         after["cluster_size"],
         after["codebook_sum"],
     )
-
-
-def sum(x: Array, axis: int | None) -> Array:
-    return jnp.sum(x, axis=axis)
-
-
-def mean(x: Array, axis: int | None) -> Array:
-    return jnp.mean(x, axis=axis)
-
-
-def concat(*arrays: Any, axis: int) -> Array:
-    return jnp.concatenate(arrays, axis=axis)
