@@ -234,6 +234,14 @@ class Model(Block):
                 self._exposed.append(value.name)
         elif isinstance(value, Port):
             if not _within(value.block, self):
+                region = _region_around(value.block)
+                if region is not None:
+                    raise WiringError(
+                        f"{value!r} is not part of {self.label}: it is inside of {region.label} "
+                        f"({type(region).__name__}) and does not exist outside of it; connect to what "
+                        f"{region.label} gives out ({', '.join(region.output_keys)}), or, for a parameter, declare "
+                        "it outside and let the block share it (shared=[…])"
+                    )
                 raise WiringError(
                     f"{value!r} is not part of {self.label}: add its block to the model first, then connect to it"
                 )
@@ -390,6 +398,15 @@ def _within(block: Block | None, model: Model) -> bool:
         if block is not None and not isinstance(block, Model):
             return False  # inside a repeated block: its values do not exist outside it
     return False
+
+
+def _region_around(block: Block | None) -> Block | None:
+    """The repeated or rematerialised block that a block is inside of, or None."""
+    while block is not None:
+        block = block.parent
+        if block is not None and not isinstance(block, Model):
+            return block
+    return None
 
 
 def _constant(value: Any) -> Wire:
