@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -221,3 +223,59 @@ def test_block_of_a_refused_repeat_can_still_be_used() -> None:
     model = ml.Model()
     model |= block(x="x", h="y")
     assert ml.compile(model).shapes["y"] == (2, 4)
+
+
+def snapshot(model: ml.Model) -> Any:
+    return (
+        list(model.symbols),
+        list(model.wires),
+        [repr(wire.find().shape) for wire in model.wires.values()],
+        [wire.find().axes for wire in model.wires.values()],
+        list(model._exposed),
+        list(model.state_updates),
+        len(model.children),
+    )
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda m: m.add(ml.Relu(), input=ml.IOKey("x", ("new", "other", "third"))),
+        lambda m: m.add(ml.Relu(), input=ml.IOKey("fresh", ("new", 3)), output="x"),
+        lambda m: m.add(ml.Relu(), input=ml.IOKey("x", ("new", "*two", "*rests"))),
+        lambda m: m.add(ml.Relu(), input=ml.IOKey("x", ("new", 5), axes=("embed", "mlp"))),
+        lambda m: m.add_input("x", ("new", 3)),
+        lambda m: m.add_input("not a key", ("new", 3)),
+        lambda m: m.add_input("z", ("new", "*a", "*b")),
+        lambda m: m.add_input("z", ("new", 3), axes=("one",)),
+        lambda m: m.add_parameter("x", ("new", 3), zeros),
+        lambda m: m.add_state("s", ("new", 3), zeros),
+        lambda m: m.update_state("s", "newer"),
+        lambda m: m.set_shapes(x=("new", 5)),
+        lambda m: m.set_shapes(x=("new", 4), y=("new", 5)),
+        lambda m: m.set_shapes(x=(7, 4), nothing=(1,)),
+        lambda m: m.set_sizes(rows=7, columns=2),
+        lambda m: m.expose("x", "nothing"),
+    ],
+)
+def test_what_is_refused_leaves_the_model_as_it_was(refused: Any) -> None:
+    model = ml.Model()
+    model.add_input("x", ("rows", 4), "float")
+    model.add_state("s", (), zeros)
+    model |= ml.Relu()(input="x", output="y")
+    model.update_state("s", "y")
+    before = snapshot(model)
+    with pytest.raises(ml.ComposeError):
+        refused(model)
+    assert snapshot(model) == before
+
+
+def test_names_given_for_one_compilation_stay_there() -> None:
+    model = ml.Model()
+    model |= ml.Linear(3)(input="x", output="y")
+    before = snapshot(model)
+    compiled = ml.compile(model, shapes={"x": ["many", 4]})
+    assert compiled.shapes["y"] == ("many", 3)
+    assert snapshot(model) == before
+    model.add_input("z", ("many", 5))
+    assert list(model.symbols) == ["many"]

@@ -54,7 +54,8 @@ class Model(Block):
     ) -> Port:
         """Declare a data input, with what is known of it. Sizes with equal names are equal within the model."""
         choice("kind", kind, KINDS, optional=True)
-        self._declare(key, Wire(self._shape(shape, axes), kind))
+        with transaction():
+            self._declare(key, Wire(self._shape(shape, axes), kind))
         return Port(self, key)
 
     def add_parameter(
@@ -78,9 +79,10 @@ class Model(Block):
         """
         _check_init(init)
         axes = tuple(axes)
-        wire = Wire(self._shape(shape, axes), "float", "param")
-        wire.declaration = Declaration(key, init, dtype, keep_dtype, axes)
-        self._declare(key, wire)
+        with transaction():
+            wire = Wire(self._shape(shape, axes), "float", "param")
+            wire.declaration = Declaration(key, init, dtype, keep_dtype, axes)
+            self._declare(key, wire)
         return Port(self, key)
 
     def add_state(
@@ -100,9 +102,10 @@ class Model(Block):
         choice("kind", kind, KINDS)
         _check_init(init)
         axes = tuple(axes)
-        wire = Wire(self._shape(shape, axes), kind, "state")
-        wire.declaration = Declaration(key, init, dtype, True, axes)
-        self._declare(key, wire)
+        with transaction():
+            wire = Wire(self._shape(shape, axes), kind, "state")
+            wire.declaration = Declaration(key, init, dtype, True, axes)
+            self._declare(key, wire)
         return Port(self, key)
 
     def update_state(self, key: str, value: str | Port) -> None:
@@ -110,9 +113,9 @@ class Model(Block):
         self._check_port(key)
         if self.wires[key].find().role != "state":
             raise WiringError(f"{key!r} of {self.label} is no state; declare it with add_state(…)")
-        wire = value.wire if isinstance(value, Port) else self._wire(value)
         if key in self.state_updates:
             raise WiringError(f"state {key!r} of {self.label} already has a next value")
+        wire = value.wire if isinstance(value, Port) else self._wire(value)
         wire.find().consumed = True
         self.state_updates[key] = wire
 
@@ -126,8 +129,7 @@ class Model(Block):
         """Make named connections outputs of the model (and nothing else, unless exposed too)."""
         for key in keys:
             self._check_port(key)
-            if key not in self._exposed:
-                self._exposed.append(key)
+        self._exposed += [key for key in dict.fromkeys(keys) if key not in self._exposed]
 
     def _wire(self, key: str) -> Wire:
         if key not in self.wires:
@@ -327,11 +329,11 @@ class Model(Block):
         Raises:
             ShapeError: when a size contradicts what is known; the model is left as it was.
         """
-        for key, spec in shapes.items():
-            self._check_port(key)
-            wire = self.wires[key].find()
-            before = repr(wire.shape)
-            with transaction():
+        with transaction():
+            for key, spec in shapes.items():
+                self._check_port(key)
+                wire = self.wires[key].find()
+                before = repr(wire.shape)
                 try:
                     join(wire, Wire(self._shape(spec)))
                     settle()
@@ -342,14 +344,14 @@ class Model(Block):
 
     def set_sizes(self, **sizes: int) -> None:
         """Fix symbolic sizes by name: ``model.set_sizes(batch=8)``."""
-        for key, size in sizes.items():
-            dim = self.symbols.get(key)
-            if not isinstance(dim, Dim):
-                names = [k for k, v in self.symbols.items() if isinstance(v, Dim)]
-                raise ShapeError(
-                    f"{self.label} has no size named {key!r}; it has {names}.{did_you_mean(key, names)}"
-                )
-            with transaction():
+        with transaction():
+            for key, size in sizes.items():
+                dim = self.symbols.get(key)
+                if not isinstance(dim, Dim):
+                    names = [k for k, v in self.symbols.items() if isinstance(v, Dim)]
+                    raise ShapeError(
+                        f"{self.label} has no size named {key!r}; it has {names}.{did_you_mean(key, names)}"
+                    )
                 set_size(dim, size)
                 settle()
 

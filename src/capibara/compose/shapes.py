@@ -49,9 +49,18 @@ def put(obj: Any, attribute: str, value: Any) -> None:
     setattr(obj, attribute, value)
 
 
+def _symbol(symbols: dict[str, Dim | Rest], name: str, new: Dim | Rest) -> Dim | Rest:
+    """The dimension of a name, ``new`` if it is the first of that name, in a way that can be taken back."""
+    if name not in symbols:
+        symbols[name] = new
+        if _trail is not None:
+            _trail.append((symbols, name, None))
+    return symbols[name]
+
+
 @contextmanager
 def transaction() -> Iterator[None]:
-    """Undo every change to dimensions, shapes and wires if the block raises. Transactions nest."""
+    """Undo every change to dimensions, shapes, wires and symbols if the block raises. Transactions nest."""
     global _trail
     outer = _trail
     _trail = []
@@ -59,7 +68,10 @@ def transaction() -> Iterator[None]:
         yield
     except BaseException:
         for obj, attribute, value in reversed(_trail):
-            setattr(obj, attribute, value)
+            if isinstance(obj, dict):
+                del obj[attribute]  # a symbol that was new
+            else:
+                setattr(obj, attribute, value)
         _trail = outer
         _queue.clear()
         raise
@@ -420,9 +432,9 @@ def as_shape(
                 raise ShapeError(f"size {size} in shape {spec!r} is negative")
             items.append(Dim(size))
         elif field.startswith("*"):
-            items.append(symbols.setdefault(field, Rest(field[1:] or None)))
+            items.append(_symbol(symbols, field, Rest(field[1:] or None)))
         else:
-            items.append(symbols.setdefault(field, Dim(name=field)))
+            items.append(_symbol(symbols, field, Dim(name=field)))
     if sum(isinstance(i, Rest) for i in items) > 1:
         raise ShapeError(f"shape {spec!r} has more than one '*': at most one can be told apart")
     if axes:
