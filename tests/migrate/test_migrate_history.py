@@ -105,7 +105,8 @@ def test_keywords_that_are_gone_are_not_accepted():
             assert signature is not None, function
             parameter = signature.parameters.get(keyword)
             assert parameter is None or parameter.kind is parameter.POSITIONAL_ONLY, (function, keyword)
-        elif signature is not None:
+        elif signature is not None and not (change.removed and VERSION >= (0, 11)):
+            # What 0.10 still names in order to refuse it may be gone later.
             assert keyword in signature.parameters, (function, keyword)
 
 
