@@ -213,7 +213,7 @@ def test_the_json_counts_what_was_generated(
         (["--config", "a\0b"], "expected the path of a TOML file"),
         (["--config", "/proc/self/mem"], "cannot read the settings file '/proc/self/mem'"),
         (["--checkpoint", ""], "the folder of the checkpoint is empty"),
-        (["--checkpoint", "a\0b"], "embedded null byte"),
+        (["--checkpoint", "a\0b"], "embedded null"),
         (["--checkpoint", "a" * 300], "File name too long"),
         (["--checkpoint", "round"], "Too many levels of symbolic links"),
         (["--checkpoint", "/proc/self/mem"], "there is no checkpoint in '/proc/self/mem'"),

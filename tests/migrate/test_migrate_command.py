@@ -76,7 +76,7 @@ def test_bad_input_is_told_without_traceback(folder, capsys):
     ("path", "words"),
     [
         ("", "path: got an empty one"),
-        ("a\0b", "embedded null byte"),
+        ("a\0b", "embedded null"),
         ("a" * 300, "File name too long"),
         ("round.py", "Too many levels of symbolic links"),
         ("nowhere.py", "No such file or directory"),
