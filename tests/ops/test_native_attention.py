@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -304,6 +305,16 @@ def test_a_library_from_other_sources_is_refused(monkeypatch):
     assert reason is not None
     assert "other sources" in reason
     assert "python -m capibara.ops.native" in reason
+
+
+@pytest.mark.parametrize(("here", "said"), [(None, "unknown"), (2, r"0\.2"), (1003, r"1\.3")])
+def test_a_library_for_a_newer_interface_is_refused_before_xla_sees_it(monkeypatch, here, said):
+    monkeypatch.setattr(library, "_interface", lambda: here)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
+    found, reason = library._load.__wrapped__()
+    assert found is None
+    assert reason is not None
+    assert re.search(f"foreign function interface, this jaxlib's is {said}", reason)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x7fELF not a library"])

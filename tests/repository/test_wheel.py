@@ -12,22 +12,10 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import pytest
-
 import capibara
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = folder.glob("*.whl")
-    return built
 
 
 def test_every_file_of_the_package_is_in_the_wheel_and_no_other(wheel: Path):
@@ -37,6 +25,11 @@ def test_every_file_of_the_package_is_in_the_wheel_and_no_other(wheel: Path):
         for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and ".egg-info" not in str(path)
     }
+    wanted |= {
+        f"capibara_compat/{path.relative_to(ROOT / 'compat').as_posix()}"
+        for path in (ROOT / "compat").rglob("*.py")
+    }
+    wanted.add("capibara-compat.pth")
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == wanted

@@ -84,7 +84,7 @@ def build(to: Path = LIBRARY) -> Path:
     if headers is None:
         raise NativeBuildError("jaxlib's FFI headers were not found. Remedy: pip install jaxlib.")
     sets = _SETS.get(platform.machine(), {"baseline": []})
-    with tempfile.TemporaryDirectory(dir=to.parent, prefix=".native-") as folder:
+    with tempfile.TemporaryDirectory(prefix="capibara-native-") as folder:
         jobs = [
             ([*flags, f"-DCAPIBARA_ISA={name}", str(SOURCES / "attention_kernels.cc")], f"attention_{name}.o")
             for name, flags in sets.items()
@@ -114,5 +114,11 @@ def build(to: Path = LIBRARY) -> Path:
                 *objects,
             ]
         )
-        made.replace(to)
+        # Beside its place first: only within one file system is a rename all or nothing.
+        beside = to.with_name(f".{os.getpid()}-{to.name}")
+        try:
+            shutil.copy(made, beside)
+            beside.replace(to)
+        finally:
+            beside.unlink(missing_ok=True)
     return to

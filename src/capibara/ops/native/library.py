@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +19,16 @@ __all__ = ["TARGETS", "call", "isa", "problem"]
 
 TARGETS = ("capibara_attention_forward", "capibara_attention_backward")
 _REMEDY = "python -m capibara.ops.native builds it (a C++ compiler is needed)"
+
+
+def _interface() -> int | None:
+    """The version of XLA's foreign function interface that this jaxlib speaks, as the library says its own."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    if not header.is_file():
+        return None
+    text = header.read_text(encoding="utf-8", errors="replace")
+    found = [re.search(rf"^#define XLA_FFI_API_{part} (\d+)\s*$", text, re.M) for part in ("MAJOR", "MINOR")]
+    return None if None in found else sum(int(m[1]) * f for m, f in zip(found, (1000, 1), strict=True) if m)
 
 
 @cache
@@ -31,15 +43,21 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         library.capibara_native_sources.restype = ctypes.c_char_p
         library.capibara_native_isa.restype = ctypes.c_char_p
         built_from = library.capibara_native_sources().decode()
+        speaks = library.capibara_native_interface()
     except (OSError, AttributeError) as error:
         return None, f"the native library {LIBRARY} does not load ({error}): {_REMEDY} anew"
     if built_from != source_digest():
         return None, f"the native library was built from other sources than these: {_REMEDY} anew"
-    try:
-        for name in TARGETS:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    except Exception as error:  # whatever XLA says of an interface it does not know
-        return None, f"jaxlib does not take the native library ({error}): {_REMEDY} anew"
+    here = _interface()
+    # Checked here and not left to XLA, which would fail to start at all with a target it cannot take.
+    if here is None or speaks // 1000 != here // 1000 or speaks > here:
+        said = "unknown" if here is None else f"{here // 1000}.{here % 1000}"
+        return None, (
+            f"the native library was built for version {speaks // 1000}.{speaks % 1000} of XLA's foreign function "
+            f"interface, this jaxlib's is {said}: {_REMEDY} anew"
+        )
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library, None
 
 

@@ -145,3 +145,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(capibara_attention_backward, backward,
                                   .Attr<int64_t>("left")
                                   .Attr<int64_t>("right")
                                   .Attr<float>("scale"));
+
+// Of the headers that this was compiled with. XLA refuses a version beyond its own, and does so only when it starts:
+// by then it is too late to go without.
+extern "C" CAPIBARA_EXPORT int capibara_native_interface() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
