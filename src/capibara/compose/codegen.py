@@ -202,6 +202,8 @@ def _operation(
     arguments += [f"{k}={v!r}" for k, v in block.attributes.items()]
     if block.accumulates:
         arguments.append(f"accumulate={precision.accumulate!r}")
+    if getattr(block, "takes_dtype", False):
+        arguments.append(f"dtype={precision.compute!r}")
     if block.uses_key:
         arguments.append(f"key=ops.fold(key, {index})")
     if block.uses_train:

@@ -238,6 +238,11 @@ def _unify_dims(a: Dim, b: Dim) -> None:
     if len(b.watchers) > len(a.watchers):
         a, b = b, a
     known_before = a.size is not None and b.size is not None
+    # Of two unknown sizes that turn out equal, only who looks at both has learned something. To wake the others
+    # too would never end: a rule may give a result fresh dimensions each time that it is tried.
+    learned = a.watchers + b.watchers
+    if a.size is None and b.size is None:
+        learned = tuple(w for w in b.watchers if w in a.watchers)
     put(b, "parent", a)
     if a.size is None and b.size is not None:
         put(a, "size", b.size)
@@ -249,7 +254,7 @@ def _unify_dims(a: Dim, b: Dim) -> None:
         watchers = a.watchers
         if b.watchers:
             put(a, "watchers", (*watchers, *(w for w in b.watchers if w not in watchers)))
-        _wake(*a.watchers)
+        _wake(*learned)
 
 
 def set_size(dim: Dim, size: int) -> None:

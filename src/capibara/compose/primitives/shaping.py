@@ -1,4 +1,4 @@
-"""Reductions, joins and regroupings: operations that change a shape."""
+"""Joins, splits and regroupings: operations that change a shape and no value."""
 
 from __future__ import annotations
 
@@ -6,59 +6,68 @@ from typing import Any
 
 from capibara.compose.arguments import whole
 from capibara.compose.block import Primitive
-from capibara.compose.errors import ShapeError
+from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.primitives.rules import axes_of, axis_of, broadcast_rule, fix, placed, product, sizes
 from capibara.compose.shapes import Dim, Shape, set_size, unify
 
-__all__ = ["Concat", "GroupMerge", "Mean", "Sum"]
+__all__ = [
+    "AtLeast1D",
+    "BroadcastTo",
+    "Concat",
+    "ExpandDims",
+    "Flatten",
+    "GroupMerge",
+    "Item",
+    "Length",
+    "Pad",
+    "Reshape",
+    "ShapeOf",
+    "Size",
+    "Split",
+    "Squeeze",
+    "Stack",
+    "SwapAxes",
+    "ToTensor",
+    "Transpose",
+    "Unstack",
+]
 
 
-def _reduced(axis: int | None) -> Any:
-    def rule(full: Shape, reduced: Shape) -> bool:
-        dims = full.dims()
-        if dims is None:
-            return False
-        if axis is None:
-            unify(reduced, Shape())
-            return True
-        if not -len(dims) <= axis < len(dims):
-            raise ShapeError(f"axis={axis} is outside an array of {len(dims)} dimensions")
-        unify(reduced, Shape([d for i, d in enumerate(dims) if i != axis % len(dims)]))
-        return True
+class _Move(Primitive):
+    """``input`` of any kind → ``output`` of the same, with a rule between the two shapes."""
 
-    return rule
-
-
-class _Reduce(Primitive):
-    def __init__(self, axis: int | None = None, *, name: str | None = None) -> None:
-        whole("axis", axis, None, optional=True)
-        op = type(self).__name__.lower()
+    def __init__(
+        self, op: str, attributes: dict[str, Any], rule: Any, *, output: Any = "*o", name: str | None = None
+    ) -> None:
         super().__init__(
             op,
             {"input": ("*b", "T")},
-            {"output": ("*o", "T")},
-            {"axis": axis},
-            constraints=[(_reduced(axis), ("input", "output"))],
+            {"output": (output, "T")},
+            attributes,
+            constraints=[(rule, ("input", "output"))] if rule is not None else [],
             name=name,
         )
 
 
-class Sum(_Reduce):
-    """Sum over one dimension, or over all (``axis=None``)."""
-
-
-class Mean(_Reduce):
-    """Mean over one dimension, or over all (``axis=None``)."""
-
-
 class Concat(Primitive):
-    """Join arrays along one dimension: ports ``input_0``, ``input_1`` … → ``output``."""
+    """Join arrays along one dimension: ports ``input_0``, ``input_1`` … → ``output``.
 
-    def __init__(self, count: int, axis: int = 0, *, name: str | None = None) -> None:
+    With ``axis=None`` every array is first made one row.
+    """
+
+    def __init__(self, count: int, axis: int | None = 0, *, name: str | None = None) -> None:
         whole("count", count)
-        whole("axis", axis, None)
+        whole("axis", axis, None, optional=True)
 
         def rule(*shapes: Shape) -> bool:
             rows = [s.dims() for s in shapes[:-1]]
+            if axis is None:
+                total = Dim()
+                unify(shapes[-1], Shape([total]))
+                counts = [None if r is None else product(r) for r in rows]
+                if any(c is None for c in counts):
+                    return False
+                return fix(total, sum(c for c in counts if c is not None))
             rank = next((len(r) for r in [*rows, shapes[-1].dims()] if r is not None), None)
             if rank is None:
                 return False
@@ -80,7 +89,7 @@ class Concat(Primitive):
             "concat",
             {k: (f"*b{i}", "T") for i, k in enumerate(keys)},
             {"output": ("*o", "T")},
-            {"axis": int(axis)},
+            {"axis": axis},
             constraints=[(rule, (*keys, "output"))],
             name=name,
         )
@@ -104,3 +113,368 @@ class GroupMerge(Primitive):
             constraints=[(rule, ("input", "output"))],
             name=name,
         )
+
+
+class Stack(Primitive):
+    """Join arrays of one shape along a new dimension: ports ``input_0``, ``input_1`` … → ``output``."""
+
+    def __init__(self, count: int, axis: int = 0, *, name: str | None = None) -> None:
+        whole("count", count)
+        whole("axis", axis, None)
+
+        def rule(one: Shape, output: Shape) -> bool:
+            dims = one.dims()
+            if dims is None:
+                return False
+            at = axis_of(axis, len(dims) + 1)
+            unify(output, Shape([*dims[:at], Dim(count), *dims[at:]]))
+            return True
+
+        super().__init__(
+            "stack",
+            {f"input_{i}": ("*b", "T") for i in range(count)},
+            {"output": ("*o", "T")},
+            {"axis": int(axis)},
+            constraints=[(rule, ("input_0", "output"))],
+            name=name,
+        )
+
+
+class Split(Primitive):
+    """Cut one dimension into ``count`` equal parts: ``input`` → ``output_0``, ``output_1`` … of one shape."""
+
+    def __init__(self, count: int, axis: int = 0, *, name: str | None = None) -> None:
+        whole("count", count)
+        whole("axis", axis, None)
+
+        def rule(whole_: Shape, part: Shape) -> bool:
+            dims = whole_.dims()
+            if dims is None:
+                return False
+            at = axis_of(axis, len(dims))
+            one = Dim()
+            unify(part, Shape([*dims[:at], one, *dims[at + 1 :]]))
+            size, piece = dims[at].find().size, one.find().size
+            if size is not None:
+                if size % count:
+                    raise ShapeError(f"{size} elements cannot be cut into {count} equal parts")
+                return fix(one, size // count)
+            return piece is not None and fix(dims[at], piece * count)
+
+        super().__init__(
+            "split",
+            {"input": ("*b", "T")},
+            {f"output_{i}": ("*o", "T") for i in range(count)},
+            {"count": int(count), "axis": int(axis)},
+            constraints=[(rule, ("input", "output_0"))],
+            name=name,
+        )
+
+
+class Unstack(Primitive):
+    """The ``count`` arrays along one dimension, one by one: ``input`` → ``output_0``, ``output_1`` …."""
+
+    def __init__(self, count: int, axis: int = 0, *, name: str | None = None) -> None:
+        whole("count", count)
+        whole("axis", axis, None)
+
+        def rule(whole_: Shape, part: Shape) -> bool:
+            dims = whole_.dims()
+            if dims is None:
+                return False
+            at = axis_of(axis, len(dims))
+            set_size(dims[at], count)
+            unify(part, Shape([*dims[:at], *dims[at + 1 :]]))
+            return True
+
+        super().__init__(
+            "unstack",
+            {"input": ("*b", "T")},
+            {f"output_{i}": ("*o", "T") for i in range(count)},
+            {"count": int(count), "axis": int(axis)},
+            constraints=[(rule, ("input", "output_0"))],
+            name=name,
+        )
+
+
+class Reshape(_Move):
+    """The same elements, row by row, in another shape; at most one size is -1 and follows from the others."""
+
+    def __init__(self, shape: tuple[int, ...], *, name: str | None = None) -> None:
+        row = sizes("shape", shape, -1)
+        free = [i for i, size in enumerate(row) if size == -1]
+        if len(free) > 1:
+            raise WiringError(
+                f"shape={shape!r} has more than one -1: only one size can follow from the others"
+            )
+
+        def rule(before: Shape, after: Shape) -> bool:
+            out = [Dim(None if size == -1 else size) for size in row]
+            unify(after, Shape(out))
+            dims = before.dims()
+            total = product(dims) if dims is not None else None
+            fixed = product(d for i, d in enumerate(out) if i not in free) or 0
+            if total is None:
+                rest = [d for d in dims or () if d.find().size is None]
+                known = product(d for d in dims or () if d.find().size is not None) or 0
+                all_out = product(out)
+                if len(rest) == 1 and known and all_out is not None and all_out % known == 0:
+                    return fix(rest[0], all_out // known)
+                return False
+            if not free and total != fixed:
+                raise ShapeError(f"{total} elements do not fill the shape {row}")
+            if free and (not fixed or total % fixed):
+                raise ShapeError(f"{total} elements cannot be put in the shape {row}")
+            return not free or fix(out[free[0]], total // fixed)
+
+        super().__init__("reshape", {"shape": row}, rule, name=name)
+
+
+class Flatten(_Move):
+    """Make the dimensions from ``start`` to ``end`` (both included) one; a scalar becomes ``(1,)``."""
+
+    def __init__(self, start: int = 0, end: int = -1, *, name: str | None = None) -> None:
+        whole("start", start, None)
+        whole("end", end, None)
+
+        def rule(before: Shape, after: Shape) -> bool:
+            dims = before.dims()
+            if dims is None:
+                return False
+            if not dims:
+                unify(after, Shape([Dim(1)]))
+                return True
+            first, last = axis_of(start, len(dims)), axis_of(end, len(dims))
+            if first > last:
+                raise ShapeError(f"start={start} comes after end={end} in {len(dims)} dimensions")
+            one = dims[first] if first == last else Dim()
+            unify(after, Shape([*dims[:first], one, *dims[last + 1 :]]))
+            return first == last or fix(one, product(dims[first : last + 1]))
+
+        super().__init__("flatten", {"start": int(start), "end": int(end)}, rule, name=name)
+
+
+class Transpose(_Move):
+    """Another order of the dimensions: ``axes``, or all of them back to front (None)."""
+
+    def __init__(self, axes: tuple[int, ...] | None = None, *, name: str | None = None) -> None:
+        order = None if axes is None else axes_of(tuple(axes), optional=False)
+
+        def rule(before: Shape, after: Shape) -> bool:
+            dims = before.dims()
+            if dims is None:
+                back = after.dims()
+                if back is None:
+                    return False
+                dims = [Dim() for _ in back]
+                unify(before, Shape(dims))
+            if order is None:
+                unify(after, Shape(dims[::-1]))
+                return True
+            assert isinstance(order, tuple)
+            if len(order) != len(dims):
+                raise ShapeError(f"axes={order} names {len(order)} of {len(dims)} dimensions")
+            placed(order, len(dims))
+            unify(after, Shape([dims[i] for i in order]))
+            return True
+
+        super().__init__("transpose", {"axes": order}, rule, name=name)
+
+
+class SwapAxes(_Move):
+    """Exchange two dimensions."""
+
+    def __init__(self, axis1: int, axis2: int, *, name: str | None = None) -> None:
+        whole("axis1", axis1, None)
+        whole("axis2", axis2, None)
+
+        def rule(before: Shape, after: Shape) -> bool:
+            dims = before.dims()
+            if dims is None:
+                return False
+            a, b = axis_of(axis1, len(dims)), axis_of(axis2, len(dims))
+            dims[a], dims[b] = dims[b], dims[a]
+            unify(after, Shape(dims))
+            return True
+
+        super().__init__("swap_axes", {"first": int(axis1), "second": int(axis2)}, rule, name=name)
+
+
+class Squeeze(_Move):
+    """Drop the dimensions in ``axis``, each of size 1, or (None) every dimension of size 1."""
+
+    def __init__(self, axis: int | tuple[int, ...] | None = None, *, name: str | None = None) -> None:
+        axis = axes_of(axis)
+
+        def rule(before: Shape, after: Shape) -> bool:
+            dims = before.dims()
+            if dims is None:
+                return False
+            if axis is None:
+                if any(d.find().size is None for d in dims):
+                    return False
+                unify(after, Shape([d for d in dims if d.find().size != 1]))
+                return True
+            gone = placed(axis, len(dims))
+            for i in gone:
+                size = dims[i].find().size
+                if size not in (None, 1):
+                    raise ShapeError(f"dimension {i} has size {size}: only a size of 1 can be squeezed away")
+                set_size(dims[i], 1)
+            unify(after, Shape([d for i, d in enumerate(dims) if i not in gone]))
+            return True
+
+        super().__init__("squeeze", {"axis": axis}, rule, name=name)
+
+
+class ExpandDims(_Move):
+    """Add dimensions of size 1, at the places ``axis`` of the result."""
+
+    def __init__(self, axis: int | tuple[int, ...], *, name: str | None = None) -> None:
+        axis = axes_of(axis, optional=False)
+        count = len(axis) if isinstance(axis, tuple) else 1
+
+        def rule(before: Shape, after: Shape) -> bool:
+            dims = before.dims()
+            if dims is None:
+                return False
+            new = placed(axis, len(dims) + count)
+            rest = iter(dims)
+            unify(after, Shape([Dim(1) if i in new else next(rest) for i in range(len(dims) + count)]))
+            return True
+
+        super().__init__("expand_dims", {"axis": axis}, rule, name=name)
+
+
+class BroadcastTo(_Move):
+    """Repeat along missing dimensions and those of size 1, as NumPy's broadcasting does, up to ``shape``."""
+
+    def __init__(self, shape: tuple[int, ...], *, name: str | None = None) -> None:
+        row = sizes("shape", shape)
+        super().__init__(
+            "broadcast_to",
+            {"shape": row},
+            lambda before, after: broadcast_rule(before, after, after),
+            output=row,
+            name=name,
+        )
+
+
+class Pad(_Move):
+    """Add elements of ``value`` around: ``widths`` has ``(before, after)`` for each dimension."""
+
+    def __init__(
+        self, widths: tuple[tuple[int, int], ...], value: float = 0.0, *, name: str | None = None
+    ) -> None:
+        row = tuple(sizes("widths", pair) for pair in widths)
+        for pair in row:
+            if len(pair) != 2:
+                raise WiringError(f"widths={widths!r}: each dimension needs two numbers, before and after")
+
+        def rule(before: Shape, after: Shape) -> bool:
+            out = [Dim() for _ in row]
+            dims = [Dim() for _ in row]
+            unify(before, Shape(dims))
+            unify(after, Shape(out))
+            done = True
+            for d, o, (first, last) in zip(dims, out, row, strict=True):
+                d, o = d.find(), o.find()
+                if d.size is not None:
+                    set_size(o, d.size + first + last)
+                elif o.size is not None:
+                    if o.size < first + last:
+                        raise ShapeError(f"{o.size} is less than the padding of {first + last}")
+                    set_size(d, o.size - first - last)
+                else:
+                    done = False
+            return done
+
+        super().__init__("pad", {"widths": row, "value": value}, rule, name=name)
+
+
+class Item(_Move):
+    """The one element of an array as a scalar."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        def rule(before: Shape, after: Shape) -> bool:
+            dims = before.dims()
+            if dims is None:
+                return False
+            for d in dims:
+                if d.find().size not in (None, 1):
+                    raise ShapeError(f"an array of shape {before} has more than one element")
+                set_size(d, 1)
+            return True
+
+        super().__init__("item", {}, rule, output=(), name=name)
+
+
+class AtLeast1D(_Move):
+    """A scalar becomes an array of one element; anything else stays as it is."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        def rule(before: Shape, after: Shape) -> bool:
+            dims = before.dims()
+            if dims is None:
+                return False
+            unify(after, Shape(dims or [Dim(1)]))
+            return True
+
+        super().__init__("at_least_1d", {}, rule, name=name)
+
+
+class ToTensor(_Move):
+    """A number as an array (an array stays as it is)."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__("to_tensor", {}, None, output="*b", name=name)
+
+
+class ShapeOf(Primitive):
+    """The sizes of an array: ``input`` → ``output int [rank]``. They are constants of the compiled program."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        def rule(array: Shape, row: Shape) -> bool:
+            dims = array.dims()
+            if dims is None:
+                return False
+            unify(row, Shape([Dim(len(dims))]))
+            return True
+
+        super().__init__(
+            "shape_of",
+            {"input": ("*b", None)},
+            {"output": (("rank",), "int")},
+            constraints=[(rule, ("input", "output"))],
+            name=name,
+        )
+
+
+class Size(Primitive):
+    """The number of elements, or the product of the sizes in ``dim``: ``input`` → ``output int []``."""
+
+    def __init__(self, dim: int | tuple[int, ...] | None = None, *, name: str | None = None) -> None:
+        axis = axes_of(dim)
+
+        def rule(array: Shape) -> bool:
+            dims = array.dims()
+            if dims is None:
+                return False
+            placed(axis, len(dims))
+            return True
+
+        super().__init__(
+            "size_of",
+            {"input": ("*b", None)},
+            {"output": ((), "int")},
+            {"axis": axis},
+            constraints=[(rule, ("input",))],
+            name=name,
+        )
+
+
+class Length(Size):
+    """The size of the first dimension: ``input`` → ``output int []``."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(0, name=name)

@@ -1,0 +1,176 @@
+"""Operations on each element: arithmetic, activations, comparisons, logic.
+
+Two arguments broadcast as in NumPy. At a kink the gradient is the one from the left (``relu``, ``leaky_relu``) or
+zero (``absolute``, ``sign``); where two values tie in ``minimum`` and ``maximum`` each gets half.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = [
+    "absolute",
+    "add",
+    "buffer",
+    "cast",
+    "cast_up",
+    "ceil",
+    "clip",
+    "cosine",
+    "decay",
+    "divide",
+    "elu",
+    "equal",
+    "exp",
+    "floor",
+    "floor_divide",
+    "gelu",
+    "greater",
+    "greater_equal",
+    "is_nan",
+    "leaky_relu",
+    "less",
+    "less_equal",
+    "log",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "maximum",
+    "minimum",
+    "modulo",
+    "multiply",
+    "nan_to_num",
+    "negate",
+    "norm_modifier",
+    "not_equal",
+    "power",
+    "reciprocal",
+    "relu",
+    "robust_log",
+    "robust_power",
+    "robust_sqrt",
+    "shift_left",
+    "shift_right",
+    "sigmoid",
+    "sign",
+    "silu",
+    "sine",
+    "softmax",
+    "softplus",
+    "sqrt",
+    "square",
+    "stable_reciprocal",
+    "stop_gradient",
+    "subtract",
+    "tanh",
+    "where",
+]
+
+Array = jax.Array
+
+relu = jax.nn.relu
+silu = jax.nn.silu
+sigmoid = jax.nn.sigmoid
+softplus = jax.nn.softplus
+tanh, exp, log, square, absolute = jnp.tanh, jnp.exp, jnp.log, jnp.square, jnp.abs
+sine, cosine, sqrt, negate, sign = jnp.sin, jnp.cos, jnp.sqrt, jnp.negative, jnp.sign
+floor, ceil, is_nan, reciprocal = jnp.floor, jnp.ceil, jnp.isnan, jnp.reciprocal
+add, subtract, multiply, divide = jnp.add, jnp.subtract, jnp.multiply, jnp.divide
+floor_divide, modulo, power = jnp.floor_divide, jnp.mod, jnp.power
+minimum, maximum = jnp.minimum, jnp.maximum
+equal, not_equal = jnp.equal, jnp.not_equal
+less, less_equal, greater, greater_equal = jnp.less, jnp.less_equal, jnp.greater, jnp.greater_equal
+logical_and, logical_or = jnp.logical_and, jnp.logical_or
+logical_xor, logical_not = jnp.logical_xor, jnp.logical_not
+shift_left, shift_right = jnp.left_shift, jnp.right_shift
+where = jnp.where
+stop_gradient = lax.stop_gradient
+
+
+def buffer(x: Array) -> Array:
+    return x
+
+
+def cast(x: Array, dtype: str) -> Array:
+    return x.astype(dtype)
+
+
+def cast_up(x: Array, accumulate: str) -> Array:
+    return x.astype(accumulate)
+
+
+def decay(x: Array) -> Array:
+    return -jnp.exp(x)
+
+
+def gelu(x: Array, approximate: bool = True) -> Array:
+    return jax.nn.gelu(x, approximate=approximate)
+
+
+def leaky_relu(x: Array, slope: float) -> Array:
+    return jnp.where(x > 0, x, slope * x)
+
+
+def elu(x: Array, alpha: float) -> Array:
+    # expm1 of the negative part only: a large positive x would overflow in the branch that is not taken.
+    return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
+
+
+def softmax(x: Array, axis: int = -1) -> Array:
+    return jax.nn.softmax(x, axis=axis)
+
+
+def clip(x: Array, low: float | None, high: float | None) -> Array:
+    return jnp.clip(x, low, high)
+
+
+def nan_to_num(x: Array, nan: float, posinf: float | None, neginf: float | None) -> Array:
+    return jnp.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
+
+
+def norm_modifier(x: Array) -> Array:
+    """A triangle wave between 1 and 5 with period 8, equal to x on [1, 5]."""
+    return 1 + 4 * (1 - jnp.abs(jnp.mod(x - 1, 8) / 4 - 1))
+
+
+def _tiny(x: Array, threshold: float | None, root: bool) -> float:
+    """The threshold, or the smallest one with whose reciprocal (root: squared) the dtype can still compute."""
+    if threshold is not None:
+        return threshold
+    tiny = float(jnp.finfo(x.dtype).tiny)
+    return tiny**0.5 if root else tiny
+
+
+def robust_log(x: Array, threshold: float | None) -> Array:
+    t = _tiny(x, threshold, False)
+    below = x < t
+    return jnp.where(below, jnp.log(jnp.asarray(t, x.dtype)) + (x - t) / t, jnp.log(jnp.where(below, t, x)))
+
+
+def robust_sqrt(x: Array, threshold: float | None) -> Array:
+    t = _tiny(x, threshold, False)
+    root = t**0.5
+    below = x < t
+    return jnp.where(below, root / 2 + x / (2 * root), jnp.sqrt(jnp.where(below, t, x)))
+
+
+def robust_power(base: Array, exponent: Array, threshold: float | None) -> Array:
+    base = jnp.asarray(base)
+    exponent = jnp.asarray(exponent, base.dtype)
+    t = _tiny(base, threshold, True)
+    size = jnp.abs(base)
+    below = (size < t) & (exponent < 1)
+    # The tangent at the threshold, in terms of t only, so that neither branch's gradient is infinite.
+    low = jnp.where(exponent < 1, exponent, 1)
+    tangent = jnp.power(jnp.asarray(t, base.dtype), low) * (1 + low * (size / t - 1))
+    return jnp.where(below, tangent, jnp.power(jnp.where(below, 1, size), exponent))
+
+
+def stable_reciprocal(x: Array, threshold: float | None) -> Array:
+    t = _tiny(x, threshold, True)
+    below = jnp.abs(x) < t
+    tangent = jnp.where(x < 0, -2.0, 2.0).astype(x.dtype) / t - x / t / t
+    return jnp.where(below, tangent, 1 / jnp.where(below, t, x))

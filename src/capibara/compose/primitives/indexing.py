@@ -1,0 +1,423 @@
+"""Picking elements, and arrays made from nothing but a shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capibara.compose.arguments import whole
+from capibara.compose.block import Primitive
+from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.primitives.rules import axis_of, scalar, sizes
+from capibara.compose.shapes import Dim, Shape, unify
+
+__all__ = [
+    "Arange",
+    "Eye",
+    "EyeComplement",
+    "Full",
+    "FullLike",
+    "Indexer",
+    "OneHot",
+    "Ones",
+    "OnesLike",
+    "PermuteTensor",
+    "PositionalEncoding",
+    "RandInt",
+    "Randn",
+    "RandomUniform",
+    "Slice",
+    "Take",
+    "TakeAlongAxis",
+    "Trapezoid",
+    "Unique",
+    "Zeros",
+    "ZerosLike",
+]
+
+
+def _written(index: Any) -> tuple[Any, ...]:
+    """An index as literals that stand in generated source."""
+    entries = index if isinstance(index, tuple) else (index,)
+    row: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, slice):
+            for part in (entry.start, entry.stop, entry.step):
+                whole("index", part, None, optional=True)
+            if entry.step == 0:
+                raise WiringError(f"index={index!r}: a slice cannot have a step of 0")
+            row.append(("slice", entry.start, entry.stop, entry.step))
+        elif entry is None or entry is Ellipsis:
+            row.append(entry)
+        elif isinstance(entry, int) and not isinstance(entry, bool):
+            row.append(int(entry))
+        else:
+            raise WiringError(
+                f"index={index!r}: {entry!r} is none of a whole number, a slice, None or '...'; to pick rows by an "
+                "array use Take"
+            )
+    if sum(entry is Ellipsis for entry in row) > 1:
+        raise WiringError(f"index={index!r} has more than one '...'")
+    return tuple(row)
+
+
+def _indexed(dims: list[Dim], index: tuple[Any, ...]) -> tuple[list[Dim], bool]:
+    """The dimensions of ``array[index]``, and whether all their sizes are known that can be."""
+    taken = sum(i is not None and i is not Ellipsis for i in index)
+    if taken > len(dims):
+        raise ShapeError(f"an index of {taken} places is too long for {len(dims)} dimensions")
+    entries = list(index) if Ellipsis in index else [*index, Ellipsis]
+    rest, out, done = iter(dims), [], True
+    for entry in entries:
+        if entry is None:
+            out.append(Dim(1))
+        elif entry is Ellipsis:
+            out.extend(next(rest) for _ in range(len(dims) - taken))
+        else:
+            dim = next(rest).find()
+            if isinstance(entry, int):
+                if dim.size is not None and not -dim.size <= entry < dim.size:
+                    raise ShapeError(f"index {entry} is outside a dimension of size {dim.size}")
+                done = done and dim.size is not None
+            elif entry[1:] in ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1)):
+                out.append(dim)
+            elif dim.size is None:
+                out.append(Dim())
+                done = False
+            else:
+                out.append(Dim(len(range(*slice(*entry[1:]).indices(dim.size)))))
+    return out, done
+
+
+class Indexer(Primitive):
+    """``input[index]``, NumPy's basic indexing: whole numbers, slices, ``None`` and ``...``, one or a tuple.
+
+    Numbers outside of a dimension are refused once its size is known. The gradient goes back to where the
+    elements came from, and is 0 elsewhere.
+    """
+
+    def __init__(self, index: Any, *, name: str | None = None) -> None:
+        entries = _written(index)
+
+        def rule(before: Shape, after: Shape) -> bool:
+            dims = before.dims()
+            if dims is None:
+                return False
+            out, done = _indexed(dims, entries)
+            unify(after, Shape(out))
+            return done
+
+        super().__init__(
+            "indexer",
+            {"input": ("*b", "T")},
+            {"output": ("*o", "T")},
+            {"index": entries},
+            constraints=[(rule, ("input", "output"))],
+            name=name,
+        )
+
+
+class Slice(Indexer):
+    """``input[start:stop:step]`` along the first dimension."""
+
+    def __init__(
+        self,
+        start: int | None = None,
+        stop: int | None = None,
+        step: int | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(slice(start, stop, step), name=name)
+
+
+class Take(Primitive):
+    """Elements along one dimension by an array of indices: ``input``, ``indices int [*i]`` → ``output``.
+
+    Indices outside are clipped; negative ones do not count from the end. Equivalent JAX:
+    ``jnp.take(input, indices, axis, mode="clip")``.
+    """
+
+    def __init__(self, axis: int = 0, *, name: str | None = None) -> None:
+        whole("axis", axis, None)
+
+        def rule(before: Shape, indices: Shape, after: Shape) -> bool:
+            dims, picks = before.dims(), indices.dims()
+            if dims is None or picks is None:
+                return False
+            at = axis_of(axis, len(dims))
+            unify(after, Shape([*dims[:at], *picks, *dims[at + 1 :]]))
+            return True
+
+        super().__init__(
+            "take",
+            {"input": ("*b", "T"), "indices": ("*i", "int")},
+            {"output": ("*o", "T")},
+            {"axis": int(axis)},
+            constraints=[(rule, ("input", "indices", "output"))],
+            name=name,
+        )
+
+
+class PermuteTensor(Primitive):
+    """Rows in another order: ``input [n, *b]``, ``indices int [m]`` → ``output [m, *b]``. Indices are clipped."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "permute_tensor",
+            {"input": ("n *b", "T"), "indices": (("m",), "int")},
+            {"output": ("m *b", "T")},
+            name=name,
+        )
+
+
+class TakeAlongAxis(Primitive):
+    """One element per index along one dimension, the other dimensions alike: ``numpy.take_along_axis``, clipped."""
+
+    def __init__(self, axis: int = -1, *, name: str | None = None) -> None:
+        whole("axis", axis, None)
+
+        def rule(before: Shape, indices: Shape) -> bool:
+            dims, picks = before.dims(), indices.dims()
+            known = dims or picks
+            if known is None:
+                return False
+            at = axis_of(axis, len(known))
+            if dims is None or picks is None:
+                other = [Dim() if i == at else d for i, d in enumerate(known)]
+                unify(before if dims is None else indices, Shape(other))
+                return True
+            unify(before, Shape([dims[i] if i == at else d for i, d in enumerate(picks)]))
+            return True
+
+        super().__init__(
+            "take_along_axis",
+            {"input": ("*b", "T"), "indices": ("*i", "int")},
+            {"output": ("*i", "T")},
+            {"axis": int(axis)},
+            constraints=[(rule, ("input", "indices"))],
+            name=name,
+        )
+
+
+class _Made(Primitive):
+    """An array made from nothing. ``takes_dtype``: the operation takes ``dtype=``, the compute dtype."""
+
+    takes_dtype = True
+
+    def __init__(
+        self,
+        op: str,
+        shape: Any,
+        attributes: dict[str, Any],
+        kind: str = "float",
+        *,
+        uses_key: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(op, {}, {"output": (shape, kind)}, attributes, uses_key=uses_key, name=name)
+        if kind == "int":
+            self.takes_dtype = False
+
+
+class Arange(_Made):
+    """``start, start + step, …`` up to but without ``stop``: whole numbers if all three are, else floats."""
+
+    def __init__(self, stop: float, start: float = 0, step: float = 1, *, name: str | None = None) -> None:
+        for key, value in (("stop", stop), ("start", start), ("step", step)):
+            scalar(key, value)
+        if step == 0:
+            raise WiringError("step=0: an arange must move")
+        from math import ceil
+
+        count = max(0, ceil((stop - start) / step))
+        integer = all(isinstance(v, int) for v in (start, stop, step))
+        attributes: dict[str, Any] = {"start": start, "stop": stop, "step": step}
+        if integer:
+            attributes["dtype"] = "int32"
+        super().__init__("arange", (count,), attributes, "int" if integer else "float", name=name)
+
+
+class Eye(_Made):
+    """Ones on the diagonal, zeros elsewhere: ``output [rows, columns]`` (``columns=None``: square)."""
+
+    def __init__(self, rows: int, columns: int | None = None, *, name: str | None = None) -> None:
+        whole("rows", rows, 0)
+        whole("columns", columns, 0, optional=True)
+        width = rows if columns is None else columns
+        op = "eye_complement" if isinstance(self, EyeComplement) else "eye"
+        super().__init__(op, (rows, width), {"rows": rows, "columns": width}, name=name)
+
+
+class EyeComplement(Eye):
+    """Zeros on the diagonal, ones elsewhere: ``1 - eye``."""
+
+
+class Full(_Made):
+    """``output`` of a shape, every element ``value`` (a float)."""
+
+    def __init__(self, shape: tuple[int, ...], value: float, *, name: str | None = None) -> None:
+        scalar("value", value)
+        row = sizes("shape", shape)
+        super().__init__("full", row, {"shape": row, "value": float(value)}, name=name)
+
+
+class Ones(Full):
+    """``output`` of a shape, every element 1."""
+
+    def __init__(self, shape: tuple[int, ...], *, name: str | None = None) -> None:
+        super().__init__(shape, 1.0, name=name)
+
+
+class Zeros(Full):
+    """``output`` of a shape, every element 0."""
+
+    def __init__(self, shape: tuple[int, ...], *, name: str | None = None) -> None:
+        super().__init__(shape, 0.0, name=name)
+
+
+class FullLike(Primitive):
+    """An array like ``input``, every element ``value``; no gradient flows through it."""
+
+    def __init__(self, value: float, *, name: str | None = None) -> None:
+        scalar("value", value)
+        super().__init__(
+            "full_like", {"input": ("*b", "T")}, {"output": ("*b", "T")}, {"value": value}, name=name
+        )
+
+
+class OnesLike(FullLike):
+    """An array like ``input``, every element 1."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(1, name=name)
+
+
+class ZerosLike(FullLike):
+    """An array like ``input``, every element 0."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(0, name=name)
+
+
+class Randn(_Made):
+    """Normal random numbers (mean 0, variance 1), drawn anew from the call's ``key=``."""
+
+    def __init__(self, shape: tuple[int, ...], *, name: str | None = None) -> None:
+        row = sizes("shape", shape)
+        super().__init__("randn", row, {"shape": row}, uses_key=True, name=name)
+
+
+class RandomUniform(_Made):
+    """Random numbers evenly from ``low`` to ``high`` (excluded), drawn anew from the call's ``key=``."""
+
+    def __init__(
+        self, shape: tuple[int, ...], low: float = 0.0, high: float = 1.0, *, name: str | None = None
+    ) -> None:
+        row = sizes("shape", shape)
+        scalar("low", low)
+        scalar("high", high)
+        if not low < high:
+            raise WiringError(f"low={low!r} must be below high={high!r}")
+        more = {"shape": row, "low": float(low), "high": float(high)}
+        super().__init__("random_uniform", row, more, uses_key=True, name=name)
+
+
+class RandInt(_Made):
+    """Random whole numbers from ``low`` to ``high`` (excluded), drawn anew from the call's ``key=``."""
+
+    def __init__(self, shape: tuple[int, ...], low: int, high: int, *, name: str | None = None) -> None:
+        row = sizes("shape", shape)
+        whole("low", low, None)
+        whole("high", high, None)
+        if not low < high:
+            raise WiringError(f"low={low!r} must be below high={high!r}")
+        more = {"shape": row, "low": low, "high": high}
+        super().__init__("randint", row, more, "int", uses_key=True, name=name)
+
+
+class OneHot(Primitive):
+    """``input int [*b]`` → ``output [*b, depth]``: 1 at the index, 0 elsewhere; all 0 for an index outside."""
+
+    takes_dtype = True
+
+    def __init__(self, depth: int, *, name: str | None = None) -> None:
+        whole("depth", depth)
+        super().__init__(
+            "one_hot",
+            {"input": ("*b", "int")},
+            {"output": (("*b", depth), "float")},
+            {"depth": depth},
+            name=name,
+        )
+
+
+class PositionalEncoding(Primitive):
+    """Add sines and cosines of the position (Vaswani et al., 2017): ``input [*b, sequence, d]`` → the same shape.
+
+    Place ``2i`` gets ``sin(t base^(-2i/d))``, place ``2i + 1`` the cosine.
+    """
+
+    def __init__(self, base: float = 10000.0, *, name: str | None = None) -> None:
+        scalar("base", base)
+        if base <= 0:
+            raise WiringError(f"base={base!r} must be above 0")
+        super().__init__(
+            "positional_encoding",
+            {"input": ("*b sequence d", "float")},
+            {"output": ("*b sequence d", "float")},
+            {"base": float(base)},
+            name=name,
+        )
+
+
+class Trapezoid(Primitive):
+    """Area under a curve by trapezoids: values ``y`` at places ``x`` (of one shape, or a row) over ``axis``."""
+
+    def __init__(self, axis: int = -1, *, name: str | None = None) -> None:
+        whole("axis", axis, None)
+
+        def rule(y: Shape, output: Shape) -> bool:
+            dims = y.dims()
+            if dims is None:
+                return False
+            at = axis_of(axis, len(dims))
+            unify(output, Shape([d for i, d in enumerate(dims) if i != at]))
+            return True
+
+        def places(y: Shape, x: Shape) -> bool:
+            dims, row = y.dims(), x.dims()
+            if dims is None or row is None:
+                return False
+            at = axis_of(axis, len(dims))
+            if len(row) != 1 and len(row) != len(dims):
+                raise ShapeError(f"x has {len(row)} dimensions: give 1, or {len(dims)} as y has")
+            unify(x, Shape([dims[at]] if len(row) == 1 else dims))
+            return True
+
+        super().__init__(
+            "trapezoid",
+            {"y": ("*b", "float"), "x": ("*x", "float")},
+            {"output": ("*o", "float")},
+            {"axis": int(axis)},
+            constraints=[(rule, ("y", "output")), (places, ("y", "x"))],
+            name=name,
+        )
+
+
+class Unique(Primitive):
+    """The different values of ``input``: ``values [size]`` rising, ``counts int [size]``, ``count int []``.
+
+    Shapes of compiled programs are fixed, so ``size`` says how many there can be: missing ones are ``fill`` with
+    a count of 0; beyond ``size`` the largest values are left out. No gradient.
+    """
+
+    def __init__(self, size: int, fill: float = 0, *, name: str | None = None) -> None:
+        whole("size", size)
+        scalar("fill", fill)
+        super().__init__(
+            "unique",
+            {"input": ("*b", "T")},
+            {"output": ((size,), "T"), "counts": ((size,), "int"), "count": ((), "int")},
+            {"size": size, "fill": fill},
+            name=name,
+        )
