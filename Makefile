@@ -21,6 +21,10 @@ $(VENV)/.capibara-dev: $(VENV)/.capibara
 	$(PIP) -c constraints.txt -e '.[train,docs]' --group dev
 	@touch $@
 
+$(VENV)/.capibara-bench: $(VENV)/.capibara-dev
+	$(PIP) -c constraints.txt --group bench
+	@touch $@
+
 setup: $(VENV)/.capibara
 setup-dev: $(VENV)/.capibara-dev
 
@@ -34,7 +38,7 @@ test: setup-dev  ## the tests that finish in minutes
 test-all: setup-dev  ## every test
 	$(BIN)/python -m pytest -n 2 --durations=10 --durations-min=5
 
-bench: setup-dev  ## measured ratios against named peers, written to bench-results/
+bench: $(VENV)/.capibara-bench  ## measured ratios against named peers, written to bench-results/
 	$(BIN)/python -m benchmarks
 
 lint: setup-dev  ## format, rules, types, import order (that stubs are up to date is a test)

@@ -37,8 +37,8 @@ def _jax_pair(function: Callable[..., Any], arrays: list[np.ndarray]) -> dict[st
 
 
 def _torch_pair(bhsd: bool, arrays: list[np.ndarray]) -> dict[str, Callable[[], Any]]:
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch.nn.functional import scaled_dot_product_attention  # pyright: ignore[reportMissingImports]
 
     q, k, v, out_grad = (torch.from_numpy(x.copy()) for x in arrays)
 

@@ -6,9 +6,9 @@ the same batch; written the way a PyTorch user would, with ``scaled_dot_product_
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+import torch  # pyright: ignore[reportMissingImports]
+import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+from torch import nn  # pyright: ignore[reportMissingImports]
 
 from capibara.config.sections import ModelSection
 

@@ -29,8 +29,8 @@ def run(rounds: int = 8, *, with_compile: bool = False) -> list[dict[str, Any]]:
     # As `capibara train` does; before any thread starts, and so for both sides.
     keep_freed_memory()
     import jax
-    import torch
-    import torch.nn.functional as F
+    import torch  # pyright: ignore[reportMissingImports]
+    import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
     from benchmarks.torch_decoder import TorchDecoder
     from capibara.config import ModularModelConfig
