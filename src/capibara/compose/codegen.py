@@ -202,7 +202,8 @@ def _operation(
     arguments += [f"{k}={v!r}" for k, v in block.attributes.items()]
     if block.accumulates:
         arguments.append(f"accumulate={precision.accumulate!r}")
-    if getattr(block, "takes_dtype", False):
+    takes = getattr(block, "takes_dtype", False)  # "int": only when the operation makes floats of integers
+    if takes is True or (takes == "int" and node.inputs[0].kind.find().value in ("int", "bool")):
         arguments.append(f"dtype={precision.compute!r}")
     if block.uses_key:
         arguments.append(f"key=ops.fold(key, {index})")

@@ -230,7 +230,7 @@ class Model(Block):
         elif isinstance(value, IOKey):
             outer, shown = self._wire(value.name), f"{self.label}.{value.name}"
             choice("kind", value.kind, KINDS, optional=True)
-            declared = Wire(self._shape(value.shape or (...,), value.axes), value.kind)
+            declared = Wire(self._shape((...,) if value.shape is None else value.shape, value.axes), value.kind)
             join(outer, declared)
             if value.expose and value.name not in self._exposed:
                 self._exposed.append(value.name)

@@ -305,6 +305,7 @@ class Divide(_Binary):
     """``left / right``, a float also for integers; infinite or NaN where ``right`` is 0."""
 
     kinds = ("T", "T", "float")
+    takes_dtype = "int"
 
 
 class FloorDivide(_Binary):

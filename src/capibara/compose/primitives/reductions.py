@@ -45,6 +45,7 @@ class Mean(_Reduce):
     """Mean over one dimension, several, or all (``axis=None``), a float also of integers. NaN over no elements."""
 
     kinds = ("T", "float")
+    takes_dtype = "int"
 
 
 class Max(_Reduce):

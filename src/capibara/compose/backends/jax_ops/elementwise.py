@@ -75,10 +75,10 @@ relu = jax.nn.relu
 silu = jax.nn.silu
 sigmoid = jax.nn.sigmoid
 softplus = jax.nn.softplus
-tanh, exp, log, square, absolute = jnp.tanh, jnp.exp, jnp.log, jnp.square, jnp.abs
+tanh, exp, log, square = jnp.tanh, jnp.exp, jnp.log, jnp.square
 sine, cosine, sqrt, negate, sign = jnp.sin, jnp.cos, jnp.sqrt, jnp.negative, jnp.sign
 floor, ceil, is_nan, reciprocal = jnp.floor, jnp.ceil, jnp.isnan, jnp.reciprocal
-add, subtract, multiply, divide = jnp.add, jnp.subtract, jnp.multiply, jnp.divide
+add, subtract, multiply = jnp.add, jnp.subtract, jnp.multiply
 floor_divide, modulo, power = jnp.floor_divide, jnp.mod, jnp.power
 minimum, maximum = jnp.minimum, jnp.maximum
 equal, not_equal = jnp.equal, jnp.not_equal
@@ -90,8 +90,19 @@ where = jnp.where
 stop_gradient = lax.stop_gradient
 
 
+def divide(left: Array, right: Array, dtype: str | None = None) -> Array:
+    """``dtype``: what integers become."""
+    if dtype is not None:
+        left, right = jnp.asarray(left, dtype), jnp.asarray(right, dtype)
+    return jnp.divide(left, right)
+
+
 def buffer(x: Array) -> Array:
     return x
+
+
+def absolute(x: Array) -> Array:
+    return x * jnp.sign(x)  # not jnp.abs, whose gradient at 0 is 1
 
 
 def cast(x: Array, dtype: str) -> Array:
@@ -161,7 +172,7 @@ def robust_power(base: Array, exponent: Array, threshold: float | None) -> Array
     base = jnp.asarray(base)
     exponent = jnp.asarray(exponent, base.dtype)
     t = _tiny(base, threshold, True)
-    size = jnp.abs(base)
+    size = absolute(base)
     below = (size < t) & (exponent < 1)
     # The tangent at the threshold, in terms of t only, so that neither branch's gradient is infinite.
     low = jnp.where(exponent < 1, exponent, 1)

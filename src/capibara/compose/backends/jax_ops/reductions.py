@@ -28,8 +28,9 @@ def sum(x: Array, axis: Axis, keepdims: bool = False) -> Array:
     return jnp.sum(_same(x, "sum"), axis=axis, keepdims=keepdims, dtype=x.dtype)
 
 
-def mean(x: Array, axis: Axis, keepdims: bool = False) -> Array:
-    return jnp.mean(x, axis=axis, keepdims=keepdims)
+def mean(x: Array, axis: Axis, keepdims: bool = False, dtype: str | None = None) -> Array:
+    """``dtype``: what integers become."""
+    return jnp.mean(x if dtype is None else x.astype(dtype), axis=axis, keepdims=keepdims)
 
 
 def prod(x: Array, axis: Axis, keepdims: bool = False) -> Array:

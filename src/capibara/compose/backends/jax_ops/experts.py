@@ -1,0 +1,54 @@
+"""Mixtures of experts: which token goes to which expert, and there and back."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["expert_dense", "moe_combine", "moe_dispatch", "moe_route", "unflatten"]
+
+Array = jax.Array
+
+
+def moe_route(
+    logits: Array, top: int, capacity_factor: float, normalise: bool, accumulate: str
+) -> tuple[Array, Array, Array]:
+    """``logits [tokens, experts]`` → ``dispatch``, ``combine [tokens, experts, capacity]``, ``balance``.
+
+    Each expert has ``capacity`` places. First choices are seated before second ones, earlier tokens before later
+    ones; who finds no place is dropped by that expert.
+    """
+    tokens, experts = logits.shape
+    capacity = max(1, math.ceil(top * tokens * capacity_factor / experts))
+    probability = jax.nn.softmax(logits.astype(accumulate), axis=-1)
+    gate, chosen = jax.lax.top_k(probability, top)
+    if normalise:
+        gate = gate / jnp.sum(gate, axis=-1, keepdims=True)
+    seat = jax.nn.one_hot(chosen.T.reshape(-1), experts, dtype=jnp.int32)  # choice by choice, token by token
+    place = jnp.sum((jnp.cumsum(seat, axis=0, dtype=jnp.int32) - 1) * seat, axis=-1)
+    place = jax.nn.one_hot(place, capacity, dtype=probability.dtype)  # all 0 past the last place
+    taken = (seat[:, :, None] * place[:, None, :]).reshape(top, tokens, experts, capacity)
+    dispatch = jnp.sum(taken, axis=0)
+    combine = jnp.sum(taken * gate.T[:, :, None, None], axis=0)
+    share = jnp.mean(seat.astype(probability.dtype), axis=0)
+    balance = experts * jnp.sum(share * jnp.mean(probability, axis=0))
+    return dispatch.astype(logits.dtype), combine.astype(logits.dtype), balance
+
+
+def moe_dispatch(x: Array, dispatch: Array) -> Array:
+    return jnp.einsum("td,tec->ecd", x, dispatch)
+
+
+def moe_combine(x: Array, combine: Array) -> Array:
+    return jnp.einsum("ecd,tec->td", x, combine)
+
+
+def expert_dense(x: Array, weight: Array, accumulate: str) -> Array:
+    wide = jnp.dtype(accumulate)
+    return jnp.einsum("eci,eio->eco", x, weight, preferred_element_type=wide).astype(x.dtype)
+
+
+def unflatten(x: Array, like: Array) -> Array:
+    return x.reshape(*like.shape[:-1], x.shape[-1])

@@ -1,0 +1,117 @@
+"""Mixtures of experts: routing tokens to experts and back. ``e`` experts with ``c`` places each."""
+
+from __future__ import annotations
+
+import math
+
+from capibara.compose.arguments import number, whole
+from capibara.compose.block import Primitive
+from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.shapes import Shape, set_size
+
+__all__ = ["Dispatch", "ExpertCombine", "ExpertDense", "Route", "Unflatten"]
+
+
+class Route(Primitive):
+    """Which token goes to which expert (Shazeer et al., 2017; Lepikhin et al., 2021).
+
+    ``input [tokens, e]``, the router's logits → ``dispatch [tokens, e, c]`` (0 or 1), ``combine [tokens, e, c]`` (with
+    the gate's weights) and ``balance []``, the load-balancing loss ``e Σ share · probability`` (Fedus et al.,
+    2022), which is 1 for an even load.
+
+    Args:
+        top: experts a token.
+        capacity_factor: places of each expert, ``c = ceil(top tokens capacity_factor / e)``. First choices are
+            seated before second ones, then earlier tokens before later ones; who finds no place is dropped.
+        normalise: the weights of a token's experts sum to 1 before any of them is dropped.
+    """
+
+    def __init__(
+        self,
+        top: int = 2,
+        capacity_factor: float = 1.25,
+        normalise: bool = True,
+        *,
+        name: str | None = None,
+    ) -> None:
+        whole("top", top)
+        number("capacity_factor", capacity_factor, above=True)
+        if not isinstance(normalise, bool):
+            raise WiringError(f"normalise={normalise!r} must be True or False")
+
+        def rule(logits: Shape, dispatch: Shape) -> bool:
+            rows, places = logits.dims(), dispatch.dims()
+            assert rows is not None
+            assert places is not None
+            tokens, experts = (d.find().size for d in rows)
+            if experts is not None and experts < top:
+                raise ShapeError(f"top={top} of {experts} experts")
+            if tokens is None or experts is None:
+                return False
+            set_size(places[2], max(1, math.ceil(top * tokens * capacity_factor / experts)))
+            return True
+
+        super().__init__(
+            "moe_route",
+            {"input": ("tokens e", "float")},
+            {
+                "dispatch": ("tokens e c", "float"),
+                "combine": ("tokens e c", "float"),
+                "balance": ((), "float"),
+            },
+            {"top": top, "capacity_factor": float(capacity_factor), "normalise": normalise},
+            constraints=[(rule, ("input", "dispatch"))],
+            accumulates=True,
+            name=name,
+        )
+
+
+class Dispatch(Primitive):
+    """Tokens to places: ``input [tokens, d]``, ``dispatch [tokens, e, c]`` → ``output [e, c, d]``, empty places 0."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "moe_dispatch",
+            {"input": ("tokens d", "float"), "dispatch": ("tokens e c", "float")},
+            {"output": ("e c d", "float")},
+            constrain_output=True,
+            name=name,
+        )
+
+
+class ExpertCombine(Primitive):
+    """Places back to tokens: ``input [e, c, d]``, ``combine [tokens, e, c]`` → ``output [tokens, d]``."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "moe_combine",
+            {"input": ("e c d", "float"), "combine": ("tokens e c", "float")},
+            {"output": ("tokens d", "float")},
+            name=name,
+        )
+
+
+class ExpertDense(Primitive):
+    """A matrix product of each expert's own: ``input [e, c, in]``, ``weight [e, in, out]`` → ``[e, c, out]``."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "expert_dense",
+            {"input": ("e c in", "float"), "weight": ("e in out", "float")},
+            {"output": ("e c out", "float")},
+            accumulates=True,
+            constrain_output=True,
+            name=name,
+        )
+
+
+class Unflatten(Primitive):
+    """Rows back in the shape they were flattened from: ``input [n, d]``, ``like [*b, e]`` → ``output [*b, d]``."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "unflatten",
+            {"input": ("n d", "T"), "like": ("*b e", None)},
+            {"output": ("*b d", "T")},
+            name=name,
+        )
