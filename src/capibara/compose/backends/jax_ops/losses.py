@@ -1,13 +1,15 @@
 """Losses, one number an element (or a row of classes): reduce them with ``mean`` or ``sum``.
 
 Logarithms of probabilities are minus infinity at 0, unless ``threshold`` is given: then they go on along their
-tangent below it (see ``robust_log``). A product with a target of 0 is 0 whatever the logarithm is.
+tangent below it (see ``robust_log``). A product with a target of 0 is 0 whatever the logarithm is, and so is the
+gradient of that target. Weights that come from the target ("auto") are constants for the gradient.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from capibara.compose.backends.jax_ops.elementwise import absolute, robust_log
 
@@ -62,6 +64,7 @@ def _class_weights(x: Array, target: Array, weights: Weights, categorical: bool,
         return None
     classes = x.shape[axis]
     if weights == "auto":
+        target = lax.stop_gradient(target)
         if categorical:
             counts = jnp.sum(jax.nn.one_hot(target.reshape(-1), classes, dtype=x.dtype), axis=0)
         else:
@@ -124,7 +127,7 @@ def kl_divergence(x: Array, target: Array, robust: bool, threshold: float | None
 def _positive_weight(target: Array, weight: float | str) -> Array | float:
     if weight != "auto":
         return float(weight)
-    share = jnp.mean(target)
+    share = lax.stop_gradient(jnp.mean(target))
     return jnp.where(share > 0, (1 - share) / jnp.where(share > 0, share, 1), 1)
 
 

@@ -80,9 +80,7 @@ def max_pool(x: Array, kernel: Row, stride: Row, padding: Pairs, dilation: Row) 
     if all(d == 1 for d in dilation):
         low = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
         pads = ((0, 0), (0, 0), *padding)
-        return lax.reduce_window(
-            x, jnp.asarray(low, x.dtype), lax.max, (1, 1, *kernel), (1, 1, *stride), pads
-        )
+        return lax.reduce_window(x, np.asarray(low, x.dtype), lax.max, (1, 1, *kernel), (1, 1, *stride), pads)
     windows = _windows(x, kernel, stride, padding, dilation, -np.inf)
     return jnp.take_along_axis(windows, jnp.argmax(windows, axis=0)[None], axis=0)[0]
 

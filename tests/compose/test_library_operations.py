@@ -1,0 +1,557 @@
+"""Losses, linear algebra, windows, recurrences, experts and scores against PyTorch and scikit-learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from primitive_table import Case, check, draw, run
+
+from capibara import compose as ml
+from capibara.compose import primitives as p
+
+X, T = draw(4, 3), draw(4, 3, seed=5)
+SIGNS = np.sign(T)
+PROBS = np.exp(X) / np.exp(X).sum(1, keepdims=True)
+TARGET = np.exp(T) / np.exp(T).sum(1, keepdims=True)
+SPARSE = np.array([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+LABELS = np.array([2, 0, 1, 1])
+BITS = np.array([[1, 0, 1], [0, 0, 1], [1, 1, 0], [0, 1, 0]])
+WEIGHTS = (0.5, 2.0, 1.0)
+SYMMETRIC = draw(4, 4) @ draw(4, 4).T + 0.5 * np.eye(4)
+SIGNAL, IMAGE = draw(2, 4, 9), draw(2, 4, 6, 7)
+
+
+def loss(make: Any, want: Any, x: Any = X, target: Any = T, **options: Any) -> Case:
+    return Case(make, {"input": x, "target": target}, lambda input, target: want(input, target), **options)
+
+
+def cross(x: torch.Tensor, target: torch.Tensor, weights: Any = None) -> torch.Tensor:
+    """-Σ target log p, the sum over the second dimension."""
+    terms = torch.xlogy(target, x) if weights is None else torch.xlogy(target, x) * weights
+    return -terms.sum(1)
+
+
+def balanced(target: torch.Tensor) -> torch.Tensor:
+    counts = torch.bincount(target.long(), minlength=3)
+    return torch.where(counts > 0, len(target) / (3 * counts.double()), 0.0)
+
+
+CASES = {
+    "squared_error": loss(p.SquaredError, lambda x, t: (x - t) ** 2, target=draw(3)),
+    "squared_error_int": loss(p.SquaredError, lambda x, t: (x - t) ** 2, target=np.float64(2)),
+    "absolute_error": loss(p.AbsoluteError, lambda x, t: (x - t).abs()),
+    "absolute_error_0": loss(p.AbsoluteError, lambda x, t: (x - t).abs(), X, X),
+    "huber": loss(lambda: p.HuberLoss(0.7), lambda x, t: F.huber_loss(x, t, "none", 0.7)),
+    "quantile": loss(lambda: p.QuantileLoss(0.2), lambda x, t: torch.maximum(0.2 * (t - x), -0.8 * (t - x))),
+    "hinge": loss(p.HingeLoss, lambda x, t: (1 - x * t).clamp(min=0), target=SIGNS),
+    "quad_hinge": loss(p.QuadHingeLoss, lambda x, t: (1 - x * t).clamp(min=0) ** 2, target=SIGNS),
+    "kl": loss(p.KLDivergence, lambda x, t: F.kl_div(x.log(), t, reduction="none"), PROBS, TARGET),
+    "kl_sparse": loss(
+        p.KLDivergence,
+        lambda x, t: torch.where(t > 0, t * (torch.where(t > 0, t, 1.0) / x).log(), 0.0),
+        PROBS,
+        SPARSE,
+    ),
+    "bce": loss(
+        p.BinaryCrossEntropy, lambda x, t: F.binary_cross_entropy(x, t, reduction="none"), PROBS, TARGET
+    ),
+    "bce_certain": loss(
+        lambda: p.BinaryCrossEntropy(pos_weight=3.0),
+        lambda x, t: 3 * t * (1 - x) + (1 - t) * x,  # the tangents where the loss is 0
+        np.array([1.0, 0.0]),
+        np.array([1.0, 0.0]),
+        but="target",
+    ),
+    "bce_robust": loss(
+        lambda: p.BinaryCrossEntropy(robust=True, threshold=0.1),
+        lambda x, t: -t * tangent(x) - (1 - t) * tangent(1 - x),
+        np.array([0.0, 0.05, 0.5, 1.0]),
+        np.array([1.0, 0.3, 0.5, 0.0]),
+    ),
+    "bce_logits": loss(
+        lambda: p.BinaryCrossEntropy("logits", pos_weight=2.5),
+        lambda x, t: F.binary_cross_entropy_with_logits(
+            x, t, reduction="none", pos_weight=torch.tensor(2.5).double()
+        ),
+        300 * X,
+        SPARSE,
+    ),
+    "bce_auto": loss(
+        lambda: p.BinaryCrossEntropy("logits", "auto"),
+        lambda x, t: F.binary_cross_entropy_with_logits(
+            x, t, reduction="none", pos_weight=((1 - t.mean()) / t.mean()).detach()
+        ),
+        X,
+        BITS.astype("float64"),
+    ),
+    "cross_entropy": loss(
+        p.CrossEntropy, lambda x, t: F.cross_entropy(x, t.long(), reduction="none"), 400 * X, LABELS
+    ),
+    "cross_entropy_space": loss(
+        lambda: p.CrossEntropy(weights=(1, 2, 3, 4)),
+        lambda x, t: F.cross_entropy(
+            x, t.long(), reduction="none", weight=torch.tensor([1.0, 2, 3, 4]).double()
+        ),
+        IMAGE,
+        np.arange(84).reshape(2, 6, 7) % 4,
+    ),
+    "cross_entropy_last": loss(
+        lambda: p.CrossEntropy(axis=-1),
+        lambda x, t: F.cross_entropy(x.movedim(-1, 1), t.long(), reduction="none"),
+        draw(2, 5, 3),
+        np.arange(10).reshape(2, 5) % 3,
+    ),
+    "cross_entropy_distribution": loss(
+        lambda: p.CrossEntropy(categorical=False),
+        lambda x, t: F.cross_entropy(x, t, reduction="none"),
+        X,
+        TARGET,
+    ),
+    "cross_entropy_auto": loss(
+        lambda: p.CrossEntropy(weights="auto"),
+        lambda x, t: F.cross_entropy(x, t.long(), reduction="none", weight=balanced(t)),
+        X,
+        LABELS,
+    ),
+    "cross_entropy_auto_distribution": loss(
+        lambda: p.CrossEntropy(weights="auto", categorical=False),
+        lambda x, t: cross(x.softmax(1), t, (t.sum() / (3 * t.sum(0))).detach()),
+        X,
+        SPARSE,
+        but="target",
+    ),
+    "cross_entropy_probs": loss(
+        lambda: p.CrossEntropy("probs", WEIGHTS),
+        lambda x, t: F.nll_loss(x.log(), t.long(), torch.tensor(WEIGHTS).double(), reduction="none"),
+        PROBS,
+        LABELS,
+    ),
+    "cross_entropy_probs_of_0": loss(
+        lambda: p.CrossEntropy("probs"),
+        lambda x, t: -x.gather(1, t.long()[:, None])[:, 0].log(),
+        np.array([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]]),
+        np.array([1, 2]),
+    ),
+    "cross_entropy_probs_distribution": loss(
+        lambda: p.CrossEntropy("probs", categorical=False), cross, PROBS, TARGET
+    ),
+    "cross_entropy_probs_robust": loss(
+        lambda: p.CrossEntropy("probs", robust=True, threshold=0.25),
+        lambda x, t: -tangent(x, 0.25).gather(1, t.long()[:, None])[:, 0],
+        np.array([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]]),
+        np.array([0, 2]),
+    ),
+    "cross_entropy_log_probs": loss(
+        lambda: p.CrossEntropy("log_probs"),
+        lambda x, t: F.nll_loss(x, t.long(), reduction="none"),
+        np.log(PROBS),
+        LABELS,
+    ),
+    "matmul": Case(
+        p.MatrixMultiply, {"left": draw(2, 1, 3, 4), "right": draw(5, 4, 2)}, lambda left, right: left @ right
+    ),
+    "cholesky": Case(p.Cholesky, {"input": SYMMETRIC}, lambda input: torch.linalg.cholesky(input), rtol=1e-8),
+    "eigvalsh": Case(p.Eigvalsh, {"input": SYMMETRIC}, lambda input: torch.linalg.eigvalsh(input), rtol=1e-8),
+    "solve": Case(
+        p.SolveTriangular,
+        {"matrix": np.tril(SYMMETRIC), "right": X},
+        lambda matrix, right: torch.linalg.solve_triangular(matrix.tril(), right, upper=False),
+        rtol=1e-8,
+    ),
+    "solve_transposed": Case(
+        lambda: p.SolveTriangular(True),
+        {"matrix": np.tril(SYMMETRIC), "right": X},
+        lambda matrix, right: torch.linalg.solve_triangular(matrix.tril().T, right, upper=True),
+        rtol=1e-8,
+    ),
+    "diagonal": Case(p.Diagonal, {"input": draw(2, 3, 3)}, lambda input: input.diagonal(0, 1, 2)),
+    "transposed_diagonal": Case(
+        p.TransposedDiagonal, {"input": SYMMETRIC}, lambda input: input.diag()[:, None]
+    ),
+    "add_diagonal": Case(
+        p.AddDiagonal,
+        {"input": SYMMETRIC, "value": np.array([2.5])},
+        lambda input, value: input + value * torch.eye(4).double(),
+    ),
+    "zero_diagonal": Case(
+        p.ZeroDiagonal, {"input": SYMMETRIC}, lambda input: input * (1 - torch.eye(4).double())
+    ),
+    "cartesian_difference": Case(
+        p.CartesianDifference,
+        {"left": X, "right": draw(2, 3)},
+        lambda left, right: left[:, None] - right[None],
+    ),
+    "distance_matrix": Case(
+        p.DistanceMatrix,
+        {"left": X, "right": draw(2, 3), "norm": np.float64(1.7)},
+        lambda left, right, norm: ((left[:, None] - right[None]).abs() ** norm).sum(-1),
+    ),
+    "polynomial_features": Case(
+        lambda: p.PolynomialFeatures(3),
+        {"input": X[:, :2]},
+        lambda input: torch.stack(
+            [input[:, 0] ** (n - k) * input[:, 1] ** k for n in (1, 2, 3) for k in range(n + 1)], -1
+        ),
+    ),
+    "scaled_dot_product": Case(
+        p.ScaledDotProduct,
+        {"query": draw(2, 3, 4), "key": draw(2, 5, 4), "value": draw(2, 5, 2)},
+        lambda query, key, value: F.scaled_dot_product_attention(query, key, value),
+    ),
+    "scaled_dot_product_causal": Case(
+        lambda: p.ScaledDotProduct(True, 3.0),
+        {"query": draw(2, 3, 4), "key": draw(2, 3, 4, seed=1), "value": draw(2, 3, 2)},
+        lambda query, key, value: F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=3.0
+        ),
+    ),
+    "scaled_dot_product_mask": Case(
+        lambda: p.ScaledDotProduct(mask="bool"),
+        {
+            "query": draw(2, 3, 4),
+            "key": draw(2, 4, 4),
+            "value": draw(2, 4, 2),
+            "mask": np.array(
+                [[True, False, True, True], [False, False, False, False], [False, True, False, True]]
+            ),
+        },
+        lambda query, key, value, mask: torch.nan_to_num(
+            ((query @ key.mT / 2).masked_fill(~mask, -1e30).softmax(-1) * mask.any(-1, keepdim=True)) @ value
+        ),
+    ),
+    "scaled_dot_product_bias": Case(
+        lambda: p.ScaledDotProduct(mask="float"),
+        {"query": draw(2, 3, 4), "key": draw(2, 5, 4), "value": draw(2, 5, 2), "mask": draw(3, 5)},
+        lambda query, key, value, mask: F.scaled_dot_product_attention(query, key, value, attn_mask=mask),
+    ),
+    "conv1d": Case(
+        lambda: p.PrimitiveConvolution1D(2, (1, 2), 2, 2),
+        {"input": SIGNAL, "weight": draw(6, 2, 3)},
+        lambda input, weight: F.conv1d(F.pad(input, (1, 2)), weight, stride=2, dilation=2, groups=2),
+    ),
+    "conv2d": Case(
+        lambda: p.PrimitiveConvolution2D((2, 1), (1, 0), (1, 2)),
+        {"input": IMAGE, "weight": draw(3, 4, 2, 3)},
+        lambda input, weight: F.conv2d(input, weight, stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
+    ),
+    "max_pool1d": Case(
+        lambda: p.PrimitiveMaxPool1D(3, 2, 1), {"input": SIGNAL}, lambda input: F.max_pool1d(input, 3, 2, 1)
+    ),
+    "max_pool_ties": Case(
+        lambda: p.PrimitiveMaxPool1D(3), {"input": np.ones((1, 1, 6))}, lambda input: F.max_pool1d(input, 3)
+    ),
+    "max_pool_dilated": Case(
+        lambda: p.PrimitiveMaxPool1D(3, 1, 1, 2),
+        {"input": SIGNAL},
+        lambda input: F.max_pool1d(input, 3, 1, 1, 2),
+    ),
+    "max_pool2d": Case(
+        lambda: p.PrimitiveMaxPool2D((2, 3), (1, 2), (1, 0)),
+        {"input": IMAGE},
+        lambda input: F.max_pool2d(input, (2, 3), (1, 2), (1, 0)),
+    ),
+    "avg_pool1d": Case(
+        lambda: p.PrimitiveAvgPool1D(3, 2, 1, count_padding=True),
+        {"input": SIGNAL},
+        lambda input: F.avg_pool1d(input, 3, 2, 1),
+    ),
+    "avg_pool2d": Case(
+        lambda: p.PrimitiveAvgPool2D((2, 3), None, (1, 0)),
+        {"input": IMAGE},
+        lambda input: F.avg_pool2d(input, (2, 3), None, (1, 0), count_include_pad=False),
+    ),
+    "group_norm": Case(
+        lambda: p.GroupNormalise(2, 0.1), {"input": IMAGE}, lambda input: F.group_norm(input, 2, eps=0.1)
+    ),
+    "instance_norm": Case(
+        lambda: p.GroupNormalise(4), {"input": SIGNAL}, lambda input: F.instance_norm(input)
+    ),
+    "channel_add": Case(
+        p.ChannelAdd,
+        {"input": IMAGE, "values": draw(4)},
+        lambda input, values: input + values[:, None, None],
+    ),
+    "channel_multiply": Case(
+        p.ChannelMultiply, {"input": SIGNAL, "values": draw(4)}, lambda input, values: input * values[:, None]
+    ),
+    "split_like": Case(
+        p.SplitLike, {"input": draw(5, 2), "like": draw(3, 4)}, lambda input, like: (input[:3], input[3:])
+    ),
+    "unflatten": Case(
+        p.Unflatten, {"input": draw(6, 5), "like": draw(2, 3, 4)}, lambda input, like: input.reshape(2, 3, 5)
+    ),
+    "moe_dispatch": Case(
+        p.Dispatch,
+        {"input": X, "dispatch": draw(4, 2, 5)},
+        lambda input, dispatch: torch.einsum("td,tec->ecd", input, dispatch),
+    ),
+    "moe_combine": Case(
+        p.ExpertCombine,
+        {"input": draw(2, 5, 3), "combine": draw(4, 2, 5)},
+        lambda input, combine: torch.einsum("ecd,tec->td", input, combine),
+    ),
+    "expert_dense": Case(
+        p.ExpertDense, {"input": draw(2, 5, 3), "weight": draw(2, 3, 4)}, lambda input, weight: input @ weight
+    ),
+    "confusion": Case(
+        lambda: p.Confusion(3),
+        {"pred": np.array([0, 2, 2, 1, 0, 5]), "label": np.array([0, 2, 1, 1, 2, 0])},
+        lambda pred, label: torch.tensor([[1, 0, 0], [0, 1, 1], [1, 0, 1]]),
+    ),
+}
+
+
+def tangent(x: torch.Tensor, at: float = 0.1) -> torch.Tensor:
+    return torch.where(x < at, np.log(at) + (x - at) / at, torch.where(x < at, 1.0, x).log())
+
+
+def batch_norm(train: bool) -> Any:
+    def want(input: Any, mean: Any, variance: Any) -> Any:
+        m, v = mean.detach().clone(), variance.detach().clone()
+        out = F.batch_norm(
+            input, m if train else mean, v if train else variance, training=train, momentum=0.3
+        )
+        if not train:
+            return out, mean, variance
+        # Of the running statistics only what stays of the old ones has a gradient.
+        return out, m + 0.7 * (mean - mean.detach()), v + 0.7 * (variance - variance.detach())
+
+    return want
+
+
+def recurrent(kind: str, layer: Any, states: tuple[str, ...]) -> Case:
+    gates = {"rnn": 1, "lstm": 4, "gru": 3}[kind]
+    inputs = {"input": draw(2, 5, 3)} | {s: draw(2, 4, seed=i) for i, s in enumerate(states)}
+    inputs |= {"w_ih": draw(3, 4 * gates), "w_hh": draw(4, 4 * gates), "bias": draw(4 * gates)}
+    if kind == "gru":
+        inputs["bias_h"] = draw(4 * gates, seed=7)
+
+    def want(input: Any, w_ih: Any, w_hh: Any, bias: Any, bias_h: Any = None, **given: Any) -> Any:
+        bias_h = torch.zeros_like(bias) if bias_h is None else bias_h
+        flat = [w_ih.T, w_hh.T, bias, bias_h]
+        start = [given[s][None] for s in states]
+        state = tuple(start) if len(start) > 1 else start[0]
+        weights = dict(zip(("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"), flat, strict=True))
+        out, end = torch.func.functional_call(layer.double(), weights, (input, state))
+        return (out, *(e[0] for e in (end if isinstance(end, tuple) else (end,))))
+
+    make = {"rnn": p.RnnScan, "lstm": p.LstmScan, "gru": p.GruScan}[kind]
+    return Case(make, inputs, want)
+
+
+CASES |= {
+    "rnn_scan": recurrent("rnn", torch.nn.RNN(3, 4, batch_first=True), ("hidden",)),
+    "lstm_scan": recurrent("lstm", torch.nn.LSTM(3, 4, batch_first=True), ("hidden", "cell")),
+    "gru_scan": recurrent("gru", torch.nn.GRU(3, 4, batch_first=True), ("hidden",)),
+    "batch_norm": Case(
+        lambda: p.BatchNormalise(0.3),
+        {"input": IMAGE, "mean": draw(4), "variance": draw(4, low=0.5)},
+        batch_norm(True),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[Any]:
+    yield run(CASES)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_torch(name: str, found: Any) -> None:
+    check(CASES[name], found[name])
+
+
+def applied(block: ml.Block, train: bool = False, **inputs: Any) -> Any:
+    model = ml.compile(block, ml.JaxBackend("float64"))
+    return {k: np.asarray(v) for k, v in model.apply({}, inputs, train=train).items()}
+
+
+def test_batch_norm_of_running_statistics() -> None:
+    inputs = {"input": SIGNAL, "mean": draw(4), "variance": draw(4, low=0.5)}
+    got = applied(p.BatchNormalise(), **inputs)
+    want = batch_norm(False)(**{k: torch.tensor(v) for k, v in inputs.items()})
+    for a, b in zip(got.values(), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_principal_components() -> None:
+    from sklearn.decomposition import PCA
+
+    x = draw(9, 4) @ draw(4, 4)
+    got = applied(p.PrincipalComponents(3), input=x)
+    want = PCA(3).fit(x)
+    np.testing.assert_allclose(got["mean"], want.mean_)
+    np.testing.assert_allclose(got["variances"], want.explained_variance_)
+    signs = np.sign((got["components"] * want.components_.T).sum(0))
+    np.testing.assert_allclose(got["components"], want.components_.T * signs, rtol=1e-9)
+    assert (got["components"].max(0) >= -got["components"].min(0)).all()
+
+
+def test_tsne_joint_probabilities() -> None:
+    points = draw(8, 3)
+    squared = ((points[:, None] - points[None]) ** 2).sum(-1)
+    for scale in (1.0, 1e8):  # far points underflow in a plain exp()
+        joint = applied(p.TsnePJoint(3.0), input=scale * squared)["output"]
+        np.testing.assert_allclose(joint, joint.T)
+        np.testing.assert_allclose(joint.sum(), 1)
+        # The same, found by another method.
+        from scipy.optimize import brentq
+
+        want = np.zeros((8, 8))
+        for i in range(8):
+            others = np.delete(squared[i], i)
+
+            def rows(log_rate: float, others: np.ndarray = others) -> np.ndarray:
+                weight = np.exp(-(others - others.min()) * np.exp(log_rate))
+                return weight / weight.sum()
+
+            def miss(log_rate: float, rows: Any = rows) -> float:
+                q = rows(log_rate)
+                return -(q[q > 0] * np.log(q[q > 0])).sum() - np.log(3)
+
+            want[i, np.arange(8) != i] = rows(brentq(miss, -10, 10, xtol=1e-14))
+        np.testing.assert_allclose(joint, (want + want.T) / 16, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("average", ["micro", "macro", "weighted", "none"])
+@pytest.mark.parametrize("score", ["precision", "recall", "f1"])
+def test_class_scores(score: str, average: str) -> None:
+    import sklearn.metrics
+
+    rng = np.random.default_rng(3)
+    label, pred = (
+        rng.integers(0, 3, 40),
+        rng.integers(0, 4, 40),
+    )  # class 3 is never a label, class 4 never occurs
+    counts = applied(p.Confusion(5), pred=pred.astype("int32"), label=label.astype("int32"))["output"]
+    got = applied(p.ClassScore(score, average), input=counts)["output"]
+    want = getattr(sklearn.metrics, f"{score}_score")(
+        label,
+        pred,
+        average=None if average == "none" else average,
+        zero_division=0,
+        **({"labels": range(5)} if average == "none" else {}),
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_auc() -> None:
+    from sklearn.metrics import roc_auc_score
+
+    rng = np.random.default_rng(0)
+    pred, label = rng.integers(0, 9, 50) / 8, rng.random(50) < 0.4  # with ties
+    np.testing.assert_allclose(
+        applied(p.AUCCore(), pred=pred, label=label)["output"], roc_auc_score(label, pred)
+    )
+    assert np.isnan(applied(p.AUCCore(), pred=pred, label=np.ones(50, bool))["output"])
+
+
+def routed(logits: np.ndarray, top: int, factor: float, normalise: bool) -> Any:
+    """The routing rule, place by place."""
+    tokens, experts = logits.shape
+    places = max(1, int(np.ceil(top * tokens * factor / experts)))
+    gate = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    order = np.argsort(-gate, axis=1, kind="stable")[:, :top]
+    dispatch, combine = np.zeros((2, tokens, experts, places))
+    used, chosen = np.zeros(experts, int), np.zeros(experts)
+    for choice in range(top):
+        for token in range(tokens):
+            expert = order[token, choice]
+            chosen[expert] += 1
+            if used[expert] < places:
+                weight = gate[token, expert] / (gate[token, order[token]].sum() if normalise else 1)
+                dispatch[token, expert, used[expert]] = 1
+                combine[token, expert, used[expert]] = weight
+            used[expert] += 1
+    return dispatch, combine, experts * (chosen / chosen.sum() * gate.mean(0)).sum()
+
+
+@pytest.mark.parametrize(("top", "factor", "normalise"), [(1, 1.0, False), (2, 0.5, True), (3, 4.0, True)])
+def test_routing(top: int, factor: float, normalise: bool) -> None:
+    logits = draw(10, 3, seed=top)
+    model = ml.compile(p.Route(top, factor, normalise), ml.JaxBackend("float64"), shapes={"input": (10, 3)})
+    got = model.apply({}, {"input": logits})
+    for (key, a), b in zip(got.items(), routed(logits, top, factor, normalise), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+        assert model.shapes[key] == a.shape
+
+
+BAD = [
+    (lambda: p.QuantileLoss(1.5), r"quantile=1\.5"),
+    (lambda: p.HuberLoss(0), r"delta=0"),
+    (lambda: p.CrossEntropy("probabilities"), r"input_type='probabilities' must be one of"),
+    (lambda: p.CrossEntropy(weights="even"), r"weights='even'"),
+    (lambda: p.CrossEntropy(weights=["a"]), r"weights='a'"),
+    (lambda: p.CrossEntropy(robust=True), r"robust=True is for input_type='probs'"),
+    (lambda: p.BinaryCrossEntropy("logits", robust=True), r"robust=True is for"),
+    (lambda: p.BinaryCrossEntropy(threshold=0.1), r"only used with robust=True"),
+    (lambda: p.KLDivergence(threshold=0.1), r"only used with robust=True"),
+    (lambda: p.PolynomialFeatures(0), r"degree=0"),
+    (lambda: p.ScaledDotProduct(mask="int"), r"mask='int'"),
+    (lambda: p.PrimitiveConvolution2D(stride=(1, 2, 3)), r"stride=\(1, 2, 3\)"),
+    (lambda: p.PrimitiveConvolution1D(padding=-1), r"padding=-1"),
+    (lambda: p.PrimitiveConvolution1D(padding="full"), r"padding='full'"),
+    (lambda: p.PrimitiveMaxPool1D(2, padding=2), r"padding=2 is more than half of kernel_size=2"),
+    (lambda: p.GroupNormalise(0), r"groups=0"),
+    (lambda: p.BatchNormalise(2.0), r"momentum=2\.0"),
+    (lambda: p.Route(0), r"top=0"),
+    (lambda: p.Route(1, 0), r"capacity_factor=0"),
+    (lambda: p.TsnePJoint(0.5), r"perplexity=0\.5"),
+    (lambda: p.ClassScore("accuracy"), r"score='accuracy'"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_arguments(make: Any, message: str) -> None:
+    with pytest.raises(ml.WiringError, match=message):
+        make()
+
+
+BAD_SHAPES = [
+    (p.SquaredError, {"input": (2, 3), "target": (2,)}, r"3 does not broadcast with 2\n.*target \(2,\)"),
+    (p.CrossEntropy, {"input": (2, 3), "target": (3,)}, r"2 is not 3|3 is not 2"),
+    (
+        lambda: p.CrossEntropy(weights=WEIGHTS),
+        {"input": (2, 4)},
+        r"3 weights for 4 classes\n.*input \(2, 4\)",
+    ),
+    (lambda: p.CrossEntropy(axis=2), {"input": (2, 4)}, r"axis=2 is outside"),
+    (p.MatrixMultiply, {"left": (2, 3, 4), "right": (5, 4, 4)}, r"2 does not broadcast with 5"),
+    (p.MatrixMultiply, {"left": (2, 3), "right": (4, 4)}, r"3 is not 4|4 is not 3"),
+    (p.Cholesky, {"input": (2, 3)}, r"is not"),
+    (lambda: p.PrincipalComponents(3), {"input": (2, 5)}, r"count=3 components"),
+    (
+        p.PrimitiveConvolution1D,
+        {"input": (1, 2, 3), "weight": (1, 2, 4)},
+        r"a window of 4 does not fit a size of 3",
+    ),
+    (
+        lambda: p.PrimitiveConvolution1D(groups=2),
+        {"input": (1, 3, 3)},
+        r"3 channels cannot be cut into 2 groups",
+    ),
+    (p.PrimitiveConvolution1D, {"input": (1, 3, 3), "weight": (1, 2, 1)}, r"2 is not 3|3 is not 2"),
+    (lambda: p.PrimitiveMaxPool2D(3), {"input": (1, 1, 3, 2)}, r"a window of 3 does not fit a size of 2"),
+    (lambda: p.GroupNormalise(3), {"input": (1, 4, 2)}, r"4 channels cannot be cut into 3 groups"),
+    (p.LstmScan, {"hidden": (2, 3), "w_hh": (3, 9)}, r"12 is not 9|9 is not 12"),
+    (p.SplitLike, {"input": (2, 3), "like": (3,)}, r"3 rows cannot be taken from 2"),
+    (lambda: p.Route(3), {"input": (4, 2)}, r"top=3 of 2 experts"),
+    (
+        lambda: p.ScaledDotProduct(mask="bool"),
+        {"query": (2, 3, 4), "key": (2, 5, 4), "mask": (4, 5)},
+        r"3 does not broadcast with 4\n.*query \(2, 3, 4\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "shapes", "message"), BAD_SHAPES)
+def test_bad_shapes(make: Any, shapes: Any, message: str) -> None:
+    with pytest.raises(ml.ShapeError, match=message):
+        ml.compile(make(), shapes=shapes)
