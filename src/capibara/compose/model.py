@@ -43,6 +43,7 @@ class Model(Block):
         self.children: list[Child] = []
         self.state_updates: dict[str, Wire] = {}
         self._names: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._exposed: list[str] = []
         self._last: Port | None = None
         self._frozen: tuple[list[str], list[str]] | None = None
@@ -217,9 +218,11 @@ class Model(Block):
         base = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(block).__name__).lower()
         if isinstance(block, Primitive):
             base = block.op
-        name, i = base, 1
-        while name in self._names:
-            name, i = f"{base}_{i}", i + 1
+        # Goes on from the number given out last, or n blocks of a kind would take n² steps to name.
+        i = self._numbers.get(base, 0)
+        while (name := f"{base}_{i}" if i else base) in self._names:
+            i += 1
+        self._numbers[base] = i
         return name
 
     def _connect(self, block: Block, key: str, value: Any, site: Site | None) -> None:
@@ -230,7 +233,9 @@ class Model(Block):
         elif isinstance(value, IOKey):
             outer, shown = self._wire(value.name), f"{self.label}.{value.name}"
             choice("kind", value.kind, KINDS, optional=True)
-            declared = Wire(self._shape((...,) if value.shape is None else value.shape, value.axes), value.kind)
+            declared = Wire(
+                self._shape((...,) if value.shape is None else value.shape, value.axes), value.kind
+            )
             join(outer, declared)
             if value.expose and value.name not in self._exposed:
                 self._exposed.append(value.name)

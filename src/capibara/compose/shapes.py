@@ -49,6 +49,26 @@ def put(obj: Any, attribute: str, value: Any) -> None:
     setattr(obj, attribute, value)
 
 
+def root_of(node: Any) -> Any:
+    """The representative of a union-find node (anything with a ``parent``).
+
+    Long ways are shortened as they are walked, or a chain of n joined values would take n² steps to build.
+    """
+    parent = node.parent
+    if parent is None:
+        return node
+    if parent.parent is None:
+        return parent
+    root = parent
+    while root.parent is not None:
+        root = root.parent
+    while node.parent is not root:
+        after = node.parent
+        put(node, "parent", root)
+        node = after
+    return root
+
+
 def _symbol(symbols: dict[str, Dim | Rest], name: str, new: Dim | Rest) -> Dim | Rest:
     """The dimension of a name, ``new`` if it is the first of that name, in a way that can be taken back."""
     if name not in symbols:
@@ -108,10 +128,7 @@ class Dim:
         self.watchers: tuple[Constraint, ...] = ()
 
     def find(self) -> Dim:
-        node = self
-        while node.parent is not None:
-            node = node.parent
-        return node
+        return root_of(self)
 
     def __repr__(self) -> str:
         root = self.find()
@@ -145,18 +162,25 @@ class Shape:
         prefix: list[Dim] = []
         suffix: list[Dim] = []  # collected back to front
         items: Sequence[Dim | Rest] = self.items
+        way: list[Rest] = []
         while True:
             at = next((i for i, item in enumerate(items) if isinstance(item, Rest)), None)
             if at is None:
                 prefix.extend(d.find() for d in items)  # type: ignore[union-attr]
-                return prefix, None, suffix[::-1]
+                found = None
+                break
             prefix.extend(d.find() for d in items[:at])  # type: ignore[union-attr]
             suffix.extend(d.find() for d in reversed(items[at + 1 :]))  # type: ignore[union-attr]
             rest = items[at]
             assert isinstance(rest, Rest)
             if rest.value is None:
-                return prefix, rest, suffix[::-1]
+                found = rest
+                break
+            way.append(rest)
             items = rest.value.items
+        if len(way) > 1:
+            _shorten(way)
+        return prefix, found, suffix[::-1]
 
     def dims(self) -> list[Dim] | None:
         """All dimensions, or None while the number of dimensions is unknown."""
@@ -173,6 +197,18 @@ class Shape:
         prefix, rest, suffix = self.resolve()
         parts = [repr(d) for d in prefix] + ([repr(rest)] if rest else []) + [repr(d) for d in suffix]
         return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+
+
+def _shorten(way: Sequence[Rest]) -> None:
+    """Let each of a chain of rests (each one's value holds the next) have a value without known rests in it."""
+    shape = way[-1].value
+    for rest in reversed(way[:-1]):
+        assert shape is not None and rest.value is not None
+        items: list[Dim | Rest] = []
+        for item in rest.value.items:
+            items.extend(shape.items if isinstance(item, Rest) else (item,))
+        shape = shape if len(items) == len(rest.value.items) == 1 else Shape(items)
+        put(rest, "value", shape)
 
 
 class Constraint:

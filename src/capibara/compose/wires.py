@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from capibara.compose.errors import KindError, ShapeError, WiringError
-from capibara.compose.shapes import Shape, put, unify
+from capibara.compose.shapes import Shape, put, root_of, unify
 
 __all__ = ["KINDS", "Declaration", "Kind", "Wire", "join"]
 
@@ -36,10 +36,7 @@ class Kind:
         self.parent: Kind | None = None
 
     def find(self) -> Kind:
-        kind = self
-        while kind.parent is not None:
-            kind = kind.parent
-        return kind
+        return root_of(self)
 
 
 def _unify_kinds(a: Kind, b: Kind) -> None:
@@ -96,10 +93,7 @@ class Wire:
         self.parent: Wire | None = None
 
     def find(self) -> Wire:
-        wire = self
-        while wire.parent is not None:
-            wire = wire.parent
-        return wire
+        return root_of(self)
 
     @property
     def axes(self) -> tuple[str | None, ...] | None:
