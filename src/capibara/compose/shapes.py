@@ -203,7 +203,8 @@ def _shorten(way: Sequence[Rest]) -> None:
     """Let each of a chain of rests (each one's value holds the next) have a value without known rests in it."""
     shape = way[-1].value
     for rest in reversed(way[:-1]):
-        assert shape is not None and rest.value is not None
+        assert shape is not None
+        assert rest.value is not None
         items: list[Dim | Rest] = []
         for item in rest.value.items:
             items.extend(shape.items if isinstance(item, Rest) else (item,))
