@@ -275,11 +275,13 @@ def _unify_dims(a: Dim, b: Dim) -> None:
     if len(b.watchers) > len(a.watchers):
         a, b = b, a
     known_before = a.size is not None and b.size is not None
-    # Of two unknown sizes that turn out equal, only who looks at both has learned something. To wake the others
-    # too would never end: a rule may give a result fresh dimensions each time that it is tried.
-    learned = a.watchers + b.watchers
+    # Only who learned something is tried again: of two unknown sizes who looks at both of them, otherwise who looks
+    # at the unknown one. (To wake all would never end: a rule may give a result fresh dimensions each time that it
+    # is tried.)
     if a.size is None and b.size is None:
         learned = tuple(w for w in b.watchers if w in a.watchers)
+    else:
+        learned = (a.watchers if a.size is None else ()) + (b.watchers if b.size is None else ())
     put(b, "parent", a)
     if a.size is None and b.size is not None:
         put(a, "size", b.size)

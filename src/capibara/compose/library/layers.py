@@ -11,7 +11,7 @@ from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Normal, Scaled, ones, zeros
 from capibara.compose.model import Block, IOKey, Model
 
-__all__ = ["MLP", "Embedding", "LayerNorm", "Linear", "RMSNorm", "SwiGLU"]
+__all__ = ["MLP", "Embedding", "Layer", "LayerNorm", "Linear", "RMSNorm", "SwiGLU"]
 
 Axes = tuple[str | None, str | None]
 
@@ -111,6 +111,32 @@ class SwiGLU(Model):
         self.add(p.Multiply(), left="active", right="up_out", output="product")
         self.add(Linear(dimension, False, axes=outer), "down", input="product", output="output")
         self.set_shapes(output=("*b", dimension or "d"))
+        self.expose("output")
+
+
+class Layer(Model):
+    """A linear layer and an activation: ``activation(input @ weight + bias)``.
+
+    Args:
+        activation: a block such as ``Relu()``, its class, or a function that makes one.
+        dimension: the size of the output; None leaves it to what the output is connected to.
+    """
+
+    def __init__(
+        self,
+        activation: Block | Callable[[], Block],
+        dimension: int | None = None,
+        *,
+        axes: Axes = (None, None),
+        init: Callable[..., Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        after = activation if isinstance(activation, Block) else _made("activation", activation)
+        self.add_input("input", "*b in", "float")
+        linear = Linear(dimension, axes=axes, init=init)
+        self.add(linear, "linear", input="input", weight="weight", bias="bias", output="raw")
+        self.add(after, "activation", input="raw", output="output")
         self.expose("output")
 
 

@@ -62,7 +62,7 @@ from capibara.compose.primitives.elementwise import (
     Tanh,
     Where,
 )
-from capibara.compose.primitives.experts import Dispatch, ExpertCombine, ExpertDense, Route, Unflatten
+from capibara.compose.primitives.experts import Dispatch, ExpertCombine, ExpertDense, Route, Rows, Unflatten
 from capibara.compose.primitives.indexing import (
     Arange,
     Eye,
@@ -115,7 +115,7 @@ from capibara.compose.primitives.losses import (
 )
 from capibara.compose.primitives.products import Dense, Lookup, Merge, Project, Unembed
 from capibara.compose.primitives.quantise import Quantise
-from capibara.compose.primitives.recurrent import GruScan, LstmScan, RnnScan, SplitLike
+from capibara.compose.primitives.recurrent import GruScan, LstmScan, RnnScan, SplitLike, ZeroState
 from capibara.compose.primitives.reductions import (
     All,
     Any,
@@ -296,6 +296,7 @@ __all__ = [
     "RotaryTable",
     "Rotate",
     "Route",
+    "Rows",
     "ScaledDotProduct",
     "SelectiveScan",
     "ShapeOf",
@@ -337,6 +338,7 @@ __all__ = [
     "Variance",
     "Where",
     "ZeroDiagonal",
+    "ZeroState",
     "Zeros",
     "ZerosLike",
 ]

@@ -7,15 +7,17 @@ import math
 from capibara.compose.arguments import number, whole
 from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.primitives.rules import fix, product
 from capibara.compose.shapes import Shape, set_size
 
-__all__ = ["Dispatch", "ExpertCombine", "ExpertDense", "Route", "Unflatten"]
+__all__ = ["Dispatch", "ExpertCombine", "ExpertDense", "Route", "Rows", "Unflatten"]
 
 
 class Route(Primitive):
     """Which token goes to which expert (Shazeer et al., 2017; Lepikhin et al., 2021).
 
-    ``input [tokens, e]``, the router's logits → ``dispatch [tokens, e, c]`` (0 or 1), ``combine [tokens, e, c]`` (with
+    ``input [tokens, e]``, the router's logits → ``dispatch [tokens, e, c]`` (0 or 1), ``combine [tokens, e,
+    c]`` (with
     the gate's weights) and ``balance []``, the load-balancing loss ``e Σ share · probability`` (Fedus et al.,
     2022), which is 1 for an even load.
 
@@ -101,6 +103,25 @@ class ExpertDense(Primitive):
             {"output": ("e c out", "float")},
             accumulates=True,
             constrain_output=True,
+            name=name,
+        )
+
+
+class Rows(Primitive):
+    """All leading dimensions made one: ``input [*b, d]`` → ``output [n, d]``."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        def rule(before: Shape, after: Shape) -> bool:
+            dims, out = before.dims(), after.dims()
+            if dims is None or out is None:
+                return False
+            return fix(out[0], product(dims[:-1]))
+
+        super().__init__(
+            "rows",
+            {"input": ("*b d", "T")},
+            {"output": ("n d", "T")},
+            constraints=[(rule, ("input", "output"))],
             name=name,
         )
 

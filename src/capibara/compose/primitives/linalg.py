@@ -138,7 +138,8 @@ class DistanceMatrix(Primitive):
 
 
 class PolynomialFeatures(Primitive):
-    """All products of up to ``degree`` features, without the constant: ``[*b, d]`` → ``[*b, C(d+degree, degree) - 1]``.
+    """All products of up to ``degree`` features, without the constant: ``[*b, d]`` → ``[*b, C(d+degree,
+    degree) - 1]``.
 
     In order of their degree, then of the features (as scikit-learn's, with ``include_bias=False``).
     """
@@ -197,7 +198,8 @@ class PrincipalComponents(Primitive):
 
 
 class TsnePJoint(Primitive):
-    """Joint probabilities of t-SNE (van der Maaten and Hinton, 2008): ``input [n, n]`` squared distances → ``[n, n]``.
+    """Joint probabilities of t-SNE (van der Maaten and Hinton, 2008): ``input [n, n]`` squared distances →
+    ``[n, n]``.
 
     Around each point a Gaussian whose entropy is ``log(perplexity)``, made symmetric; the sum of all is 1. No
     gradient. A perplexity of ``n - 1`` or more cannot be reached: the Gaussian is then flat.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from capibara.compose.arguments import whole
 from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError
 from capibara.compose.shapes import Shape, set_size
 
-__all__ = ["GruScan", "LstmScan", "RnnScan", "SplitLike"]
+__all__ = ["GruScan", "LstmScan", "RnnScan", "SplitLike", "ZeroState"]
 
 
 def _gates(count: int) -> Any:
@@ -107,5 +108,19 @@ class SplitLike(Primitive):
             {"input": ("m *b", "T"), "like": ("n *c", None)},
             {"output": ("n *b", "T"), "rest": ("r *b", "T")},
             constraints=[(rule, ("input", "output", "rest"))],
+            name=name,
+        )
+
+
+class ZeroState(Primitive):
+    """A state to start with: ``input [batch, *b]`` → ``output [batch, size]``, zeros."""
+
+    def __init__(self, size: int, *, name: str | None = None) -> None:
+        whole("size", size)
+        super().__init__(
+            "zero_state",
+            {"input": ("batch *b", "float")},
+            {"output": (("batch", size), "float")},
+            {"size": size},
             name=name,
         )

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-__all__ = ["expert_dense", "moe_combine", "moe_dispatch", "moe_route", "unflatten"]
+__all__ = ["expert_dense", "moe_combine", "moe_dispatch", "moe_route", "rows", "unflatten"]
 
 Array = jax.Array
 
@@ -48,6 +48,10 @@ def moe_combine(x: Array, combine: Array) -> Array:
 def expert_dense(x: Array, weight: Array, accumulate: str) -> Array:
     wide = jnp.dtype(accumulate)
     return jnp.einsum("eci,eio->eco", x, weight, preferred_element_type=wide).astype(x.dtype)
+
+
+def rows(x: Array) -> Array:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def unflatten(x: Array, like: Array) -> Array:

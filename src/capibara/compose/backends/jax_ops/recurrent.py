@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["gru_scan", "lstm_scan", "rnn_scan", "split_like"]
+__all__ = ["gru_scan", "lstm_scan", "rnn_scan", "split_like", "zero_state"]
 
 Array = jax.Array
 
@@ -71,3 +71,7 @@ def split_like(x: Array, like: Array) -> tuple[Array, Array]:
     """The first rows of x, as many as ``like`` has, and the others."""
     count = like.shape[0]
     return x[:count], x[count:]
+
+
+def zero_state(x: Array, size: int) -> Array:
+    return jnp.zeros((x.shape[0], size), x.dtype)

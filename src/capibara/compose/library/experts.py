@@ -1,0 +1,71 @@
+"""A mixture of experts: feed-forward layers of which each token uses a few."""
+
+from __future__ import annotations
+
+from capibara.compose import primitives as p
+from capibara.compose.arguments import whole
+from capibara.compose.initializers import Scaled
+from capibara.compose.model import Model
+
+__all__ = ["MixtureOfExperts"]
+
+
+class _PerExpert(Scaled):
+    """Each expert's matrix drawn as one by itself."""
+
+    def __call__(self, key: object, shape: tuple[int, ...], dtype: object) -> object:
+        return Scaled(self.scale * shape[0], 2)(key, shape, dtype)  # type: ignore[arg-type]
+
+
+class MixtureOfExperts(Model):
+    """Each token goes to the ``top`` experts that a router chooses (Shazeer et al., 2017; Fedus et al., 2022).
+
+    ``input [*b, dimension]`` → ``output`` of the same shape, and ``balance []``, the load-balancing loss to
+    add with a small
+    weight. Each expert is a SwiGLU layer. Tokens that find no place get 0: add the input around the layer.
+
+    Args:
+        dimension, hidden: sizes of the input and of the inner layer.
+        num_experts: their weights have the logical axis "expert", to be spread over a mesh.
+        top: experts a token. capacity_factor, normalise: see :class:`~capibara.compose.primitives.Route`.
+    """
+
+    def __init__(
+        self,
+        dimension: int,
+        hidden: int,
+        num_experts: int,
+        top: int = 2,
+        capacity_factor: float = 1.25,
+        normalise: bool = True,
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        for key, value in (("dimension", dimension), ("hidden", hidden), ("num_experts", num_experts)):
+            whole(key, value)
+        self.add_input("input", ("*b", dimension), "float")
+        self.add_parameter("router", (dimension, num_experts), Scaled(), axes=("embed", None))
+        inner, outer = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+        self.add_parameter("gate", (num_experts, dimension, hidden), _PerExpert(), axes=inner)
+        self.add_parameter("up", (num_experts, dimension, hidden), _PerExpert(), axes=inner)
+        self.add_parameter("down", (num_experts, hidden, dimension), _PerExpert(), axes=outer)
+        self.add(p.Rows(), "rows", input="input", output="tokens")
+        self.add(p.Dense(), "scores", input="tokens", weight="router", output="logits")
+        self.add(
+            p.Route(top, capacity_factor, normalise),
+            "route",
+            input="logits",
+            dispatch="dispatch",
+            combine="combine",
+            balance="balance",
+        )
+        self.add(p.Dispatch(), "there", input="tokens", dispatch="dispatch", output="seated")
+        self.add(p.ExpertDense(), "gated", input="seated", weight="gate", output="gates")
+        self.add(p.Silu(), "active", input="gates", output="opened")
+        self.add(p.ExpertDense(), "raised", input="seated", weight="up", output="ups")
+        self.add(p.Multiply(), "product", left="opened", right="ups", output="inner")
+        self.add(p.ExpertDense(), "lowered", input="inner", weight="down", output="downs")
+        self.add(p.ExpertCombine(), "back", input="downs", combine="combine", output="mixed")
+        self.add(p.Unflatten(), "restore", input="mixed", like="input", output="output")
+        self.expose("balance", "output")
