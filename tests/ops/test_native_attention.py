@@ -19,6 +19,7 @@ from attention_oracle import make, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capibara.measure import count_flops
 from capibara.ops import NoImplementationError, explain, native
 from capibara.ops.attention import flash_attention
 from capibara.ops.attention.specs import SPECS, AttentionSpec
@@ -191,6 +192,19 @@ def test_memory_of_the_gradient_grows_with_the_sequence_not_its_square():
 
     assert temporary(4096) <= 2 * temporary(2048) + 4096
     assert temporary(4096) < 4096 * 4096 * 4 / 50
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_its_arithmetic_is_counted(layout):
+    q, k = (jax.ShapeDtypeStruct((2, 6, 6, 8), jnp.float32) for _ in range(2))
+    v = jax.ShapeDtypeStruct((2, 6, 6, 4), jnp.float32)
+    attend = partial(flash_attention, window=(2, 0), layout=layout, implementation="native")
+    pairs = 2 * 6 * (1 + 2 + 3 + 3 + 3 + 3)
+    count = count_flops(attend, q, k, v)
+    assert count.exact
+    assert count.total == 2 * pairs * (8 + 4)
+    gradient = jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))
+    assert count_flops(gradient, q, k, v).total == count.total + 2 * pairs * (3 * 8 + 2 * 4)
 
 
 def test_explain_says_native_or_what_it_lacks():

@@ -10,11 +10,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FlopCount", "count_flops"]
+__all__ = ["FlopCount", "ForeignCost", "count_flops", "register_foreign_call"]
+
+# (shapes of the arguments, shapes of the results, attributes) → FLOP
+ForeignCost = Callable[[list[tuple[int, ...]], list[tuple[int, ...]], Mapping[str, Any]], int]
+_FOREIGN: dict[str, ForeignCost] = {}
+
+
+def register_foreign_call(target: str, cost: ForeignCost) -> None:
+    """Say what a call of ``jax.ffi`` target ``target`` costs: nothing can be seen of it from outside."""
+    _FOREIGN[target] = cost
+
 
 # Primitives that do much arithmetic of another kind than products: named, so that nobody reads their absence
 # as 0.
@@ -100,8 +110,9 @@ class _Tally:
 def count_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> FlopCount:
     """Count the matrix-product and convolution FLOPs of ``function(*args, **kwargs)``.
 
-    Scan bodies count once a step, ``fori_loop`` with known bounds likewise, ``cond`` its dearest branch,
-    ``shard_map`` once a device, a Pallas kernel once a grid point. A ``while`` loop's trips are unknown: its
+    Scan bodies count once a step, ``fori_loop`` with known bounds likewise, ``cond`` its dearest branch (where
+    the platform decides, the one of JAX's default backend), ``shard_map`` once a device, a Pallas kernel once
+    a grid point, a foreign call what :func:`register_foreign_call` says. A ``while`` loop's trips are unknown: its
     work is left out and listed in ``unknown``. Count a gradient with ``count_flops(jax.grad(f), …)``;
     recomputation under ``jax.checkpoint`` is then counted, as it is really done.
 
@@ -152,6 +163,12 @@ def _walk(jaxpr: Any, tally: _Tally) -> None:
                 tally.unknown[
                     f"a while loop of {inside.total:,} FLOP a trip, its number of trips unknown"
                 ] = None
+        elif name == "cond" and (branch := _branch_of_platform(params)) is not None:
+            tally.add(_tally_of(branch))
+        elif name == "ffi_call" and params.get("target_name") in _FOREIGN:
+            ins, outs = ([v.aval.shape for v in side] for side in (equation.invars, equation.outvars))
+            cost = _FOREIGN[params["target_name"]]
+            tally.counts[name] += cost(ins, outs, dict(params.get("attributes") or {}))
         elif name == "cond":
             branches = [_tally_of(branch) for branch in params["branches"]]
             dearest = max(branches, key=lambda branch: branch.total)
@@ -172,6 +189,24 @@ def _walk(jaxpr: Any, tally: _Tally) -> None:
             for value in params.values():
                 for inner in _sub_jaxprs(value):
                     tally.add(_tally_of(inner))
+
+
+def _branch_of_platform(params: dict[str, Any]) -> Any:
+    """The branch that ``lax.platform_dependent`` takes here; ``None`` for another kind of ``cond``."""
+    import jax
+
+    platforms = params.get("branches_platforms")
+    if platforms is None:
+        return None
+    here = jax.default_backend()
+    names = (here, "cuda", "rocm") if here == "gpu" else (here,)
+    default = None
+    for branch, of in zip(params["branches"], platforms, strict=True):
+        if of is None:
+            default = branch
+        elif any(name in of for name in names):
+            return branch
+    return default
 
 
 def _walk_kernel(params: dict[str, Any], tally: _Tally) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.measure.flops import register_foreign_call
 from capibara.ops import native
 from capibara.ops.attention import cpu, xla
 from capibara.ops.attention.problem import AttentionProblem
@@ -41,6 +44,23 @@ def _attributes(problem: AttentionProblem) -> dict[str, int | float]:
         "right": _NO_LIMIT if problem.right is None else problem.right,
         "scale": problem.scale,
     }
+
+
+def _cost(ins: list[tuple[int, ...]], products: tuple[int, int], attributes: Mapping[str, Any]) -> int:
+    """FLOP of the pairs that are visible, of so many products over the last axis of the query and of the value."""
+    query, key, value = ins[:3]
+    sequence = -2 if attributes["layout"] == 0 else -3
+    heads = -3 if attributes["layout"] == 0 else -2
+    left, right, kv_len = int(attributes["left"]), int(attributes["right"]), key[sequence]
+    pairs = sum(max(0, min(i + right + 1, kv_len) - max(i - left, 0)) for i in range(query[sequence]))
+    work = products[0] * query[-1] + products[1] * value[-1]
+    return 2 * math.prod(query[:-3]) * query[heads] * pairs * work
+
+
+register_foreign_call("capibara_attention_forward", lambda ins, _, attributes: _cost(ins, (1, 1), attributes))
+register_foreign_call(
+    "capibara_attention_backward", lambda ins, _, attributes: _cost(ins, (3, 2), attributes)
+)
 
 
 def _like(x: jax.Array, last: int | None = None) -> jax.ShapeDtypeStruct:
