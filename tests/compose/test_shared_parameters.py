@@ -69,7 +69,7 @@ def test_a_parameter_further_inside_is_shared_by_the_name_it_is_given() -> None:
     h = np.asarray(X["x"] @ params["first"]["weight"] + params["first"]["bias"])
     for _ in range(2):
         h = np.maximum(h @ np.asarray(params["first"]["weight"]), 0)
-    np.testing.assert_allclose(compiled.evaluate(params, X)["y"], h, rtol=1e-5)
+    np.testing.assert_allclose(compiled.evaluate(params, X)["y"], h, rtol=1e-5, atol=1e-6)
 
 
 def test_a_shared_weight_is_computed_with_in_the_compute_dtype() -> None:
