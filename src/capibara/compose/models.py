@@ -1,10 +1,11 @@
 """``from capibara.compose.models import Linear, Model``: every block, under one roof, and under the guide's names.
 
 What other libraries call by another name is here too: ``Exponential`` (``Exp``), ``SiLU`` (``Silu``), ``LogicalXOr``
-(``LogicalXor``), ``TensorToList`` (``Unstack``), ``ToList`` (``Stack``), ``Shape`` (``ShapeOf``). ``Precision`` is the metric
-here; the precision policy is :class:`capibara.compose.Precision`.
+(``LogicalXor``), ``TensorToList`` (``Unstack``), ``ToList`` (``Stack``), ``Shape`` (``ShapeOf``). ``Precision`` is the
+metric here; the precision policy is :class:`capibara.compose.Precision`.
 """
 
+from capibara.compose import library, primitives
 from capibara.compose.library import *  # noqa: F403
 from capibara.compose.library import Precision as Precision
 from capibara.compose.model import IOKey as IOKey
@@ -19,4 +20,17 @@ from capibara.compose.primitives import Unstack as TensorToList
 from capibara.compose.regions import Remat as Remat
 from capibara.compose.regions import Repeat as Repeat
 
-__all__ = ["Exponential", "LogicalXOr", "Shape", "SiLU", "TensorToList", "ToList"]
+__all__ = [
+    "Exponential",
+    "IOKey",
+    "LogicalXOr",
+    "Model",
+    "Remat",
+    "Repeat",
+    "Shape",
+    "SiLU",
+    "TensorToList",
+    "ToList",
+]
+__all__ += library.__all__
+__all__ += primitives.__all__
