@@ -12,7 +12,7 @@ params = compiled.randomize_params(seed=0)
 
 from capibara.compose import models, primitives
 from capibara.compose.backends.jax_backend import JaxBackend
-from capibara.compose.compiled import ArraySpec, CompiledModel, compile
+from capibara.compose.compiled import ArraySpec, CompiledModel
 from capibara.compose.errors import (
     CompileError,
     ComposeError,
@@ -85,6 +85,7 @@ from capibara.compose.library import (
     VectorQuantiser,
 )
 from capibara.compose.model import Block, IOKey, Model, Port, Primitive
+from capibara.compose.pipeline import compile
 from capibara.compose.precision import Precision
 from capibara.compose.primitives import (
     Absolute,

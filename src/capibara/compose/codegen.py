@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import keyword
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
+from capibara.compose.constants import as_source
 from capibara.compose.errors import CompileError
 from capibara.compose.graph import Graph, Node, Path
 from capibara.compose.model import Primitive
@@ -17,7 +19,7 @@ from capibara.compose.precision import Precision
 from capibara.compose.regions import Repeat
 from capibara.compose.wires import Wire
 
-__all__ = ["generate"]
+__all__ = ["generate", "keywords", "literal", "module_source"]
 
 _RESERVED = {
     "params",
@@ -34,33 +36,70 @@ _RESERVED = {
 }
 
 
-def generate(graph: Graph, precision: Precision, modes: dict[int, str]) -> tuple[str, dict[str, Any]]:
+@dataclass
+class _Job:
+    """What all functions of one source have in common."""
+
+    precision: Precision
+    modes: dict[int, str]
+    inference: bool
+    short: bool
+    constants: dict[str, Any] = field(default_factory=dict)
+    functions: list[str] = field(default_factory=list)
+
+    @property
+    def train(self) -> str:
+        return "False" if self.inference else "train"
+
+    def named(self, label: str) -> str:
+        parts = label.split(".")
+        return "_".join(p for p in (parts[-3:] if self.short else parts) if p)
+
+
+def generate(
+    graph: Graph,
+    precision: Precision,
+    modes: dict[int, str],
+    *,
+    inference: bool = False,
+    short: bool = True,
+) -> tuple[str, dict[str, Any]]:
     """The source of a graph, and the constants that it names.
 
     Args:
         graph: from :func:`capibara.compose.graph.flatten`.
         precision: which casts to write.
-        modes: ``id(node)`` → "scan" or "unroll" for each repetition.
+        modes: ``id(node.block)`` → "scan" or "unroll" for each repetition.
+        inference: operations are told that the model is not trained, whatever the caller says.
+        short: name a value by the last three names of its place in the nested model, not by all of them.
 
     Returns:
         The source of a function ``forward(params, inputs, state, key, train) -> (outputs, new_state)``, and the
         values for its free variable ``constants``.
     """
-    constants: dict[str, Any] = {}
-    functions: list[str] = []
+    job = _Job(precision, modes, inference, short)
     # Functions and local values must not share a name: a local assignment would hide the function.
-    taken: set[str] = set()
+    taken = _Names()
     for node in graph.walk():
         if node.region is not None:
-            base = "_".join(node.path) + "_block"
-            name, i = base, 1
-            while name in taken:
-                i += 1
-                name = f"{base}_{i}"
-            taken.add(name)
-            node.region.name = name
-    _function(graph, precision, modes, constants, functions, region=None)
-    return "\n\n".join(functions) + "\n", constants
+            node.region.name = taken.new("_".join(node.path) + "_block")
+    _function(graph, job, region=None)
+    return "\n\n".join(job.functions) + "\n", job.constants
+
+
+def module_source(functions: str, constants: dict[str, Any], ops_module: str, title: str) -> str:
+    """A module that stands by itself: what it imports, its constants as text, its functions."""
+    package, _, name = ops_module.rpartition(".")
+    imports = [f"from {package} import {name} as ops"]
+    if constants:
+        kind = "tensor" if name.startswith("torch") else "array"
+        imports.append(f"from capibara.compose.constants import {kind} as array")
+    if "shard(" in functions:
+        imports.append("from capibara.compose.sharding import constrain as shard")
+    lines = [f'"""{title}"""', "", *imports, ""]
+    if constants:
+        lines += ["constants = {", *(f"    {k!r}: {as_source(v)}," for k, v in constants.items()), "}", ""]
+    return "\n".join([*lines, "", functions])
 
 
 def _lookup(root: str, path: Path) -> str:
@@ -71,25 +110,22 @@ class _Names:
     def __init__(self) -> None:
         self.taken = set(_RESERVED)
         self.of: dict[int, str] = {}
+        self._next: dict[str, int] = {}
 
     def new(self, wanted: str) -> str:
         base = wanted if not keyword.iskeyword(wanted) else wanted + "_"
-        name, i = base, 1
+        # Goes on from the number given out last: n values of one name are named in n steps.
+        name, i = base, self._next.get(base, 1)
         while name in self.taken:
             i += 1
             name = f"{base}_{i}"
+        self._next[base] = i
         self.taken.add(name)
         return name
 
 
-def _function(
-    graph: Graph,
-    precision: Precision,
-    modes: dict[int, str],
-    constants: dict[str, Any],
-    functions: list[str],
-    region: Node | None,
-) -> None:
+def _function(graph: Graph, job: _Job, region: Node | None) -> None:
+    precision, constants = job.precision, job.constants
     names = _Names()
     names.taken.update(node.region.name for node in graph.nodes if node.region is not None)
     lines: list[str] = []
@@ -145,12 +181,12 @@ def _function(
         raise CompileError("a value has no source")  # flatten() has checked this
 
     new_states: dict[Path, str] = {}
-    for index, node in enumerate(graph.nodes):
+    for node in graph.nodes:
         if node.region is None:
-            _operation(node, index, precision, names, lines, read)
+            _operation(node, job, names, lines, read)
         else:
-            _region(node, index, names, lines, read, modes, new_states)
-            _function(node.region, precision, modes, constants, functions, node)
+            _region(node, job, names, lines, read, new_states)
+            _function(node.region, job, node)
 
     for path in graph.states:
         if path in new_states:
@@ -166,52 +202,65 @@ def _function(
         first = read(graph.outputs[carry]) if carry is not None else "None"
         extra = "".join(f"{read(w)}, " for k, w in graph.outputs.items() if k != carry)
         lines.append(f"    return {first}, {state}, ({extra.rstrip() if extra else ''})")
-    functions.append("\n".join(lines))
+    job.functions.append("\n".join(lines))
 
 
 def _literal(wire: Wire) -> str | None:
     """A Python number as source, or None if it is an array, or a number that has no literal (infinities, NaN)."""
+    value = literal(wire)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return None if value is None else repr(value)
+
+
+def literal(wire: Wire) -> bool | int | float | None:
+    """A constant as the Python number that it is for the operations that read it, or None if it is an array.
+
+    Raises:
+        CompileError: a whole number that no int32 holds.
+    """
     value = wire.constant
     if isinstance(value, bool):
-        return repr(value)
+        return value
     if isinstance(value, int):
         if wire.kind.find().value == "float":
-            value = float(value) if abs(value) < 1e300 else math.inf
-        elif abs(value) >= 2**31:
+            return float(value) if abs(value) < 1e300 else math.inf
+        if abs(value) >= 2**31:
             raise CompileError(
                 f"the number {value} does not fit an int32: pass an array of the dtype you need"
             )
-        else:
-            return repr(int(value))
-    if isinstance(value, float) and math.isfinite(value):
-        return repr(float(value))  # float(): a subclass (NumPy's float64) has a repr of its own
-    return None
+        return int(value)
+    # float(): a subclass (NumPy's float64) has a repr of its own
+    return float(value) if isinstance(value, float) else None
 
 
-def _short(label: str) -> str:
-    parts = label.split(".")
-    return "_".join(p for p in parts[-3:] if p)
+def keywords(node: Node, precision: Precision) -> dict[str, Any]:
+    """The arguments of an operation that are known when the model is compiled."""
+    block = node.block
+    assert isinstance(block, Primitive)
+    named = dict(block.attributes)
+    if block.accumulates:
+        named["accumulate"] = precision.accumulate
+    takes = getattr(block, "takes_dtype", False)  # "int": only when the operation makes floats of integers
+    if takes is True or (takes == "int" and node.inputs[0].kind.find().value in ("int", "bool")):
+        named["dtype"] = precision.compute
+    return named
 
 
-def _operation(
-    node: Node, index: int, precision: Precision, names: _Names, lines: list[str], read: Any
-) -> None:
+def _operation(node: Node, job: _Job, names: _Names, lines: list[str], read: Any) -> None:
     block = node.block
     assert isinstance(block, Primitive)
     arguments = [read(w) for w in node.inputs]
-    arguments += [f"{k}={v!r}" for k, v in block.attributes.items()]
-    if block.accumulates:
-        arguments.append(f"accumulate={precision.accumulate!r}")
-    takes = getattr(block, "takes_dtype", False)  # "int": only when the operation makes floats of integers
-    if takes is True or (takes == "int" and node.inputs[0].kind.find().value in ("int", "bool")):
-        arguments.append(f"dtype={precision.compute!r}")
+    arguments += [f"{k}={v!r}" for k, v in keywords(node, job.precision).items()]
     if block.uses_key:
-        arguments.append(f"key=ops.fold(key, {index})")
+        arguments.append(f"key=ops.fold(key, {node.index})")
     if block.uses_train:
-        arguments.append("train=train")
+        arguments.append(f"train={job.train}")
     single = len(node.outputs) == 1
     for key, wire in zip(block.output_keys, node.outputs, strict=True):
-        names.of[id(wire)] = names.new(_short(node.label) + ("" if single or key == "output" else f"_{key}"))
+        names.of[id(wire)] = names.new(
+            job.named(node.label) + ("" if single or key == "output" else f"_{key}")
+        )
     targets = ", ".join(names.of[id(w)] for w in node.outputs)
     lines.append(f"    {targets} = ops.{block.op}({', '.join(arguments)})")
     if block.constrain_output:
@@ -222,11 +271,10 @@ def _operation(
 
 def _region(
     node: Node,
-    index: int,
+    job: _Job,
     names: _Names,
     lines: list[str],
     read: Any,
-    modes: dict[int, str],
     states: dict[Path, str],
 ) -> None:
     block, inner = node.block, node.region
@@ -238,16 +286,16 @@ def _region(
     shared = "".join(f"{read(w)}, " for k, w in by_key.items() if k != carry_in)
     params = _lookup("params", node.path) if inner.params else "{}"
     state = _lookup("state", node.path) if inner.states else "{}"
-    base = _short(node.label)
+    base = job.named(node.label)
     for key, wire in zip(block.output_keys, node.outputs, strict=True):
         names.of[id(wire)] = names.new(base if key == "output" else f"{base}_{key}")
     outputs = dict(zip(block.output_keys, node.outputs, strict=True))
     out = names.of[id(outputs[carry_out])] if carry_out is not None else "_"
     extra = "".join(f"{names.of[id(w)]}, " for k, w in outputs.items() if k != carry_out)
     state_name = names.new(f"{base}_state") if inner.states else "_"
-    call = f"{params}, {carry}, ({shared.rstrip()}), {state}, ops.fold(key, {index}), train"
+    call = f"{params}, {carry}, ({shared.rstrip()}), {state}, ops.fold(key, {node.index}), {job.train}"
     if isinstance(block, Repeat):
-        options = f"count={block.count}, mode={modes[id(node)]!r}, remat={block.remat!r}"
+        options = f"count={block.count}, mode={job.modes[id(node.block)]!r}, remat={block.remat!r}"
         right = f"ops.repeat({inner.name}, {call}, {options})"
     else:
         right = f"ops.checkpointed({inner.name}, {block.remat!r})({call})"  # type: ignore[attr-defined]

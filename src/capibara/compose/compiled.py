@@ -1,8 +1,8 @@
 """Compiled models: a pure function, and what is needed to call it.
 
-:func:`compile` turns a logical model into a :class:`CompiledModel`. Its :meth:`~CompiledModel.apply` is a pure
-function of parameters, inputs, state and randomness, so that ``jax.jit``, ``jax.grad`` and ``jax.vmap`` compose
-with it as with any function written by hand.
+:func:`capibara.compose.compile` turns a logical model into a :class:`CompiledModel`. Its
+:meth:`~CompiledModel.apply` is a pure function of parameters, inputs, state and randomness, so that ``jax.jit``,
+``jax.grad`` and ``jax.vmap`` compose with it as with any function written by hand.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ import os
 import tempfile
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
-from capibara.compose.backends.jax_backend import JaxBackend
 from capibara.compose.checks import check_call, check_float64, checked_cotangents, cotangent
-from capibara.compose.codegen import generate
-from capibara.compose.errors import CompileError, ShapeError
-from capibara.compose.graph import Path, flatten
-from capibara.compose.model import Block, Model, Placement
+from capibara.compose.errors import CompileError
+from capibara.compose.graph import Path
+from capibara.compose.model import Model
 from capibara.compose.randomness import as_key, check_key
-from capibara.compose.regions import Repeat
-from capibara.compose.shapes import what_if
 from capibara.compose.sharding import constrain, param_shardings
 from capibara.compose.specs import ArraySpec, ModelSpecs, shape_text
 from capibara.errors import did_you_mean
@@ -31,79 +28,29 @@ from capibara.errors import did_you_mean
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["ArraySpec", "CompiledModel", "compile"]
+__all__ = ["ArraySpec", "CompiledModel", "Program"]
 
 
-def compile(
-    model: Block,
-    backend: JaxBackend | None = None,
-    *,
-    shapes: Mapping[str, Any] | None = None,
-    jit: bool | None = None,
-    file_path: str | os.PathLike[str] | None = None,
-) -> CompiledModel:
-    """Compile a logical model to one pure function.
+@dataclass
+class Program:
+    """What :func:`~capibara.compose.pipeline.compile` made of a model, before there is anything to call.
 
-    Args:
-        model: the model. It is not changed, and can be compiled again in other ways.
-        backend: where and in which precision to run; by default float32 on JAX's default device.
-        shapes: sizes of inputs, ``{"input": [32, 128]}``; None in a shape leaves that size free.
-        jit: compile ``evaluate`` with ``jax.jit``; by default as the backend says.
-        file_path: also write the generated source to this file.
-
-    Raises:
-        UnconnectedError, CycleError, ShapeError, KindError: the model is wrong, and where.
-        CompileError: the arguments are wrong.
+    Attributes:
+        source: the generated module. constants: the values of its constants.
+        specs: shapes, dtypes and axes.
+        jit, inference, check_shapes: as asked for (``check_shapes``: ``safe_shapes``).
+        effects: number of operations before and after the passes, and what each of these did.
+        fixed: keys of the inputs that were given their value.
     """
-    if isinstance(model, Placement):
-        raise CompileError(
-            "model is a block called with its connections: compile a Model to which it was added"
-        )
-    if not isinstance(model, Block):
-        raise CompileError(f"model={model!r} is no model: pass a capibara.compose Model")
-    if model.parent is not None:
-        raise CompileError(f"{model.label} is part of {model.parent.label}: compile that one")
-    if not isinstance(model, Model):
-        whole = Model()
-        whole.add(model, **{k: k for k in (*model.input_keys, *model.output_keys)})
-        whole.expose(*model.output_keys)
-        model.parent = None  # the wrapper is only for this call
-        model.child_name = None
-        model = whole
-    backend = JaxBackend() if backend is None else backend
-    if not isinstance(backend, JaxBackend):
-        raise CompileError(f"backend={backend!r} must be a JaxBackend, such as JaxBackend(device='cpu')")
-    if not isinstance(shapes, Mapping | None):
-        raise CompileError(
-            f"shapes={shapes!r} must be a dict of shapes by input, such as {{'input': [32, 128]}}"
-        )
-    model._finish()
-    with what_if():
-        for key, spec in (shapes or {}).items():
-            if key not in model.input_keys:
-                raise CompileError(
-                    f"shapes names {key!r}, which is no input; the inputs are {model.input_keys}."
-                    f"{did_you_mean(str(key), model.input_keys)}"
-                )
-            try:
-                model.set_shapes(**{key: spec})
-            except ShapeError as error:
-                raise ShapeError(f"shapes[{key!r}]: {error}") from None
-        graph = flatten(model)
-        modes = {
-            id(node): _mode(node.block, backend) for node in graph.walk() if isinstance(node.block, Repeat)
-        }
-        source, constants = generate(graph, backend.policy, modes)
-        specs = ModelSpecs(graph, backend.policy)
-    return CompiledModel(
-        model, backend, source, constants, specs, backend.jit if jit is None else jit, file_path
-    )
 
-
-def _mode(block: Repeat, backend: JaxBackend) -> str:
-    from capibara.compose.backends.jax_repeat import choose_mode
-
-    return choose_mode(block.mode, block.count, backend.platform)
+    source: str
+    constants: dict[str, Any]
+    specs: ModelSpecs
+    jit: bool
+    inference: bool = False
+    check_shapes: bool = True
+    effects: dict[str, int] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
 
 
 _counter = 0
@@ -121,25 +68,23 @@ class CompiledModel:
     def __init__(
         self,
         model: Model,
-        backend: JaxBackend,
-        source: str,
-        constants: dict[str, Any],
-        specs: ModelSpecs,
-        jit: bool,
-        file_path: str | os.PathLike[str] | None,
+        backend: Any,
+        program: Program,
+        file_path: str | os.PathLike[str] | None = None,
     ) -> None:
         global _counter
+        specs = program.specs
         self.model = model
         self.backend = backend
-        self.source = (
-            f'"""Generated by capibara.compose from {type(model).__name__}."""\n\n'
-            "from capibara.compose.backends import jax_ops as ops\n\n\n" + source
-        )
+        self.source = program.source
+        self.effects = program.effects
+        self.inference = program.inference
+        self._program = program
         self.inputs = specs.inputs
         self.outputs = specs.outputs
         self.params = specs.params
         self.states = specs.states
-        self.jit = jit
+        self.jit = program.jit
         self._jitted: dict[Any, Any] = {}
         self._makers: dict[Any, Any] = {}
         _counter += 1
@@ -149,11 +94,12 @@ class CompiledModel:
             filename = str(file_path)
             _write(FilePath(file_path), self.source)
         linecache.cache[filename] = (len(self.source), None, self.source.splitlines(True), filename)
-        namespace: dict[str, Any] = {
-            "constants": constants,
-            "shard": lambda x, names: constrain(x, names, backend.mesh, backend.rules),
-        }
+        namespace: dict[str, Any] = {"__name__": f"capibara_model_{_counter}"}
         exec(_builtin_compile(self.source, filename, "exec"), namespace)
+        if program.constants and not getattr(backend, "ops_module", "").endswith("torch_ops"):
+            namespace["constants"] = program.constants  # as they were given, on their device
+        if getattr(backend, "mesh", None) is not None:
+            namespace["shard"] = lambda x, names: constrain(x, names, backend.mesh, backend.rules)
         self.function = namespace["forward"]
 
     # ---- keys and shapes ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ operation. A repeated or rematerialised block stays a graph of its own (:attr:`N
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from capibara.compose.block import Block, Primitive, site_of
@@ -41,7 +41,12 @@ class Leaf:
 
 @dataclass
 class Node:
-    """One operation, or one region, of a flat graph."""
+    """One operation, or one region, of a flat graph.
+
+    Attributes:
+        index: its place in the graph as flattened; passes do not change it, so that the random numbers that it
+            draws do not depend on what else is left out.
+    """
 
     block: Block
     label: str
@@ -49,6 +54,7 @@ class Node:
     outputs: list[Wire]
     path: Path
     region: Graph | None = None
+    index: int = 0
 
 
 @dataclass
@@ -74,8 +80,19 @@ class Graph:
                     stack.append(node.region)
 
 
-def flatten(model: Model, name: str = "forward") -> Graph:
+def flatten(
+    model: Model,
+    name: str = "forward",
+    *,
+    extra_inputs: Mapping[str, Wire] | None = None,
+    safe_names: bool = True,
+) -> Graph:
     """Flatten a model.
+
+    Args:
+        model: the model. name: of the function that it becomes.
+        extra_inputs: values inside the model that are inputs of the graph too.
+        safe_names: False makes inputs of what is connected to nothing, named by the place where it is read.
 
     Raises:
         UnconnectedError: an operation needs a value that nothing gives.
@@ -85,7 +102,7 @@ def flatten(model: Model, name: str = "forward") -> Graph:
     model._finish()
     graph = Graph(
         name,
-        {k: model.wires[k].find() for k in model.input_keys},
+        {k: model.wires[k].find() for k in model.input_keys} | dict(extra_inputs or {}),
         {k: model.wires[k].find() for k in model.output_keys},
     )
     if not graph.outputs:
@@ -147,8 +164,14 @@ def flatten(model: Model, name: str = "forward") -> Graph:
         for wire in node.inputs:
             # Also where nothing needs the result: a forgotten connection is the likelier reason for that.
             if wire.role is None and id(wire) not in made:
-                raise _unconnected(node, wire)
+                block, key = _open_end(node, wire)
+                if safe_names:
+                    raise _unconnected(block, key)
+                graph.inputs[_free_name(f"{block.label}_{key}".replace(".", "_"), graph.inputs)] = wire
+                made.add(id(wire))
     graph.nodes = _order(graph, nodes)
+    for index, node in enumerate(graph.nodes):
+        node.index = index
     return graph
 
 
@@ -203,15 +226,27 @@ def _place(node: Node) -> str:
     return f"{node.label}" + (f" (added at {site})" if site else "")
 
 
-def _unconnected(node: Node, wire: Wire) -> UnconnectedError:
+def _free_name(base: str, taken: Mapping[str, Wire]) -> str:
+    name, i = base, 1
+    while name in taken:
+        i += 1
+        name = f"{base}_{i}"
+    return name
+
+
+def _open_end(node: Node, wire: Wire) -> tuple[Block, str]:
+    """The outermost block whose port an unconnected value is: the one that the user added and forgot to connect."""
     key = next((k for k, w in node.block.wires.items() if w.find() is wire), "input")
     block: Block = node.block
-    # Name the outermost block whose port this is: the one that the user added and forgot to connect.
     while isinstance(block.parent, Model):
         outer = next((k for k, w in block.parent.wires.items() if w.find() is wire), None)
         if outer is None:
             break
         block, key = block.parent, outer
+    return block, key
+
+
+def _unconnected(block: Block, key: str) -> UnconnectedError:
     site = site_of(block)
     added = f" (added at {site})" if site else ""
     return UnconnectedError(

@@ -1,0 +1,66 @@
+"""Constants of a model as text in generated source, and back.
+
+Small arrays are written as lists, which can be read; larger ones as base64 of their bytes (little-endian, row by
+row), which is exact for every dtype.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+
+__all__ = ["READABLE", "array", "as_source", "tensor"]
+
+READABLE = 64
+"""Elements up to which an array is written as a list of numbers."""
+
+
+def as_source(value: Any) -> str:
+    """An expression for a constant, in which ``array`` is this module's function.
+
+    Args:
+        value: a Python number, or anything that :func:`numpy.asarray` makes an array of.
+    """
+    if isinstance(value, float | int) and not isinstance(value, np.generic):
+        return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
+    data = np.asarray(value)
+    if 0 < data.size <= READABLE and data.dtype.kind in "fiub":
+        numbers = data.tolist()
+        if data.dtype.kind != "f" or bool(np.isfinite(data).all()):
+            return f"array({numbers!r}, {data.dtype.name!r})"
+    text = base64.b64encode(np.ascontiguousarray(data).tobytes()).decode("ascii")
+    return f"array({text!r}, {data.dtype.name!r}, {data.shape!r})"
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
+
+
+def array(values: Any, dtype: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """A NumPy array from what :func:`as_source` wrote.
+
+    Args:
+        values: nested lists of numbers, or base64 text of the bytes, which then needs the ``shape``.
+        dtype: its name. shape: of the array.
+    """
+    if isinstance(values, str):
+        assert shape is not None
+        return np.frombuffer(base64.b64decode(values), _dtype(dtype)).reshape(shape)
+    return np.array(values, _dtype(dtype))
+
+
+def tensor(values: Any, dtype: str, shape: tuple[int, ...] | None = None) -> Any:
+    """:func:`array` as a PyTorch tensor (bfloat16 by way of float32, which holds it exactly)."""
+    import torch
+
+    data = array(values, dtype, shape)
+    if dtype == "bfloat16":
+        return torch.from_numpy(data.astype("float32")).to(torch.bfloat16)
+    return torch.from_numpy(data.copy())
