@@ -13,6 +13,19 @@ params = compiled.randomize_params(seed=0)
 from capibara.compose import models, primitives
 from capibara.compose.backends.jax_backend import JaxBackend
 from capibara.compose.compiled import ArraySpec, CompiledModel
+from capibara.compose.dtypes import (
+    Dtype,
+    bfloat16,
+    bool,
+    float16,
+    float32,
+    float64,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+)
 from capibara.compose.errors import (
     CompileError,
     ComposeError,
@@ -319,6 +332,7 @@ __all__ = [
     "DistanceMatrix",
     "Divide",
     "Dropout",
+    "Dtype",
     "Eigvalsh",
     "ElementWiseAffine",
     "Elu",
@@ -499,9 +513,19 @@ __all__ = [
     "ZeroState",
     "Zeros",
     "ZerosLike",
+    "bfloat16",
+    "bool",
     "compile",
     "constrain",
+    "float16",
+    "float32",
+    "float64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
     "models",
     "param_shardings",
     "primitives",
+    "uint8",
 ]

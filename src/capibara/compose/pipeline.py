@@ -126,7 +126,7 @@ def compile(
         ),
         constants=constants,
         specs=specs,
-        jit=backend.jit if jit is None else jit,
+        jit=backend.jit_default if jit is None else jit,
         inference=inference,
         check_shapes=safe_shapes,
         effects={"operations": before, **effects, "left": after},

@@ -1,4 +1,4 @@
-"""The JAX backend: where and in which precision a composed model runs."""
+"""The JAX backend: where and in which precision a composed model runs, and arrays outright."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from capibara.compose.errors import CompileError
+from capibara.compose.backends.base import Backend
+from capibara.compose.errors import CompileError, InputError
 from capibara.compose.precision import Precision
+from capibara.compose.randomness import as_key
 from capibara.config.axes import AxisRules
 
 __all__ = ["JaxBackend"]
 
 
-class JaxBackend:
-    """Where and how a compiled model runs on JAX. Making one changes no JAX setting.
+class JaxBackend(Backend):
+    """Where and how a compiled model runs on JAX, and its methods on arrays. Making one changes no JAX setting.
 
     Args:
         dtype: dtype of parameters and arithmetic (``"float32"``, ``"bfloat16"``, ``"float16"``, ``"float64"``).
@@ -39,6 +41,10 @@ class JaxBackend:
             precision that JAX does not know.
     """
 
+    type = "jax"
+    ops_module = "capibara.compose.backends.jax_ops"
+    eager_module = "capibara.compose.backends.jax_eager"
+
     def __init__(
         self,
         dtype: Any = "float32",
@@ -53,23 +59,15 @@ class JaxBackend:
         precision: Any | None = None,
         debug: bool = False,
     ) -> None:
-        if policy is None:
-            name = dtype if isinstance(dtype, str) else _dtype_name(dtype)
-            policy = Precision(name, name, "float64" if name == "float64" else "float32")
-        self.policy = policy
-        self.jit = jit
+        self._start(dtype, policy)
+        self.jit_default = jit
         self.rules = rules or AxisRules()
         self.device = _device(device, platform)
-        self.mesh = _mesh(device_mesh, mesh_axes, platform)
+        self.mesh = make_mesh(device_mesh, mesh_axes, platform)
         self._platform = platform
         self.precision = precision
         self._matmul_precision = _precision(precision)
         self.debug = debug
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of arithmetic."""
-        return self.policy.compute
 
     @property
     def platform(self) -> str:
@@ -112,6 +110,92 @@ class JaxBackend:
             stack.enter_context(jax.default_device(self.device))
         return stack
 
+    # ---- arrays outright ----------------------------------------------------------------------------------
+
+    def get_backend_array_type(self) -> Any:
+        """``jax.Array``."""
+        import jax
+
+        return jax.Array
+
+    @staticmethod
+    def get_available_devices() -> list[str]:
+        """The devices of JAX's default platform, as ``device=`` takes them."""
+        import jax
+
+        return [f"{d.platform}:{d.id}" for d in jax.devices()]
+
+    def to_numpy(self, input: Any) -> Any:
+        """A NumPy copy of an array."""
+        import numpy as np
+
+        return np.array(input)
+
+    def to_device(self, data: Any, device: Any, asynchronous: bool = True) -> Any:
+        """The array on another device: ``jax.device_put``."""
+        import jax
+
+        with self._wide(data):
+            moved = jax.device_put(data, _device(device, None))
+        return moved if asynchronous else jax.block_until_ready(moved)
+
+    def block_until_ready(self, data: Any) -> Any:
+        """Wait until an array (or a nested dict of them) has been computed, and return it."""
+        import jax
+
+        return jax.block_until_ready(data)
+
+    def empty_cache(self) -> None:
+        """Forget what JAX has compiled: ``jax.clear_caches()``."""
+        import jax
+
+        jax.clear_caches()
+
+    def _new_key(self, seed: Any) -> Any:
+        return as_key(seed)
+
+    def _given(self, value: Any) -> Any:
+        import jax
+        import numpy as np
+
+        if isinstance(value, list):
+            return self.array(value)
+        if isinstance(value, np.ndarray):
+            return jax.numpy.asarray(value)
+        return value
+
+    def _wide(self, *values: Any) -> AbstractContextManager[Any]:
+        """float64 and int64 for as long as the block lasts, if any of the values has them."""
+        import jax
+
+        for value in values:
+            if str(getattr(value, "dtype", value)) in ("float64", "int64", "uint64"):
+                return jax.enable_x64(True)
+        return contextlib.nullcontext()
+
+    def _call(self, function: str, *args: Any, **options: Any) -> Any:
+        with self._wide(*args, *options.values()):
+            return super()._call(function, *args, **options)
+
+    def _make(self, function: str, *args: Any, **options: Any) -> Any:
+        mesh = options.pop("device_mesh", None)
+        split = options.pop("tensor_split", None)
+        if mesh is None and split is not None and self.mesh is None:
+            raise InputError(f"tensor_split={tuple(split)!r} needs device_mesh, the devices to split over")
+        if function == "array":
+            with self._wide(*args, options["dtype"]), self.scope():
+                made = self._function("as_array")(*args, options["dtype"], self.dtype)
+        else:
+            made = self._call(function, *args, **options)
+        if mesh is None and split is None:
+            return made
+        import jax
+
+        from capibara.compose.backends.meshes import split_over
+
+        with self._wide(made):
+            return jax.device_put(made, split_over(self, tuple(made.shape), mesh, split))
+
     def __repr__(self) -> str:
         where = self.device or (dict(self.mesh.shape) if self.mesh is not None else self.platform)
         return f"JaxBackend({self.policy.param}/{self.policy.compute}, {where})"
@@ -135,17 +219,6 @@ def _precision(precision: Any) -> Any:
         ) from None
 
 
-def _dtype_name(dtype: Any) -> str:
-    import numpy as np
-
-    try:
-        return np.dtype(dtype).name
-    except TypeError:
-        raise CompileError(
-            f"dtype={dtype!r} is no dtype: use 'float32', 'bfloat16', 'float16' or 'float64'"
-        ) from None
-
-
 def _device(device: Any, platform: str | None) -> Any:
     import jax
 
@@ -165,7 +238,7 @@ def _device(device: Any, platform: str | None) -> Any:
     return found[number]
 
 
-def _mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
+def make_mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
     if mesh is None or hasattr(mesh, "axis_names"):
         return mesh
     import jax

@@ -1,0 +1,180 @@
+"""Random arrays. Each backend object has a random state of its own: nothing global is read or set.
+
+A method without a key takes the next one from that state; :meth:`Randomness.set_seed` starts it anew. Two backends
+of the same kind with the same seed give the same numbers. NumPy and PyTorch draw from one counter-based generator
+(Philox) and agree with each other; JAX's numbers are JAX's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from capibara.compose.backends.methods.caller import Caller, as_shape
+from capibara.compose.backends.methods.creation import MeshShape, Split
+from capibara.compose.dtypes import dtype_name
+from capibara.compose.errors import InputError
+
+__all__ = ["Randomness"]
+
+
+class Randomness(Caller):
+    """Keys, and arrays drawn with them."""
+
+    seed: Any
+    _key: Any
+
+    def _new_key(self, seed: Any) -> Any:
+        raise NotImplementedError
+
+    def set_seed(self, seed: Any) -> None:
+        """Start the random state anew, from a whole number from 0 to 2³² − 1 (or a key)."""
+        self._key = self._new_key(seed)
+        self.seed = seed
+
+    def get_random_key(self) -> Any:
+        """A key that was not used before; the state goes on."""
+        self._key, own = self._call("split_key", self._key, 2)
+        return own
+
+    def split_key(self, key: Any, num: int = 2) -> tuple[Any, ...]:
+        """``num`` independent keys from one."""
+        if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+            raise InputError(f"num={num!r} must be a whole number of at least 1")
+        return tuple(self._call("split_key", key, num))
+
+    def random_normal(
+        self,
+        key: Any = None,
+        shape: int | Sequence[int] = (),
+        *,
+        dtype: Any = None,
+        device_mesh: MeshShape = None,
+        tensor_split: Split = None,
+    ) -> Any:
+        """Normal numbers with mean 0 and variance 1, from a key (or the next one)."""
+        return self._make(
+            "draw_normal",
+            self.get_random_key() if key is None else key,
+            as_shape((shape,)),
+            dtype=self._float(dtype),
+            device_mesh=device_mesh,
+            tensor_split=tensor_split,
+        )
+
+    def random_uniform(
+        self,
+        key: Any = None,
+        shape: int | Sequence[int] = (),
+        low: float = 0.0,
+        high: float = 1.0,
+        *,
+        dtype: Any = None,
+        device_mesh: MeshShape = None,
+        tensor_split: Split = None,
+    ) -> Any:
+        """Numbers spread evenly over [low, high), from a key (or the next one)."""
+        return self._make(
+            "draw_uniform",
+            self.get_random_key() if key is None else key,
+            as_shape((shape,)),
+            low,
+            high,
+            dtype=self._float(dtype),
+            device_mesh=device_mesh,
+            tensor_split=tensor_split,
+        )
+
+    def randn(
+        self,
+        *shape: Any,
+        dtype: Any = None,
+        prng_key: Any = None,
+        device_mesh: MeshShape = None,
+        tensor_split: Split = None,
+    ) -> Any:
+        """Normal numbers with mean 0 and variance 1."""
+        return self.random_normal(
+            prng_key, as_shape(shape), dtype=dtype, device_mesh=device_mesh, tensor_split=tensor_split
+        )
+
+    def rand(
+        self,
+        *shape: Any,
+        dtype: Any = None,
+        prng_key: Any = None,
+        device_mesh: MeshShape = None,
+        tensor_split: Split = None,
+    ) -> Any:
+        """Numbers spread evenly over [0, 1)."""
+        return self.random_uniform(
+            prng_key, as_shape(shape), dtype=dtype, device_mesh=device_mesh, tensor_split=tensor_split
+        )
+
+    def rand_uniform(
+        self,
+        low: float,
+        high: float,
+        *shape: Any,
+        dtype: Any = None,
+        prng_key: Any = None,
+        device_mesh: MeshShape = None,
+        tensor_split: Split = None,
+    ) -> Any:
+        """Numbers spread evenly over [low, high)."""
+        return self.random_uniform(
+            prng_key,
+            as_shape(shape),
+            low,
+            high,
+            dtype=dtype,
+            device_mesh=device_mesh,
+            tensor_split=tensor_split,
+        )
+
+    def randint(
+        self,
+        low: int,
+        high: int,
+        *shape: Any,
+        dtype: Any = None,
+        prng_key: Any = None,
+        device_mesh: MeshShape = None,
+        tensor_split: Split = None,
+    ) -> Any:
+        """Whole numbers from ``low`` up to, but not including, ``high``; int32 unless ``dtype`` says otherwise."""
+        if not low < high:
+            raise InputError(f"randint: low={low!r} must be below high={high!r}")
+        return self._make(
+            "draw_integers",
+            self.get_random_key() if prng_key is None else prng_key,
+            as_shape(shape),
+            low,
+            high,
+            dtype="int32" if dtype is None else dtype_name(dtype),
+            device_mesh=device_mesh,
+            tensor_split=tensor_split,
+        )
+
+    def multinomial(
+        self, probs: Any, num_samples: int, replacement: bool = False, *, prng_key: Any = None
+    ) -> Any:
+        """Indices drawn with the probabilities of each row: ``probs [*b, n]`` → ``int32 [*b, num_samples]``.
+
+        Rows need not sum to 1. Without replacement no index comes twice (Gumbel's top-k; Vieira, 2014), and
+        ``num_samples`` must not be above n.
+
+        Raises:
+            InputError: ``num_samples`` does not fit.
+        """
+        n = probs.shape[-1] if len(getattr(probs, "shape", ())) else 0
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise InputError(f"num_samples={num_samples!r} must be a whole number of at least 1")
+        if not n or (not replacement and num_samples > n):
+            raise InputError(
+                f"multinomial: {num_samples} different indices cannot be drawn from probs of shape "
+                f"{tuple(getattr(probs, 'shape', ()))}: draw fewer, or with replacement=True"
+            )
+        shape = (*probs.shape[:-1], num_samples, n) if replacement else tuple(probs.shape)
+        uniform = self.random_uniform(prng_key, shape, 1e-20, 1.0, dtype="float32")
+        return self._call("choose", probs, uniform, num_samples, replacement)
