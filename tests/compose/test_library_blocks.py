@@ -208,13 +208,12 @@ def test_encoder_decoder(teacher_forcing: bool) -> None:
     given |= {f"target{i}": v for i, v in enumerate(targets) if i >= first}
     p, out, _ = run(network, decoder_input=draw(3, 3), indices=order, **given)
     _, ends = encode(rnn_step, p["encoder"], xs, [np.zeros((3, 5))])
-    state, x = (ends[order],), draw(3, 3)
+    state, made = (ends[order],), draw(3, 3)
     for i, target in enumerate(targets):
         rows = len(target)
-        if i:
-            x = (targets[i - 1] if teacher_forcing else y)[:rows]
-        state, y = rnn_step(p["decoder"], x, [s[:rows] for s in state])
-        close(out[f"output{i}"], y)
+        x = targets[i - 1] if i and teacher_forcing else made
+        state, made = rnn_step(p["decoder"], x[:rows], [s[:rows] for s in state])
+        close(out[f"output{i}"], made)
 
 
 def test_encoder_decoder_inference() -> None:
@@ -222,9 +221,10 @@ def test_encoder_decoder_inference() -> None:
     x, start = draw(2, 3), draw(2, 4)
     p, out, _ = run(network, input0=x, initial_hidden=start, decoder_input=2 * x)
     state, _ = rnn_step(p["encoder"], x, [start])
-    for i, given in enumerate((2 * x, None)):
-        state, y = rnn_step(p["decoder"], given if given is not None else y, state)  # noqa: F821
-        close(out[f"output{i}"], y)
+    given = 2 * x
+    for i in range(2):
+        state, given = rnn_step(p["decoder"], given, state)
+        close(out[f"output{i}"], given)
 
 
 def test_lstm_learns_to_remember() -> None:

@@ -194,12 +194,11 @@ class TrainModel(Model):
             joined = p.Concat(len(losses), None)
             super()._add(joined, {f"input_{i}": port for i, port in enumerate(losses)}, None)
             at = self._chained(self._combine, Port(joined, "output"))
-        else:
-            at = self._chained(p.Buffer(), at)
+        at = self._chained(p.Item(), at)  # refuses a loss that is no scalar
         self._named(at, "loss")
         parts = [at]
         for penalty, coef, wire in self._penalties:
-            port = penalty
+            port = self._chained(p.Item(), penalty)
             if self.geometric_mean:
                 port = self._per_element(port, wire)
             factor = p.Multiply()

@@ -33,25 +33,25 @@ Weights = tuple[float, ...] | str | None
 
 
 def squared_error(x: Array, target: Array) -> Array:
-    return jnp.square(x - target.astype(x.dtype))
+    return jnp.square(x - jnp.asarray(target, x.dtype))
 
 
 def absolute_error(x: Array, target: Array) -> Array:
-    return absolute(x - target.astype(x.dtype))
+    return absolute(x - jnp.asarray(target, x.dtype))
 
 
 def huber_loss(x: Array, target: Array, delta: float) -> Array:
-    size = jnp.abs(x - target.astype(x.dtype))
+    size = jnp.abs(x - jnp.asarray(target, x.dtype))
     return jnp.where(size <= delta, 0.5 * jnp.square(size), delta * (size - 0.5 * delta))
 
 
 def quantile_loss(x: Array, target: Array, quantile: float) -> Array:
-    error = target.astype(x.dtype) - x
+    error = jnp.asarray(target, x.dtype) - x
     return jnp.maximum(quantile * error, (quantile - 1) * error)
 
 
 def hinge_loss(x: Array, target: Array) -> Array:
-    return jnp.maximum(1 - target.astype(x.dtype) * x, 0)
+    return jnp.maximum(1 - jnp.asarray(target, x.dtype) * x, 0)
 
 
 def quad_hinge_loss(x: Array, target: Array) -> Array:
@@ -68,7 +68,9 @@ def _class_weights(x: Array, target: Array, weights: Weights, categorical: bool,
         if categorical:
             counts = jnp.sum(jax.nn.one_hot(target.reshape(-1), classes, dtype=x.dtype), axis=0)
         else:
-            counts = jnp.sum(jnp.moveaxis(target.astype(x.dtype), axis, -1).reshape(-1, classes), axis=0)
+            counts = jnp.sum(
+                jnp.moveaxis(jnp.asarray(target, x.dtype), axis, -1).reshape(-1, classes), axis=0
+            )
         row = jnp.where(counts > 0, jnp.sum(counts) / (classes * jnp.where(counts > 0, counts, 1)), 0)
     else:
         row = jnp.asarray(weights, x.dtype)
@@ -81,7 +83,7 @@ def cross_entropy_log_probs(x: Array, target: Array, weights: Weights, categoric
         weighted = x if each is None else x * each
         index = jnp.expand_dims(target, axis)
         return -jnp.squeeze(jnp.take_along_axis(weighted, index, axis=axis, mode="clip"), axis)
-    target = target.astype(x.dtype)
+    target = jnp.asarray(target, x.dtype)
     terms = jnp.where(target == 0, 0, target * jnp.where(target == 0, 0, x))
     return -jnp.sum(terms if each is None else terms * each, axis=axis)
 
@@ -115,7 +117,7 @@ def _picked_log(x: Array, target: Array, axis: int) -> Array:
 
 
 def kl_divergence(x: Array, target: Array, robust: bool, threshold: float | None) -> Array:
-    target = target.astype(x.dtype)
+    target = jnp.asarray(target, x.dtype)
     empty = target == 0
     if robust:
         ratio = robust_log(target, threshold) - robust_log(x, threshold)
@@ -134,7 +136,7 @@ def _positive_weight(target: Array, weight: float | str) -> Array | float:
 def binary_cross_entropy(
     x: Array, target: Array, positive_weight: float | str, robust: bool, threshold: float | None
 ) -> Array:
-    target = target.astype(x.dtype)
+    target = jnp.asarray(target, x.dtype)
     weight = _positive_weight(target, positive_weight)
     if robust:
         return -weight * target * robust_log(x, threshold) - (1 - target) * robust_log(1 - x, threshold)
@@ -145,6 +147,6 @@ def binary_cross_entropy(
 
 
 def binary_cross_entropy_logits(x: Array, target: Array, positive_weight: float | str) -> Array:
-    target = target.astype(x.dtype)
+    target = jnp.asarray(target, x.dtype)
     weight = _positive_weight(target, positive_weight)
     return weight * target * jax.nn.softplus(-x) + (1 - target) * jax.nn.softplus(x)

@@ -19,13 +19,15 @@ Axis = int | tuple[int, ...] | None
 
 
 def _same(x: Array, what: str) -> Array:
+    x = jnp.asarray(x)
     if x.dtype == bool:
         raise InputError(f"the {what} of an array of bools is not defined: use Cast('int32') before it")
     return x
 
 
 def sum(x: Array, axis: Axis, keepdims: bool = False) -> Array:
-    return jnp.sum(_same(x, "sum"), axis=axis, keepdims=keepdims, dtype=x.dtype)
+    x = _same(x, "sum")
+    return jnp.sum(x, axis=axis, keepdims=keepdims, dtype=x.dtype)
 
 
 def mean(x: Array, axis: Axis, keepdims: bool = False, dtype: str | None = None) -> Array:
@@ -34,7 +36,8 @@ def mean(x: Array, axis: Axis, keepdims: bool = False, dtype: str | None = None)
 
 
 def prod(x: Array, axis: Axis, keepdims: bool = False) -> Array:
-    return jnp.prod(_same(x, "product"), axis=axis, keepdims=keepdims, dtype=x.dtype)
+    x = _same(x, "product")
+    return jnp.prod(x, axis=axis, keepdims=keepdims, dtype=x.dtype)
 
 
 def max(x: Array, axis: Axis, keepdims: bool = False) -> Array:

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.compose.errors import InputError
+
 __all__ = [
     "at_least_1d",
     "broadcast_to",
@@ -87,6 +89,8 @@ def pad(x: Array, widths: tuple[tuple[int, int], ...], value: float) -> Array:
 
 
 def item(x: Array) -> Array:
+    if x.size != 1:
+        raise InputError(f"an array of shape {x.shape} has not one element: reduce it before Item()")
     return jnp.reshape(x, ())
 
 
