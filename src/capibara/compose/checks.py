@@ -29,8 +29,10 @@ def check_call(
     input_specs: Mapping[str, ArraySpec],
     param_specs: Mapping[Path, ArraySpec],
     state_specs: Mapping[Path, ArraySpec],
+    *,
+    shapes: bool = True,
 ) -> None:
-    """Check the arguments of one call of a compiled model.
+    """Check the arguments of one call of a compiled model; without ``shapes`` only names and kinds.
 
     Raises:
         InputError: for missing or unknown inputs, missing parameters or states, wrong shapes, and integers where
@@ -46,11 +48,14 @@ def check_call(
     for key, spec in input_specs.items():
         if getattr(inputs[key], "shape", None) is None:
             raise InputError(f"inputs[{key!r}] is {type(inputs[key]).__name__}, not an array")
-        _check_shape(f"inputs[{key!r}]", inputs[key], spec, sizes)
+        if shapes:
+            _check_shape(f"inputs[{key!r}]", inputs[key], spec, sizes)
         _check_kind(f"inputs[{key!r}]", inputs[key], spec)
     for what, tree, specs in (("params", params, param_specs), ("state", state, state_specs)):
         for path, spec in specs.items():
-            _check_shape(what + "".join(f"[{k!r}]" for k in path), _leaf(what, tree, path), spec, sizes)
+            leaf = _leaf(what, tree, path)
+            if shapes:
+                _check_shape(what + "".join(f"[{k!r}]" for k in path), leaf, spec, sizes)
 
 
 def check_float64(*trees: Any) -> None:
@@ -94,6 +99,8 @@ def checked_cotangents(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, 
                 f"{did_you_mean(str(name), specs)}"
             )
         number = isinstance(value, int | float) and not isinstance(value, bool)
+        if getattr(value, "weak_type", False) and value.shape == () and value.dtype != bool:
+            number = True  # what a Python number is in a trace
         dtype = getattr(value, "dtype", None)
         if not number and (dtype is None or getattr(value, "shape", None) is None):
             raise InputError(f"{place} is {type(value).__name__}, not an array of the shape of that output")

@@ -17,12 +17,15 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from capibara.compose.checks import check_call, check_float64, checked_cotangents, cotangent
-from capibara.compose.errors import CompileError
+from capibara.compose.errors import CompileError, InputError
 from capibara.compose.graph import Path
 from capibara.compose.model import Model
+from capibara.compose.params_file import load_params, save_params
 from capibara.compose.randomness import as_key, check_key
+from capibara.compose.report import summary
 from capibara.compose.sharding import constrain, param_shardings
 from capibara.compose.specs import ArraySpec, ModelSpecs, shape_text
+from capibara.compose.starting import is_plain, on_backend, propose_shardings, with_initialisers
 from capibara.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -101,6 +104,7 @@ class CompiledModel:
         if getattr(backend, "mesh", None) is not None:
             namespace["shard"] = lambda x, names: constrain(x, names, backend.mesh, backend.rules)
         self.function = namespace["forward"]
+        self._forward, self._backward = self._direct()
 
     # ---- keys and shapes ----------------------------------------------------------------------------------
 
@@ -121,6 +125,26 @@ class CompiledModel:
             | {k: s.shape for k, s in self.outputs.items()}
             | params
         )
+
+    def get_shapes(self, symbolic: bool = True) -> dict[str, tuple[int | str | None, ...] | None]:
+        """:attr:`shapes` and those of states; with ``symbolic=False`` a free size is None, not a name."""
+        states = {".".join(path): spec.shape for path, spec in self.states.items()}
+        shapes = self.shapes | states
+        if symbolic:
+            return dict(shapes)
+        return {
+            k: None if s is None else tuple(n if isinstance(n, int) else None for n in s)
+            for k, s in shapes.items()
+        }
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Inputs that were given their value by ``constant_keys``."""
+        return self._program.fixed
+
+    def summary(self) -> str:
+        """What goes in, comes out and is held, with shapes, and what was simplified, as a table of text."""
+        return summary(self)
 
     @property
     def param_axes(self) -> dict[str, Any]:
@@ -155,13 +179,22 @@ class CompiledModel:
         """
         return self._make(self.params, check_key(key), sizes, "parameter")
 
-    def randomize_params(self, seed: int | jax.Array = 0) -> dict[str, Any]:
+    def randomize_params(
+        self, seed: int | jax.Array = 0, *, init: Any | None = None, **sizes: int
+    ) -> dict[str, Any]:
         """:meth:`init` with the key of a seed: a whole number from 0 to 2³² − 1, or a JAX key.
 
+        Args:
+            seed: the seed. sizes: values for free sizes, by name.
+            init: other initialisers: one for all parameters, or a dict by dotted name or pattern
+                (``{"*.bias": 0.1, "layer_0.weight": Normal(0.01)}``; the first that fits holds). A number is that
+                number everywhere.
+
         Raises:
-            InputError: ``seed`` is neither.
+            InputError: ``seed`` is neither. CompileError: a pattern fits no parameter, or is given no initialiser.
         """
-        return self.init(as_key(seed))
+        specs = self.params if init is None else with_initialisers(self.params, init)
+        return self._make(specs, as_key(seed), sizes, "parameter", keep=init is None)
 
     def init_state(self, key: Any | None = None, **sizes: int) -> dict[str, Any]:
         """The state to start with: ``{}`` for a model without any.
@@ -173,7 +206,13 @@ class CompiledModel:
         return self._make(self.states, as_key(0) if key is None else check_key(key), sizes, "state")
 
     def _make(
-        self, specs: dict[Path, ArraySpec], key: Any, sizes: Mapping[str, int], what: str
+        self,
+        specs: dict[Path, ArraySpec],
+        key: Any,
+        sizes: Mapping[str, int],
+        what: str,
+        *,
+        keep: bool = True,
     ) -> dict[str, Any]:
         import jax
 
@@ -201,7 +240,7 @@ class CompiledModel:
         with self.backend.scope():
             if not specs:
                 return {}
-            run = self._makers.get((what, frozenset(sizes.items())))
+            run = self._makers.get((what, frozenset(sizes.items()))) if keep else None
             if run is None:
                 shardings = None
                 if self.backend.mesh is not None:
@@ -211,8 +250,34 @@ class CompiledModel:
                     )
                 run = jax.jit(make, out_shardings=shardings)
                 # Kept, because compiling random generators takes longer than running them.
-                self._makers[what, frozenset(sizes.items())] = run
+                if keep:
+                    self._makers[what, frozenset(sizes.items())] = run
             return run(key)
+
+    def save_params(self, path: str | os.PathLike[str], params: Mapping[str, Any]) -> None:
+        """Write parameters to a safetensors file, whole or not at all: :func:`.params_file.save_params`."""
+        save_params(path, params, self.params)
+
+    def load_params(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read the parameters that :meth:`save_params` wrote, checked against the model, on the backend.
+
+        Raises:
+            FileNotFoundError: there is no such file. InputError: it does not hold this model's parameters.
+        """
+        arrays = _nest(load_params(path, self.params))
+        return on_backend(self, arrays)
+
+    def propose_shardings(self) -> dict[str, Any]:
+        """How arrays are best laid over the backend's mesh: by the logical names of their axes and its rules.
+
+        Returns:
+            ``{"params": …, "inputs": …, "states": …}``, each nested like the arrays, with a
+            ``jax.sharding.NamedSharding`` for each. New parameters have these shardings already.
+
+        Raises:
+            CompileError: the backend has no mesh.
+        """
+        return propose_shardings(self)
 
     # ---- running ------------------------------------------------------------------------------------------
 
@@ -244,6 +309,7 @@ class CompiledModel:
                 transformation that runs without it.
         """
         self._check(params, inputs, state, key)
+        self._check_inference(None, train)
         with self.backend.scope():
             outputs, after = self.function(params, inputs, {} if state is None else state, key, train)
         return outputs if state is None else (outputs, after)
@@ -273,7 +339,17 @@ class CompiledModel:
         Raises:
             InputError: as :meth:`apply`, and for cotangents that are not those of an output.
         """
+        if state is None and key is None and not train:
+            run = self._forward if output_gradients is None else self._backward
+            if run is not None:
+                try:
+                    if output_gradients is None:
+                        return run(params, inputs)
+                    return run(params, inputs, output_gradients)
+                except TypeError:
+                    pass  # something that JAX cannot take: what that is is said below
         self._check(params, inputs, state, key)
+        self._check_inference(output_gradients, train)
         mode = (output_gradients is not None, train)
         run = self._jitted.get(mode)
         if run is None:
@@ -287,6 +363,42 @@ class CompiledModel:
         if state is not None:
             result = (*result, after)
         return result[0] if len(result) == 1 else result
+
+    def _direct(self) -> tuple[Any, Any]:
+        """Jitted functions for calls without state and randomness, or None where those need more around them.
+
+        They check their arguments while they are traced: JAX traces again for every new structure, shape or dtype,
+        so that what was seen before is not looked at twice, and a call costs what a call of ``jax.jit`` costs.
+        """
+        backend = self.backend
+        if not self.jit or self.states or not is_plain(backend):
+            return None, None
+        import jax
+
+        def forward(params: Any, inputs: Any) -> Any:
+            self._check(params, inputs, None, None)
+            return self.function(params, inputs, {}, None, False)[0]
+
+        def backward(params: Any, inputs: Any, cotangents: Any) -> Any:
+            self._check(params, inputs, None, None)
+            given = checked_cotangents(cotangents, self.outputs)
+            outputs, pull = jax.vjp(lambda p: self.function(p, inputs, {}, None, False)[0], params)
+            return outputs, pull({k: cotangent(k, v, given.get(k)) for k, v in outputs.items()})[0]
+
+        discrete = any(spec.dtype in ("int32", "bool") for spec in self.outputs.values())
+        return jax.jit(forward), None if self.inference or discrete else jax.jit(backward)
+
+    def _check_inference(self, output_gradients: Any, train: bool) -> None:
+        if not self.inference:
+            return
+        if output_gradients is not None:
+            raise InputError(
+                "output_gradients: the model was compiled with inference=True and has no gradients; compile it without"
+            )
+        if train:
+            raise InputError(
+                "train=True: the model was compiled with inference=True and cannot be trained; compile it without"
+            )
 
     def _runner(self, with_gradients: bool, train: bool) -> Any:
         import jax
@@ -304,7 +416,9 @@ class CompiledModel:
         return jax.jit(run) if self.jit else run
 
     def _check(self, params: Any, inputs: Any, state: Any, key: Any) -> None:
-        check_call(inputs, params, state, self.inputs, self.params, self.states)
+        check_call(
+            inputs, params, state, self.inputs, self.params, self.states, shapes=self._program.check_shapes
+        )
         if key is not None:
             check_key(key)
         if self.backend.needs_x64:

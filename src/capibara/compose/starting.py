@@ -1,0 +1,114 @@
+"""What a compiled model starts from: initialisers by pattern, where arrays go, and how they are laid out."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from capibara.compose.errors import CompileError
+from capibara.compose.initializers import Constant
+from capibara.compose.specs import ArraySpec
+from capibara.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from capibara.compose.compiled import CompiledModel
+
+__all__ = ["is_plain", "on_backend", "propose_shardings", "with_initialisers"]
+
+Path = tuple[str, ...]
+
+
+def is_plain(backend: Any) -> bool:
+    """Whether a JAX function runs on this backend without any setting around it."""
+    return getattr(backend, "ops_module", "").endswith("jax_ops") and not (
+        backend.needs_x64 or backend.debug or backend.device is not None or backend.precision is not None
+    )
+
+
+def with_initialisers(specs: Mapping[Path, ArraySpec], init: Any) -> dict[Path, ArraySpec]:
+    """Parameters that start otherwise than their blocks say.
+
+    Args:
+        specs: by path. init: one initialiser (or number), or a dict of them by dotted name or pattern.
+
+    Raises:
+        CompileError: a pattern fits nothing, or a value is neither a function nor a number.
+    """
+    table = init if isinstance(init, Mapping) else {"*": init}
+    names = {".".join(path): path for path in specs}
+    changed = dict(specs)
+    done: set[str] = set()
+    for pattern, value in table.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = Constant(float(value))
+        if not callable(value):
+            raise CompileError(
+                f"init[{pattern!r}]={value!r} must be an initialiser such as Normal(0.02), or a number"
+            )
+        fitting = [n for n in names if fnmatch.fnmatchcase(n, str(pattern))]
+        if not fitting:
+            raise CompileError(
+                f"init names {pattern!r}, which fits no parameter; they are {list(names)[:12]}."
+                f"{did_you_mean(str(pattern), names)}"
+            )
+        for name in fitting:
+            if name not in done:
+                done.add(name)
+                changed[names[name]] = replace(specs[names[name]], init=value)
+    return changed
+
+
+def propose_shardings(compiled: CompiledModel) -> dict[str, Any]:
+    """See :meth:`CompiledModel.propose_shardings`."""
+    import jax
+
+    backend = compiled.backend
+    mesh = getattr(backend, "mesh", None)
+    if mesh is None:
+        raise CompileError("the backend has no mesh to lay arrays over: JaxBackend(device_mesh=(2, 2))")
+
+    def one(spec: ArraySpec, kind: Any) -> Any:
+        if spec.axes is None or spec.shape is None:
+            return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        sizes = tuple(n for n in spec.shape if isinstance(n, int))
+        # A free size may be any, so that only shapes that are known whole are checked for what divides them.
+        shape = sizes if len(sizes) == len(spec.shape) else None
+        return jax.sharding.NamedSharding(mesh, backend.rules.spec(spec.axes, mesh, shape, kind=kind))
+
+    def nested(specs: Mapping[Path, ArraySpec], kind: Any) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for path, spec in specs.items():
+            at = tree
+            for key in path[:-1]:
+                at = at.setdefault(key, {})
+            at[path[-1]] = one(spec, kind)
+        return tree
+
+    return {
+        "params": nested(compiled.params, "parameters"),
+        "inputs": {key: one(spec, "activations") for key, spec in compiled.inputs.items()},
+        "states": nested(compiled.states, "parameters"),
+    }
+
+
+def on_backend(compiled: CompiledModel, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested NumPy arrays as the backend's own, on its device or over its mesh."""
+    backend = compiled.backend
+    module = getattr(backend, "ops_module", "")
+    if not module.endswith("jax_ops"):
+        make = getattr(backend, "array", None)
+
+        def convert(tree: Any) -> Any:
+            if isinstance(tree, Mapping):
+                return {k: convert(v) for k, v in tree.items()}
+            return tree if make is None else make(tree, dtype=tree.dtype.name)
+
+        return convert(arrays)
+    import jax
+
+    with backend.scope():
+        if backend.mesh is not None:
+            return jax.device_put(arrays, propose_shardings(compiled)["params"])
+        return jax.device_put(arrays, backend.device)
