@@ -333,7 +333,7 @@ def test_a_library_for_a_newer_interface_is_refused_before_xla_sees_it(monkeypat
 
 @pytest.mark.parametrize("content", [None, b"", b"\x7fELF not a library"])
 def test_a_library_that_is_missing_or_damaged_is_refused(monkeypatch, tmp_path, content):
-    path = tmp_path / "_native.so"
+    path = tmp_path / "libcapibara.so"
     if content is not None:
         path.write_bytes(content)
     monkeypatch.setattr(library, "LIBRARY", path)
@@ -344,7 +344,7 @@ def test_a_library_that_is_missing_or_damaged_is_refused(monkeypatch, tmp_path, 
 
 
 def test_a_build_that_fails_says_why_and_leaves_the_old_library(monkeypatch, tmp_path):
-    path = tmp_path / "_native.so"
+    path = tmp_path / "libcapibara.so"
     path.write_bytes(b"the old one")
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(build.NativeBuildError, match="failed with status 1"):
@@ -353,5 +353,5 @@ def test_a_build_that_fails_says_why_and_leaves_the_old_library(monkeypatch, tmp
     monkeypatch.delenv("CXX")
     with pytest.raises(build.NativeBuildError, match=r"no C\+\+ compiler.*set CXX"):
         build.build(path)
-    assert [p.name for p in tmp_path.iterdir()] == ["_native.so"]
+    assert [p.name for p in tmp_path.iterdir()] == ["libcapibara.so"]
     assert path.read_bytes() == b"the old one"

@@ -16,7 +16,7 @@ __all__ = ["LIBRARY", "SOURCES", "NativeBuildError", "build", "source_digest"]
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "cc"
-LIBRARY = HERE / "_native.so"
+LIBRARY = HERE / "libcapibara.so"
 
 # Kernels are compiled once for each of these; isa.cc chooses at run time.
 _SETS = {
