@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from primitive_table import Case, check, draw, run
 
 from capibara import compose as ml
-from capibara.compose import primitives as p
+
+p: Any = ml.primitives  # many calls here are wrong on purpose
 
 X, Y, POSITIVE = draw(2, 3, 4), draw(3, 1, seed=1), draw(2, 3, low=0.1)
 INTS = np.array([[5, -7, 3], [0, 2, -1]])

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from primitive_table import Case, check, draw, run
 
 from capibara import compose as ml
-from capibara.compose import primitives as p
+
+p: Any = ml.primitives  # many calls here are wrong on purpose
 
 X, T = draw(4, 3), draw(4, 3, seed=5)
 SIGNS = np.sign(T)
@@ -340,7 +341,8 @@ def recurrent(kind: str, layer: Any, states: tuple[str, ...]) -> Case:
         flat = [w_ih.T, w_hh.T, bias, bias_h]
         start = [given[s][None] for s in states]
         state = tuple(start) if len(start) > 1 else start[0]
-        weights = dict(zip(("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"), flat, strict=True))
+        names: tuple[str, ...] = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+        weights: Any = dict(zip(names, flat, strict=True))
         out, end = torch.func.functional_call(layer.double(), weights, (input, state))
         return (out, *(e[0] for e in (end if isinstance(end, tuple) else (end,))))
 
@@ -371,7 +373,7 @@ def test_against_torch(name: str, found: Any) -> None:
     check(CASES[name], found[name])
 
 
-def applied(block: ml.Block, train: bool = False, **inputs: Any) -> Any:
+def applied(block: ml.Block, train: Any = False, **inputs: Any) -> Any:
     model = ml.compile(block, ml.JaxBackend("float64"))
     return {k: np.asarray(v) for k, v in model.apply({}, inputs, train=train).items()}
 
@@ -389,7 +391,7 @@ def test_principal_components() -> None:
 
     x = draw(9, 4) @ draw(4, 4)
     got = applied(p.PrincipalComponents(3), input=x)
-    want = PCA(3).fit(x)
+    want: Any = PCA(3).fit(x)
     np.testing.assert_allclose(got["mean"], want.mean_)
     np.testing.assert_allclose(got["variances"], want.explained_variance_)
     signs = np.sign((got["components"] * want.components_.T).sum(0))
@@ -405,7 +407,9 @@ def test_tsne_joint_probabilities() -> None:
         np.testing.assert_allclose(joint, joint.T)
         np.testing.assert_allclose(joint.sum(), 1)
         # The same, found by another method.
-        from scipy.optimize import brentq
+        import scipy.optimize
+
+        brentq: Any = scipy.optimize.brentq
 
         want = np.zeros((8, 8))
         for i in range(8):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from capibara.compose import primitives as p
 from capibara.compose.arguments import whole
 from capibara.compose.initializers import Scaled
@@ -13,8 +15,8 @@ __all__ = ["MixtureOfExperts"]
 class _PerExpert(Scaled):
     """Each expert's matrix drawn as one by itself."""
 
-    def __call__(self, key: object, shape: tuple[int, ...], dtype: object) -> object:
-        return Scaled(self.scale * shape[0], 2)(key, shape, dtype)  # type: ignore[arg-type]
+    def __call__(self, key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        return Scaled(self.scale * shape[0], 2)(key, shape, dtype)
 
 
 class MixtureOfExperts(Model):

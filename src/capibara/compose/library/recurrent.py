@@ -262,9 +262,9 @@ class ManyToOne(_Unrolled):
     ) -> None:
         super().__init__(cell_type, max_sequence_length, name=name)
         for step in range(max_sequence_length):
-            cell = self._step(f"input{step}", f"output{step}")
+            self._step(f"input{step}", f"output{step}")
         # A row that has no input at step t ended in step t - 1; those of the first step never ran.
-        ended = [cell.hidden, *(c.port("hidden_compl") for c in reversed(self.cells[1:]))]
+        ended = [self.cells[-1].hidden, *(c.port("hidden_compl") for c in reversed(self.cells[1:]))]
         joined = {f"input_{i}": port for i, port in enumerate(ended)}
         self.add(p.Concat(len(ended), 0), "ended", **joined, output="hidden_concat")
         self.expose(*(f"output{i}" for i in range(max_sequence_length)), "hidden_concat")
@@ -331,7 +331,7 @@ class EncoderDecoderInference(_EncoderDecoder):
 class _Sequence(Model):
     gates: ClassVar[int]
     states: ClassVar[tuple[str, ...]] = ("hidden",)
-    scan: ClassVar[Callable[[], Any]]
+    scan: ClassVar[type[p.RnnScan | p.LstmScan | p.GruScan]]
     biases: ClassVar[tuple[str, ...]] = ("bias",)
 
     def __init__(self, hidden_size: int, initial_state: bool = False, *, name: str | None = None) -> None:
@@ -343,15 +343,16 @@ class _Sequence(Model):
         self.add_parameter("w_hh", (hidden_size, width), Scaled())
         for key in self.biases:
             self.add_parameter(key, (width,), zeros)
+        start: dict[str, Any] = {s: f"initial_{s}" for s in self.states}
         if initial_state:
-            for state in self.states:
-                self.add_input(f"initial_{state}", ("batch", hidden_size), "float")
+            for key in start.values():
+                self.add_input(key, ("batch", hidden_size), "float")
         else:
-            zero = self.add(p.ZeroState(hidden_size), "start", input="input").output
-        start = {s: f"initial_{s}" if initial_state else zero for s in self.states}
+            zero = self.add(p.ZeroState(hidden_size), "start", input="input")
+            start = dict.fromkeys(self.states, zero.output)
         keys = {key: key for key in ("w_ih", "w_hh", *self.biases)}
         ends = {f"last_{s}": f"last_{s}" for s in self.states}
-        self.add(type(self).scan(), "scan", input="input", output="output", **start, **keys, **ends)
+        self.add(self.scan(), "scan", input="input", output="output", **start, **keys, **ends)
         self.expose("output", *ends)
 
 

@@ -331,19 +331,19 @@ class ExpandDims(_Move):
     """Add dimensions of size 1, at the places ``axis`` of the result."""
 
     def __init__(self, axis: int | tuple[int, ...], *, name: str | None = None) -> None:
-        axis = axes_of(axis, optional=False)
-        count = len(axis) if isinstance(axis, tuple) else 1
+        places = axes_of(axis, optional=False)
+        count = len(places) if isinstance(places, tuple) else 1
 
         def rule(before: Shape, after: Shape) -> bool:
             dims = before.dims()
             if dims is None:
                 return False
-            new = placed(axis, len(dims) + count)
+            new = placed(places, len(dims) + count)
             rest = iter(dims)
             unify(after, Shape([Dim(1) if i in new else next(rest) for i in range(len(dims) + count)]))
             return True
 
-        super().__init__("expand_dims", {"axis": axis}, rule, name=name)
+        super().__init__("expand_dims", {"axis": places}, rule, name=name)
 
 
 class BroadcastTo(_Move):

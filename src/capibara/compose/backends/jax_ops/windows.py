@@ -106,7 +106,6 @@ def batch_norm(
     """In training the batch's own statistics, and their moving averages; otherwise the given ones."""
     wide = x.astype(accumulate)
     centre, spread = mean.astype(accumulate), variance.astype(accumulate)
-    after = mean, variance
     if train:
         axes = (0, *range(2, x.ndim))
         centre = jnp.mean(wide, axis=axes)
@@ -114,8 +113,9 @@ def batch_norm(
         count = x.size // x.shape[1]
         unbiased = spread * (count / max(count - 1, 1))
         fresh = lax.stop_gradient((centre, unbiased))
-        after = tuple(
-            (old + (new.astype(old.dtype) - old) * momentum) for old, new in zip(after, fresh, strict=True)
+        mean, variance = (
+            old + (new.astype(old.dtype) - old) * momentum
+            for old, new in zip((mean, variance), fresh, strict=True)
         )
     scaled = (wide - _per_channel(centre, x.ndim)) * _per_channel(lax.rsqrt(spread + epsilon), x.ndim)
-    return scaled.astype(x.dtype), *after
+    return scaled.astype(x.dtype), mean, variance
