@@ -25,7 +25,7 @@ from capibara.compose.randomness import as_key, check_key
 from capibara.compose.report import summary
 from capibara.compose.sharding import constrain, param_shardings
 from capibara.compose.specs import ArraySpec, ModelSpecs, shape_text
-from capibara.compose.starting import is_plain, on_backend, propose_shardings, with_initialisers
+from capibara.compose.starting import on_backend, propose_shardings, scope_of, with_initialisers
 from capibara.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -371,7 +371,9 @@ class CompiledModel:
         so that what was seen before is not looked at twice, and a call costs what a call of ``jax.jit`` costs.
         """
         backend = self.backend
-        if not self.jit or self.states or not is_plain(backend):
+        in_jax = getattr(backend, "ops_module", "").endswith("jax_ops")
+        # With float64, tracing from outside without it has to be seen before the scope is entered.
+        if not in_jax or not self.jit or self.states or backend.needs_x64:
             return None, None
         import jax
 
@@ -386,7 +388,11 @@ class CompiledModel:
             return outputs, pull({k: cotangent(k, v, given.get(k)) for k, v in outputs.items()})[0]
 
         discrete = any(spec.dtype in ("int32", "bool") for spec in self.outputs.values())
-        return jax.jit(forward), None if self.inference or discrete else jax.jit(backward)
+        functions = [jax.jit(forward), None if self.inference or discrete else jax.jit(backward)]
+        scope = scope_of(backend)
+        if scope is not None:
+            functions = [f and _within(scope, f) for f in functions]
+        return functions[0], functions[1]
 
     def _check_inference(self, output_gradients: Any, train: bool) -> None:
         if not self.inference:
@@ -432,6 +438,14 @@ class CompiledModel:
             f"{k}: {shape_text(s.shape) if s.shape is not None else '?'}" for k, s in self.outputs.items()
         )
         return f"CompiledModel(({ins}) -> ({outs}), {len(self.params)} parameters, {self.backend!r})"
+
+
+def _within(scope: Any, function: Any) -> Any:
+    def run(*args: Any) -> Any:
+        with scope():
+            return function(*args)
+
+    return run
 
 
 def _stacked(init: Any, count: int) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from capibara.compose.errors import CompileError
@@ -15,16 +17,19 @@ from capibara.errors import did_you_mean
 if TYPE_CHECKING:
     from capibara.compose.compiled import CompiledModel
 
-__all__ = ["is_plain", "on_backend", "propose_shardings", "with_initialisers"]
+__all__ = ["on_backend", "propose_shardings", "scope_of", "with_initialisers"]
 
 Path = tuple[str, ...]
 
 
-def is_plain(backend: Any) -> bool:
-    """Whether a JAX function runs on this backend without any setting around it."""
-    return getattr(backend, "ops_module", "").endswith("jax_ops") and not (
-        backend.needs_x64 or backend.debug or backend.device is not None or backend.precision is not None
-    )
+def scope_of(backend: Any) -> Callable[[], AbstractContextManager[Any]] | None:
+    """What a call of a jitted function on this backend has to be in; None for nothing, the quickest."""
+    others = backend.needs_x64 or backend.debug or backend.precision is not None
+    if not others and backend.device is not None:
+        import jax
+
+        return partial(jax.default_device, backend.device)
+    return backend.scope if others else None
 
 
 def with_initialisers(specs: Mapping[Path, ArraySpec], init: Any) -> dict[Path, ArraySpec]:
