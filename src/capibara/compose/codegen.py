@@ -84,7 +84,7 @@ def generate(
         if node.region is not None:
             node.region.name = taken.new("_".join(node.path) + "_block")
     _function(graph, job, region=None)
-    return "\n\n".join(job.functions) + "\n", job.constants
+    return "\n\n\n".join(job.functions) + "\n", job.constants
 
 
 def module_source(functions: str, constants: dict[str, Any], ops_module: str, title: str) -> str:
@@ -92,8 +92,8 @@ def module_source(functions: str, constants: dict[str, Any], ops_module: str, ti
     package, _, name = ops_module.rpartition(".")
     imports = [f"from {package} import {name} as ops"]
     if constants:
-        kind = "tensor" if name.startswith("torch") else "array"
-        imports.append(f"from capibara.compose.constants import {kind} as array")
+        made = "tensor as array" if name.startswith("torch") else "array"
+        imports.append(f"from capibara.compose.constants import {made}")
     if "shard(" in functions:
         imports.append("from capibara.compose.sharding import constrain as shard")
     lines = [f'"""{title}"""', "", *imports, ""]

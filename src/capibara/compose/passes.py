@@ -53,9 +53,9 @@ def optimise(
     """
     counts = {"identities": 0, "constants": 0, "common": 0, "dead": 0}
     for part in _parts(graph):
-        counts["identities"] += remove_identities(part, inference=inference)
         if run is not None:
             counts["constants"] += fold_constants(part, precision, run)
+        counts["identities"] += remove_identities(part, inference=inference)
         counts["common"] += share_common(part)
         counts["dead"] += remove_dead(part)
     return counts
@@ -100,32 +100,51 @@ def remove_identities(graph: Graph, *, inference: bool = False) -> int:
     kept = []
     for node in graph.nodes:
         node.inputs = [instead.get(w) for w in node.inputs]
+        same = _same_as(node, inference)
         # A constant that an output is read from must stay an array, so its buffer stays.
-        if _is_identity(node, inference) and node.inputs[0].role != "constant":
-            instead.put(node.outputs[0], node.inputs[0])
-        else:
+        if same is None or same.role == "constant":
             kept.append(node)
+        else:
+            instead.put(node.outputs[0], same)
     removed = len(graph.nodes) - len(kept)
     graph.nodes = kept
     instead.apply(graph)
     return removed
 
 
-def _is_identity(node: Node, inference: bool) -> bool:
+def _same_as(node: Node, inference: bool) -> Wire | None:
+    """The input that the node's only output equals always, or None."""
     block = node.block
-    if not isinstance(block, Primitive) or len(node.inputs) != 1 or len(node.outputs) != 1:
-        return False
+    if not isinstance(block, Primitive) or len(node.outputs) != 1 or not node.inputs:
+        return None
+    first = node.inputs[0]
+    if block.op in ("multiply", "divide") and len(node.inputs) == 2:
+        second = node.inputs[1]
+        if _is_one(second):
+            return first if _is_float(first) else None
+        return second if block.op == "multiply" and _is_one(first) and _is_float(second) else None
+    if len(node.inputs) != 1:
+        return None
     if block.op == "buffer":
-        return True
+        return first
     if block.op == "dropout":
-        return inference or block.attributes.get("rate") == 0.0
+        return first if inference or block.attributes.get("rate") == 0.0 else None
     if block.op in ("reshape", "broadcast_to"):
-        before, after = node.inputs[0].shape.known, node.outputs[0].shape.known
-        return before is not None and None not in before and before == after
+        before, after = first.shape.known, node.outputs[0].shape.known
+        return first if before is not None and None not in before and before == after else None
     if block.op == "transpose":
         axes = block.attributes.get("axes")
-        return axes is not None and tuple(axes) == tuple(range(len(axes)))
-    return False
+        return first if axes is not None and tuple(axes) == tuple(range(len(axes))) else None
+    return None
+
+
+def _is_one(wire: Wire) -> bool:
+    """A Python number, which changes neither shape nor dtype of what it is multiplied with."""
+    return wire.role == "constant" and literal(wire) == 1 and not isinstance(wire.constant, bool)
+
+
+def _is_float(wire: Wire) -> bool:
+    return wire.kind.find().value == "float"
 
 
 def _pure(node: Node) -> bool:
