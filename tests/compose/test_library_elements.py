@@ -83,6 +83,7 @@ CASES = {
     ),
     "clip": unary(lambda: p.Clip(-1, 0.5), lambda x: x.clamp(-1, 0.5)),
     "clip_low": unary(lambda: p.Clip(low=-1), lambda x: x.clamp(min=-1)),
+    "clip_int": unary(lambda: p.Clip(-3, 3.5), lambda x: x.clamp(-3, 3), INTS),
     "is_nan": unary(p.IsNan, torch.isnan, np.array([1.0, np.nan, np.inf]), gradient=False),
     "nan_to_num": unary(
         lambda: p.NanToNum(1.0, posinf=7.0),

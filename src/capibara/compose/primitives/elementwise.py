@@ -228,7 +228,10 @@ class NormModifier(_Unary):
 
 
 class Clip(_Same):
-    """``min(max(x, low), high)``; None leaves a side open. The gradient is 0 outside and 1 within."""
+    """``min(max(x, low), high)``; None leaves a side open. The gradient is 0 outside and 1 within.
+
+    Integers stay integers: a bound between two of them is cut off at the point.
+    """
 
     def __init__(
         self, low: float | None = None, high: float | None = None, *, name: str | None = None
@@ -272,7 +275,7 @@ class _Binary(Primitive):
     """An operation on two arrays, with NumPy's broadcasting: ``left``, ``right`` → ``output``."""
 
     op_name: ClassVar[str | None] = None
-    kinds: ClassVar[tuple[str, str, str]] = ("T", "T", "T")
+    kinds: tuple[str, str, str] = ("T", "T", "T")
 
     def __init__(self, *, name: str | None = None) -> None:
         self._build({}, name)
@@ -333,6 +336,8 @@ class Power(_Binary):
         number("threshold", threshold, above=True, optional=True)
         if threshold is not None and not robust:
             raise WiringError(f"threshold={threshold!r} is only used with robust=True")
+        if robust:
+            self.kinds = ("float", "float", "float")
         self._build({"threshold": threshold} if robust else {}, name, "robust_power" if robust else None)
 
 

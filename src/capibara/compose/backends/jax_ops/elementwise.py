@@ -135,7 +135,7 @@ def softmax(x: Array, axis: int = -1) -> Array:
 
 
 def clip(x: Array, low: float | None, high: float | None) -> Array:
-    return jnp.clip(x, low, high)
+    return jnp.clip(x, low, high).astype(x.dtype)
 
 
 def nan_to_num(x: Array, nan: float, posinf: float | None, neginf: float | None) -> Array:
