@@ -32,6 +32,10 @@ ALL_KINDS = (
 class StopAfter(SilentReporter):
     def __init__(self, step: int) -> None:
         self.at, self.flag = step, StopFlag()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def step(self, step: int, loss: float) -> None:
         if step >= self.at:
@@ -73,3 +77,29 @@ def test_all_kinds_of_block_resume_exactly_and_generate(tmp_path: Path) -> None:
         logits, _ = apply(loaded.params, padded, state=loaded.state)
         visible.append(int(jnp.argmax(logits[0, len(visible) - 1])))
     assert found == visible[4:]
+
+
+@pytest.mark.slow
+def test_how_layers_are_compiled_may_change_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    """Scanned and unrolled, a model has the same arrays, the same dropout and, but for rounding, the same losses."""
+    settings = ("model.num_layers=2", "model.dropout_rate=0.2", "train.steps=6")
+    options: dict[str, Any] = {"measure_utilisation": False}
+
+    def config(folder: str, layers: str) -> Any:
+        return tiny_config(tmp_path / folder, *settings, f"model.scan_layers={layers}")
+
+    straight = config("straight", "scan")
+    train(straight, ModularCapibaraModel(straight), tiny_corpus(), **options)
+    first = config("changed", "scan")
+    stop = StopAfter(2)
+    stopped = train(
+        first, ModularCapibaraModel(first), tiny_corpus(), reporter=stop, stop=stop.flag, **options
+    )
+    assert stopped.step < 6
+    second = config("changed", "unroll")
+    again = StopAfter(100)
+    report = train(second, ModularCapibaraModel(second), tiny_corpus(), reporter=again, **options)
+    assert (report.start_step, report.step) == (stopped.step, 6)
+    assert any("model.scan_layers was 'scan', now 'unroll'" in note for note in again.notes)
+    want, got = (read_losses(tmp_path / name / "metrics.jsonl") for name in ("straight", "changed"))
+    np.testing.assert_allclose([got[step] for step in sorted(want)], list(want.values()), rtol=1e-5)

@@ -15,7 +15,7 @@ from capibara.train.progress import Reporter
 __all__ = ["check_resumable", "restore_model", "seconds_trained", "target"]
 
 # Settings that change how a step is computed but neither which parameters there are nor what they mean.
-_MAY_DIFFER = frozenset({"model.remat", "model.dropout_rate"})
+_MAY_DIFFER = frozenset({"model.remat", "model.dropout_rate", "model.scan_layers"})
 
 
 def target(tree: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -97,7 +97,11 @@ def check_resumable(
             )
         reporter.note(f"continuing on other text than before ({before_text!r}, now {corpus.name!r})")
     sections = ("train", "optimizer", "precision")
-    rest = [shown[key] for key in changed if key not in fixed and key.split(".")[0] in sections]
+    rest = [
+        shown[key]
+        for key in changed
+        if key not in fixed and (key.split(".")[0] in sections or key in _MAY_DIFFER)
+    ]
     if rest:
         reporter.note(f"settings changed since step {checkpoint.step:,}: {'; '.join(rest)}")
 
