@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")  # an oracle that not every Python has
 
 import torch
-from primitive_table import Case, check, draw, run
+from primitive_table import Case, check, check_dtypes, draw, run
 
 from capibara import compose as ml
 
@@ -155,6 +155,11 @@ def found() -> Iterator[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_against_torch(name: str, found: Any) -> None:
     check(CASES[name], found[name])
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
+def test_dtypes(compute: str) -> None:
+    check_dtypes(CASES, compute)
 
 
 @pytest.mark.parametrize("size", [1, 4, 5])

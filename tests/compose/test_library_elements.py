@@ -13,7 +13,7 @@ pytest.importorskip("torch")  # an oracle that not every Python has
 
 import torch
 import torch.nn.functional as F
-from primitive_table import Case, check, draw, run
+from primitive_table import Case, check, check_dtypes, draw, run
 
 from capibara import compose as ml
 
@@ -180,6 +180,11 @@ def found() -> Iterator[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_against_torch(name: str, found: Any) -> None:
     check(CASES[name], found[name])
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
+def test_dtypes(compute: str) -> None:
+    check_dtypes({k: v for k, v in CASES.items() if k != "cast_float"}, compute)  # that one asks for float64
 
 
 @pytest.mark.parametrize(

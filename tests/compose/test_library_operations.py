@@ -13,7 +13,7 @@ pytest.importorskip("torch")  # an oracle that not every Python has
 
 import torch
 import torch.nn.functional as F
-from primitive_table import Case, check, draw, run
+from primitive_table import Case, check, check_dtypes, draw, run
 
 from capibara import compose as ml
 
@@ -371,6 +371,11 @@ def found() -> Iterator[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_against_torch(name: str, found: Any) -> None:
     check(CASES[name], found[name])
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
+def test_dtypes(compute: str) -> None:
+    check_dtypes(CASES, compute)
 
 
 def applied(block: ml.Block, train: Any = False, **inputs: Any) -> Any:

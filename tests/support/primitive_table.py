@@ -34,8 +34,10 @@ def draw(*shape: int, seed: int = 0, low: float = -2.0, high: float = 2.0) -> np
     return np.random.default_rng([seed, *shape]).uniform(low, high, shape)
 
 
-def run(cases: dict[str, Case]) -> dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """For each case: outputs, gradients of ``Σ output · weight`` by input, declared shapes."""
+def _whole(
+    cases: dict[str, Case], backend: ml.JaxBackend
+) -> tuple[ml.CompiledModel, dict[str, Any], list[str]]:
+    """All cases as one model, the arrays for its inputs, and the names of its outputs."""
     model = ml.Model()
     given: dict[str, Any] = {}
     exposed = []
@@ -51,7 +53,12 @@ def run(cases: dict[str, Case]) -> dict[str, tuple[dict[str, Any], dict[str, Any
         model.add(block, f"b{number}", **names, **outputs)
         exposed += outputs.values()
     model.expose(*exposed)
-    compiled = ml.compile(model, ml.JaxBackend(dtype="float64"))
+    return ml.compile(model, backend), given, exposed
+
+
+def run(cases: dict[str, Case]) -> dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """For each case: outputs, gradients of ``Σ output · weight`` by input, declared shapes."""
+    compiled, given, exposed = _whole(cases, ml.JaxBackend(dtype="float64"))
     real = {k: v for k, v in given.items() if v.dtype.kind == "f"}
     rest = {k: v for k, v in given.items() if v.dtype.kind != "f"}
 
@@ -121,3 +128,18 @@ def check(case: Case, found: tuple[dict[str, Any], dict[str, Any], dict[str, Any
         np.testing.assert_allclose(
             gradients[key], want.numpy(), rtol=max(case.rtol, 1e-10), atol=1e-11, err_msg=f"gradient of {key}"
         )
+
+
+def check_dtypes(cases: dict[str, Case], compute: str) -> None:
+    """Every output has the dtype that was declared for it, in any precision; nothing is computed."""
+    policy = ml.Precision("float32", compute, "float32")
+    compiled, given, _ = _whole(cases, ml.JaxBackend(policy=policy))
+    given = {k: v.astype("float32") if v.dtype.kind == "f" else v for k, v in given.items()}
+    out = jax.eval_shape(lambda x: compiled.apply({}, x, key=jax.random.key(0), train=True), given)
+    names = list(cases)
+    wrong = {
+        (names[int(k[1 : k.index("_")])], k): str(v.dtype)
+        for k, v in out.items()
+        if str(v.dtype) != compiled.outputs[k].dtype
+    }
+    assert not wrong
