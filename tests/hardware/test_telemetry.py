@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +25,66 @@ def test_live_array_bytes_follow_allocation():
     assert live_array_bytes() - before == 40_000
     array.delete()
     assert live_array_bytes() == before
+
+
+def test_arrays_that_share_a_buffer_count_once():
+    gc.collect()
+    before = live_array_bytes()
+    array = jax.device_put(np.zeros((100, 100), np.float32))
+    views = [jax.device_put(array, jax.devices()[0]), array.addressable_shards[0].data]
+    assert {view.unsafe_buffer_pointer() for view in views} == {array.unsafe_buffer_pointer()}
+    other = jnp.array(array)  # a copy
+    empty = jnp.zeros((0, 7))
+    assert live_array_bytes() - before == 80_000
+    assert live_array_bytes() - before == 80_000  # looking makes no arrays that count
+    del array, views
+    gc.collect()
+    assert live_array_bytes() - before == other.nbytes + empty.nbytes == 40_000
+
+
+def test_a_runtime_that_hides_its_buffers_counts_every_array(monkeypatch):
+    class Array(SimpleNamespace):
+        nbytes = 100
+
+        def unsafe_buffer_pointer(self):
+            raise RuntimeError("not here")
+
+        def is_deleted(self):
+            return False
+
+    arrays = [
+        Array(addressable_shards=[SimpleNamespace(device=d, data=Array()) for d in (0, 1)]) for _ in "ab"
+    ]
+    monkeypatch.setattr(jax, "live_arrays", lambda: arrays)
+    assert live_array_bytes() == 400
+
+
+def test_shards_count_on_each_of_their_devices():
+    script = """
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        from capibara.hardware import live_array_bytes
+        mesh = jax.make_mesh((4,), ("x",))
+        for spec, times in ((P("x"), 1), (P(), 4)):
+            before = live_array_bytes()
+            array = jax.device_put(np.zeros(1000, "float32"), NamedSharding(mesh, spec))
+            for _ in range(3):
+                shards = [shard.data for shard in array.addressable_shards]
+                print((live_array_bytes() - before) / 4000 - times, end=" ")
+            del array, shards
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["0.0"] * 6, done.stderr
 
 
 def test_host_memory_grows_with_the_process():

@@ -58,18 +58,30 @@ def device_memory(devices: Any = None) -> tuple[DeviceMemory, ...]:
 
 
 def live_array_bytes() -> int:
-    """Bytes of all live JAX arrays of this process on its local devices; two views of one buffer count twice.
+    """Bytes of all live JAX arrays of this process on its local devices; arrays that share a buffer count once.
 
     On a CPU, whose runtime reports no allocator figures, it is the one closest to allocated device memory.
     """
     import jax
 
-    return sum(
-        shard.data.nbytes
-        for array in jax.live_arrays()
-        if not array.is_deleted()
-        for shard in array.addressable_shards
-    )
+    buffers: dict[Any, int] = {}
+    for array in jax.live_arrays():
+        if array.is_deleted():
+            continue
+        for shard in array.addressable_shards:
+            size = shard.data.nbytes
+            if size:
+                key = _buffer(array, shard)
+                buffers[key] = max(size, buffers.get(key, 0))
+    return sum(buffers.values())
+
+
+def _buffer(array: Any, shard: Any) -> Any:
+    """What is the same for two shards that share memory: their device, and where on it they begin."""
+    try:
+        return shard.device, shard.data.unsafe_buffer_pointer()
+    except (RuntimeError, ValueError):  # a runtime that does not say where its buffers are
+        return shard.device, id(array)
 
 
 def host_memory() -> HostMemory:
