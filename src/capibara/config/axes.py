@@ -8,7 +8,7 @@ in a parameter (fully sharded data parallel), while the activations have their b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -69,13 +69,67 @@ class AxisRules:
     array uses, and whose size divides the dimension; otherwise the dimension is replicated. ``"data+fsdp"`` lays
     one dimension over two mesh axes at once.
 
+    A name of your own is made known by a row in either table; ``()`` says that it is never sharded::
+
+        AxisRules(parameters={**AxisRules().parameters, "wavelets": ("model",), "taps": ()})
+
     Args:
         parameters: the table for parameters and optimiser state.
         activations: the table for inputs and intermediate values.
+
+    Raises:
+        ConfigError: a table that is not of names and sequences of mesh axes.
     """
 
     parameters: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(_PARAMETERS))
     activations: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(_ACTIVATIONS))
+
+    def __post_init__(self) -> None:
+        for kind in ("parameters", "activations"):
+            table = getattr(self, kind)
+            if not isinstance(table, Mapping):
+                raise ConfigError(
+                    f"{kind}={table!r} must be a dict of logical axis to mesh axes, as {{'embed': ('data',)}}"
+                )
+            for name, candidates in table.items():
+                if not isinstance(name, str):
+                    raise ConfigError(f"{kind} has the key {name!r}, expected the name of a logical axis")
+                # A string is a sequence too, of letters.
+                if isinstance(candidates, str) or not (
+                    isinstance(candidates, Sequence) and all(isinstance(axis, str) for axis in candidates)
+                ):
+                    raise ConfigError(
+                        f"{kind}[{name!r}]={candidates!r} must be a tuple of names of mesh axes, as ('data',), in "
+                        "order of preference"
+                    )
+
+    def check(self, names: Iterable[str | None], mesh_axes: Iterable[str], place: str) -> None:
+        """Refuse names that nobody knows: a typing error would silently leave an array whole on every device.
+
+        Args:
+            names: the logical axis names of one array.
+            mesh_axes: axes of the mesh, which may be named directly.
+            place: what has these names, for the error; may be empty.
+
+        Raises:
+            ConfigError: for a name that is no logical axis, in neither table, and no axis of the mesh.
+        """
+        mesh_axes = tuple(mesh_axes)
+        for name in names:
+            if name is None or name in LOGICAL_AXES or self._has(name) or name in mesh_axes:
+                continue
+            own = [each for each in (*self.parameters, *self.activations) if each not in LOGICAL_AXES]
+            logical = [*LOGICAL_AXES, *dict.fromkeys(own)]
+            said = f"{place} has the axis name {name!r}, which" if place else repr(name)
+            raise ConfigError(
+                f"{said} is neither a logical axis ({', '.join(logical)}) nor an axis of the mesh "
+                f"({', '.join(mesh_axes) or 'there is none'}).{did_you_mean(str(name), [*logical, *mesh_axes])} A name "
+                f"of your own is made known by a row in AxisRules: {{{name!r}: ('model',)}}, or () if it is never "
+                "sharded."
+            )
+
+    def _has(self, name: str) -> bool:
+        return name in self.parameters or name in self.activations
 
     def spec(
         self,
@@ -93,7 +147,8 @@ class AxisRules:
             kind: which table.
 
         Raises:
-            ConfigError: for a name that is neither a logical axis nor a mesh axis, or a wrong number of names.
+            ConfigError: for a name that is neither a logical axis, nor in a table, nor a mesh axis, or a wrong
+                number of names.
         """
         from jax.sharding import PartitionSpec
 
@@ -116,14 +171,9 @@ class AxisRules:
                 candidates: Sequence[str] = table[name]
             elif name in sizes:
                 candidates = (name,)
-            elif name in LOGICAL_AXES:
-                continue
             else:
-                known = [*LOGICAL_AXES, *sizes]
-                raise ConfigError(
-                    f"{name!r} is neither a logical axis ({', '.join(LOGICAL_AXES)}) nor an axis of the mesh "
-                    f"({', '.join(sizes)}).{did_you_mean(name, known)}"
-                )
+                self.check((name,), sizes, "")
+                continue
             for candidate in candidates:
                 axes = tuple(candidate.split("+"))
                 if any(a not in sizes or a in used for a in axes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from capibara.compose.errors import CompileError, InputError
 from capibara.compose.precision import Precision
 from capibara.compose.randomness import as_key
 from capibara.config.axes import AxisRules
+from capibara.errors import ConfigError
 
 __all__ = ["JaxBackend"]
 
@@ -29,7 +30,8 @@ class JaxBackend(Backend):
         device_mesh: a ``jax.sharding.Mesh``, or a shape such as ``(4, 8)`` over the first 32 devices with the axes
             of ``mesh_axes``. Parameters are sharded over it by ``rules``.
         mesh_axes: names of the mesh's axes, when ``device_mesh`` is a shape.
-        rules: which mesh axis each logical axis goes to.
+        rules: which mesh axis each logical axis goes to. With rules or a mesh, compiling refuses axis names that
+            nobody knows; without either they are only names.
         platform: the platform to compile for; by default that of the device or mesh.
         precision: of matrix products, in the forward and the backward pass: a ``jax.lax.Precision``, or what
             ``jax.default_matmul_precision`` takes (``"highest"``, ``"bfloat16_3x"`` …).
@@ -61,9 +63,12 @@ class JaxBackend(Backend):
     ) -> None:
         self._start(dtype, policy)
         self.jit_default = jit
-        self.rules = rules or AxisRules()
+        self.rules = AxisRules() if rules is None else rules
+        if not isinstance(self.rules, AxisRules):
+            raise CompileError(f"rules={rules!r} must be a capibara.config.axes.AxisRules")
         self.device = _device(device, platform)
         self.mesh = make_mesh(device_mesh, mesh_axes, platform)
+        self._checks_axes = rules is not None or self.mesh is not None
         self._platform = platform
         self.precision = precision
         self._matmul_precision = _precision(precision)
@@ -82,10 +87,23 @@ class JaxBackend(Backend):
             return self.mesh.devices.flat[0].platform
         return jax.default_backend()
 
-    @property
-    def needs_x64(self) -> bool:
-        """Whether the model has any number in float64."""
-        return "float64" in (self.policy.param, self.policy.compute, self.policy.accumulate)
+    def check_axes(self, arrays: Mapping[str, Sequence[str | None] | None]) -> None:
+        """Refuse logical axis names that nobody knows, if rules or a mesh were given.
+
+        Args:
+            arrays: the axis names of each array of a model, by what it is called.
+
+        Raises:
+            CompileError: for the first such name, with the array that has it.
+        """
+        if not self._checks_axes:
+            return
+        mesh_axes = () if self.mesh is None else tuple(self.mesh.axis_names)
+        for place, names in arrays.items():
+            try:
+                self.rules.check(names or (), mesh_axes, place)
+            except ConfigError as error:
+                raise CompileError(str(error)) from None
 
     def scope(self) -> AbstractContextManager[Any]:
         """The JAX settings that this backend needs, for as long as the ``with`` block lasts.
