@@ -12,6 +12,8 @@ params = compiled.randomize_params(seed=0)
 
 from capibara.compose import models, primitives
 from capibara.compose.backends.jax_backend import JaxBackend
+from capibara.compose.backends.numpy_backend import NumpyBackend
+from capibara.compose.backends.torch_backend import TorchBackend
 from capibara.compose.compiled import ArraySpec, CompiledModel
 from capibara.compose.dtypes import (
     Dtype,
@@ -414,6 +416,7 @@ __all__ = [
     "NormModifier",
     "Normalise",
     "NotEqual",
+    "NumpyBackend",
     "OneHot",
     "OneToMany",
     "OneToManyInference",
@@ -495,6 +498,7 @@ __all__ = [
     "TakeAlongAxis",
     "Tanh",
     "ToTensor",
+    "TorchBackend",
     "TrainModel",
     "Transpose",
     "TransposedDiagonal",

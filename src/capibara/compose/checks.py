@@ -200,6 +200,9 @@ def kind_of(value: Any) -> str:
     kind = {"f": "float", "i": "int", "u": "int", "b": "bool"}.get(getattr(value.dtype, "kind", ""))
     if kind is not None:
         return kind
+    name = str(value.dtype)
+    if name.startswith("torch."):
+        return next((k for k in ("float", "int", "bool") if k in name), name)
     # ml_dtypes (bfloat16, int4 …) are void to NumPy, and so are float0 and structured dtypes.
     import jax.numpy as jnp
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from capibara.compose.codegen_names import lookup, nested
 from capibara.compose.constants import as_source
 from capibara.compose.errors import CompileError
 from capibara.compose.graph import Graph, Node, Path
@@ -30,7 +31,12 @@ _RESERVED = {
     "ops",
     "shard",
     "constants",
+    "cotangents",
+    "d_carry",
+    "d_extra",
+    "grads",
     "outputs",
+    "registered",
     "carry",
     "shared",
 }
@@ -44,6 +50,8 @@ class _Job:
     modes: dict[int, str]
     inference: bool
     short: bool
+    backward: bool = False
+    sharded: bool = True
     constants: dict[str, Any] = field(default_factory=dict)
     functions: list[str] = field(default_factory=list)
 
@@ -63,6 +71,8 @@ def generate(
     *,
     inference: bool = False,
     short: bool = True,
+    backward: bool = False,
+    sharded: bool = True,
 ) -> tuple[str, dict[str, Any]]:
     """The source of a graph, and the constants that it names.
 
@@ -72,12 +82,14 @@ def generate(
         modes: ``id(node.block)`` → "scan" or "unroll" for each repetition.
         inference: operations are told that the model is not trained, whatever the caller says.
         short: name a value by the last three names of its place in the nested model, not by all of them.
+        backward: also write functions of the gradients (:mod:`capibara.compose.backward`), for backends that do
+            not differentiate by themselves. sharded: write how values are laid over a mesh.
 
     Returns:
         The source of a function ``forward(params, inputs, state, key, train) -> (outputs, new_state)``, and the
         values for its free variable ``constants``.
     """
-    job = _Job(precision, modes, inference, short)
+    job = _Job(precision, modes, inference, short, backward, sharded)
     # Functions and local values must not share a name: a local assignment would hide the function.
     taken = _Names()
     for node in graph.walk():
@@ -91,6 +103,8 @@ def module_source(functions: str, constants: dict[str, Any], ops_module: str, ti
     """A module that stands by itself: what it imports, its constants as text, its functions."""
     package, _, name = ops_module.rpartition(".")
     imports = [f"from {package} import {name} as ops"]
+    if " = grads." in functions:
+        imports.insert(0, f"from {package} import {name.removesuffix('_ops')}_gradients as grads")
     if constants:
         made = "tensor as array" if name.startswith("torch") else "array"
         imports.append(f"from capibara.compose.constants import {made}")
@@ -100,10 +114,6 @@ def module_source(functions: str, constants: dict[str, Any], ops_module: str, ti
     if constants:
         lines += ["constants = {", *(f"    {k!r}: {as_source(v)}," for k, v in constants.items()), "}", ""]
     return "\n".join([*lines, "", functions])
-
-
-def _lookup(root: str, path: Path) -> str:
-    return root + "".join(f"[{key!r}]" for key in path)
 
 
 class _Names:
@@ -159,7 +169,7 @@ def _function(graph: Graph, job: _Job, region: Node | None) -> None:
             return names.of[id(wire)]
         if id(wire) in leaf_of:
             path, leaf = leaf_of[id(wire)]
-            value = _lookup("params", path)
+            value = lookup("params", path)
             declaration = leaf.wire.declaration
             assert declaration is not None
             if cast and not declaration.keep_dtype and declaration.dtype is None:
@@ -169,7 +179,7 @@ def _function(graph: Graph, job: _Job, region: Node | None) -> None:
                 return names.of[id(wire)]
             return value
         if id(wire) in state_of:
-            return _lookup("state", state_of[id(wire)])
+            return lookup("state", state_of[id(wire)])
         if wire.role == "constant":
             literal = _literal(wire)
             if literal is not None:
@@ -192,8 +202,10 @@ def _function(graph: Graph, job: _Job, region: Node | None) -> None:
         if path in new_states:
             continue
         wire = graph.next_states.get(path)
-        new_states[path] = read(wire) if wire is not None else _lookup("state", path)
-    state = _nested(new_states) if new_states else "state"
+        new_states[path] = read(wire) if wire is not None else lookup("state", path)
+    state = nested(new_states) if new_states else "state"
+    if job.backward:
+        job.functions.append(_gradients(graph, job, names, lines, read, region, state))
     if region is None:
         pairs = ", ".join(f"{k!r}: {read(w)}" for k, w in graph.outputs.items())
         lines.append(f"    return {{{pairs}}}, {state}")
@@ -203,6 +215,34 @@ def _function(graph: Graph, job: _Job, region: Node | None) -> None:
         extra = "".join(f"{read(w)}, " for k, w in graph.outputs.items() if k != carry)
         lines.append(f"    return {first}, {state}, ({extra.rstrip() if extra else ''})")
     job.functions.append("\n".join(lines))
+
+
+def _gradients(
+    graph: Graph, job: _Job, names: _Names, lines: list[str], read: Any, region: Node | None, state: str
+) -> str:
+    """The function that goes forward and back."""
+    from capibara.compose.backward import gradient_lines
+
+    for wire in graph.outputs.values():
+        read(wire)  # what is cast for an output alone has its line now
+    back = gradient_lines(graph, job, names, read, region, state)
+    if region is None:
+        head = "def gradients(params, inputs, state, key, train, cotangents):"
+    else:
+        head = f"def {graph.name}_gradients(params, carry, shared, state, key, train, d_carry, d_extra):"
+    return "\n".join([head, *lines[1:], *back])
+
+
+def arguments_of(node: Node, job: _Job) -> list[str]:
+    """The keyword arguments of an operation as they are written."""
+    block = node.block
+    assert isinstance(block, Primitive)
+    arguments = [f"{k}={v!r}" for k, v in keywords(node, job.precision).items()]
+    if block.uses_key:
+        arguments.append(f"key=ops.fold(key, {node.index})")
+    if block.uses_train:
+        arguments.append(f"train={job.train}")
+    return arguments
 
 
 def _literal(wire: Wire) -> str | None:
@@ -250,20 +290,16 @@ def keywords(node: Node, precision: Precision) -> dict[str, Any]:
 def _operation(node: Node, job: _Job, names: _Names, lines: list[str], read: Any) -> None:
     block = node.block
     assert isinstance(block, Primitive)
-    arguments = [read(w) for w in node.inputs]
-    arguments += [f"{k}={v!r}" for k, v in keywords(node, job.precision).items()]
-    if block.uses_key:
-        arguments.append(f"key=ops.fold(key, {node.index})")
-    if block.uses_train:
-        arguments.append(f"train={job.train}")
+    arguments = [*(read(w) for w in node.inputs), *arguments_of(node, job)]
     single = len(node.outputs) == 1
     for key, wire in zip(block.output_keys, node.outputs, strict=True):
         names.of[id(wire)] = names.new(
             job.named(node.label) + ("" if single or key == "output" else f"_{key}")
         )
     targets = ", ".join(names.of[id(w)] for w in node.outputs)
-    lines.append(f"    {targets} = ops.{block.op}({', '.join(arguments)})")
-    if block.constrain_output:
+    function = f"registered[{block.op!r}]" if getattr(block, "registered", False) else f"ops.{block.op}"
+    lines.append(f"    {targets} = {function}({', '.join(arguments)})")
+    if block.constrain_output and job.sharded:
         axes = node.outputs[0].axes
         if axes and all(axes):
             lines.append(f"    {targets} = shard({targets}, {axes!r})")
@@ -284,8 +320,8 @@ def _region(
     by_key = dict(zip(block.input_keys, node.inputs, strict=True))
     carry = read(by_key[carry_in]) if carry_in is not None else "None"
     shared = "".join(f"{read(w)}, " for k, w in by_key.items() if k != carry_in)
-    params = _lookup("params", node.path) if inner.params else "{}"
-    state = _lookup("state", node.path) if inner.states else "{}"
+    params = lookup("params", node.path) if inner.params else "{}"
+    state = lookup("state", node.path) if inner.states else "{}"
     base = job.named(node.label)
     for key, wire in zip(block.output_keys, node.outputs, strict=True):
         names.of[id(wire)] = names.new(base if key == "output" else f"{base}_{key}")
@@ -301,20 +337,4 @@ def _region(
         right = f"ops.checkpointed({inner.name}, {block.remat!r})({call})"  # type: ignore[attr-defined]
     lines.append(f"    {out}, {state_name}, {f'({extra.rstrip()})' if extra else '_'} = {right}")
     for path in inner.states:
-        states[(*node.path, *path)] = _lookup(state_name, path)
-
-
-def _nested(values: dict[Path, str]) -> str:
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        at = tree
-        for key in path[:-1]:
-            at = at.setdefault(key, {})
-        at[path[-1]] = value
-
-    def text(tree: dict[str, Any]) -> str:
-        return (
-            "{" + ", ".join(f"{k!r}: {text(v) if isinstance(v, dict) else v}" for k, v in tree.items()) + "}"
-        )
-
-    return text(tree)
+        states[(*node.path, *path)] = lookup(state_name, path)

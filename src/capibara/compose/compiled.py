@@ -103,6 +103,8 @@ class CompiledModel:
             namespace["constants"] = program.constants  # as they were given, on their device
         if getattr(backend, "mesh", None) is not None:
             namespace["shard"] = lambda x, names: constrain(x, names, backend.mesh, backend.rules)
+        namespace["registered"] = dict(getattr(backend, "registered_ops", {}))
+        self.namespace = namespace
         self.function = namespace["forward"]
         self._forward, self._backward = self._direct()
 

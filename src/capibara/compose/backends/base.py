@@ -89,6 +89,22 @@ class Backend(Methods):
         """The settings that this backend needs, for as long as the ``with`` block lasts."""
         return contextlib.nullcontext()
 
+    @property
+    def platform(self) -> str:
+        """What models compiled on this backend run on: "cpu", "gpu" or "tpu"."""
+        return "cpu"
+
+    @property
+    def needs_x64(self) -> bool:
+        """Whether the model has any number in float64."""
+        return "float64" in (self.policy.param, self.policy.compute, self.policy.accumulate)
+
+    def compiled_class(self) -> type:
+        """The class of what ``compile`` returns for this backend."""
+        from capibara.compose.compiled import CompiledModel
+
+        return CompiledModel
+
     # ---- operations of the user's own ---------------------------------------------------------------------
 
     def register_op(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from capibara.compose.backends.numbers import as_numbers
+from capibara.compose.backends.conversion import as_numbers
 
 Array = jax.Array
 

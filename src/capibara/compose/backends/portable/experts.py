@@ -1,0 +1,66 @@
+"""Mixtures of experts: see :mod:`capibara.compose.backends.jax_ops.experts`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from capibara.compose.backends.portable.elementwise import softmax
+from capibara.compose.backends.portable.indexing import one_hot
+from capibara.compose.backends.portable.space import space
+
+Array = Any
+
+
+def moe_route(
+    logits: Array, top: int, capacity_factor: float, normalise: bool, accumulate: str
+) -> tuple[Array, Array, Array]:
+    xp = space(logits)
+    tokens, experts = logits.shape
+    capacity = max(1, math.ceil(top * tokens * capacity_factor / experts))
+    probability = softmax(xp.astype(logits, accumulate), -1)
+    chosen = xp.argsort(xp.stop(probability), -1, True)[:, :top]
+    gate = xp.take_along_axis(probability, chosen, -1)
+    if normalise:
+        gate = gate / xp.sum(gate, -1, True)
+    seat = one_hot(xp.reshape(xp.transpose(chosen), (-1,)), experts, "int32")
+    place = xp.sum((xp.cumsum(seat, 0) - 1) * seat, -1)
+    dtype = xp.dtype_of(probability)
+    place = one_hot(place, capacity, dtype)
+    seats = xp.astype(seat, dtype)
+    taken = xp.reshape(seats[:, :, None] * place[:, None, :], (top, tokens, experts, capacity))
+    dispatch = xp.sum(taken, 0)
+    combine = xp.sum(taken * xp.transpose(gate)[:, :, None, None], 0)
+    share = xp.sum(seats, 0) / seats.shape[0]
+    balance = experts * xp.sum(share * (xp.sum(probability, 0) / tokens))
+    own = xp.dtype_of(logits)
+    return xp.astype(dispatch, own), xp.astype(combine, own), balance
+
+
+def moe_dispatch(x: Array, dispatch: Array) -> Array:
+    """``td, tec → ecd``."""
+    xp = space(x)
+    tokens, experts, capacity = dispatch.shape
+    flat = xp.transpose(xp.reshape(dispatch, (tokens, experts * capacity)))
+    return xp.reshape(xp.matmul(flat, x), (experts, capacity, x.shape[-1]))
+
+
+def moe_combine(x: Array, combine: Array) -> Array:
+    """``ecd, tec → td``."""
+    xp = space(x)
+    tokens = combine.shape[0]
+    return xp.matmul(xp.reshape(combine, (tokens, -1)), xp.reshape(x, (-1, x.shape[-1])))
+
+
+def expert_dense(x: Array, weight: Array, accumulate: str) -> Array:
+    xp = space(x)
+    wide = xp.wide(x, accumulate)
+    return xp.astype(xp.matmul(xp.astype(x, wide), xp.astype(weight, wide)), xp.dtype_of(x))
+
+
+def rows(x: Array) -> Array:
+    return space(x).reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+def unflatten(x: Array, like: Array) -> Array:
+    return space(x).reshape(x, (*like.shape[:-1], x.shape[-1]))

@@ -1,0 +1,275 @@
+"""What language models are made of: see :mod:`capibara.compose.backends.jax_ops.language`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from capibara.compose.backends.portable.indexing import one_hot
+from capibara.compose.backends.portable.linalg import masked_softmax
+from capibara.compose.backends.portable.shaping import split
+from capibara.compose.backends.portable.space import space
+from capibara.compose.errors import InputError
+
+Array = Any
+
+
+def joined(x: Array, first: int, last: int | None = None) -> Array:
+    """``x`` with its dimensions ``first … last - 1`` made one."""
+    shape = tuple(x.shape)
+    last = len(shape) if last is None else last
+    return space(x).reshape(x, (*shape[:first], math.prod(shape[first:last]), *shape[last:]))
+
+
+def dense(x: Array, weight: Array, accumulate: str) -> Array:
+    """``x [*b, k] @ w [k, n]``, summed in ``accumulate``, returned in x's dtype."""
+    xp = space(x)
+    wide = xp.wide(x, accumulate)
+    flat = xp.matmul(xp.astype(joined(x, 0, x.ndim - 1), wide), xp.astype(weight, wide))
+    return xp.reshape(xp.astype(flat, xp.dtype_of(x)), (*x.shape[:-1], weight.shape[1]))
+
+
+def project(x: Array, weight: Array, accumulate: str) -> Array:
+    out = dense(x, joined(weight, 1), accumulate)
+    return space(x).reshape(out, (*x.shape[:-1], *weight.shape[1:]))
+
+
+def merge(x: Array, weight: Array, accumulate: str) -> Array:
+    return dense(joined(x, x.ndim - 2), joined(weight, 0, 2), accumulate)
+
+
+def unembed(x: Array, table: Array, accumulate: str) -> Array:
+    return dense(x, space(table).transpose(table), accumulate)
+
+
+def lookup(table: Array, indices: Array) -> Array:
+    return space(table).take(table, indices, 0)
+
+
+def rms_norm(x: Array, scale: Array, epsilon: float, accumulate: str) -> Array:
+    xp = space(x)
+    wide = xp.astype(x, accumulate)
+    inverse = 1 / xp.sqrt(xp.sum(wide * wide, -1, True) / x.shape[-1] + epsilon)
+    return xp.astype(wide * inverse * xp.astype(scale, accumulate), xp.dtype_of(x))
+
+
+def layer_norm(x: Array, scale: Array, epsilon: float, accumulate: str) -> Array:
+    xp = space(x)
+    wide = xp.astype(x, accumulate)
+    wide = wide - xp.sum(wide, -1, True) / x.shape[-1]
+    inverse = 1 / xp.sqrt(xp.sum(wide * wide, -1, True) / x.shape[-1] + epsilon)
+    return xp.astype(wide * inverse * xp.astype(scale, accumulate), xp.dtype_of(x))
+
+
+def positions(like: Array, start: Array) -> tuple[Array, Array]:
+    xp = space(like, start)
+    count = like.shape[-1]
+    start = xp.asarray(start, "int32", like)
+    return start + xp.arange(0, count, 1, "int32", like), start + count
+
+
+def rotary_table(positions: Array, dim: int, theta: float, accumulate: str) -> tuple[Array, Array]:
+    xp = space(positions)
+    places = xp.arange(0, dim, 2, accumulate, positions)
+    angle = xp.astype(positions, accumulate)[..., None] * xp.power(xp.constant(theta, places), -places / dim)
+    return xp.cos(angle), xp.sin(angle)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    xp = space(x)
+    a, b = split(xp.astype(x, xp.dtype_of(cos)), 2, -1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return xp.astype(xp.concatenate([a * cos - b * sin, b * cos + a * sin], -1), xp.dtype_of(x))
+
+
+def _heads_first(x: Array, groups: int, accumulate: str) -> Array:
+    """``[b, s, h, d]`` → ``[b, groups, h / groups, s, d]``."""
+    xp = space(x)
+    b, s, h, d = x.shape
+    return xp.transpose(xp.reshape(xp.astype(x, accumulate), (b, s, groups, h // groups, d)), (0, 2, 3, 1, 4))
+
+
+def _attend(query: Array, key: Array, value: Array, seen: Array, softcap: float | None) -> Array:
+    """Attention in [batch, sequence, heads, dim]; ``seen`` broadcasts to [batch, query, key]."""
+    xp = space(query)
+    wide = xp.wide(query)
+    groups = key.shape[2]
+    q = _heads_first(query, groups, wide)
+    k, v = (_heads_first(x, groups, wide) for x in (key, value))
+    scores = xp.matmul(q, xp.swapaxes(k, -1, -2)) / math.sqrt(query.shape[-1])
+    if softcap is not None:
+        scores = softcap * xp.tanh(scores / softcap)
+    if seen.ndim == 3:
+        seen = xp.reshape(seen, (seen.shape[0], 1, 1, *seen.shape[1:]))
+    out = xp.matmul(masked_softmax(scores, seen), v)
+    return xp.astype(xp.reshape(xp.transpose(out, (0, 3, 1, 2, 4)), query.shape), xp.dtype_of(query))
+
+
+def attention(
+    query: Array, key: Array, value: Array, causal: bool, window: int | None, softcap: float | None
+) -> Array:
+    xp = space(query)
+    rows = xp.arange(0, query.shape[1], 1, "int32", query)[:, None]
+    columns = xp.arange(0, key.shape[1], 1, "int32", query)[None, :]
+    seen = columns <= rows if causal else columns < key.shape[1] + 0 * rows
+    if window is not None:
+        # A window of w sees w places, the query's own among them; without a mask also w - 1 to the right.
+        seen = seen & (columns > rows - window)
+        if not causal:
+            seen = seen & (columns < rows + window)
+    return _attend(query, key, value, seen, softcap)
+
+
+def cached_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    position: Array,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Array, Array, Array]:
+    xp = space(query)
+    new, places = query.shape[1], key_cache.shape[1]
+    at = int(xp.to_numpy(position))
+    if not 0 <= at <= places - new:
+        raise InputError(
+            f"position {at} and {new} new token{'s' * (new != 1)} need {at + new} places, the cache has {places}: "
+            "make a longer cache (init_cache(batch_size, max_length)), or start a new one from the last tokens"
+        )
+
+    def written(cache: Array, rows: Array) -> Array:
+        rows = xp.astype(rows, xp.dtype_of(cache))
+        return xp.concatenate([cache[:, :at], rows, cache[:, at + new :]], 1)
+
+    key_cache, value_cache = written(key_cache, key), written(value_cache, value)
+    rows = xp.arange(at, at + new, 1, "int32", query)[:, None]
+    columns = xp.arange(0, places, 1, "int32", query)[None, :]
+    seen = columns <= rows
+    if window is not None:
+        seen = seen & (columns > rows - window)
+    return _attend(query, key_cache, value_cache, seen, softcap), key_cache, value_cache
+
+
+def _convolved(x: Array, weight: Array, bias: Array, before: Array) -> tuple[Array, Array]:
+    xp = space(x)
+    wide = xp.wide(x)
+    past = xp.concatenate([xp.astype(before, xp.dtype_of(x)), x], 1)
+    length, taps = x.shape[1], weight.shape[0]
+    total = xp.astype(bias, wide)
+    for tap in range(taps):
+        total = total + xp.astype(past[:, tap : tap + length], wide) * xp.astype(weight[tap], wide)
+    return xp.astype(total, xp.dtype_of(x)), past[:, length:]
+
+
+def causal_conv(x: Array, weight: Array, bias: Array) -> Array:
+    xp = space(x)
+    before = xp.full((x.shape[0], weight.shape[0] - 1, *x.shape[2:]), 0, xp.dtype_of(x), x)
+    return _convolved(x, weight, bias, before)[0]
+
+
+def cached_conv(x: Array, weight: Array, bias: Array, tail: Array) -> tuple[Array, Array]:
+    out, after = _convolved(x, weight, bias, tail)
+    return out, space(x).astype(after, space(x).dtype_of(tail))
+
+
+def _scan(x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array | None) -> Any:
+    xp = space(x)
+    wide = xp.wide(x)
+    batch, length, heads, dim = x.shape
+    groups, states = write.shape[2:]
+    x, step, rate, write, read = (xp.astype(v, wide) for v in (x, step, rate, write, read))
+    each = heads // groups
+    if memory is None:
+        memory = xp.full((batch, heads, dim, states), 0, wide, x)
+    h = xp.astype(memory, wide)
+    keep = xp.exp(step * rate)
+    scaled = step[..., None] * x
+
+    def spread(v: Array) -> Array:
+        row = xp.broadcast_to(v[:, :, None], (batch, groups, each, states))
+        return xp.reshape(row, (batch, heads, 1, states))
+
+    out = []
+    for t in range(length):
+        h = keep[:, t][..., None, None] * h + scaled[:, t][..., None] * spread(write[:, t])
+        out.append(xp.sum(h * spread(read[:, t]), -1))
+    if not out:
+        return xp.full((batch, 0, heads, dim), 0, wide, x), h
+    return xp.stack(out, 1), h
+
+
+def selective_scan(x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_length: int) -> Array:
+    """One position after the other, whatever ``chunk_length``: it changes JAX's speed, and no result."""
+    return space(x).astype(_scan(x, step, rate, write, read, None)[0], space(x).dtype_of(x))
+
+
+def continued_scan(
+    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_length: int
+) -> tuple[Array, Array]:
+    xp = space(x)
+    out, after = _scan(x, step, rate, write, read, memory)
+    return xp.astype(out, xp.dtype_of(x)), xp.astype(after, xp.dtype_of(memory))
+
+
+def group_merge(x: Array) -> Array:
+    return joined(x, x.ndim - 2)
+
+
+def quantise(
+    x: Array,
+    codebook: Array,
+    cluster_size: Array,
+    codebook_sum: Array,
+    decay: float,
+    commitment_weight: float,
+    dead_code_threshold: float,
+    epsilon: float,
+    implementation: str,
+    key: Any,
+    train: bool,
+) -> tuple[Array, ...]:
+    """As :func:`capibara.ops.vq.vector_quantise`; ``implementation`` names JAX kernels, there is one way here."""
+    from capibara.compose.backends.philox import integers
+
+    xp = space(x)
+    if math.prod(x.shape) == 0:
+        raise InputError(f"quantise: x {tuple(x.shape)} holds no vector")
+    own = xp.dtype_of(codebook)
+    codebook, cluster_size, codebook_sum = (xp.stop(v) for v in (codebook, cluster_size, codebook_sum))
+    codes, dim = codebook.shape
+    wide = xp.wide(x)
+    vectors = xp.reshape(xp.stop(x), (-1, dim))
+    table = xp.astype(codebook, wide)
+    scores = 0.5 * xp.sum(table * table, 1) - xp.matmul(xp.astype(vectors, wide), xp.transpose(table))
+    flat = xp.argmin(scores, 1)
+    indices = xp.reshape(flat, x.shape[:-1])
+    chosen = xp.take(codebook, indices, 0)
+    away = xp.astype(x, wide) - xp.astype(chosen, wide)
+    error = xp.sum(away * away) / math.prod(x.shape)
+    quantized = x + xp.stop(xp.astype(chosen, xp.dtype_of(x)) - xp.stop(x))
+    hits = one_hot(flat, codes, own)
+    counts = xp.sum(hits, 0)
+    share = xp.astype(counts / vectors.shape[0], "float32")
+    logs = xp.log(xp.where(share > 0, share, xp.constant(1, share)))
+    perplexity = xp.exp(-xp.sum(share * logs))
+    usage = xp.sum(xp.astype(counts > 0, "float32")) / codes
+    after = codebook, cluster_size, codebook_sum
+    if train:
+        sums = xp.matmul(xp.transpose(hits), xp.astype(vectors, own))
+        size = decay * cluster_size + (1 - decay) * counts
+        total_sum = decay * codebook_sum + (1 - decay) * sums
+        total = xp.sum(size)
+        smoothed = (size + epsilon) / (total + codes * epsilon) * total
+        moved = total_sum / smoothed[:, None]
+        if dead_code_threshold > 0 and key is not None:
+            dead = size < dead_code_threshold
+            drawn = xp.from_numpy(integers(key, (codes,), 0, vectors.shape[0]), x)
+            fresh = xp.astype(xp.take(vectors, drawn, 0), own)
+            count = 2.0 * dead_code_threshold
+            moved = xp.where(dead[:, None], fresh, moved)
+            size = xp.where(dead, xp.constant(count, size), size)
+            total_sum = xp.where(dead[:, None], fresh * count, total_sum)
+        after = moved, size, total_sum
+    return quantized, indices, commitment_weight * error, perplexity, usage, *after

@@ -1,0 +1,167 @@
+"""Compiled models on PyTorch and NumPy: the same interface as on JAX, without JAX."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.compose.backends import philox
+from capibara.compose.checks import check_call
+from capibara.compose.compiled import CompiledModel
+from capibara.compose.errors import CompileError, InputError
+from capibara.compose.specs import ArraySpec
+from capibara.errors import did_you_mean
+
+__all__ = ["PortableModel"]
+
+
+class PortableModel(CompiledModel):
+    """A compiled model whose backend is PyTorch or NumPy. Keys are that backend's (``backend.get_random_key()``)."""
+
+    def init(self, key: Any, **sizes: int) -> dict[str, Any]:
+        """Fresh parameters; each array's randomness comes from ``key`` and its own path."""
+        return self._make(self.params, philox.check_key(key), sizes, "parameter")
+
+    def randomize_params(self, seed: Any = 0, *, init: Any | None = None, **sizes: int) -> dict[str, Any]:
+        """:meth:`init` with the key of a seed from 0 to 2³² − 1, and other initialisers on request."""
+        from capibara.compose.starting import with_initialisers
+
+        specs = self.params if init is None else with_initialisers(self.params, init)
+        return self._make(specs, philox.as_key(seed), sizes, "parameter")
+
+    def init_state(self, key: Any | None = None, **sizes: int) -> dict[str, Any]:
+        """The state to start with: ``{}`` for a model without any."""
+        own = philox.as_key(0) if key is None else philox.check_key(key)
+        return self._make(self.states, own, sizes, "state")
+
+    def _make(
+        self,
+        specs: dict[Any, ArraySpec],
+        key: Any,
+        sizes: Mapping[str, int],
+        what: str,
+        *,
+        keep: bool = True,
+    ) -> dict[str, Any]:
+        import numpy as np
+
+        from capibara.compose.backends.starting_values import start
+        from capibara.compose.compiled import _nest
+
+        free = {n for s in specs.values() for n in s.shape or () if isinstance(n, str)}
+        for name in sizes:
+            if name not in free:
+                raise CompileError(
+                    f"{name!r} is no free size of a {what}; the free sizes are {sorted(free)}."
+                    f"{did_you_mean(name, free)}"
+                )
+        arrays = {}
+        for path, spec in specs.items():
+            shape = spec.sizes(sizes, f"the {what} {'.'.join(path)}")
+            salt = getattr(spec.init, "salt", None)
+            name = path if salt is None else (*path[:-1], salt)
+            own = philox.fold(key, zlib.crc32(".".join(name).encode()))
+            assert own is not None
+            count = int(np.prod(shape[: spec.stack], dtype=np.int64))
+            inner = shape[spec.stack :]
+            rows = [start(spec.init, k, inner) for k in (philox.split(own, count) if spec.stack else [own])]
+            whole = np.stack(rows).reshape(shape) if spec.stack else rows[0]
+            arrays[path] = self.backend.array(whole, dtype=spec.dtype)
+        return _nest(arrays)
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        *,
+        state: Mapping[str, Any] | None = None,
+        key: Any | None = None,
+        train: bool = False,
+    ) -> Any:
+        """The model as a function of its arguments; see :meth:`CompiledModel.apply`."""
+        inputs = self._arrays(inputs)
+        self._check(params, inputs, state, key)
+        self._check_inference(None, train)
+        with self.backend.scope():
+            outputs, after = self.function(params, inputs, {} if state is None else state, key, train)
+        return outputs if state is None else (outputs, after)
+
+    def evaluate(
+        self,
+        params: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        output_gradients: Mapping[str, Any] | None = None,
+        *,
+        state: Mapping[str, Any] | None = None,
+        key: Any | None = None,
+        train: bool = False,
+    ) -> Any:
+        """Outputs, and with ``output_gradients`` the gradients of the parameters: :meth:`CompiledModel.evaluate`."""
+        inputs = self._arrays(inputs)
+        self._check(params, inputs, state, key)
+        self._check_inference(output_gradients, train)
+        with self.backend.scope():
+            if output_gradients is None:
+                outputs, after = self._without_gradients(params, inputs, state or {}, key, train)
+                result: tuple[Any, ...] = (outputs,)
+            else:
+                given = _checked(output_gradients, self.outputs)
+                outputs, after, gradients = self.backend.run_gradients(
+                    self, params, inputs, state or {}, key, train, given
+                )
+                result = (outputs, gradients)
+        if state is not None:
+            result = (*result, after)
+        return result[0] if len(result) == 1 else result
+
+    def _without_gradients(self, *args: Any) -> Any:
+        return self.backend.run_forward(self, *args)
+
+    def _arrays(self, inputs: Any) -> Any:
+        """NumPy arrays become the backend's; what is no array is left for the check to name."""
+        if not isinstance(inputs, Mapping):
+            return inputs
+        return {k: self.backend.as_input(v) for k, v in inputs.items()}
+
+    def _direct(self) -> tuple[Any, Any]:
+        return None, None
+
+    def _check(self, params: Any, inputs: Any, state: Any, key: Any) -> None:
+        check_call(
+            inputs, params, state, self.inputs, self.params, self.states, shapes=self._program.check_shapes
+        )
+        if key is not None:
+            philox.check_key(key)
+
+
+def _checked(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, Any]:
+    """The cotangents of a call.
+
+    Raises:
+        InputError: for keys that are no outputs, values that are no floats, and outputs without a gradient.
+    """
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"output_gradients must be a dict of arrays by output, as {{{next(iter(specs))!r}: …}}, not "
+            f"{type(given).__name__}"
+        )
+    for name, value in given.items():
+        if name not in specs:
+            raise InputError(
+                f"output_gradients names {name!r}, which is no output; the outputs are {list(specs)}."
+                f"{did_you_mean(str(name), specs)}"
+            )
+        if specs[name].dtype in ("int32", "bool"):
+            raise InputError(
+                f"output_gradients[{name!r}]: the output {name!r} is {specs[name].dtype} and has no gradient; "
+                "leave it out of output_gradients"
+            )
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number and "float" not in str(getattr(value, "dtype", "")):
+            kind = getattr(value, "dtype", type(value).__name__)
+            raise InputError(
+                f"output_gradients[{name!r}] is {kind}, expected an array of {specs[name].dtype} (or another float "
+                "dtype) in the shape of that output"
+            )
+    return dict(given)
