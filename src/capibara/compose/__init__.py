@@ -38,6 +38,7 @@ from capibara.compose.errors import (
     UnconnectedError,
     WiringError,
 )
+from capibara.compose.interchange import ModelFormatError, from_json, to_json
 from capibara.compose.library import (
     AUC,
     F1,
@@ -409,6 +410,7 @@ __all__ = [
     "Minimum",
     "MixtureOfExperts",
     "Model",
+    "ModelFormatError",
     "Modulo",
     "Multiply",
     "NanToNum",
@@ -524,6 +526,7 @@ __all__ = [
     "float16",
     "float32",
     "float64",
+    "from_json",
     "int8",
     "int16",
     "int32",
@@ -531,5 +534,6 @@ __all__ = [
     "models",
     "param_shardings",
     "primitives",
+    "to_json",
     "uint8",
 ]

@@ -7,7 +7,7 @@ names says what its ports are to be joined to; :class:`~capibara.compose.model.M
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from capibara.compose.arguments import identifier
 from capibara.compose.errors import ShapeError, Site, WiringError
@@ -68,6 +68,14 @@ class Child(NamedTuple):
 
 class Block:
     """Anything with ports. Use a subclass: :class:`Model`, :class:`Primitive`, :class:`~.repeat.Repeat`."""
+
+    made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep what the block is made with, so that it can be written down (:mod:`.interchange`)."""
+        block = super().__new__(cls)
+        block.__dict__["made_with"] = (args, kwargs)
+        return block
 
     def __init__(self, *, name: str | None = None) -> None:
         if name is not None:
