@@ -34,10 +34,11 @@ Path = tuple[str, ...]
 
 def _library() -> Any:
     try:
+        import safetensors
         import safetensors.numpy
     except ImportError:
         raise MissingExtraError("safetensors", "train", "Saving and loading parameters") from None
-    return safetensors.numpy
+    return safetensors
 
 
 def save_params(
@@ -66,7 +67,7 @@ def save_params(
         data = np.asarray(value)
         _check_shape(f"params[{'.'.join(place)!r}]", data.shape, spec)
         arrays[".".join(place)] = np.ascontiguousarray(data)
-    text = library.save(arrays, metadata={"format": _FORMAT, "version": VERSION})
+    text = library.numpy.save(arrays, metadata={"format": _FORMAT, "version": VERSION})
     target = FilePath(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
     try:
@@ -108,10 +109,23 @@ def load_params(path: str | os.PathLike[str], specs: Mapping[Path, ArraySpec]) -
         if dtype != spec.dtype:
             raise InputError(f"{file}: {name!r} has dtype {dtype}, expected {spec.dtype}")
     try:
-        arrays = library.load(file.read_bytes())
+        entries = library.deserialize(file.read_bytes())
     except Exception as error:  # the library's own error, whose type differs between versions
         raise InputError(f"{file} is no safetensors file: {error}") from None
-    return {place: arrays[name] for name, place in names.items()}
+    arrays = {}
+    for name, entry in entries:
+        spec = specs[names[name]]
+        data = np.frombuffer(entry["data"], _dtype(spec.dtype))
+        arrays[names[name]] = data.reshape(entry["shape"])
+    return {place: arrays[place] for place in specs}
+
+
+def _dtype(name: str) -> Any:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    return np.dtype(name)
 
 
 def _header(file: FilePath, specs: Mapping[Path, ArraySpec]) -> dict[str, tuple[str, tuple[int, ...]]]:

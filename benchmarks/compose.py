@@ -1,0 +1,151 @@
+"""Composed models against hand-written JAX: what a call costs, and what building and compiling a model costs.
+
+The calls are of a three-layer MLP small enough that dispatch is most of the time. Building and compiling is that of a
+12-layer model of the size of GPT-2 small, without ``Repeat`` and without XLA, and the same with 96 layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["gpt", "run"]
+
+CALLS = 200
+"""Calls in one measurement: one alone is shorter than a clock can tell."""
+
+
+def gpt(layers: int, dimension: int = 768, heads: int = 12, vocab: int = 50257) -> Any:
+    """A decoder of GPT-2's sizes: attention and a feed-forward layer with GELU, block after block."""
+    from capibara import compose as ml
+
+    def block() -> Any:
+        model = ml.Model()
+        for key in ("cos", "sin"):
+            model.add_input(key, ("sequence", dimension // heads // 2), "float")
+        model |= ml.LayerNorm()(input="input", output="normed")
+        attention = ml.SelfAttention(dimension, heads)
+        model |= attention(input="normed", cos="cos", sin="sin", output="attended")
+        model |= ml.Add()(left="input", right="attended", output="middle")
+        model |= ml.LayerNorm()(input="middle", output="normed_again")
+        model |= ml.Linear(4 * dimension)(input="normed_again", output="wide")
+        model |= ml.Gelu()(input="wide", output="active")
+        model |= ml.Linear(dimension)(input="active", output="narrow")
+        model |= ml.Add()(left="middle", right="narrow", output="output")
+        model.expose("output")
+        return model
+
+    model = ml.Model()
+    model |= ml.Embedding(vocab, dimension)(input="tokens", output="hidden_0")
+    model |= ml.Positions()(like="tokens", start=0, output="positions")
+    model |= ml.RotaryTable(dimension // heads)(positions="positions", cos="cos", sin="sin")
+    for i in range(layers):
+        model |= block()(input=f"hidden_{i}", cos="cos", sin="sin", output=f"hidden_{i + 1}")
+    model |= ml.LayerNorm()(input=f"hidden_{layers}", output="last")
+    model |= ml.Linear(vocab, False)(input="last", output="logits")
+    model.expose("logits")
+    return model
+
+
+def run(rounds: int = 40) -> list[dict[str, Any]]:
+    """Rows: ratios of a call to one of hand-written JAX, seconds to build and compile, and how these grow."""
+    from capibara.measure import interleaved
+
+    rows = []
+    for what, constants in (("MLP of 3 layers", False), ("MLP of 3 layers with a constant", True)):
+        for name, ours, hand in _calls(constants):
+            table = interleaved({"capibara": _many(ours), "jax.jit": _many(hand)}, rounds, 2)
+            print(table)
+            rows.append(
+                {
+                    "what": f"evaluate {name}, {what}",
+                    "shape": "8 × 32-64-64-8",
+                    "peer": "hand-written jax.jit",
+                    "ratio": table.ratio("capibara", "jax.jit"),
+                    "microseconds": table["capibara"].median / CALLS * 1e6,
+                }
+            )
+    seconds = {layers: _build(layers) for layers in (2, 12, 96)}
+    shape = "d 768, 12 heads, vocabulary 50257"
+    for layers in (12, 96):
+        before = 2 if layers == 12 else 12
+        rows.append(
+            {
+                "what": f"build and compile {layers} layers, without XLA",
+                "shape": shape,
+                "peer": f"{before} layers, in proportion",
+                "ratio": seconds[layers] / seconds[before] / (layers / before),
+                "seconds": seconds[layers],
+            }
+        )
+    return rows
+
+
+def _build(layers: int) -> float:
+    """Seconds to build and compile, the best of a few: what else the machine does only adds."""
+    from capibara import compose as ml
+
+    backend = ml.JaxBackend()
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        ml.compile(gpt(layers), backend, shapes={"tokens": [2, 128]})
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _many(call: Callable[[], Any]) -> Callable[[], Any]:
+    def calls() -> Any:
+        result = None
+        for _ in range(CALLS):
+            result = call()
+        return result
+
+    return calls
+
+
+def _calls(constant: bool) -> list[tuple[str, Callable[[], Any], Callable[[], Any]]]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from capibara import compose as ml
+
+    scale = np.linspace(0.5, 1.5, 32).astype("float32")
+    model = ml.Model()
+    model |= ml.Multiply()(left="input", right="scale" if constant else 1.0, output="scaled")
+    model.add(ml.MLP(32, [64, 64], 8), "layers", input="scaled", output="output")
+    model.expose("output")
+    compiled = ml.compile(
+        model, shapes={"input": [8, 32]}, constant_keys={"scale": scale} if constant else None
+    )
+    params = compiled.randomize_params(0)
+
+    def forward(params: Any, inputs: Any) -> Any:
+        h = inputs["input"] * scale if constant else inputs["input"]
+        for i in range(3):
+            layer = params["layers"][f"layer_{i}"]
+            h = h @ layer["weight"] + layer["bias"]
+            h = jnp.maximum(h, 0) if i < 2 else h
+        return {"output": h}
+
+    def backward(params: Any, inputs: Any, cotangents: Any) -> Any:
+        outputs, pull = jax.vjp(lambda p: forward(p, inputs), params)
+        return outputs, pull(cotangents)[0]
+
+    inputs, cotangents = {"input": jnp.ones((8, 32))}, {"output": jnp.ones((8, 8))}
+    f, b = jax.jit(forward), jax.jit(backward)
+    return [
+        ("forward", lambda: compiled.evaluate(params, inputs), lambda: f(params, inputs)),
+        (
+            "forward and backward",
+            lambda: compiled.evaluate(params, inputs, cotangents),
+            lambda: b(params, inputs, cotangents),
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    for row in run():
+        print(row)
