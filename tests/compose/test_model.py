@@ -240,10 +240,10 @@ def snapshot(model: ml.Model) -> Any:
 @pytest.mark.parametrize(
     "refused",
     [
-        lambda m: m.add(ml.Relu(), input=ml.IOKey("x", ("new", "other", "third"))),
-        lambda m: m.add(ml.Relu(), input=ml.IOKey("fresh", ("new", 3)), output="x"),
-        lambda m: m.add(ml.Relu(), input=ml.IOKey("x", ("new", "*two", "*rests"))),
-        lambda m: m.add(ml.Relu(), input=ml.IOKey("x", ("new", 5), axes=("embed", "mlp"))),
+        lambda m: m.add(ml.Relu(), input=ml.IOKey("x", shape=("new", "other", "third"))),
+        lambda m: m.add(ml.Relu(), input=ml.IOKey("fresh", shape=("new", 3)), output="x"),
+        lambda m: m.add(ml.Relu(), input=ml.IOKey("x", shape=("new", "*two", "*rests"))),
+        lambda m: m.add(ml.Relu(), input=ml.IOKey("x", shape=("new", 5), axes=("embed", "mlp"))),
         lambda m: m.add_input("x", ("new", 3)),
         lambda m: m.add_input("not a key", ("new", 3)),
         lambda m: m.add_input("z", ("new", "*a", "*b")),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Constant", "LogUniform", "Normal", "Scaled", "UnitRows", "ones", "zeros"]
+__all__ = ["Constant", "Given", "LogUniform", "Normal", "Scaled", "Uniform", "UnitRows", "ones", "zeros"]
 
 
 def _drawn(sampler: Callable[..., jax.Array], key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -58,6 +58,31 @@ class Normal:
         import jax
 
         return (self.stddev * _drawn(jax.random.normal, key, shape)).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Evenly distributed from ``low`` to ``high``."""
+
+    low: float
+    high: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        import jax
+
+        return (self.low + (self.high - self.low) * _drawn(jax.random.uniform, key, shape)).astype(dtype)
+
+
+class Given:
+    """The array itself, or nested tuples of numbers. It is no dataclass: arrays are not compared, nor written down."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        import jax.numpy as jnp
+
+        return jnp.broadcast_to(jnp.asarray(self.value, dtype), shape)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from capibara.compose.model import Model
 from capibara.compose.pipeline import title_of
 from capibara.compose.precision import FLOAT_DTYPES
 from capibara.compose.shapes import Dim, Shape
+from capibara.compose.values import Numbers
 from capibara.compose.wires import Wire
 
 __all__ = ["VERSION", "ModelFormatError", "from_json", "to_json"]
@@ -215,7 +216,7 @@ def _written_init(init: Any, key: str) -> dict[str, Any]:
         raise ModelFormatError(
             f"the initialiser of {key!r} is {init!r}: only those of capibara.compose.initializers can be written down"
         )
-    return {"class": name, **{f.name: getattr(init, f.name) for f in dataclasses.fields(init)}}
+    return {"class": name, **{f.name: _written(getattr(init, f.name), key) for f in dataclasses.fields(init)}}
 
 
 def _written(value: Any, place: str) -> Any:
@@ -231,6 +232,8 @@ def _written(value: Any, place: str) -> Any:
         return {"ellipsis": True}
     if isinstance(value, slice):
         return {"slice": [_written(v, place) for v in (value.start, value.stop, value.step)]}
+    if isinstance(value, Numbers):
+        return _written(value.values, place)
     if isinstance(value, tuple | list):
         return {"tuple" if isinstance(value, tuple) else "list": [_written(v, place) for v in value]}
     if isinstance(value, Mapping):

@@ -32,8 +32,9 @@ from capibara.compose.interchange_format import (
     VERSION,
     ModelFormatError,
 )
-from capibara.compose.model import Model, _constant
+from capibara.compose.model import Model
 from capibara.compose.shapes import Dim, Rest
+from capibara.compose.values import as_constant
 from capibara.compose.wires import KINDS, Wire
 
 __all__ = ["from_json"]
@@ -226,7 +227,7 @@ class _Reader:
             model._declare(key, Wire(model._shape(shape), kind))
             return
         if role == "constant":
-            wire = _constant(self._value(found.get("value"), what))
+            wire = as_constant(self._value(found.get("value"), what))
             model._declare(key, wire)
             return
         if role not in ("param", "state"):
@@ -255,6 +256,9 @@ class _Reader:
             if key == "class":
                 continue
             default = values[key].default
+            if kind is INITIALISERS.get("Given"):
+                arguments[key] = self._value(value, what)
+                continue
             if isinstance(value, str) or value is None:
                 if isinstance(default, int | float) and not isinstance(default, bool):
                     raise ModelFormatError(f"{what}: {key} is {_short(value)}, not a number")

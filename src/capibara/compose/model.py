@@ -20,15 +20,18 @@ from typing import Any
 
 from capibara.compose.arguments import choice, identifier
 from capibara.compose.block import Block, Child, IOKey, Placement, Port, Primitive
+from capibara.compose.connections import Call, Connection
 from capibara.compose.errors import KindError, ShapeError, Site, WiringError, user_site
-from capibara.compose.shapes import Dim, Rest, Shape, set_size, settle, transaction
+from capibara.compose.expressions import as_placement, expanded, gather, origin_of
+from capibara.compose.settings import Settings, check_key
+from capibara.compose.shapes import on_undo, put, settle, transaction
+from capibara.compose.values import check_constant
 from capibara.compose.wires import KINDS, Declaration, Wire, join
-from capibara.errors import did_you_mean
 
 __all__ = ["Block", "IOKey", "Model", "Placement", "Port", "Primitive"]
 
 
-class Model(Block):
+class Model(Settings):
     """Blocks joined by named connections.
 
     ``model |= block(port="name", …)`` adds a block; ``model += block`` also joins its input to what the model
@@ -46,6 +49,12 @@ class Model(Block):
         self._numbers: dict[str, int] = {}
         self._exposed: list[str] = []
         self._last: Port | None = None
+        self._hidden: set[str] = set()
+        self._cins: list[str] | None = None
+        self._couts: list[str] | None = None
+        self._built: dict[int, tuple[Call, Block]] = {}
+        self._keys: dict[int, tuple[IOKey, Wire, str]] = {}
+        self._reserved: frozenset[str] = frozenset()
         self._frozen: tuple[list[str], list[str]] | None = None
 
     # ---- declaring ----------------------------------------------------------------------------------------
@@ -123,31 +132,36 @@ class Model(Block):
     def _declare(self, key: str, wire: Wire) -> None:
         if key in self.wires:
             raise WiringError(f"{self.label} already has a connection {key!r}")
-        _check_key(key)
+        check_key(key)
         self.wires[key] = wire
-
-    def expose(self, *keys: str) -> None:
-        """Make named connections outputs of the model (and nothing else, unless exposed too)."""
-        for key in keys:
-            self._check_port(key)
-        self._exposed += [key for key in dict.fromkeys(keys) if key not in self._exposed]
-
-    def _wire(self, key: str) -> Wire:
-        if key not in self.wires:
-            _check_key(key)
-            self.wires[key] = Wire(Shape([Rest()]))
-        return self.wires[key]
 
     # ---- adding blocks ------------------------------------------------------------------------------------
 
-    def __ior__(self, other: Placement | Block) -> Model:
-        block, connections, name = _as_placement(other)
-        self._add(block, connections, name)
+    @classmethod
+    def create(cls, *, name: str | None = None, **outputs: Any) -> Model:
+        """A model of everything that the outputs are computed from::
+
+            x = IOKey("x")
+            model = Model.create(y=Relu()(Linear(4)(x) + 1))
+
+        Args:
+            name: of the model.
+            outputs: connections, by the names that they get.
+
+        Raises:
+            WiringError: there are no outputs, an output has the name of an input, or a block is part of another model.
+            ShapeError, KindError: what is joined does not fit.
+        """
+        return gather(cls(name=name), outputs)
+
+    def __ior__(self, other: Placement | Connection | Block) -> Model:
+        block, connections, name = as_placement(other)
+        self._add(block, connections, name, origin_of(other))
         return self
 
-    def __iadd__(self, other: Placement | Block) -> Model:
-        block, connections, name = _as_placement(other)
-        main = block._main_input()
+    def __iadd__(self, other: Placement | Connection | Block) -> Model:
+        block, connections, name = as_placement(other)
+        main = block._chosen_input(connections)
         if main is not None and main not in connections:
             source: Any = None
             if self._last is not None:
@@ -157,19 +171,40 @@ class Model(Block):
             else:
                 source = "input"
             connections = {main: source, **connections}
-        self._add(block, connections, name)
+        self._add(block, connections, name, origin_of(other))
         return self
 
-    def add(self, block: Block | Placement, name: str | None = None, **connections: Any) -> Any:
+    def add(self, block: Block | Placement | Connection, name: str | None = None, **connections: Any) -> Any:
         """Add a block under a name and join its ports; returns the block, whose ports are its attributes."""
-        block, given, own = _as_placement(block)
+        origin = origin_of(block)
+        block, given, own = as_placement(block)
         for key in connections:
             block._check_port(key)
-        self._add(block, {**given, **connections}, name or own)
+        self._add(block, {**given, **connections}, name or own, origin)
         return block
 
-    def _add(self, block: Block, connections: Mapping[str, Any], name: str | None) -> None:
+    def _add(
+        self, block: Block, connections: Mapping[str, Any], name: str | None, origin: Any = None
+    ) -> None:
         site = user_site()
+        with transaction():
+            connections = expanded(self, connections)
+            self._put(block, connections, name, site)
+            put(block, "placed_by", origin)
+
+    def _put(
+        self,
+        block: Block,
+        connections: Mapping[str, Any],
+        name: str | None,
+        site: Site | None,
+        *,
+        last: bool = True,
+    ) -> None:
+        """Add a block whose connections hold no expression that is not in the model yet; in a transaction.
+
+        ``last``: ``+=`` goes on from it.
+        """
         if block is self:
             raise WiringError(f"{self.label} cannot be added to itself")
         if block.parent is not None:
@@ -184,30 +219,27 @@ class Model(Block):
         if isinstance(block, Model):
             block._finish()
             block._frozen = (block.input_keys, block.output_keys)
-        made = [key for key in (_named(v) for v in connections.values()) if key and key not in self.wires]
-        exposed = list(self._exposed)
         inputs, main = block.input_keys, block._main_output()
         block.parent, block.child_name = self, name
-        try:
-            with transaction():
-                for key, value in connections.items():
-                    if value is not None:
-                        self._connect(block, key, value, site)
-                settle()
-        except BaseException:
+
+        def back() -> None:
             block.parent = block.child_name = None
             if isinstance(block, Model):
                 block._frozen = None
-            for key in made:
-                self.wires.pop(key, None)
-            self._exposed = exposed
-            raise
+
+        on_undo(back)
+        for key, value in connections.items():
+            if value is not None:
+                self._connect(block, key, value, site)
+        settle()
         self.children.append(Child(name, block, site))
+        on_undo(self.children.pop)
         self._names[name] = 1
+        on_undo(lambda: self._names.pop(name))
         for key in inputs:
-            block.wires[key].find().consumed = True
-        if main is not None:
-            self._last = Port(block, main)
+            put(block.wires[key].find(), "consumed", True)
+        if main is not None and last:
+            put(self, "_last", Port(block, main))
 
     def _child_name(self, wanted: str | None, block: Block) -> str:
         if wanted is not None:
@@ -227,35 +259,11 @@ class Model(Block):
 
     def _connect(self, block: Block, key: str, value: Any, site: Site | None) -> None:
         block._check_port(key)
-        inner = block.wires[key]
-        if isinstance(value, str):
-            outer, shown = self._wire(value), f"{self.label}.{value}"
-        elif isinstance(value, IOKey):
-            outer, shown = self._wire(value.name), f"{self.label}.{value.name}"
-            choice("kind", value.kind, KINDS, optional=True)
-            declared = Wire(
-                self._shape((...,) if value.shape is None else value.shape, value.axes), value.kind
-            )
-            join(outer, declared)
-            if value.expose and value.name not in self._exposed:
-                self._exposed.append(value.name)
-        elif isinstance(value, Port):
-            if not _within(value.block, self):
-                region = _region_around(value.block)
-                if region is not None:
-                    raise WiringError(
-                        f"{value!r} is not part of {self.label}: it is inside of {region.label} "
-                        f"({type(region).__name__}) and does not exist outside of it; connect to what "
-                        f"{region.label} gives out ({', '.join(region.output_keys)}), or, for a parameter, declare "
-                        "it outside and let the block share it (shared=[…])"
-                    )
-                raise WiringError(
-                    f"{value!r} is not part of {self.label}: add its block to the model first, then connect to it"
-                )
-            outer, shown = value.wire, repr(value)
-        else:
-            outer, shown = _constant(value), f"the value {value!r}"
-        place = f"{block.label}.{key}"
+        outer, shown = self._resolve(value, produced=key in block.output_keys)
+        self._join(outer, block.wires[key], shown, f"{block.label}.{key}", site)
+
+    def _join(self, outer: Wire, inner: Wire, shown: str, place: str, site: Site | None) -> None:
+        """Join two values; an error says what each is, what it has, and the line that joined them."""
         before = (repr(outer.find().shape), repr(inner.find().shape))
 
         def explain(error: Exception, kind: type[Exception] = ShapeError) -> Exception:
@@ -277,6 +285,7 @@ class Model(Block):
 
         try:
             join(outer, inner, lambda e: explain(e))  # type: ignore[arg-type,return-value]
+            check_constant(outer)
         except ShapeError as error:
             raise (error if str(error).startswith("cannot connect") else explain(error)) from None
         except KindError as error:
@@ -298,7 +307,13 @@ class Model(Block):
             self._frozen is not None
         ):  # joined to the model around it: its ports are what they were before that
             return self._frozen[0]
-        return [k for k, w in self.wires.items() if (r := w.find()).producer is None and r.role is None]
+        # Two names of one value are one input.
+        found: dict[int, str] = {}
+        for key, wire in self.wires.items():
+            root = wire.find()
+            if root.producer is None and root.role is None and key not in self._hidden:
+                found.setdefault(id(root), key)
+        return list(found.values())
 
     @property
     def output_keys(self) -> list[str]:
@@ -307,7 +322,11 @@ class Model(Block):
         if self._exposed:
             return list(self._exposed)
         # A block that writes a value marks it as produced; one that another block reads is not an output.
-        keys = [k for k, w in self.wires.items() if (r := w.find()).producer is not None and not r.consumed]
+        keys = [
+            k
+            for k, w in self.wires.items()
+            if (r := w.find()).producer is not None and not r.consumed and k not in self._hidden
+        ]
         if not keys and "output" in self.wires and self.wires["output"].find().producer is not None:
             return ["output"]
         return keys
@@ -328,38 +347,6 @@ class Model(Block):
         if not self.output_keys and self._last is not None and "output" not in self.wires:
             self.wires["output"] = self._last.wire
 
-    def set_shapes(self, **shapes: Any) -> None:
-        """Say more of the shapes of named connections: ``model.set_shapes(input=(None, 128))``.
-
-        Raises:
-            ShapeError: when a size contradicts what is known; the model is left as it was.
-        """
-        with transaction():
-            for key, spec in shapes.items():
-                self._check_port(key)
-                wire = self.wires[key].find()
-                before = repr(wire.shape)
-                try:
-                    join(wire, Wire(self._shape(spec)))
-                    settle()
-                except ShapeError as error:
-                    raise ShapeError(
-                        f"{self.label}.{key} has shape {before}, not {spec!r}: {error}"
-                    ) from None
-
-    def set_sizes(self, **sizes: int) -> None:
-        """Fix symbolic sizes by name: ``model.set_sizes(batch=8)``."""
-        with transaction():
-            for key, size in sizes.items():
-                dim = self.symbols.get(key)
-                if not isinstance(dim, Dim):
-                    names = [k for k, v in self.symbols.items() if isinstance(v, Dim)]
-                    raise ShapeError(
-                        f"{self.label} has no size named {key!r}; it has {names}.{did_you_mean(key, names)}"
-                    )
-                set_size(dim, size)
-                settle()
-
     def __repr__(self) -> str:
         def port(k: str) -> str:
             return f"{k}: {self.wires[k].find().shape}"
@@ -373,63 +360,6 @@ def _said(value: str, kind: type[Exception]) -> str:
     return value if kind is KindError else f"shape {value}"
 
 
-def _named(value: Any) -> str | None:
-    return value if isinstance(value, str) else value.name if isinstance(value, IOKey) else None
-
-
 def _check_init(init: Any) -> None:
     if not callable(init):
         raise WiringError(f"init={init!r} must be a function of (key, shape, dtype)")
-
-
-def _check_key(key: str) -> None:
-    identifier(key, f"{key!r} is no connection name")
-
-
-def _as_placement(other: Placement | Block) -> tuple[Block, Mapping[str, Any], str | None]:
-    if isinstance(other, Placement):
-        return other.block, other.connections, other.name
-    if isinstance(other, Block):
-        return other, {}, None
-    raise WiringError(
-        f"{other!r} is no block: add a block, as in `model += Relu()`, or one called with its connections, as in "
-        "`model |= Linear(8)(input='x')`"
-    )
-
-
-def _within(block: Block | None, model: Model) -> bool:
-    while block is not None:
-        if block is model:
-            return True
-        block = block.parent
-        if block is not None and not isinstance(block, Model):
-            return False  # inside a repeated block: its values do not exist outside it
-    return False
-
-
-def _region_around(block: Block | None) -> Block | None:
-    """The repeated or rematerialised block that a block is inside of, or None."""
-    while block is not None:
-        block = block.parent
-        if block is not None and not isinstance(block, Model):
-            return block
-    return None
-
-
-def _constant(value: Any) -> Wire:
-    """A wire that always has one value: a number, or an array."""
-    shape = getattr(value, "shape", ())
-    kind = "bool" if isinstance(value, bool) else "float" if isinstance(value, float) else None
-    # A Python int takes the kind of what it meets, as in NumPy and JAX.
-    if kind is None and not isinstance(value, int):
-        letter = getattr(getattr(value, "dtype", None), "kind", None)
-        # ml_dtypes (bfloat16 …) report the kind "V".
-        kind = {"f": "float", "i": "int", "u": "int", "b": "bool", "V": "float"}.get(letter or "")
-        if kind is None:
-            raise WiringError(
-                f"{value!r} ({type(value).__name__}) cannot be connected: give a connection's name, a port of a "
-                "block in the model, a number or an array"
-            )
-    wire = Wire(Shape(Dim(int(n)) for n in shape), kind, "constant")
-    wire.constant = value
-    return wire

@@ -33,6 +33,7 @@ __all__ = [
     "Shape",
     "as_shape",
     "broadcast_rule",
+    "on_undo",
     "settle",
     "transaction",
     "unify",
@@ -47,6 +48,12 @@ def put(obj: Any, attribute: str, value: Any) -> None:
     if _trail is not None:
         _trail.append((obj, attribute, getattr(obj, attribute)))
     setattr(obj, attribute, value)
+
+
+def on_undo(action: Callable[[], Any]) -> None:
+    """Run ``action`` if the open :func:`transaction` is taken back: for changes that are no attribute."""
+    if _trail is not None:
+        _trail.append((action, "", None))
 
 
 def root_of(node: Any) -> Any:
@@ -90,6 +97,8 @@ def transaction() -> Iterator[None]:
         for obj, attribute, value in reversed(_trail):
             if isinstance(obj, dict):
                 del obj[attribute]  # a symbol that was new
+            elif not attribute:
+                obj()
             else:
                 setattr(obj, attribute, value)
         _trail = outer
