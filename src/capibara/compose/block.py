@@ -1,7 +1,8 @@
 """Blocks and their ports: what models are made of, before they are joined.
 
 A :class:`Block` has ports, each a wire. A :class:`Primitive` is one operation of the backend. Calling a block with
-names says what its ports are to be joined to; :class:`~capibara.compose.model.Model` does the joining.
+names says what its ports are to be joined to; :class:`~capibara.compose.model.Model` does the joining. Calling it
+with positional arguments gives its result as a connection, to go on with in functional style.
 """
 
 from __future__ import annotations
@@ -10,52 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from capibara.compose.arguments import identifier
+from capibara.compose.connections import Call, Connection, IOKey, Placement, Port
 from capibara.compose.errors import ShapeError, Site, WiringError
 from capibara.compose.shapes import Constraint, Dim, Rest, Shape, as_shape, settle
 from capibara.compose.wires import Kind, Wire
 from capibara.errors import did_you_mean
 
 __all__ = ["Block", "Child", "IOKey", "Placement", "Port", "Primitive", "site_of"]
-
-
-class Port(NamedTuple):
-    """One end of a block: ``block.output``. Joining it to another port joins the two values."""
-
-    block: Block
-    key: str
-
-    @property
-    def wire(self) -> Wire:
-        return self.block.wires[self.key].find()
-
-    def __repr__(self) -> str:
-        return f"{self.block.label}.{self.key}"
-
-
-class IOKey(NamedTuple):
-    """A name in the model with more said of it: ``Linear(8)(output=IOKey("y", expose=True))``.
-
-    Args:
-        name: the connection's name.
-        shape: its shape, as in :func:`capibara.compose.shapes.as_shape`.
-        kind: "float", "int" or "bool".
-        expose: make it an output of the model even if another block uses it too.
-        axes: logical axis names, one a dimension.
-    """
-
-    name: str
-    shape: Iterable[Any] | None = None
-    kind: str | None = None
-    expose: bool = False
-    axes: tuple[str | None, ...] = ()
-
-
-class Placement(NamedTuple):
-    """A block and what its ports are to be joined to: what calling a block returns."""
-
-    block: Block
-    connections: Mapping[str, Any]
-    name: str | None = None
 
 
 class Child(NamedTuple):
@@ -93,6 +55,7 @@ class Block:
         self.symbols: dict[str, Dim | Rest] = {}
         self.parent: Block | None = None
         self.child_name: str | None = None
+        self.placed_by: Placement | Call | None = None
 
     @property
     def input_keys(self) -> list[str]:
@@ -113,10 +76,43 @@ class Block:
             block = block.parent
         return ".".join(n for n in reversed(names) if n) or self.name or type(self).__name__
 
-    def __call__(self, **connections: Any) -> Placement:
+    def __call__(self, *inputs: Any, **connections: Any) -> Any:
+        """Say what the block's ports are to be joined to.
+
+        Args:
+            inputs: for the block's inputs in their order (``input_keys``); None leaves one open.
+            connections: by port: a name, a port, an :class:`IOKey`, an expression, a number, an array or a list.
+
+        Returns:
+            With names alone, or with an output among them, a :class:`Placement`, to be added to a model. Else the
+            result as a :class:`Connection`, or a tuple of them where the block has several outputs.
+
+        Raises:
+            WiringError: there is no such port, or there are too many ``inputs``.
+        """
         for key in connections:
             self._check_port(key)
-        return Placement(self, connections)
+        if not inputs:
+            return Placement(self, connections)
+        keys = self.input_keys
+        if len(inputs) > len(keys):
+            raise WiringError(
+                f"{self.label} ({type(self).__name__}) has {len(keys)} inputs ({', '.join(keys) or 'none'}), and was "
+                f"given {len(inputs)}"
+            )
+        given = dict(zip(keys, inputs, strict=False))
+        for key in connections:
+            if key in given:
+                raise WiringError(f"{self.label} was given its input {key!r} twice, by place and by name")
+        self._finish()
+        outputs = self.output_keys
+        if any(key in outputs for key in connections):
+            return Placement(self, {**given, **connections})
+        if not outputs:
+            raise WiringError(f"{self.label} ({type(self).__name__}) has no output that could be used")
+        call = Call(None, self, {**given, **connections}, None)
+        results = tuple(Connection(call, key) for key in outputs)
+        return results[0] if len(results) == 1 else results
 
     def port(self, key: str) -> Port:
         """A port by name, also where the name is taken by an attribute (``block.port("name")``)."""
@@ -154,8 +150,12 @@ class Block:
         keys = self.output_keys
         return "output" if "output" in keys else (keys[-1] if keys else None)
 
-    def _size(self, field: Any) -> Any:
-        return field
+    def _chosen_input(self, given: Mapping[str, Any]) -> str | None:
+        """The input that ``+=`` joins to the result before, of those that are not ``given``."""
+        return self._main_input()
+
+    def _finish(self) -> None:
+        """Settle what the outputs are, before the block is joined to others."""
 
     def _shape(self, spec: Any, axes: Iterable[str | None] = ()) -> Shape:
         return as_shape(spec, self.symbols, tuple(axes))
