@@ -259,9 +259,6 @@ class _Reader:
             if kind is INITIALISERS.get("Given"):
                 arguments[key] = self._value(value, what)
                 continue
-            if kind is INITIALISERS.get("Given"):
-                arguments[key] = self._value(value, what)
-                continue
             if isinstance(value, str) or value is None:
                 if isinstance(default, int | float) and not isinstance(default, bool):
                     raise ModelFormatError(f"{what}: {key} is {_short(value)}, not a number")
