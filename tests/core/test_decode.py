@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy_decoder import Decoder, as_float64
-from small_models import quick_jit, small_config, small_params, small_tokens
+from small_models import FLOAT64, quick_jit, small_config, small_params, small_tokens
 
 from capibara.compose import InputError
 from capibara.core import ModularCapibaraModel
@@ -90,6 +90,15 @@ def test_greedy_tokens_are_those_of_full_recomputation() -> None:
         logits, cache = fed.step(jnp.asarray(cached[-1]), cache)
     np.testing.assert_array_equal(np.concatenate(cached, axis=1), tokens)
     assert len(np.unique(tokens[:, 4:])) > 2
+
+
+def test_decoding_in_float64() -> None:
+    tokens = small_tokens(1, 5)
+    with jax.enable_x64(True):
+        fed = Fed("grouped", **FLOAT64)
+        got = fed.logits(tokens, (4, 1))
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got, fed.oracle(tokens), rtol=1e-9, atol=1e-9)
 
 
 def test_decode_is_pure_and_leaves_its_cache() -> None:

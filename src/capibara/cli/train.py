@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; return 0, or 128 + n if signal n stopped it."""
     from capibara.config import ModularModelConfig
     from capibara.train.data import load_corpus
+    from capibara.train.float64 import check_float64
     from capibara.train.memory import keep_freed_memory
     from capibara.train.progress import make_reporter
     from capibara.train.signals import stop_on_signals
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         config = config.with_overrides({"checkpoint.directory": args.directory})
     if texts:
         config = config.with_overrides({"data.paths": texts})
+    check_float64(config, "training")  # before the text is read and the model built
     out = sys.stderr if args.json else sys.stdout
     reporter = make_reporter(out)
     corpus = load_corpus(config.data.paths, validation_fraction=config.data.validation_fraction)

@@ -207,7 +207,10 @@ def _shortened(values: list[int], most: int = 12) -> str:
 
 
 class PrecisionSection(Section):
-    """``[precision]``: in which type numbers are kept, computed and summed."""
+    """``[precision]``: in which type numbers are kept, computed and summed.
+
+    ``float64`` is for JAX's 64-bit mode (``JAX_ENABLE_X64=1``); training and generating refuse it without.
+    """
 
     param_dtype: DTypeName = Field(default="float32", description="of parameters and optimizer state")
     compute_dtype: DTypeName = Field(default="float32", description="of activations and matrix products")

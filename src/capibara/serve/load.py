@@ -81,12 +81,15 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
     """Build the model that a checkpoint's own settings describe, with its parameters.
 
     Raises:
-      ConfigError: the settings can not be read by this version.
+      ConfigError: the settings can not be read by this version, or ask for float64 without JAX's 64-bit mode.
       ResumeMismatchError: the arrays are not those of the model.
     """
     from capibara.config import ModularModelConfig
     from capibara.core import ModularCapibaraModel
+    from capibara.train.float64 import check_float64
 
-    model = ModularCapibaraModel(ModularModelConfig.from_toml(checkpoint.config_path))
+    config = ModularModelConfig.from_toml(checkpoint.config_path)
+    check_float64(config, "a model of such numbers")
+    model = ModularCapibaraModel(config)
     params, state = restore_model(checkpoint, model)
     return LoadedModel(model, params, state, checkpoint)

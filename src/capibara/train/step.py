@@ -107,8 +107,10 @@ def make_train_step(
                 )
                 return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, grads), model_state), metrics
 
-            # Sums of many small numbers: float32 whatever the parameters are stored in.
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params)
+            # Sums of many small numbers: at least float32, whatever the parameters are stored in.
+            zeros = jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), state.params
+            )
             (sums, model_state), per_microbatch = jax.lax.scan(
                 body, (zeros, state.model_state), (tokens, jnp.arange(count))
             )

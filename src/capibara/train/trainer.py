@@ -30,6 +30,7 @@ from capibara.train import extras
 from capibara.train.batches import BatchSampler, validation_batches
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.data import Corpus
+from capibara.train.float64 import check_float64
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule
@@ -139,6 +140,8 @@ def train(
       CheckpointWriteError, RunWriteError: something could not be written.
       DivergedError: the loss became infinite or not a number.
       DataError: the text is too short for one sequence.
+      ConfigError: settings that this text or this process cannot have: a vocabulary too small, float64 without
+        JAX's 64-bit mode.
     """
     extras.require()
     reporter = reporter or SilentReporter()
@@ -187,6 +190,7 @@ class _Setup:
 
     @classmethod
     def build(cls, config: Any, model: Any, corpus: Corpus, devices: Sequence[Any] | None) -> _Setup:
+        check_float64(config, "training")
         _check_vocabulary(config, corpus)
         settings = config.train
         validation = []

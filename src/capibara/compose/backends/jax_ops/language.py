@@ -137,7 +137,9 @@ def cached_attention(
             "(init_cache(batch_size, max_length)) or feed fewer tokens"
         )
     _check_room(position, query.shape[1], key_cache.shape[1])
-    start = (0, position, 0, 0)
+    position = jnp.asarray(position, jnp.int32)
+    zero = jnp.zeros((), jnp.int32)  # a Python 0 would be int64 while 64-bit numbers are on
+    start = (zero, position, zero, zero)
     key_cache = lax.dynamic_update_slice(key_cache, key.astype(key_cache.dtype), start)
     value_cache = lax.dynamic_update_slice(value_cache, value.astype(value_cache.dtype), start)
     at = jnp.broadcast_to(position + jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
