@@ -103,7 +103,7 @@ def module_source(functions: str, constants: dict[str, Any], ops_module: str, ti
     """A module that stands by itself: what it imports, its constants as text, its functions."""
     package, _, name = ops_module.rpartition(".")
     imports = [f"from {package} import {name} as ops"]
-    if " = grads." in functions:
+    if "grads." in functions:
         imports.insert(0, f"from {package} import {name.removesuffix('_ops')}_gradients as grads")
     if constants:
         made = "tensor as array" if name.startswith("torch") else "array"

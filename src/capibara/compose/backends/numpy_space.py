@@ -233,19 +233,19 @@ def amin(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
 
 
 def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-    return np.any(value_of(x), axis=axis, keepdims=keepdims)
+    return np.asarray(np.any(value_of(x), axis=axis, keepdims=keepdims))
 
 
 def all(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-    return np.all(value_of(x), axis=axis, keepdims=keepdims)
+    return np.asarray(np.all(value_of(x), axis=axis, keepdims=keepdims))
 
 
 def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-    return np.argmax(value_of(x), axis=axis, keepdims=keepdims).astype("int32")
+    return np.asarray(np.argmax(value_of(x), axis=axis, keepdims=keepdims), "int32")
 
 
 def argmin(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-    return np.argmin(value_of(x), axis=axis, keepdims=keepdims).astype("int32")
+    return np.asarray(np.argmin(value_of(x), axis=axis, keepdims=keepdims), "int32")
 
 
 def argsort(x: Any, axis: int = -1, descending: bool = False) -> Any:

@@ -138,7 +138,8 @@ def trace(x: Any) -> Any:
 def record(value: Any, *rules: Rule) -> Any:
     """The result of an operation: traced if something that it was made from is."""
     sources = [(source, rule) for source, rule in rules if isinstance(source, Traced)]
-    return Traced(np.asarray(value), sources) if sources else value
+    # asarray: NumPy gives scalars of its own for arrays without dimensions.
+    return Traced(np.asarray(value), sources) if sources else np.asarray(value)
 
 
 def pull(outputs: Sequence[Any], cotangents: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 from typing import Any
 
+import numpy as np
 import torch
 
 Axis = int | tuple[int, ...] | None
@@ -69,11 +70,16 @@ negative, power, exp, expm1, log, log1p = (
 sqrt, tanh, sin, cos, erf, sigmoid = (_of(n) for n in ("sqrt", "tanh", "sin", "cos", "erf", "sigmoid"))
 maximum, minimum = _of("maximum"), _of("minimum")
 round, floor, ceil, sign = _of("round"), _of("floor"), _of("ceil"), _of("sign")
-isnan, isinf, floor_divide, remainder = _of("isnan"), _of("isinf"), _of("floor_divide"), _of("remainder")
+isnan, isinf, remainder = _of("isnan"), _of("isinf"), _of("remainder")
 logical_and, logical_or = _of("logical_and"), _of("logical_or")
 logical_xor, logical_not = _of("logical_xor"), _of("logical_not")
 left_shift, right_shift = _of("bitwise_left_shift"), _of("bitwise_right_shift")
 matmul = torch.matmul
+
+
+def floor_divide(a: Any, b: Any) -> Any:
+    a, b = _pair(a, b)
+    return torch.floor_divide(a.detach(), b.detach())  # PyTorch has no derivative of it, not even 0
 
 
 def softplus(x: Any) -> Any:
@@ -200,7 +206,7 @@ def _forward_slices(row: tuple[Any, ...], x: Any) -> tuple[tuple[Any, ...], Any]
             dim += x.ndim - used
         elif isinstance(i, slice) and (i.step or 1) < 0:
             start, stop, step = i.indices(x.shape[dim])
-            picked = torch.arange(start, stop, step, device=x.device)
+            picked = arange(start, stop, step, "int64", x)
             x = torch.index_select(x, dim, picked)
             i, dim = slice(None), dim + 1
         elif i is not None:
@@ -230,7 +236,8 @@ def full(shape: Any, value: Any, dtype: Any, like: Any = None) -> Any:
 
 
 def arange(start: Any, stop: Any, step: Any = 1, dtype: Any = "int32", like: Any = None) -> Any:
-    return torch.arange(start, stop, step, device=_device(like)).to(_dtype(dtype))
+    # By NumPy, because PyTorch refuses empty and backward ranges, and counts floats in its default dtype.
+    return torch.from_numpy(np.arange(start, stop, step)).to(_device(like), _dtype(dtype))
 
 
 def eye(rows: int, columns: int, dtype: Any, like: Any = None) -> Any:

@@ -150,9 +150,7 @@ class Shaping(Caller):
         if isinstance(value, bool) or (isinstance(value, int) and dtype is None):
             return value
         if isinstance(value, int | float):
-            return self._call(
-                "cast", self._call("array", value, dtype=self._float(dtype)), self._float(dtype)
-            ).item()
+            return self._make("full", (), value, dtype=self._float(dtype)).item()
         if not hasattr(value, "dtype"):
             return value
         return self._call("cast", value, self._float(None) if dtype is None else dtype_name(dtype))
