@@ -15,6 +15,8 @@ from capibara.compose.backends.jax_backend import JaxBackend
 from capibara.compose.backends.numpy_backend import NumpyBackend
 from capibara.compose.backends.torch_backend import TorchBackend
 from capibara.compose.compiled import ArraySpec, CompiledModel
+from capibara.compose.connections import Connection
+from capibara.compose.custom import op
 from capibara.compose.dtypes import (
     Dtype,
     bfloat16,
@@ -38,6 +40,7 @@ from capibara.compose.errors import (
     UnconnectedError,
     WiringError,
 )
+from capibara.compose.functional import functional
 from capibara.compose.interchange import ModelFormatError, from_json, to_json
 from capibara.compose.library import (
     AUC,
@@ -271,6 +274,7 @@ from capibara.compose.primitives import (
 )
 from capibara.compose.regions import Remat, Repeat
 from capibara.compose.sharding import constrain, param_shardings
+from capibara.compose.values import TBD, Tensor
 
 __all__ = [
     "AUC",
@@ -283,6 +287,7 @@ __all__ = [
     "MLP",
     "PCA",
     "RNN",
+    "TBD",
     "TSNE",
     "AUCCore",
     "Absolute",
@@ -322,6 +327,7 @@ __all__ = [
     "ComposeError",
     "Concat",
     "Confusion",
+    "Connection",
     "ContinuedScan",
     "Convolution1D",
     "Convolution2D",
@@ -499,6 +505,7 @@ __all__ = [
     "Take",
     "TakeAlongAxis",
     "Tanh",
+    "Tensor",
     "ToTensor",
     "TorchBackend",
     "TrainModel",
@@ -527,11 +534,13 @@ __all__ = [
     "float32",
     "float64",
     "from_json",
+    "functional",
     "int8",
     "int16",
     "int32",
     "int64",
     "models",
+    "op",
     "param_shardings",
     "primitives",
     "to_json",

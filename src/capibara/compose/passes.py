@@ -115,7 +115,7 @@ def remove_identities(graph: Graph, *, inference: bool = False) -> int:
 def _same_as(node: Node, inference: bool) -> Wire | None:
     """The input that the node's only output equals always, or None."""
     block = node.block
-    if not isinstance(block, Primitive) or len(node.outputs) != 1 or not node.inputs:
+    if block.registered or not isinstance(block, Primitive) or len(node.outputs) != 1 or not node.inputs:
         return None
     first = node.inputs[0]
     if block.op in ("multiply", "divide") and len(node.inputs) == 2:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from capibara.compose.errors import InputError, KindError, WiringError
-from capibara.compose.shapes import Dim, Shape
+from capibara.compose.shapes import Dim, Shape, put
 from capibara.compose.wires import Wire
 
-__all__ = ["TBD", "Numbers", "Tensor", "TensorType", "ToBeDetermined", "as_constant", "check_constant"]
+__all__ = [
+    "TBD",
+    "Numbers",
+    "Tensor",
+    "TensorType",
+    "ToBeDetermined",
+    "as_constant",
+    "check_constant",
+    "settle_numbers",
+]
 
 MOST = 1_000_000
 """Elements of the longest list that is taken for numbers: longer ones should be arrays."""
@@ -183,3 +193,16 @@ def check_constant(wire: Wire) -> None:
     whole = value.kind is None if isinstance(value, Numbers) else type(value) is int
     if whole:
         raise KindError(f"the number {value!r} is no truth value: write True or False")
+
+
+def settle_numbers(wires: Iterable[Wire], compute: str) -> None:
+    """Lists of numbers become arrays: of the kind of what they met, floats in the dtype ``compute``.
+
+    Raises:
+        KindError: whole numbers stand where truth values are needed.
+    """
+    for wire in wires:
+        if wire.role == "constant":
+            check_constant(wire)
+            if isinstance(wire.constant, Numbers):
+                put(wire, "constant", wire.constant.array(wire.kind.find().value, compute))
