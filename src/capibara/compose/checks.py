@@ -99,7 +99,7 @@ def checked_cotangents(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, 
                 f"{did_you_mean(str(name), specs)}"
             )
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if getattr(value, "weak_type", False) and value.shape == () and value.dtype != bool:
+        if getattr(value, "weak_type", False) and getattr(value, "shape", None) == () and getattr(value, "dtype", None) != bool:
             number = True  # what a Python number is in a trace
         dtype = getattr(value, "dtype", None)
         if not number and (dtype is None or getattr(value, "shape", None) is None):

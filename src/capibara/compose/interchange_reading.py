@@ -155,7 +155,7 @@ class _Reader:
         if name == "Model":
             return self._model(node, depth)
         kind: Any = (REGIONS.get(name) or PRIMITIVES.get(name)) if isinstance(name, str) else None
-        if kind is None:
+        if kind is None or not isinstance(name, str):
             raise ModelFormatError(f"{_short(name)} is no class of blocks that a model may hold")
         given = _fields(node, name, ("class", "arguments"))["arguments"]
         if not isinstance(given, Mapping):
