@@ -99,7 +99,8 @@ def checked_cotangents(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, 
                 f"{did_you_mean(str(name), specs)}"
             )
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if getattr(value, "weak_type", False) and getattr(value, "shape", None) == () and getattr(value, "dtype", None) != bool:
+        weak: Any = value if getattr(value, "weak_type", False) else None
+        if weak is not None and weak.shape == () and weak.dtype.kind != "b":
             number = True  # what a Python number is in a trace
         dtype = getattr(value, "dtype", None)
         if not number and (dtype is None or getattr(value, "shape", None) is None):

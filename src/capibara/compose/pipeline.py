@@ -34,7 +34,7 @@ _DTYPES = {"int": "int32", "bool": "bool"}
 
 def compile(
     model: Block,
-    backend: Any | None = None,
+    backend: Any = None,
     *,
     shapes: Mapping[Any, Any] | None = None,
     constant_keys: Mapping[Any, Any] | None = None,
@@ -89,7 +89,7 @@ def compile(
         use_short_namings=use_short_namings,
     )
     whole = _whole(model)
-    backend: Any = _backend(backend)
+    backend = _backend(backend)
     if not isinstance(shapes, Mapping | None):
         raise CompileError(
             f"shapes={shapes!r} must be a dict of shapes by input, such as {{'input': [32, 128]}}"
