@@ -247,7 +247,9 @@ def _folder(backend: Any, ops_module: str) -> Any:
 
     def run(block: Primitive, arguments: list[Any], named: dict[str, Any]) -> tuple[Any, ...] | None:
         function = getattr(ops, block.op, None)
-        if function is None:
+        if (
+            function is None or block.registered
+        ):  # a user's own, perhaps under the name of one of the library's
             return None
         numbers = all(isinstance(a, bool | int | float) for a in arguments)
         try:
