@@ -114,6 +114,23 @@ class Block:
         results = tuple(Connection(call, key) for key in outputs)
         return results[0] if len(results) == 1 else results
 
+    def summary(
+        self, *, shapes: bool = True, types: bool = False, depth: int | None = 0, verbose: bool = True
+    ) -> str:
+        """Print a table of the blocks, what their ports are joined to, and how many parameters they have.
+
+        Args:
+            shapes, types: columns with what is known of shapes and kinds so far.
+            depth: how many levels of nested blocks are shown below the first; None: all.
+            verbose: print the table (it is returned in any case).
+
+        Returns:
+            The table as text.
+        """
+        from capibara.compose.summary import summary
+
+        return summary(self, shapes=shapes, types=types, depth=depth, verbose=verbose)
+
     def port(self, key: str) -> Port:
         """A port by name, also where the name is taken by an attribute (``block.port("name")``)."""
         self._check_port(key)
