@@ -1,0 +1,146 @@
+"""The operations of language models on NumPy and PyTorch against those of JAX: values and gradients in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from capibara.compose.backends import jax_ops, numpy_gradients, numpy_ops
+from capibara.compose.errors import InputError
+
+torch = pytest.importorskip("torch")
+
+from capibara.compose.backends import torch_ops
+
+
+def draw(*shape: int, low: float = -1.0, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).uniform(low, 1.0, shape)
+
+
+Q, K, V = draw(2, 5, 4, 6), draw(2, 5, 2, 6, seed=1), draw(2, 5, 2, 6, seed=2)
+CACHE_K, CACHE_V = draw(2, 9, 2, 6, seed=3), draw(2, 9, 2, 6, seed=4)
+X, STEP, RATE = draw(2, 7, 4, 3), draw(2, 7, 4, low=0.1), -draw(4, low=0.2)
+WRITE, READ, MEMORY = draw(2, 7, 2, 5, seed=1), draw(2, 7, 2, 5, seed=2), draw(2, 4, 3, 5)
+AT = np.array(3, "int32")
+WIDE = {"accumulate": "float64"}
+CASES: dict[str, tuple[str, list[np.ndarray], dict[str, Any]]] = {
+    "causal": ("attention", [Q, K, V], {"causal": True, "window": None, "softcap": None}),
+    "free": ("attention", [Q, K, V], {"causal": False, "window": None, "softcap": None}),
+    "window": ("attention", [Q, K, V], {"causal": True, "window": 2, "softcap": None}),
+    "free_window": ("attention", [Q, K, V], {"causal": False, "window": 2, "softcap": None}),
+    "softcap": ("attention", [Q, K, V], {"causal": True, "window": 3, "softcap": 0.7}),
+    "cached": ("cached_attention", [Q, K, V, CACHE_K, CACHE_V, AT], {"window": None, "softcap": None}),
+    "cached_window": ("cached_attention", [Q, K, V, CACHE_K, CACHE_V, AT], {"window": 3, "softcap": 0.5}),
+    "scan": ("selective_scan", [X, STEP, RATE, WRITE, READ], {"chunk_length": 4}),
+    "continued": ("continued_scan", [X, STEP, RATE, WRITE, READ, MEMORY], {"chunk_length": 3}),
+    "conv": ("causal_conv", [X, draw(3, 4, 3), draw(4, 3)], {}),
+    "cached_conv": ("cached_conv", [X, draw(3, 4, 3), draw(4, 3), draw(2, 2, 4, 3)], {}),
+    "rotary": ("rotary_table", [np.arange(5, dtype="int32")], {"dim": 6, "theta": 100.0, **WIDE}),
+    "rotate": ("rotate", [draw(2, 5, 3, 4), draw(5, 2), draw(5, 2, seed=1)], {}),
+    "positions": ("positions", [np.zeros((2, 5), "int32"), AT], {}),
+    "dense": ("dense", [draw(2, 3, 4), draw(4, 5)], WIDE),
+    "project": ("project", [draw(2, 3, 4), draw(4, 2, 5)], WIDE),
+    "merge": ("merge", [draw(2, 3, 2, 4), draw(2, 4, 5)], WIDE),
+    "unembed": ("unembed", [draw(2, 3, 4), draw(6, 4)], WIDE),
+    "lookup": ("lookup", [draw(6, 4), np.array([[0, 5, 5], [9, -3, 2]], "int32")], {}),
+    "rms_norm": ("rms_norm", [draw(3, 4), draw(4)], {"epsilon": 1e-5, **WIDE}),
+    "layer_norm": ("layer_norm", [draw(3, 4), draw(4)], {"epsilon": 1e-5, **WIDE}),
+    "group_merge": ("group_merge", [draw(3, 4, 2)], {}),
+    "decay": ("decay", [draw(3, 4)], {}),
+}
+
+
+def rows(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def weights(x: np.ndarray) -> np.ndarray | None:
+    return np.cos(np.arange(x.size) + 0.3).reshape(x.shape) if x.dtype.kind == "f" else None
+
+
+def by_jax(op: str, arrays: list[np.ndarray], options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    real = [i for i, a in enumerate(arrays) if a.dtype.kind == "f"]
+    with jax.enable_x64(True):
+
+        def run(*floats: Any) -> Any:
+            given = list(arrays)
+            for i, value in zip(real, floats, strict=True):
+                given[i] = value
+            return rows(getattr(jax_ops, op)(*given, **options))
+
+        out, pull = jax.vjp(run, *(jax.numpy.asarray(arrays[i]) for i in real))
+        zero = [np.zeros(o.shape, jax.dtypes.float0) for o in out]
+        back = pull(
+            tuple(z if (w := weights(np.asarray(o))) is None else w for o, z in zip(out, zero, strict=True))
+        )
+        return [np.asarray(o) for o in out], [np.asarray(b) for b in back]
+
+
+def by_numpy(op: str, arrays: list[np.ndarray], options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    out = getattr(numpy_ops, op)(*arrays, **options)
+    given = tuple(weights(o) for o in rows(out))
+    real = tuple(i for i, a in enumerate(arrays) if a.dtype.kind == "f")
+    several = isinstance(out, tuple)
+    back = getattr(numpy_gradients, op)(given if several else given[0], out, *arrays, wanted=real, **options)
+    return list(rows(out)), list(back)
+
+
+def by_torch(op: str, arrays: list[np.ndarray], options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    tensors = [torch.tensor(a) for a in arrays]
+    real = [t.requires_grad_(True) for t in tensors if t.is_floating_point()]
+    out = rows(getattr(torch_ops, op)(*tensors, **options))
+    pairs = [(o, torch.tensor(weights(o.detach().numpy()))) for o in out if o.requires_grad]
+    back = torch.autograd.grad([o for o, _ in pairs], real, [w for _, w in pairs]) if real else []
+    return [o.detach().numpy() for o in out], [b.numpy() for b in back]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_on_jax(name: str) -> None:
+    want, back = by_jax(*CASES[name])
+    for run in (by_numpy, by_torch):
+        out, found = run(*CASES[name])
+        assert len(out) == len(want)
+        assert len(found) == len(back)
+        for a, b in zip((*out, *found), (*want, *back), strict=True):
+            assert a.dtype == b.dtype
+            assert a.shape == b.shape
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("at", [-1, 5, 9])
+def test_a_full_cache_is_refused(at: int) -> None:
+    for ops, make in ((numpy_ops, np.asarray), (torch_ops, torch.tensor)):
+        arrays = [make(a) for a in (Q, K, V, CACHE_K, CACHE_V, np.array(at, "int32"))]
+        with pytest.raises(InputError, match=r"need .* places, the cache has 9"):
+            ops.cached_attention(*arrays, window=None, softcap=None)
+
+
+def test_rules_written_by_hand_are_those_of_the_tape() -> None:
+    """Each rule against the derivative of the operation run on traced arrays."""
+    x, y = draw(3, 4), draw(3, 4, seed=1)
+    given: dict[str, tuple[list[np.ndarray], dict[str, Any]]] = {
+        "dense": ([x, draw(4, 5)], WIDE),
+        "add": ([x, y[:1]], {}),
+        "subtract": ([x, y[:, :1]], {}),
+        "multiply": ([x, y[0]], {}),
+        "reshape": ([x], {"shape": (2, 6)}),
+        "softmax": ([x], {"axis": 0}),
+    }
+    for op in numpy_gradients.RULES:
+        arrays, options = given.get(op, ([x], {}))
+        out = getattr(numpy_ops, op)(*arrays, **options)
+        w = weights(out)
+        by_rule = getattr(numpy_gradients, op)(w, out, *arrays, **options)
+        places = tuple(range(len(arrays)))
+        by_tape = numpy_gradients._traced(getattr(numpy_ops, op), w, tuple(arrays), places, options)
+        for a, b in zip(by_rule, by_tape, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14, err_msg=op)
+        assert getattr(numpy_gradients, op)(None, out, *arrays, **options) == (None,) * len(arrays)
+
+
+def test_nothing_else_is_an_operation() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        numpy_gradients.nonsense  # type: ignore[attr-defined]
