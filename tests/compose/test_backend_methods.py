@@ -426,3 +426,17 @@ def test_one_device_cannot_be_a_mesh(kind: str) -> None:
 def test_bfloat16_is_not_numpys() -> None:
     with pytest.raises(ml.CompileError, match="no bfloat16"):
         ml.NumpyBackend("bfloat16")
+
+
+def test_platforms() -> None:
+    assert float(ml.JaxBackend(platform="cpu").ones()) == 1
+    with pytest.raises(ml.CompileError, match=r"none of cpu, gpu.*Did you mean 'gpu'"):
+        ml.JaxBackend(platform="gpus")
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is an accelerator")
+    backend = ml.JaxBackend(platform="gpu")  # can be made, and lowered for
+    assert backend.platform == "gpu"
+    with pytest.raises(ml.CompileError, match=r"platform='gpu' is not there.*cpu:0"):
+        backend.ones(3)
+    with pytest.raises(ml.CompileError, match=r"platform='gpu' is not there.*cpu:0"):
+        ml.JaxBackend(platform="gpu", device_mesh=(1,))

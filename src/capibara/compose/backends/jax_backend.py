@@ -13,7 +13,7 @@ from capibara.compose.errors import CompileError, InputError
 from capibara.compose.precision import Precision
 from capibara.compose.randomness import as_key
 from capibara.config.axes import AxisRules
-from capibara.errors import ConfigError
+from capibara.errors import ConfigError, did_you_mean
 
 __all__ = ["JaxBackend"]
 
@@ -32,7 +32,10 @@ class JaxBackend(Backend):
         mesh_axes: names of the mesh's axes, when ``device_mesh`` is a shape.
         rules: which mesh axis each logical axis goes to. With rules or a mesh, compiling refuses axis names that
             nobody knows; without either they are only names.
-        platform: the platform to compile for; by default that of the device or mesh.
+        platform: the platform to compile for; by default that of the device or mesh. Without a device or mesh, its
+            first device is taken. One that is not on this machine serves for lowering
+            (``jax.jit(model.apply).trace(…).lower(lowering_platforms=…)``) alone: the backend's own methods refuse
+            to make arrays there.
         precision: of matrix products, in the forward and the backward pass: a ``jax.lax.Precision``, or what
             ``jax.default_matmul_precision`` takes (``"highest"``, ``"bfloat16_3x"`` …).
         debug: check every result for NaN (``jax.debug_nans``) while ``evaluate`` runs, or ``apply`` outside of a
@@ -66,6 +69,14 @@ class JaxBackend(Backend):
         self.rules = AxisRules() if rules is None else rules
         if not isinstance(self.rules, AxisRules):
             raise CompileError(f"rules={rules!r} must be a capibara.config.axes.AxisRules")
+        if platform is not None and platform not in _PLATFORMS:
+            raise CompileError(
+                f"platform={platform!r} is none of {', '.join(_PLATFORMS)}.{did_you_mean(str(platform), _PLATFORMS)}"
+            )
+        found = [] if platform is None else _devices(platform)
+        self._absent = platform is not None and not found
+        if device is None and device_mesh is None and found and found[0] != _devices(None)[0]:
+            device = found[0]
         self.device = _device(device, platform)
         self.mesh = make_mesh(device_mesh, mesh_axes, platform)
         self._checks_axes = rules is not None or self.mesh is not None
@@ -196,6 +207,10 @@ class JaxBackend(Backend):
             return super()._call(function, *args, **options)
 
     def _make(self, function: str, *args: Any, **options: Any) -> Any:
+        if self._absent and self.device is None and self.mesh is None:
+            raise CompileError(
+                f"platform={self._platform!r} is not there, arrays cannot be made on it. {_there()}"
+            )
         mesh = options.pop("device_mesh", None)
         split = options.pop("tensor_split", None)
         if mesh is None and split is not None and self.mesh is None:
@@ -237,22 +252,35 @@ def _precision(precision: Any) -> Any:
         ) from None
 
 
-def _device(device: Any, platform: str | None) -> Any:
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+
+
+def _devices(platform: str | None) -> list[Any]:
+    """The devices of a platform (None: the default one); none if it is not on this machine."""
     import jax
+
+    try:
+        return jax.devices(platform)
+    except RuntimeError:
+        return []
+
+
+def _there() -> str:
+    names = ", ".join(f"{d.platform}:{d.id}" for d in _devices(None))
+    return f"The devices of this machine are: {names}"
+
+
+def _device(device: Any, platform: str | None) -> Any:
 
     if device is None or not isinstance(device, str):
         return device
     kind, _, index = device.partition(":")
     if index and not index.isdigit():
         raise CompileError(f"device={device!r}: write a platform and a number, as in 'gpu:0'")
-    try:
-        found = jax.devices(kind)
-    except RuntimeError:
-        found = []
+    found = _devices(kind)
     number = int(index or 0)
     if number >= len(found):
-        there = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
-        raise CompileError(f"device={device!r} is not there. The devices of this machine are: {there}")
+        raise CompileError(f"device={device!r} is not there. {_there()}")
     return found[number]
 
 
@@ -269,7 +297,9 @@ def make_mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
         raise CompileError(
             f"device_mesh={mesh!r} has {len(shape)} axes, mesh_axes={tuple(names)!r} names {len(names)}"
         )
-    devices = jax.devices(platform) if platform else jax.devices()
+    devices = _devices(platform)
+    if not devices:
+        raise CompileError(f"platform={platform!r} is not there, so there is no mesh of it. {_there()}")
     need = math.prod(shape)
     if need > len(devices):
         raise CompileError(
