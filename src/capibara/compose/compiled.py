@@ -377,6 +377,8 @@ class CompiledModel:
         # With float64, tracing from outside without it has to be seen before the scope is entered.
         if not in_jax or not self.jit or self.states or backend.needs_x64:
             return None, None
+        if backend.lowers_only:
+            return None, None
         import jax
 
         def forward(params: Any, inputs: Any) -> Any:
@@ -410,6 +412,8 @@ class CompiledModel:
 
     def _runner(self, with_gradients: bool, train: bool) -> Any:
         import jax
+
+        self.backend.check_present()
 
         def run(params: Any, inputs: Any, state: Any, key: Any, cotangents: Any) -> Any:
             if not with_gradients:

@@ -116,6 +116,30 @@ class JaxBackend(Backend):
             except ConfigError as error:
                 raise CompileError(str(error)) from None
 
+    @property
+    def lowers_only(self) -> bool:
+        """Whether a platform was named without a device or mesh of it, so that it need not be here."""
+        return self._platform is not None and self.device is None and self.mesh is None
+
+    def check_present(self) -> None:
+        """Refuse to run for a platform that is not on this machine (lowering for one needs no such device).
+
+        Raises:
+            CompileError: ``platform`` was given, and JAX has no device of it here.
+        """
+        import jax
+
+        if not self.lowers_only:
+            return
+        try:
+            jax.devices(self._platform)
+        except RuntimeError:
+            there = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
+            raise CompileError(
+                f"platform={self._platform!r}: this machine has no such device, so the model can be lowered for it "
+                f"(jax.jit(compiled.apply).trace(…).lower(lowering_platforms=…)) but not run. There are: {there}"
+            ) from None
+
     def scope(self) -> AbstractContextManager[Any]:
         """The JAX settings that this backend needs, for as long as the ``with`` block lasts.
 

@@ -50,7 +50,7 @@ class Cell(Model):
         whole("hidden_size", hidden_size, optional=True)
         whole("output_size", output_size, optional=True)
         self._arguments = (hidden_size, output_size)
-        self._hidden: Any = hidden_size or "hidden"
+        self._hidden_size: Any = hidden_size or "hidden"
         self._out: Any = output_size or "out"
 
     def again(self) -> Cell:
@@ -80,7 +80,7 @@ class RNNCell(Cell):
         self, hidden_size: int | None = None, output_size: int | None = None, *, name: str | None = None
     ) -> None:
         super().__init__(hidden_size, output_size, name=name)
-        hidden, out = self._hidden, self._out
+        hidden, out = self._hidden_size, self._out
         self.add_input("input", "n *s in", "float")
         self.add_input("prev_hidden", ("m", "*s", hidden), "float")
         self.add_parameter("w_ih", ("in", hidden), Scaled())
@@ -147,7 +147,7 @@ class LSTMCell(Cell):
         self, hidden_size: int | None = None, output_size: int | None = None, *, name: str | None = None
     ) -> None:
         super().__init__(hidden_size, output_size, name=name)
-        hidden, out = self._hidden, self._out
+        hidden, out = self._hidden_size, self._out
         self.add_input("input", "n *s in", "float")
         for key in ("prev_hidden", "prev_cell"):
             self.add_input(key, ("m", "*s", hidden), "float")
@@ -271,7 +271,7 @@ class ManyToOne(_Unrolled):
 
 
 class _EncoderDecoder(Model):
-    def _join(self, encoder: Model, decoder: Model, hidden: str) -> None:
+    def _couple(self, encoder: Model, decoder: Model, hidden: str) -> None:
         self.add(encoder, "encoder", **{k: k for k in encoder.input_keys}, hidden_concat="encoded")
         into = {
             key: key if key.startswith("target") else f"decoder_{key}"
@@ -302,7 +302,7 @@ class EncoderDecoder(_EncoderDecoder):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        self._join(
+        self._couple(
             ManyToOne(cell_type, max_input_sequence_length),
             OneToMany(cell_type, max_target_sequence_length, teacher_forcing),
             "permuted",
@@ -321,7 +321,7 @@ class EncoderDecoderInference(_EncoderDecoder):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        self._join(
+        self._couple(
             ManyToOne(cell_type, max_input_sequence_length),
             OneToManyInference(cell_type, max_target_sequence_length),
             "encoded",

@@ -8,6 +8,7 @@ from typing import Any
 
 from capibara.compose import primitives as p
 from capibara.compose.block import Block, Primitive
+from capibara.compose.connections import Connection
 from capibara.compose.errors import WiringError
 from capibara.compose.model import Model, Placement, Port
 from capibara.compose.primitives.rules import scalar
@@ -208,7 +209,7 @@ class TrainModel(Model):
 
     # ---- how it is done -----------------------------------------------------------------------------------
 
-    def __ior__(self, other: Placement | Block) -> Model:
+    def __ior__(self, other: Placement | Connection | Block) -> Model:
         raise WiringError("a TrainModel is extended by add_loss, add_regularization and add_metric only")
 
     __iadd__ = __ior__
