@@ -9,7 +9,9 @@ from typing import Any
 from capibara.compose.errors import WiringError
 from capibara.errors import did_you_mean
 
-__all__ = ["choice", "identifier", "number", "whole"]
+__all__ = ["MOST_PORTS", "choice", "identifier", "number", "several", "whole"]
+
+MOST_PORTS = 4096
 
 
 def whole(name: str, value: Any, low: int | None = 1, *, optional: bool = False) -> None:
@@ -25,6 +27,17 @@ def whole(name: str, value: Any, low: int | None = 1, *, optional: bool = False)
         raise WiringError(
             f"{name}={value!r} must be a whole number{least}" + (" or None" if optional else "")
         )
+
+
+def several(name: str, value: Any) -> None:
+    """``value`` is how many ports a block has: from 1 to :data:`MOST_PORTS`.
+
+    Raises:
+        WiringError: it is not.
+    """
+    whole(name, value)
+    if value > MOST_PORTS:
+        raise WiringError(f"{name}={value!r:.40}: a block has at most {MOST_PORTS} ports")
 
 
 def number(
@@ -45,7 +58,8 @@ def number(
     if optional and value is None:
         return
     fits = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
-    if not fits or (above and value == low) or (below and value == high) or math.isinf(value):
+    # (abs() and not math.isinf(), which no large whole number survives)
+    if not fits or (above and value == low) or (below and value == high) or abs(value) > 1e308:
         text = f"{'above' if above else 'at least'} {low:g}"
         if not math.isinf(high):
             text += f" and {'below' if below else 'at most'} {high:g}"

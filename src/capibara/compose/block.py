@@ -184,7 +184,7 @@ class Primitive(Block):
     Args:
         op: the operation's name in the backend (``ops.<op>``).
         inputs: port name → ``(shape, kind)``; a kind is "float", "int", "bool" or a capital letter, and ports with
-            the same letter have the same kind.
+            the same letter have the same kind; with "N" that is not "bool".
         outputs: the same for the results, in the order in which the operation returns them.
         attributes: keyword arguments of the operation, plain values known when the model is composed.
         constraints: ``(rule, (port, …))`` beyond what equal names in the shapes say.
@@ -219,7 +219,7 @@ class Primitive(Block):
         kinds: dict[str, Kind] = {}
         for key, (shape, kind) in {**inputs, **outputs}.items():
             letter = kind is not None and len(kind) == 1
-            cell = kinds.setdefault(kind, Kind()) if letter else Kind(kind)  # type: ignore[arg-type]
+            cell = kinds.setdefault(kind, Kind(numeric=kind == "N")) if letter else Kind(kind)  # type: ignore[arg-type]
             self.wires[key] = Wire(self._shape(shape), cell)
         for key in self._outputs:
             self.wires[key].producer = (self, key)

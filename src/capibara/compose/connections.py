@@ -38,7 +38,10 @@ class Port(Operators):
 
     @property
     def wire(self) -> Wire:
-        return self.block.wires[self.key].find()
+        wire = self.block.wires.get(self.key)
+        if wire is None:
+            raise WiringError(f"{self.block.label} has no port {self.key!r} any more: it has been renamed")
+        return wire.find()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Port) and self.block is other.block and self.key == other.key
@@ -156,7 +159,7 @@ def as_type(given: Any) -> tuple[str | None, tuple[Any, ...] | None]:
                 f"kind {given!r} must be one of {', '.join(map(repr, KINDS))}.{did_you_mean(given, KINDS)}"
             )
         return given, None
-    if given in _SCALARS:
+    if isinstance(given, type) and given in _SCALARS:
         return _SCALARS[given], ()
     kind = getattr(given, "kind", None)
     if isinstance(kind, str) and kind in KINDS:  # ml.float32 …
@@ -167,7 +170,7 @@ def as_type(given: Any) -> tuple[str | None, tuple[Any, ...] | None]:
     kind = kinds.pop() if len(kinds) == 1 else None
     if origin in (Union, types.UnionType):
         return kind, () if all(s == () for _, s in parts) else None
-    if tuple in (given, origin) or list in (given, origin):
+    if given is tuple or given is list or origin is tuple or origin is list:
         return kind, (None, ...)
     raise WiringError(
         f"type={given!r} is no type of connections: use float, int, bool, Tensor, Tensor[float], Tensor[int], "

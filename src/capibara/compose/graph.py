@@ -33,10 +33,9 @@ class Leaf:
     stack: tuple[int, ...] = ()
 
     @property
-    def axes(self) -> tuple[str | None, ...]:
+    def axes(self) -> tuple[str | None, ...] | None:
         inner = self.wire.axes
-        assert inner is not None
-        return ("layers",) * len(self.stack) + inner
+        return None if inner is None else ("layers",) * len(self.stack) + inner
 
 
 @dataclass

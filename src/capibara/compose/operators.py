@@ -252,7 +252,7 @@ class Operators:
 
     def transpose(self, *axes: Any) -> Connection:
         """``x.transpose()``, ``x.transpose(1, 0, 2)`` or ``x.transpose((1, 0, 2))``."""
-        return self._one("Transpose", _row(axes) if axes and axes != (None,) else None)
+        return self._one("Transpose", None if not axes or axes[0] is None else _row(axes))
 
     def reshape(self, *shape: Any) -> Connection:
         """``x.reshape(2, -1)`` or ``x.reshape((2, -1))``: sizes known when the model is written."""
@@ -323,6 +323,8 @@ def _row(values: tuple[Any, ...]) -> Any:
             f"{values!r}: sizes must be known when the model is written, and cannot be connections; -1 follows from "
             "the others"
         )
+    if not isinstance(values, int | list | tuple):
+        raise WiringError(f"{values!r} must be whole numbers, one a dimension, or a tuple of them")
     return values
 
 

@@ -14,7 +14,7 @@ from capibara.compose.connections import Call, Connection, IOKey, Port, as_type
 from capibara.compose.errors import KindError, ShapeError, Site, WiringError, user_site
 from capibara.compose.initializers import Constant, Given, Normal, Uniform
 from capibara.compose.shapes import Dim, Rest, Shape, on_undo, put, set_size, settle, transaction
-from capibara.compose.values import TBD, Numbers, Tensor, as_constant
+from capibara.compose.values import TBD, Numbers, as_constant
 from capibara.compose.wires import Declaration, Wire, join
 from capibara.errors import did_you_mean
 
@@ -99,8 +99,7 @@ class Settings(Block):
         shape = (...,) if key.given_shape is None else key.given_shape
         self._say(outer, Wire(self._shape(shape, key.axes), key.kind), shown)
         if key.value is not TBD:
-            _check_interval(key, shown)
-            self._say(outer, as_constant(key.value), shown)
+            self._say(outer, _in_interval(key, as_constant(key.value), shown), shown)
         if key.expose:
             if name is None:
                 raise WiringError("IOKey(expose=True) needs a name: the output's")
@@ -537,16 +536,15 @@ def _nested(value: Any) -> Any:
     return value.values if isinstance(value, Numbers) else value
 
 
-def _check_interval(key: IOKey, shown: str) -> None:
-    if key.interval is None:
-        return
-    import numpy as np
+def _in_interval(key: IOKey, wire: Wire, shown: str) -> Wire:
+    if key.interval is not None:
+        import numpy as np
 
-    value = key.value.value if isinstance(key.value, Tensor) else key.value
-    data = np.asarray(value)
-    low, high = key.interval
-    if data.size and not (data.min() >= low and data.max() <= high):
-        raise WiringError(f"{shown}: the value {value!r:.80} is not within interval={[low, high]}")
+        data = np.asarray(wire.constant)
+        low, high = key.interval
+        if data.size and not (data.min() >= low and data.max() <= high):
+            raise WiringError(f"{shown}: the value {key.value!r:.80} is not within interval={[low, high]}")
+    return wire
 
 
 def _within(block: Block | None, model: Block) -> bool:

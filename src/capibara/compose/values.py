@@ -110,15 +110,8 @@ class Numbers:
         if kind == "bool" or self.kind == "bool":
             return np.asarray(self.values, bool)
         if kind == "int" or (kind is None and self._whole):
-            data = np.asarray(self.values)
-            if data.size and (data.min() < -(2**31) or data.max() >= 2**31):
-                raise InputError(f"{self!r:.200} has numbers that do not fit an int32")
-            return data.astype("int32")
-        if compute == "bfloat16":
-            import ml_dtypes
-
-            return np.asarray(self.values, "float64").astype(ml_dtypes.bfloat16)
-        return np.asarray(self.values, compute)
+            return _as_int32(np.asarray(self.values), repr(self))
+        return np.asarray(self.values, "float64").astype(_numpy(compute))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.asarray(self.values, dtype)
@@ -198,11 +191,34 @@ def check_constant(wire: Wire) -> None:
 def settle_numbers(wires: Iterable[Wire], compute: str) -> None:
     """Lists of numbers become arrays: of the kind of what they met, floats in the dtype ``compute``.
 
+    So do NumPy's 64-bit arrays, which are what NumPy makes of numbers unless told otherwise.
+
     Raises:
-        KindError: whole numbers stand where truth values are needed.
+        KindError: whole numbers stand where truth values are needed. InputError: they do not fit an int32.
     """
     for wire in wires:
-        if wire.role == "constant":
-            check_constant(wire)
-            if isinstance(wire.constant, Numbers):
-                put(wire, "constant", wire.constant.array(wire.kind.find().value, compute))
+        if wire.role != "constant":
+            continue
+        check_constant(wire)
+        value = wire.constant
+        if isinstance(value, Numbers):
+            put(wire, "constant", value.array(wire.kind.find().value, compute))
+        elif isinstance(value, np.ndarray | np.generic) and value.dtype.itemsize == 8:
+            if value.dtype.kind == "f" and compute != "float64":
+                put(wire, "constant", np.asarray(value).astype(_numpy(compute)))
+            elif value.dtype.kind in "iu":
+                put(wire, "constant", _as_int32(np.asarray(value), repr(value)))
+
+
+def _as_int32(data: np.ndarray[Any, Any], shown: str) -> np.ndarray[Any, Any]:
+    if data.size and (data.min() < -(2**31) or data.max() >= 2**31):
+        raise InputError(f"{shown:.200} has numbers that do not fit an int32")
+    return data.astype("int32")
+
+
+def _numpy(name: str) -> Any:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    return np.dtype(name)

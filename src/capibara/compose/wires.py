@@ -27,12 +27,16 @@ KINDS = ("float", "int", "bool")
 
 
 class Kind:
-    """Float, int or bool, or not yet known; kinds that must be equal are merged (a union-find)."""
+    """Float, int or bool, or not yet known; kinds that must be equal are merged (a union-find).
 
-    __slots__ = ("parent", "value")
+    ``numeric``: it may not be bool, because arithmetic is done with it.
+    """
 
-    def __init__(self, value: str | None = None) -> None:
+    __slots__ = ("numeric", "parent", "value")
+
+    def __init__(self, value: str | None = None, numeric: bool = False) -> None:
         self.value = value
+        self.numeric = numeric
         self.parent: Kind | None = None
 
     def find(self) -> Kind:
@@ -45,9 +49,13 @@ def _unify_kinds(a: Kind, b: Kind) -> None:
         return
     if a.value is not None and b.value is not None and a.value != b.value:
         raise KindError(f"{a.value} is not {b.value}")
+    if (a.numeric or b.numeric) and "bool" in (a.value, b.value):
+        raise KindError("truth values are no numbers to compute with: make them such, as with Cast('int32')")
     put(b, "parent", a)
     if a.value is None:
         put(a, "value", b.value)
+    if b.numeric and not a.numeric:
+        put(a, "numeric", True)
 
 
 class Declaration:

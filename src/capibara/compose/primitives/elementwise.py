@@ -168,19 +168,23 @@ class _Same(_Unary):
     kinds = ("T", "T")
 
 
-class Square(_Same):
+class _Number(_Unary):
+    kinds = ("N", "N")
+
+
+class Square(_Number):
     """``x²``."""
 
 
-class Absolute(_Same):
+class Absolute(_Number):
     """``|x|``, with gradient 0 at 0."""
 
 
-class Negate(_Same):
+class Negate(_Number):
     """``-x``."""
 
 
-class Sign(_Same):
+class Sign(_Number):
     """-1, 0 or 1; the gradient is 0 everywhere."""
 
 
@@ -227,7 +231,7 @@ class NormModifier(_Unary):
     op_name = "norm_modifier"
 
 
-class Clip(_Same):
+class Clip(_Number):
     """``min(max(x, low), high)``; None leaves a side open. The gradient is 0 outside and 1 within.
 
     Integers stay integers: a bound between two of them is cut off at the point.
@@ -240,6 +244,8 @@ class Clip(_Same):
         scalar("high", high, optional=True)
         if low is not None and high is not None and low > high:
             raise WiringError(f"low={low!r} is above high={high!r}")
+        # JAX refuses whole numbers that no array could hold; as floats they are what they mean, no limit.
+        low, high = (float(v) if isinstance(v, int) and abs(v) >= 2**31 else v for v in (low, high))
         self._build({"low": low, "high": high}, name)
 
 
@@ -307,7 +313,7 @@ class Multiply(_Binary):
 class Divide(_Binary):
     """``left / right``, a float also for integers; infinite or NaN where ``right`` is 0."""
 
-    kinds = ("T", "T", "float")
+    kinds = ("N", "N", "float")
     takes_dtype = "int"
 
 

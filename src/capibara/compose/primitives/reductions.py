@@ -16,7 +16,7 @@ class _Reduce(Primitive):
     """``input`` → ``output``, without the dimensions in ``axis`` (None: all), or with size 1 there (``keepdim``)."""
 
     op_name: ClassVar[str | None] = None
-    kinds: ClassVar[tuple[str, str]] = ("T", "T")
+    kinds: ClassVar[tuple[str, str]] = ("N", "N")
 
     def __init__(
         self, axis: int | tuple[int, ...] | None = None, keepdim: bool = False, *, name: str | None = None
@@ -44,7 +44,7 @@ class Sum(_Reduce):
 class Mean(_Reduce):
     """Mean over one dimension, several, or all (``axis=None``), a float also of integers. NaN over no elements."""
 
-    kinds = ("T", "float")
+    kinds = ("N", "float")
     takes_dtype = "int"
 
 
@@ -90,7 +90,7 @@ class Variance(_Reduce):
 
 
 class _Arg(_Reduce):
-    kinds = ("T", "int")
+    kinds = ("N", "int")
 
     def __init__(self, axis: int | None = None, keepdim: bool = False, *, name: str | None = None) -> None:
         whole("axis", axis, None, optional=True)

@@ -34,7 +34,8 @@ def scalar(name: str, value: Any, *, optional: bool = False) -> None:
     """
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    big = isinstance(value, int) and abs(value) > 1e300  # more than a float holds
+    if isinstance(value, bool) or not isinstance(value, int | float) or big or not math.isfinite(value):
         raise WiringError(f"{name}={value!r} must be a finite number" + (" or None" if optional else ""))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from capibara.compose.arguments import whole
+from capibara.compose.arguments import several, whole
 from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError, WiringError
 from capibara.compose.primitives.rules import axes_of, axis_of, broadcast_rule, fix, placed, product, sizes
@@ -56,7 +56,7 @@ class Concat(Primitive):
     """
 
     def __init__(self, count: int, axis: int | None = 0, *, name: str | None = None) -> None:
-        whole("count", count)
+        several("count", count)
         whole("axis", axis, None, optional=True)
 
         def rule(*shapes: Shape) -> bool:
@@ -119,7 +119,7 @@ class Stack(Primitive):
     """Join arrays of one shape along a new dimension: ports ``input_0``, ``input_1`` … → ``output``."""
 
     def __init__(self, count: int, axis: int = 0, *, name: str | None = None) -> None:
-        whole("count", count)
+        several("count", count)
         whole("axis", axis, None)
 
         def rule(one: Shape, output: Shape) -> bool:
@@ -144,7 +144,7 @@ class Split(Primitive):
     """Cut one dimension into ``count`` equal parts: ``input`` → ``output_0``, ``output_1`` … of one shape."""
 
     def __init__(self, count: int, axis: int = 0, *, name: str | None = None) -> None:
-        whole("count", count)
+        several("count", count)
         whole("axis", axis, None)
 
         def rule(whole_: Shape, part: Shape) -> bool:
@@ -175,7 +175,7 @@ class Unstack(Primitive):
     """The ``count`` arrays along one dimension, one by one: ``input`` → ``output_0``, ``output_1`` …."""
 
     def __init__(self, count: int, axis: int = 0, *, name: str | None = None) -> None:
-        whole("count", count)
+        several("count", count)
         whole("axis", axis, None)
 
         def rule(whole_: Shape, part: Shape) -> bool:
