@@ -281,7 +281,7 @@ class _Binary(Primitive):
     """An operation on two arrays, with NumPy's broadcasting: ``left``, ``right`` → ``output``."""
 
     op_name: ClassVar[str | None] = None
-    kinds: tuple[str, str, str] = ("T", "T", "T")
+    kinds: tuple[str, str, str] = ("N", "N", "N")
 
     def __init__(self, *, name: str | None = None) -> None:
         self._build({}, name)
