@@ -48,7 +48,8 @@ VALUES: tuple[Any, ...] = (
     object(), slice(0, 2), "x", ..., 1j, ml.TBD, ml.Tensor([1.0, 2.0]), b"x", ml.Relu, np.float32(2), np.int64(3),
 )  # fmt: skip
 SHAPES: tuple[Any, ...] = (
-    (2, 3), (), (None,), (..., 3), ("n", "n"), ("*a", 2), ("*a", "*b"), (-1,), "2 3", "b *r", 3, (2.5,), (0,), None, (10**12,),
+    (2, 3), (), (None,), (..., 3), ("n", "n"), ("*a", 2), ("*a", "*b"), (-1,), "2 3", "b *r", 3, (2.5,), (0,), None,
+    (10**12,),
 )  # fmt: skip
 TYPES: tuple[Any, ...] = (
     float, int, bool, "float", "int", "nothing", ml.Tensor, ml.Tensor[int], ml.float32, tuple, list[float], str, 3,
@@ -212,7 +213,7 @@ class Maker:
 
     def run(self, compiled: Any) -> None:
         """What compiled also runs, where all sizes are known and small."""
-        shapes = [s for s in compiled.get_shapes(symbolic=False).values()]
+        shapes = list(compiled.get_shapes(symbolic=False).values())
         if any(s is None or None in s or np.prod(s) > 1000 for s in shapes):
             return
         try:

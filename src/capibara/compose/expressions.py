@@ -41,10 +41,14 @@ def as_placement(other: Any) -> tuple[Block, Mapping[str, Any], str | None]:
     )
 
 
+def _origin(call: Call) -> Placement | Call:
+    return call if call.origin is None else call.origin
+
+
 def origin_of(other: Any) -> Placement | Call | None:
     """What was called, of something that is added to a model; see :attr:`Call.origin`."""
     if isinstance(other, Connection):
-        return other.call.origin or other.call
+        return _origin(other.call)
     return other if isinstance(other, Placement) else None
 
 
@@ -84,7 +88,7 @@ def _have(model: Model, call: Call) -> bool:
     if id(call) in model._built:
         return True
     block = call.first
-    if block.parent is not model or block.placed_by is not (call.origin or call):
+    if block.parent is not model or block.placed_by is not _origin(call):
         return False
     model._built[id(call)] = (call, block)
     on_undo(lambda: model._built.pop(id(call)))
