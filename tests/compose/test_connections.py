@@ -119,7 +119,7 @@ def test_operators_equal_numpy(name: str) -> None:
         (lambda x: x.expand_dims(1), A[:, None]),
         (lambda x: x[0, 0, 0].broadcast_to((2, 2)), np.full((2, 2), A[0, 0, 0])),
         (lambda x: x.sum().item(), np.asarray(A.sum())),
-        (lambda x: x + [1, 2, 3, 4], A + [1, 2, 3, 4]),
+        (lambda x: x * [1, 2, 3, 4], A * [1, 2, 3, 4]),
         (lambda x: x * ml.Tensor([[0.5], [1.0], [2.0]]).value, A * [[0.5], [1.0], [2.0]]),
     ],
 )

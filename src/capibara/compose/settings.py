@@ -395,7 +395,8 @@ class Settings(Block):
         Args:
             input_key: an input of the model; it is then in ``state=``, and no input.
             output_key: what its value is after the model has run.
-            initial_value: a number, or an array or list, which fixes the shape.
+            initial_value: a number, or an array or list, which fixes the shape. With a number the shape must follow
+                from the model or be given (:meth:`set_shapes`).
 
         Raises:
             WiringError: the first is no input, or has a next value. ShapeError, KindError: they do not fit.
