@@ -241,7 +241,9 @@ def test_not_iterable() -> None:
 def test_shape_errors_name_the_line_of_the_expression() -> None:
     x = ml.IOKey("x", shape=(2, 3))
     wrong = x + np.ones((2, 4))  # this line
-    line = wrong.call.site.line
+    site = wrong.call.site
+    assert site is not None
+    line = site.line
     with pytest.raises(ml.ShapeError, match=rf"(?s)3 does not broadcast with 4.*test_connections\.py:{line}"):
         ml.Model.create(y=wrong)
 

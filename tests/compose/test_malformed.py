@@ -39,7 +39,7 @@ BLOCKS: tuple[Callable[[], Any], ...] = (
     lambda: ml.Remat(ml.RMSNorm()),
     lambda: ml.op("unknown"),
     lambda: ml.functional(lambda a, b=2.0: (a + b, a @ b)),
-    lambda: ml.MLP([ml.Relu(), ml.Tanh()], [3, 2]),
+    lambda: ml.MLP(activations=[ml.Relu(), ml.Tanh()], dimensions=[3, 2]),
     ml.Model,
 )
 VALUES: tuple[Any, ...] = (
@@ -257,3 +257,17 @@ def test_malformed_compositions_are_refused_by_the_library(data: st.DataObject) 
 @settings(max_examples=5000, **COMMON)
 def test_five_thousand_malformed_compositions(data: st.DataObject) -> None:
     grow(data)
+
+
+@pytest.mark.slow
+def test_ten_thousand_nodes() -> None:
+    model = ml.Model()
+    for _ in range(10_000):
+        model += ml.Relu()
+    compiled = ml.compile(model, BACKEND, shapes={"input": (2,)}, jit=False)
+    assert compiled.source.count("ops.relu(") == 10_000
+    x: Any = ml.IOKey("x")
+    for _ in range(10_000):
+        x = x + 1
+    compiled = ml.compile(ml.Model.create(y=x), BACKEND, shapes={"x": (2,)}, jit=False)
+    assert compiled.source.count("ops.add(") == 10_000
