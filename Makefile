@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+LIBRARY := src/capibara/ops/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py
 
 .PHONY: demo test test-all bench lint format docs setup setup-dev help clean
@@ -17,6 +18,10 @@ $(VENV)/.capibara: $(VENV)/.pip pyproject.toml constraints.txt hatch_build.py $(
 	$(PIP) -c constraints.txt -e '.[train]'
 	@touch $@
 
+# The environment may outlive the library, which is built into the tree. Where it cannot be built XLA's forms run.
+$(LIBRARY): | $(VENV)/.capibara
+	-$(BIN)/python -m capibara.ops.native
+
 $(VENV)/.capibara-dev: $(VENV)/.capibara
 	$(PIP) -c constraints.txt -e '.[train,docs]' --group dev
 	@touch $@
@@ -25,8 +30,8 @@ $(VENV)/.capibara-bench: $(VENV)/.capibara-dev
 	$(PIP) -c constraints.txt --group bench
 	@touch $@
 
-setup: $(VENV)/.capibara
-setup-dev: $(VENV)/.capibara-dev
+setup: $(VENV)/.capibara $(LIBRARY)
+setup-dev: $(VENV)/.capibara-dev $(LIBRARY)
 
 demo: setup  ## train about two minutes on CPython's documentation text, then write a sample
 	$(BIN)/capibara train --config demo
@@ -38,7 +43,7 @@ test: setup-dev  ## the tests that finish in minutes
 test-all: setup-dev  ## every test
 	$(BIN)/python -m pytest -n 2 --durations=10 --durations-min=5
 
-bench: $(VENV)/.capibara-bench  ## measured ratios against named peers, written to bench-results/
+bench: $(VENV)/.capibara-bench $(LIBRARY)  ## measured ratios against named peers, written to bench-results/
 	$(BIN)/python -m benchmarks
 
 lint: setup-dev  ## format, rules, types, import order (that stubs are up to date is a test)

@@ -65,6 +65,7 @@ def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(args: argparse.Namespace) -> int:
     """Train; return 0, or 128 + n if signal n stopped it."""
     from capibara.config import ModularModelConfig
+    from capibara.train.compilation_cache import keep_compiled
     from capibara.train.data import load_corpus
     from capibara.train.float64 import check_float64
     from capibara.train.memory import keep_freed_memory
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     corpus = load_corpus(config.data.paths, validation_fraction=config.data.validation_fraction)
     reporter.note(str(corpus))
 
-    with stop_on_signals() as stop:
+    with stop_on_signals() as stop, keep_compiled(reporter.note):
         from capibara.core import ModularCapibaraModel
         from capibara.train import train
 
