@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capibara.compose.broadcasting import broadcast_rule
 from capibara.compose.errors import ShapeError
-from capibara.compose.shapes import (
-    Constraint,
-    Dim,
-    Rest,
-    Shape,
-    as_shape,
-    broadcast_rule,
-    set_size,
-    settle,
-    transaction,
-    unify,
-    what_if,
-)
+from capibara.compose.shapes import Constraint, Dim, Rest, Shape, as_shape, set_size, settle, unify
+from capibara.compose.trail import transaction, what_if
 
 sizes = st.lists(st.sampled_from([1, 2, 3]), max_size=4)
 
@@ -164,3 +158,48 @@ def test_one_rest_on_both_sides_is_checked_once_it_is_known() -> None:
     with pytest.raises(ShapeError, match="is not"):
         unify(Shape([rest]), Shape([]))
         settle()
+
+
+def test_threads_build_models_of_their_own() -> None:
+    """One thread's refused connections take back nothing of another's."""
+    broken: list[BaseException] = []
+    stop = threading.Event()
+
+    def refuse() -> None:
+        while not stop.is_set():
+            a, b = Shape([Dim(2), Dim()]), Shape([Dim(), Dim(3)])
+            try:
+                with transaction():
+                    unify(a, b)
+                    unify(a, fixed([2, 4]))
+            except ShapeError:
+                pass
+            if a.known != (2, None) or b.known != (None, 3):
+                broken.append(AssertionError((a, b)))
+
+    def build() -> None:
+        try:
+            for _ in range(300):
+                shapes = [Shape([Dim(), Dim()]) for _ in range(20)]
+                with transaction():
+                    for one, other in itertools.pairwise(shapes):
+                        unify(one, other)
+                    unify(shapes[0], fixed([5, 6]))
+                assert all(s.known == (5, 6) for s in shapes)
+        except BaseException as error:
+            broken.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        refusing = threading.Thread(target=refuse)
+        builders = [threading.Thread(target=build) for _ in range(2)]
+        for thread in (refusing, *builders):
+            thread.start()
+        for thread in builders:
+            thread.join()
+    finally:
+        stop.set()
+        refusing.join()
+        sys.setswitchinterval(interval)
+    assert not broken

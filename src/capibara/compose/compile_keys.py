@@ -12,7 +12,8 @@ from capibara.compose.connections import Connection, Port
 from capibara.compose.errors import CompileError, KindError, ShapeError, WiringError
 from capibara.compose.initializers import Normal
 from capibara.compose.model import Model
-from capibara.compose.shapes import Dim, Rest, Shape, put, settle
+from capibara.compose.shapes import Dim, Rest, Shape, settle
+from capibara.compose.trail import put
 from capibara.compose.wires import Declaration, Wire, join
 from capibara.errors import did_you_mean
 

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from capibara.compose.block import Primitive, site_of
+from capibara.compose.broadcasting import broadcast_rule
 from capibara.compose.errors import CompileError, ShapeError, WiringError
 from capibara.compose.graph import Graph, Node
-from capibara.compose.shapes import Rest, Shape, broadcast_rule, unify
+from capibara.compose.shapes import Rest, Shape, unify
 from capibara.errors import did_you_mean
 
 __all__ = ["Operation", "check_registered", "op"]

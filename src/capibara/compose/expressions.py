@@ -13,7 +13,7 @@ from capibara.compose.block import Block
 from capibara.compose.connections import Call, Connection, IOKey, Placement, Port, called
 from capibara.compose.errors import WiringError
 from capibara.compose.operators import Operators
-from capibara.compose.shapes import on_undo, transaction
+from capibara.compose.trail import on_undo, transaction
 
 if TYPE_CHECKING:
     from capibara.compose.model import Model

@@ -24,7 +24,8 @@ from capibara.compose.connections import Call, Connection
 from capibara.compose.errors import KindError, ShapeError, Site, WiringError, user_site
 from capibara.compose.expressions import as_placement, expanded, gather, origin_of
 from capibara.compose.settings import Settings, check_key
-from capibara.compose.shapes import on_undo, put, settle, transaction
+from capibara.compose.shapes import settle
+from capibara.compose.trail import on_undo, put, transaction
 from capibara.compose.values import check_constant
 from capibara.compose.wires import KINDS, Declaration, Wire, join
 

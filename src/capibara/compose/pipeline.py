@@ -1,7 +1,7 @@
 """From a logical model to a compiled one: what is fixed, what is trained, what is left out; then the source.
 
 The logical model is not changed: everything that :func:`compile` adds to what is known of it is taken back when the
-source is written (:func:`capibara.compose.shapes.what_if`).
+source is written (:func:`capibara.compose.trail.what_if`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from capibara.compose.graph import Graph, flatten
 from capibara.compose.model import Block, Model, Placement
 from capibara.compose.passes import optimise
 from capibara.compose.regions import Repeat
-from capibara.compose.shapes import what_if
 from capibara.compose.specs import ModelSpecs
+from capibara.compose.trail import what_if
 from capibara.compose.values import settle_numbers
 
 __all__ = ["compile"]

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from capibara.compose.block import Port
 from capibara.compose.errors import ShapeError, WiringError
 from capibara.compose.model import Block, Model, Primitive
-from capibara.compose.shapes import Dim, Shape, settle, transaction, unify
+from capibara.compose.shapes import Dim, Shape, settle, unify
+from capibara.compose.trail import transaction
 from capibara.compose.wires import Declaration, Wire
 from capibara.errors import did_you_mean
 

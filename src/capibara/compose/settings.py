@@ -13,7 +13,8 @@ from capibara.compose.block import Block, Child
 from capibara.compose.connections import Call, Connection, IOKey, Port, as_type
 from capibara.compose.errors import KindError, ShapeError, Site, WiringError, user_site
 from capibara.compose.initializers import Constant, Given, Normal, Uniform
-from capibara.compose.shapes import Dim, Rest, Shape, on_undo, put, set_size, settle, transaction
+from capibara.compose.shapes import Dim, Rest, Shape, set_size, settle
+from capibara.compose.trail import on_undo, put, transaction
 from capibara.compose.values import TBD, Numbers, as_constant
 from capibara.compose.wires import Declaration, Wire, join
 from capibara.errors import did_you_mean

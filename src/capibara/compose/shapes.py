@@ -10,8 +10,8 @@ fills a ``Rest`` with whatever stands opposite. What cannot be decided yet (``(*
 one dimension or many) is kept as a :class:`Constraint` and tried again when something it looks at changes. The
 same mechanism carries the rules of single operations, such as broadcasting.
 
-Every change is written to a trail while a :func:`transaction` is open, so that a connection that fails leaves the
-model as it was.
+Every change is written to the :mod:`~capibara.compose.trail`, so that a connection that fails leaves the model as it
+was.
 
 Each ``Dim`` may also carry a logical axis name (``"embed"``, ``"heads"`` …). Names travel with unification: naming
 the axes of the parameters names those of the activations between them.
@@ -19,12 +19,11 @@ the axes of the parameters names those of the activations between them.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from capibara.compose.errors import ShapeError
+from capibara.compose.trail import building, put, root_of, symbol
 
 __all__ = [
     "Constraint",
@@ -32,96 +31,10 @@ __all__ = [
     "Rest",
     "Shape",
     "as_shape",
-    "broadcast_rule",
-    "on_undo",
+    "set_size",
     "settle",
-    "transaction",
     "unify",
-    "what_if",
 ]
-
-_trail: list[tuple[Any, str, Any]] | None = None
-
-
-def put(obj: Any, attribute: str, value: Any) -> None:
-    """Set an attribute so that an open :func:`transaction` can take it back."""
-    if _trail is not None:
-        _trail.append((obj, attribute, getattr(obj, attribute)))
-    setattr(obj, attribute, value)
-
-
-def on_undo(action: Callable[[], Any]) -> None:
-    """Run ``action`` if the open :func:`transaction` is taken back: for changes that are no attribute."""
-    if _trail is not None:
-        _trail.append((action, "", None))
-
-
-def root_of(node: Any) -> Any:
-    """The representative of a union-find node (anything with a ``parent``).
-
-    Long ways are shortened as they are walked, or a chain of n joined values would take n² steps to build.
-    """
-    parent = node.parent
-    if parent is None:
-        return node
-    if parent.parent is None:
-        return parent
-    root = parent
-    while root.parent is not None:
-        root = root.parent
-    while node.parent is not root:
-        after = node.parent
-        put(node, "parent", root)
-        node = after
-    return root
-
-
-def _symbol(symbols: dict[str, Dim | Rest], name: str, new: Dim | Rest) -> Dim | Rest:
-    """The dimension of a name, ``new`` if it is the first of that name, in a way that can be taken back."""
-    if name not in symbols:
-        symbols[name] = new
-        if _trail is not None:
-            _trail.append((symbols, name, None))
-    return symbols[name]
-
-
-@contextmanager
-def transaction() -> Iterator[None]:
-    """Undo every change to dimensions, shapes, wires and symbols if the block raises. Transactions nest."""
-    global _trail
-    outer = _trail
-    _trail = []
-    try:
-        yield
-    except BaseException:
-        for obj, attribute, value in reversed(_trail):
-            if isinstance(obj, dict):
-                del obj[attribute]  # a symbol that was new
-            elif not attribute:
-                obj()
-            else:
-                setattr(obj, attribute, value)
-        _trail = outer
-        _queue.clear()
-        raise
-    if outer is not None:
-        outer.extend(_trail)
-    _trail = outer
-
-
-@contextmanager
-def what_if() -> Iterator[None]:
-    """A :func:`transaction` that is always undone: to see what follows from more being known, and forget it."""
-
-    class Undo(Exception):
-        pass
-
-    try:
-        with transaction():
-            yield
-            raise Undo
-    except Undo:
-        pass
 
 
 class Dim:
@@ -239,7 +152,7 @@ class Constraint:
 
     def post(self) -> None:
         """Try the rule now, and again on every change until it is settled."""
-        _queue.append(self)
+        building.waiting.append(self)
 
     def _attempt(self) -> None:
         if self.done:
@@ -258,21 +171,19 @@ class Constraint:
                     put(node, "watchers", (*node.watchers, self))
 
 
-_queue: deque[Constraint] = deque()
-
-
 def settle() -> None:
     """Run the constraints that are waiting because something they look at has changed."""
+    waiting = building.waiting
     try:
-        while _queue:
-            _queue.popleft()._attempt()
+        while waiting:
+            waiting.popleft()._attempt()
     except BaseException:
-        _queue.clear()  # nothing of a refused connection may run later, in the middle of another
+        waiting.clear()  # nothing of a refused connection may run later, in the middle of another
         raise
 
 
 def _wake(*watchers: Constraint) -> None:
-    _queue.extend(c for c in watchers if not c.done)
+    building.waiting.extend(c for c in watchers if not c.done)
 
 
 def _unify_dims(a: Dim, b: Dim) -> None:
@@ -373,80 +284,6 @@ def unify(a: Shape, b: Shape, where: Callable[[ShapeError], ShapeError] | None =
         Constraint(_unify_resolved, (a, b), where).post()
 
 
-def broadcast_rule(left: Shape, right: Shape, out: Shape) -> bool:
-    """``out = numpy.broadcast_shapes(left, right)``, as far as it can be told."""
-    pl, rl, sl = left.resolve()
-    pr, rr, sr = right.resolve()
-    if rl is None and rr is None:
-        return _broadcast_fixed(pl + sl, pr + sr, out)
-    if rl is not None and rl is rr and len(sl) == len(sr) and len(pl) == len(pr):
-        # The same unknown dimensions on both sides broadcast to themselves.
-        po, _, so = out.resolve()
-        have = (
-            [*po[: len(pl)], *so[len(so) - len(sl) :]] if len(po) >= len(pl) and len(so) >= len(sl) else None
-        )
-        dims, settled = _broadcast_row([*pl, *sl], [*pr, *sr], have)
-        unify(out, Shape([*dims[: len(pl)], rl, *dims[len(pl) :]]))
-        return settled
-    if rl is None or rr is None:
-        fixed, prefix, rest, suffix = (pl + sl, pr, rr, sr) if rl is None else (pr + sr, pl, rl, sl)
-        assert rest is not None
-        if len(fixed) <= len(suffix):
-            cut = len(suffix) - len(fixed)
-            po, ro, so = out.resolve()
-            tail = so if ro is not None else po + so
-            have = tail[len(tail) - len(fixed) :] if len(tail) >= len(fixed) else None
-            dims, settled = _broadcast_row(fixed, suffix[cut:], have)
-            unify(out, Shape([*prefix, rest, *suffix[:cut], *dims]))
-            return settled
-    return False
-
-
-def _broadcast_dim(x: Dim, y: Dim) -> Dim | None:
-    x, y = x.find(), y.find()
-    if x is y or y.size == 1:
-        return x
-    if x.size == 1:
-        return y
-    if x.size is not None and y.size is not None and x.size != y.size:
-        raise ShapeError(f"{x.size} does not broadcast with {y.size}")
-    if x.size is not None and x.size == y.size:
-        return x
-    if x.size is not None or y.size is not None:
-        return x if x.size is not None else y  # the unknown one is either 1 or the same
-    return None
-
-
-def _broadcast_row(
-    left: Sequence[Dim], right: Sequence[Dim], out: Sequence[Dim] | None
-) -> tuple[list[Dim], bool]:
-    """Broadcast two rows of equal length; also whether every size of the result is certain.
-
-    A size that depends on one still unknown (unknown against unknown, each may be 1) must not be merged with either
-    side: it is the result's own dimension, taken from ``out`` or, the first time, fresh. The constraint comes back
-    when one of them is learned.
-    """
-    dims: list[Dim] = []
-    settled = True
-    for i, (x, y) in enumerate(zip(left, right, strict=True)):
-        dim = _broadcast_dim(x, y)
-        pair = (x.find().size, y.find().size)
-        settled = settled and (x.find() is y.find() or 1 in pair or None not in pair)
-        dims.append(dim if dim is not None else Dim() if out is None else out[i])
-    return dims, settled
-
-
-def _broadcast_fixed(left: list[Dim], right: list[Dim], out: Shape) -> bool:
-    if len(left) < len(right):
-        left, right = right, left
-    cut = len(left) - len(right)
-    known = out.dims()
-    have = known[cut:] if known is not None and len(known) == len(left) else None
-    dims, settled = _broadcast_row(left[cut:], right, have)
-    unify(out, Shape([*left[:cut], *dims]))
-    return settled
-
-
 def as_shape(
     spec: Iterable[Any] | str, symbols: dict[str, Dim | Rest], axes: Sequence[str | None] = ()
 ) -> Shape:
@@ -485,9 +322,9 @@ def as_shape(
                 raise ShapeError(f"size {size} in shape {spec!r} is negative")
             items.append(Dim(size))
         elif field.startswith("*"):
-            items.append(_symbol(symbols, field, Rest(field[1:] or None)))
+            items.append(symbol(symbols, field, Rest(field[1:] or None)))
         else:
-            items.append(_symbol(symbols, field, Dim(name=field)))
+            items.append(symbol(symbols, field, Dim(name=field)))
     if sum(isinstance(i, Rest) for i in items) > 1:
         raise ShapeError(f"shape {spec!r} has more than one '*': at most one can be told apart")
     if axes:

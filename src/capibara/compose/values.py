@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from capibara.compose.errors import InputError, KindError, WiringError
-from capibara.compose.shapes import Dim, Shape, put
+from capibara.compose.shapes import Dim, Shape
+from capibara.compose.trail import put
 from capibara.compose.wires import Wire
 
 __all__ = [

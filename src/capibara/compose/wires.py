@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from capibara.compose.errors import KindError, ShapeError, WiringError
-from capibara.compose.shapes import Shape, put, root_of, unify
+from capibara.compose.shapes import Shape, unify
+from capibara.compose.trail import put, root_of
 
 __all__ = ["KINDS", "Declaration", "Kind", "Wire", "join"]
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from capibara.compose.arguments import whole
+from capibara.compose.broadcasting import broadcast_rule
 from capibara.compose.errors import ShapeError, WiringError
-from capibara.compose.shapes import Dim, Rest, Shape, broadcast_rule, set_size, unify
+from capibara.compose.shapes import Dim, Rest, Shape, set_size, unify
 
 __all__ = [
     "axes_of",
