@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import linecache
 import os
-import tempfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from capibara.compose.checks import check_call, check_float64, checked_cotangents, cotangent
-from capibara.compose.errors import CompileError, InputError
-from capibara.compose.graph import Path
+from capibara.compose.errors import InputError
 from capibara.compose.model import Model
 from capibara.compose.params_file import load_params, save_params
 from capibara.compose.randomness import as_key, check_key
 from capibara.compose.report import summary
-from capibara.compose.sharding import constrain, param_shardings
-from capibara.compose.specs import ArraySpec, ModelSpecs, shape_text
-from capibara.compose.starting import on_backend, propose_shardings, scope_of, with_initialisers
-from capibara.errors import did_you_mean
+from capibara.compose.sharding import constrain
+from capibara.compose.specs import ArraySpec, ModelSpecs, nest, shape_text
+from capibara.compose.starting import fresh, on_backend, propose_shardings, scope_of, with_initialisers
+from capibara.files import replace_file
 
 if TYPE_CHECKING:
     import jax
@@ -95,7 +91,7 @@ class CompiledModel:
         filename = f"<capibara.compose {type(model).__name__} {_counter}>"
         if file_path is not None:
             filename = str(file_path)
-            _write(FilePath(file_path), self.source)
+            replace_file(file_path, self.source)
         linecache.cache[filename] = (len(self.source), None, self.source.splitlines(True), filename)
         namespace: dict[str, Any] = {"__name__": f"capibara_model_{_counter}"}
         exec(_builtin_compile(self.source, filename, "exec"), namespace)
@@ -151,12 +147,12 @@ class CompiledModel:
     @property
     def param_axes(self) -> dict[str, Any]:
         """Logical axis names, nested like the parameters."""
-        return _nest({path: spec.axes for path, spec in self.params.items()})
+        return nest({path: spec.axes for path, spec in self.params.items()})
 
     @property
     def state_axes(self) -> dict[str, Any]:
         """Logical axis names, nested like the state."""
-        return _nest({path: spec.axes for path, spec in self.states.items()})
+        return nest({path: spec.axes for path, spec in self.states.items()})
 
     @property
     def num_params(self) -> int:
@@ -179,7 +175,7 @@ class CompiledModel:
         Raises:
             InputError: ``key`` is no key. CompileError: a size is not known, or no free size.
         """
-        return self._make(self.params, check_key(key), sizes, "parameter")
+        return fresh(self, self.params, check_key(key), sizes, "parameter")
 
     def randomize_params(
         self, seed: int | jax.Array = 0, *, init: Any | None = None, **sizes: int
@@ -196,7 +192,7 @@ class CompiledModel:
             InputError: ``seed`` is neither. CompileError: a pattern fits no parameter, or is given no initialiser.
         """
         specs = self.params if init is None else with_initialisers(self.params, init)
-        return self._make(specs, as_key(seed), sizes, "parameter", keep=init is None)
+        return fresh(self, specs, as_key(seed), sizes, "parameter", keep=init is None)
 
     def init_state(self, key: Any | None = None, **sizes: int) -> dict[str, Any]:
         """The state to start with: ``{}`` for a model without any.
@@ -205,56 +201,7 @@ class CompiledModel:
             key: a JAX PRNG key, for states that start at random; by default that of seed 0.
             sizes: values for free sizes, by name: ``init_state(batch=4, cache=256)``.
         """
-        return self._make(self.states, as_key(0) if key is None else check_key(key), sizes, "state")
-
-    def _make(
-        self,
-        specs: dict[Path, ArraySpec],
-        key: Any,
-        sizes: Mapping[str, int],
-        what: str,
-        *,
-        keep: bool = True,
-    ) -> dict[str, Any]:
-        import jax
-
-        free = {n for s in specs.values() for n in s.shape or () if isinstance(n, str)}
-        for name in sizes:
-            if name not in free:
-                raise CompileError(
-                    f"{name!r} is no free size of a {what}; the free sizes are {sorted(free)}."
-                    f"{did_you_mean(name, free)}"
-                )
-        shapes = {path: spec.sizes(sizes, f"the {what} {'.'.join(path)}") for path, spec in specs.items()}
-
-        def make(key: Any) -> dict[str, Any]:
-            arrays = {}
-            for path, spec in specs.items():
-                salt = getattr(spec.init, "salt", None)
-                name = path if salt is None else (*path[:-1], salt)
-                own = jax.random.fold_in(key, zlib.crc32(".".join(name).encode()))
-                init, shape = spec.init, shapes[path]
-                for count in reversed(shape[: spec.stack]):
-                    init = _stacked(init, count)
-                arrays[path] = init(own, shape[spec.stack :], spec.dtype)
-            return _nest(arrays)
-
-        with self.backend.scope():
-            if not specs:
-                return {}
-            run = self._makers.get((what, frozenset(sizes.items()))) if keep else None
-            if run is None:
-                shardings = None
-                if self.backend.mesh is not None:
-                    axes = _nest({path: spec.axes for path, spec in specs.items()})
-                    shardings = param_shardings(
-                        jax.eval_shape(make, key), axes, self.backend.mesh, self.backend.rules
-                    )
-                run = jax.jit(make, out_shardings=shardings)
-                # Kept, because compiling random generators takes longer than running them.
-                if keep:
-                    self._makers[what, frozenset(sizes.items())] = run
-            return run(key)
+        return fresh(self, self.states, as_key(0) if key is None else check_key(key), sizes, "state")
 
     def save_params(self, path: str | os.PathLike[str], params: Mapping[str, Any]) -> None:
         """Write parameters to a safetensors file, whole or not at all: :func:`.params_file.save_params`."""
@@ -266,7 +213,7 @@ class CompiledModel:
         Raises:
             FileNotFoundError: there is no such file. InputError: it does not hold this model's parameters.
         """
-        arrays = _nest(load_params(path, self.params))
+        arrays = nest(load_params(path, self.params))
         return on_backend(self, arrays)
 
     def propose_shardings(self) -> dict[str, Any]:
@@ -452,38 +399,6 @@ def _within(scope: Any, function: Any) -> Any:
             return function(*args)
 
     return run
-
-
-def _stacked(init: Any, count: int) -> Any:
-    import jax
-
-    def stacked(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        return jax.vmap(lambda k: init(k, shape, dtype))(jax.random.split(key, count))
-
-    return stacked
-
-
-def _nest(values: Mapping[Path, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        at = tree
-        for key in path[:-1]:
-            at = at.setdefault(key, {})
-        at[path[-1]] = value
-    return tree
-
-
-def _write(path: FilePath, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent or ".", prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _builtin_compile(source: str, filename: str, mode: str) -> Any:

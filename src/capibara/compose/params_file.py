@@ -11,7 +11,6 @@ import json
 import math
 import os
 import struct
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from capibara.compose.errors import InputError
 from capibara.compose.specs import ArraySpec, shape_text
 from capibara.errors import MissingExtraError, did_you_mean
+from capibara.files import replace_file
 
 __all__ = ["VERSION", "load_params", "save_params"]
 
@@ -68,17 +68,7 @@ def save_params(
         _check_shape(f"params[{'.'.join(place)!r}]", data.shape, spec)
         arrays[".".join(place)] = np.ascontiguousarray(data)
     text = library.numpy.save(arrays, metadata={"format": _FORMAT, "version": VERSION})
-    target = FilePath(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_file(path, text)
 
 
 def load_params(path: str | os.PathLike[str], specs: Mapping[Path, ArraySpec]) -> dict[Path, np.ndarray]:

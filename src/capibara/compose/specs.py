@@ -12,7 +12,7 @@ from capibara.compose.precision import Precision
 from capibara.compose.shapes import Dim
 from capibara.compose.wires import Wire
 
-__all__ = ["ArraySpec", "ModelSpecs", "shape_text"]
+__all__ = ["ArraySpec", "ModelSpecs", "nest", "shape_text"]
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,14 @@ class ModelSpecs:
         default = spec.dtype if wire.role == "state" else policy.param
         shape = None if spec.shape is None else (*leaf.stack, *spec.shape)
         return ArraySpec(shape, declaration.dtype or default, leaf.axes, declaration.init, len(leaf.stack))
+
+
+def nest(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """What is by path, as a nested dict."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        at = tree
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+    return tree

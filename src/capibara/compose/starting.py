@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -11,13 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compose.errors import CompileError
 from capibara.compose.initializers import Constant
-from capibara.compose.specs import ArraySpec
+from capibara.compose.sharding import param_shardings
+from capibara.compose.specs import ArraySpec, nest
 from capibara.errors import did_you_mean
 
 if TYPE_CHECKING:
     from capibara.compose.compiled import CompiledModel
 
-__all__ = ["on_backend", "propose_shardings", "scope_of", "with_initialisers"]
+__all__ = [
+    "check_sizes",
+    "fresh",
+    "on_backend",
+    "own_name",
+    "propose_shardings",
+    "scope_of",
+    "with_initialisers",
+]
 
 Path = tuple[str, ...]
 
@@ -65,6 +75,78 @@ def with_initialisers(specs: Mapping[Path, ArraySpec], init: Any) -> dict[Path, 
     return changed
 
 
+def check_sizes(specs: Mapping[Path, ArraySpec], sizes: Mapping[str, int], what: str) -> None:
+    """Raises a CompileError for a size that is no free size of the arrays."""
+    free = {n for s in specs.values() for n in s.shape or () if isinstance(n, str)}
+    for name in sizes:
+        if name not in free:
+            raise CompileError(
+                f"{name!r} is no free size of a {what}; the free sizes are {sorted(free)}.{did_you_mean(name, free)}"
+            )
+
+
+def own_name(path: Path, spec: ArraySpec) -> int:
+    """A number for an array's own randomness, from its path."""
+    salt = getattr(spec.init, "salt", None)
+    return zlib.crc32(".".join(path if salt is None else (*path[:-1], salt)).encode())
+
+
+def fresh(
+    compiled: CompiledModel,
+    specs: Mapping[Path, ArraySpec],
+    key: Any,
+    sizes: Mapping[str, int],
+    what: str,
+    *,
+    keep: bool = True,
+) -> dict[str, Any]:
+    """New arrays on JAX, sharded over the backend's mesh if it has one.
+
+    Args:
+        compiled: whose arrays they are. specs: by path. key: a JAX key. sizes: of the free sizes.
+        what: "parameter" or "state", for messages. keep: whether to keep the compiled program.
+    """
+    import jax
+
+    check_sizes(specs, sizes, what)
+    backend, makers = compiled.backend, compiled._makers
+    shapes = {path: spec.sizes(sizes, f"the {what} {'.'.join(path)}") for path, spec in specs.items()}
+
+    def make(key: Any) -> dict[str, Any]:
+        arrays = {}
+        for path, spec in specs.items():
+            own = jax.random.fold_in(key, own_name(path, spec))
+            init, shape = spec.init, shapes[path]
+            for count in reversed(shape[: spec.stack]):
+                init = _stacked(init, count)
+            arrays[path] = init(own, shape[spec.stack :], spec.dtype)
+        return nest(arrays)
+
+    with backend.scope():
+        if not specs:
+            return {}
+        run = makers.get((what, frozenset(sizes.items()))) if keep else None
+        if run is None:
+            shardings = None
+            if backend.mesh is not None:
+                axes = nest({path: spec.axes for path, spec in specs.items()})
+                shardings = param_shardings(jax.eval_shape(make, key), axes, backend.mesh, backend.rules)
+            run = jax.jit(make, out_shardings=shardings)
+            # Kept, because compiling random generators takes longer than running them.
+            if keep:
+                makers[what, frozenset(sizes.items())] = run
+        return run(key)
+
+
+def _stacked(init: Any, count: int) -> Any:
+    import jax
+
+    def stacked(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return jax.vmap(lambda k: init(k, shape, dtype))(jax.random.split(key, count))
+
+    return stacked
+
+
 def propose_shardings(compiled: CompiledModel) -> dict[str, Any]:
     """See :meth:`CompiledModel.propose_shardings`."""
     import jax
@@ -83,13 +165,7 @@ def propose_shardings(compiled: CompiledModel) -> dict[str, Any]:
         return jax.sharding.NamedSharding(mesh, backend.rules.spec(spec.axes, mesh, shape, kind=kind))
 
     def nested(specs: Mapping[Path, ArraySpec], kind: Any) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
-        for path, spec in specs.items():
-            at = tree
-            for key in path[:-1]:
-                at = at.setdefault(key, {})
-            at[path[-1]] = one(spec, kind)
-        return tree
+        return nest({path: one(spec, kind) for path, spec in specs.items()})
 
     return {
         "params": nested(compiled.params, "parameters"),

@@ -8,14 +8,13 @@ Files are bounded in size, must be regular, UTF-8 and TOML.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from capibara.errors import ConfigError, did_you_mean
+from capibara.files import replace_file
 
 __all__ = [
     "ConfigFileNotFoundError",
@@ -128,21 +127,9 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
       ConfigError: the folder does not exist, the disk is full, permission is missing …; the old file stays.
     """
     target = Path(path)
-    temporary: str | None = None
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
+        replace_file(target, text)
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         raise ConfigError(
             f"cannot write {str(target)!r}: {error.strerror}. The old file, if any, is unchanged"
         ) from error

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capibara.files import fsync_folder
 from capibara.train import extras
 from capibara.train.errors import (
     CheckpointDamagedError,
@@ -42,7 +43,7 @@ from capibara.train.errors import (
     CheckpointWriteError,
     ResumeMismatchError,
 )
-from capibara.train.rundir import atomic_write, fsync_folder, prepare_folder
+from capibara.train.rundir import atomic_write, prepare_folder
 
 __all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
 

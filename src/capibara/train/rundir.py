@@ -1,10 +1,7 @@
 """The folder of a run: one writer at a time, and files that are either the old ones or the new ones.
 
-A kill, a power cut or a full disk may come between any two instructions. So a file that exists is never
-written
-into: the new content goes to a temporary file beside it, reaches the disk (``fsync``), and takes the name in
-one step (``os.replace``). The lock is ``flock`` on a file of its own: the kernel drops it when its holder
-dies, so a lock left behind by a killed run stops nobody.
+Files are written as :mod:`capibara.files` does it. The lock is ``flock`` on a file of its own: the kernel drops it when
+its holder dies, so a lock left behind by a killed run stops nobody.
 """
 
 from __future__ import annotations
@@ -16,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from capibara.files import replace_file
 from capibara.train.errors import RunLockedError, RunWriteError
 
-__all__ = ["atomic_write", "fsync_folder", "lock_run", "prepare_folder", "remove_leftovers"]
+__all__ = ["atomic_write", "lock_run", "prepare_folder", "remove_leftovers"]
 
 
 def prepare_folder(folder: Path) -> Path:
@@ -37,15 +35,6 @@ def prepare_folder(folder: Path) -> Path:
     return folder
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def atomic_write(path: Path, write: Callable[[BinaryIO], object] | bytes) -> None:
     """Give ``path`` new content in one step; after any failure the old content stands.
 
@@ -56,24 +45,13 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object] | bytes) -> Non
     Raises:
       RunWriteError: the disk is full, the folder is not writable …
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as stream:
-            if callable(write):
-                write(stream)
-            else:
-                stream.write(write)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-        fsync_folder(path.parent)
+        replace_file(path, write, durable=True)
     except OSError as error:
         raise RunWriteError(
             f"could not write {str(path)!r}: {error.strerror or error}. What it held before is unchanged. "
             "Free some space or choose another checkpoint.directory (--directory)."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:

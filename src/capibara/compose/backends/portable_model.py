@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from capibara.compose.backends import philox
 from capibara.compose.checks import check_call
 from capibara.compose.compiled import CompiledModel
-from capibara.compose.errors import CompileError, InputError
-from capibara.compose.specs import ArraySpec
+from capibara.compose.errors import InputError
+from capibara.compose.specs import ArraySpec, nest
+from capibara.compose.starting import check_sizes, own_name, with_initialisers
 from capibara.errors import did_you_mean
 
 __all__ = ["PortableModel"]
@@ -25,8 +25,6 @@ class PortableModel(CompiledModel):
 
     def randomize_params(self, seed: Any = 0, *, init: Any | None = None, **sizes: int) -> dict[str, Any]:
         """:meth:`init` with the key of a seed from 0 to 2³² − 1, and other initialisers on request."""
-        from capibara.compose.starting import with_initialisers
-
         specs = self.params if init is None else with_initialisers(self.params, init)
         return self._make(specs, philox.as_key(seed), sizes, "parameter")
 
@@ -47,28 +45,19 @@ class PortableModel(CompiledModel):
         import numpy as np
 
         from capibara.compose.backends.starting_values import start
-        from capibara.compose.compiled import _nest
 
-        free = {n for s in specs.values() for n in s.shape or () if isinstance(n, str)}
-        for name in sizes:
-            if name not in free:
-                raise CompileError(
-                    f"{name!r} is no free size of a {what}; the free sizes are {sorted(free)}."
-                    f"{did_you_mean(name, free)}"
-                )
+        check_sizes(specs, sizes, what)
         arrays = {}
         for path, spec in specs.items():
             shape = spec.sizes(sizes, f"the {what} {'.'.join(path)}")
-            salt = getattr(spec.init, "salt", None)
-            name = path if salt is None else (*path[:-1], salt)
-            own = philox.fold(key, zlib.crc32(".".join(name).encode()))
+            own = philox.fold(key, own_name(path, spec))
             assert own is not None
             count = int(np.prod(shape[: spec.stack], dtype=np.int64))
             inner = shape[spec.stack :]
             rows = [start(spec.init, k, inner) for k in (philox.split(own, count) if spec.stack else [own])]
             whole = np.stack(rows).reshape(shape) if spec.stack else rows[0]
             arrays[path] = self.backend.array(whole, dtype=spec.dtype)
-        return _nest(arrays)
+        return nest(arrays)
 
     def apply(
         self,
