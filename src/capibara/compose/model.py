@@ -20,10 +20,11 @@ from typing import Any
 
 from capibara.compose.arguments import choice, identifier
 from capibara.compose.block import Block, Child, IOKey, Placement, Port, Primitive
+from capibara.compose.canonical import Canonical
 from capibara.compose.connections import Call, Connection
 from capibara.compose.errors import KindError, ShapeError, Site, WiringError, user_site
 from capibara.compose.expressions import as_placement, expanded, gather, origin_of
-from capibara.compose.settings import Settings, check_key
+from capibara.compose.settings import check_key
 from capibara.compose.shapes import settle
 from capibara.compose.trail import on_undo, put, transaction
 from capibara.compose.values import check_constant
@@ -32,7 +33,7 @@ from capibara.compose.wires import KINDS, Declaration, Wire, join
 __all__ = ["Block", "IOKey", "Model", "Placement", "Port", "Primitive"]
 
 
-class Model(Settings):
+class Model(Canonical):
     """Blocks joined by named connections.
 
     ``model |= block(port="name", …)`` adds a block; ``model += block`` also joins its input to what the model
