@@ -47,9 +47,9 @@ class _Flow:
 
 
 def gradient_lines(
-    graph: Graph, job: Any, names: Any, read: Read, region: Node | None, state: str
+    graph: Graph, job: Any, names: Any, read: Read, given: Read, region: Node | None, state: str
 ) -> list[str]:
-    """The lines after the forward pass, the return line among them."""
+    """The lines after the forward pass, the return line among them (``given``: what leaves the function)."""
     needs = {id(leaf.wire) for leaf in graph.params.values()}
     if region is not None:
         needs |= {id(w) for w in graph.inputs.values() if _floats(w)}
@@ -88,7 +88,7 @@ def gradient_lines(
         gradients[path] = f"grads.of_parameter({', '.join([lookup('params', path), *parts])})"
     tree = nested(gradients) if gradients else "{}"
     if region is None:
-        outputs = ", ".join(f"{k!r}: {read(w)}" for k, w in graph.outputs.items())
+        outputs = ", ".join(f"{k!r}: {given(w)}" for k, w in graph.outputs.items())
         lines.append(f"    return {{{outputs}}}, {state}, {tree}")
         return lines
     carry_in = region.block.carry_in if isinstance(region.block, Repeat) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from capibara.compose.dtypes import DTYPES
 from capibara.compose.errors import InputError
 from capibara.compose.specs import ArraySpec, shape_text
 from capibara.errors import did_you_mean
@@ -31,8 +32,13 @@ def check_call(
     state_specs: Mapping[Path, ArraySpec],
     *,
     shapes: bool = True,
+    library: str = "jax",
 ) -> None:
     """Check the arguments of one call of a compiled model; without ``shapes`` only names and kinds.
+
+    Args:
+        inputs, params, state: as handed in; the specs say what the model has.
+        shapes: compare shapes, too. library: whose arrays the model computes with: "jax", "torch" or "numpy".
 
     Raises:
         InputError: for missing or unknown inputs, missing parameters or states, wrong shapes, and integers where
@@ -44,18 +50,26 @@ def check_call(
             f"the model has state ({', '.join('.'.join(p) for p in list(state_specs)[:3])}): pass "
             "state=compiled.init_state(…) and keep the state that comes back"
         )
+    if not isinstance(state, Mapping | None):
+        raise InputError(f"state is {type(state).__name__}, not a dict; {_REMEDY['state']}")
     sizes: dict[str, tuple[int, str]] = {}
     for key, spec in input_specs.items():
         if getattr(inputs[key], "shape", None) is None:
             raise InputError(f"inputs[{key!r}] is {type(inputs[key]).__name__}, not an array")
         if shapes:
             _check_shape(f"inputs[{key!r}]", inputs[key], spec, sizes)
-        _check_kind(f"inputs[{key!r}]", inputs[key], spec)
+        _check_kind(f"inputs[{key!r}]", inputs[key], spec, library)
     for what, tree, specs in (("params", params, param_specs), ("state", state, state_specs)):
         for path, spec in specs.items():
             leaf = _leaf(what, tree, path)
-            if shapes:
-                _check_shape(what + "".join(f"[{k!r}]" for k in path), leaf, spec, sizes)
+            place = what + "".join(f"[{k!r}]" for k in path)
+            if shapes and hasattr(leaf, "shape"):
+                _check_shape(place, leaf, spec, sizes)
+            if not hasattr(leaf, "dtype"):
+                if spec.shape == () and isinstance(leaf, int | float):
+                    continue
+                raise InputError(f"{place} is {type(leaf).__name__}, not an array; {_REMEDY[what]}")
+            _check_kind(place, leaf, spec, library)
 
 
 def check_float64(*trees: Any) -> None:
@@ -97,6 +111,10 @@ def checked_cotangents(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, 
             raise InputError(
                 f"output_gradients names {name!r}, which is no output; the outputs are {list(specs)}."
                 f"{did_you_mean(str(name), specs)}"
+            )
+        if str(getattr(value, "dtype", "")).startswith("torch."):
+            raise InputError(
+                f"{place} is a PyTorch tensor, and this model computes with jax: pass a JAX or NumPy array"
             )
         number = isinstance(value, int | float) and not isinstance(value, bool)
         weak: Any = value if getattr(value, "weak_type", False) else None
@@ -216,8 +234,14 @@ def kind_of(value: Any) -> str:
     return str(value.dtype)
 
 
-def _check_kind(place: str, value: Any, spec: ArraySpec) -> None:
+def _check_kind(place: str, value: Any, spec: ArraySpec, library: str) -> None:
+    if library != "torch" and str(value.dtype).startswith("torch."):
+        raise InputError(
+            f"{place} is a PyTorch tensor, and this model computes with {library}: pass {place}.detach().numpy(), or "
+            "compile for TorchBackend()"
+        )
     kind = kind_of(value)
-    want = _DISCRETE.get(spec.dtype, "float")
+    known = DTYPES.get(spec.dtype)
+    want = "float" if known is None else known.kind
     if kind != want:
         raise InputError(f"{place} has dtype {value.dtype}, expected {spec.dtype} (or another {want} dtype)")

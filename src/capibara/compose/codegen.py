@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import keyword
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from capibara.compose.codegen_names import lookup, nested
-from capibara.compose.constants import as_source
+from capibara.compose.constants import as_source, frozen
 from capibara.compose.errors import CompileError
 from capibara.compose.graph import Graph, Node, Path
 from capibara.compose.model import Primitive
@@ -95,6 +96,7 @@ def generate(
     for node in graph.walk():
         if node.region is not None:
             node.region.name = taken.new("_".join(node.path) + "_block")
+            taken.taken.add(f"{node.region.name}_gradients")
     _function(graph, job, region=None)
     return "\n\n\n".join(job.functions) + "\n", job.constants
 
@@ -105,6 +107,7 @@ def module_source(functions: str, constants: dict[str, Any], ops_module: str, ti
     imports = [f"from {package} import {name} as ops"]
     if "grads." in functions:
         imports.insert(0, f"from {package} import {name.removesuffix('_ops')}_gradients as grads")
+    own = sorted(set(re.findall(r"registered\[('\w+')\]", functions)))
     if constants:
         made = "tensor as array" if name.startswith("torch") else "array"
         imports.append(f"from capibara.compose.constants import {made}")
@@ -113,6 +116,11 @@ def module_source(functions: str, constants: dict[str, Any], ops_module: str, ti
     lines = [f'"""{title}"""', "", *imports, ""]
     if constants:
         lines += ["constants = {", *(f"    {k!r}: {as_source(v)}," for k, v in constants.items()), "}", ""]
+    if own:
+        lines += [
+            f"registered = {{}}  # functions by name, to be put here where this file is used: {', '.join(own)}",
+            "",
+        ]
     return "\n".join([*lines, "", functions])
 
 
@@ -137,7 +145,9 @@ class _Names:
 def _function(graph: Graph, job: _Job, region: Node | None) -> None:
     precision, constants = job.precision, job.constants
     names = _Names()
-    names.taken.update(node.region.name for node in graph.nodes if node.region is not None)
+    for node in graph.nodes:
+        if node.region is not None:
+            names.taken |= {node.region.name, f"{node.region.name}_gradients"}
     lines: list[str] = []
     cast = precision.compute != precision.param
 
@@ -185,10 +195,20 @@ def _function(graph: Graph, job: _Job, region: Node | None) -> None:
             if literal is not None:
                 return literal
             name = f"c{len(constants)}"
-            constants[name] = wire.constant
+            constants[name] = frozen(wire.constant)
             names.of[id(wire)] = f"constants[{name!r}]"
             return names.of[id(wire)]
         raise CompileError("a value has no source")  # flatten() has checked this
+
+    def given(wire: Wire) -> str:
+        """A value that leaves the function: an array, also where operations read a number."""
+        if wire.role != "constant":
+            return read(wire)
+        value = literal(wire)
+        if value is None:
+            return f"ops.to_tensor({read(wire)})"
+        dtype = {bool: "bool", int: "int32"}.get(type(value), precision.compute)
+        return f"ops.full((), {read(wire)}, dtype={dtype!r})"
 
     new_states: dict[Path, str] = {}
     for node in graph.nodes:
@@ -202,30 +222,37 @@ def _function(graph: Graph, job: _Job, region: Node | None) -> None:
         if path in new_states:
             continue
         wire = graph.next_states.get(path)
-        new_states[path] = read(wire) if wire is not None else lookup("state", path)
+        new_states[path] = given(wire) if wire is not None else lookup("state", path)
     state = nested(new_states) if new_states else "state"
     if job.backward:
-        job.functions.append(_gradients(graph, job, names, lines, read, region, state))
+        job.functions.append(_gradients(graph, job, names, lines, read, given, region, state))
     if region is None:
-        pairs = ", ".join(f"{k!r}: {read(w)}" for k, w in graph.outputs.items())
+        pairs = ", ".join(f"{k!r}: {given(w)}" for k, w in graph.outputs.items())
         lines.append(f"    return {{{pairs}}}, {state}")
     else:
         carry = region.block.carry_out if isinstance(region.block, Repeat) else None
-        first = read(graph.outputs[carry]) if carry is not None else "None"
-        extra = "".join(f"{read(w)}, " for k, w in graph.outputs.items() if k != carry)
+        first = given(graph.outputs[carry]) if carry is not None else "None"
+        extra = "".join(f"{given(w)}, " for k, w in graph.outputs.items() if k != carry)
         lines.append(f"    return {first}, {state}, ({extra.rstrip() if extra else ''})")
     job.functions.append("\n".join(lines))
 
 
 def _gradients(
-    graph: Graph, job: _Job, names: _Names, lines: list[str], read: Any, region: Node | None, state: str
+    graph: Graph,
+    job: _Job,
+    names: _Names,
+    lines: list[str],
+    read: Any,
+    given: Any,
+    region: Node | None,
+    state: str,
 ) -> str:
     """The function that goes forward and back."""
     from capibara.compose.backward import gradient_lines
 
     for wire in graph.outputs.values():
         read(wire)  # what is cast for an output alone has its line now
-    back = gradient_lines(graph, job, names, read, region, state)
+    back = gradient_lines(graph, job, names, read, given, region, state)
     if region is None:
         head = "def gradients(params, inputs, state, key, train, cotangents):"
     else:

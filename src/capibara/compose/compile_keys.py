@@ -173,6 +173,8 @@ class Keys:
                 f"constant_keys[{key!r}] is {type(value).__name__} of dtype {data.dtype}: give a number, nested lists "
                 "of numbers or an array"
             )
+        if own == "int" and kind == "float" and isinstance(value, list | tuple):
+            own = "float"  # whole numbers take the kind of what they meet, in lists as alone
         if own == "float":
             data = data.astype(_numpy_dtype(self.compute))
         elif own == "int" and not isinstance(value, np.ndarray) and not hasattr(value, "dtype"):

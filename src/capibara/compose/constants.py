@@ -12,10 +12,20 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["READABLE", "array", "as_source", "tensor"]
+__all__ = ["READABLE", "array", "as_source", "frozen", "tensor"]
 
 READABLE = 64
 """Elements up to which an array is written as a list of numbers."""
+
+
+def frozen(value: Any) -> Any:
+    """A constant as the compiled model keeps it: a NumPy array is copied, in this machine's byte order, so that
+    nothing that happens to the caller's array, or to an output, changes the model. Anything else as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    own = np.array(value, value.dtype.newbyteorder("="))
+    own.setflags(write=False)
+    return own
 
 
 def as_source(value: Any) -> str:
@@ -26,7 +36,7 @@ def as_source(value: Any) -> str:
     """
     if isinstance(value, float | int) and not isinstance(value, np.generic):
         return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
-    data = np.asarray(value)
+    data = frozen(np.asarray(value))
     if 0 < data.size <= READABLE and data.dtype.kind in "fiub":
         numbers = data.tolist()
         if data.dtype.kind != "f" or bool(np.isfinite(data).all()):

@@ -81,13 +81,11 @@ class _Instead:
         pair = self._by_id.get(id(wire))
         return wire if pair is None else pair[1]
 
-    def apply(self, graph: Graph, *, constants: bool = True) -> None:
-        """Replace what the graph gives out; a constant only if ``constants``."""
+    def apply(self, graph: Graph) -> None:
+        """Replace what the graph gives out."""
         for table in (graph.outputs, graph.next_states):
             for key, wire in table.items():
-                new = self.get(wire)
-                if constants or new.role != "constant":
-                    table[key] = new  # type: ignore[index]
+                table[key] = self.get(wire)  # type: ignore[index]
 
 
 def remove_identities(graph: Graph, *, inference: bool = False) -> int:
@@ -198,7 +196,7 @@ def fold_constants(graph: Graph, precision: Precision, run: Run, limit: int = FO
     for node in graph.nodes:
         if node.region is None:  # a region takes arrays, and no Python numbers
             node.inputs = [instead.get(w) for w in node.inputs]
-    instead.apply(graph, constants=False)
+    instead.apply(graph)
     return folded
 
 

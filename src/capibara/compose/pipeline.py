@@ -6,10 +6,15 @@ source is written (:func:`capibara.compose.trail.what_if`).
 
 from __future__ import annotations
 
+import functools
 import importlib
+import linecache
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -29,9 +34,23 @@ from capibara.compose.values import settle_numbers
 
 __all__ = ["compile"]
 
-_DTYPES = {"int": "int32", "bool": "bool"}
+_COMPILING = threading.RLock()
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
+def _one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A model is added to while it is compiled, and put back after: two threads must not do that to one model."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with _COMPILING:
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_one_at_a_time
 def compile(
     model: Block,
     backend: Any = None,
@@ -87,7 +106,9 @@ def compile(
         safe_shapes=safe_shapes,
         safe_names=safe_names,
         use_short_namings=use_short_namings,
+        **({} if jit is None else {"jit": jit}),
     )
+    file_path = _target(file_path)
     whole = _whole(model)
     backend = _backend(backend)
     if not isinstance(shapes, Mapping | None):
@@ -142,6 +163,7 @@ def compile(
         fixed=tuple(keys.fixed),
     )
     compiled = backend.compiled_class()(whole, backend, program, file_path)
+    _forget_lines(compiled)
     if verbose:
         print(compiled.summary())
     return compiled
@@ -170,6 +192,29 @@ def _check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise CompileError(f"{name}={value!r} must be True or False")
+
+
+def _forget_lines(compiled: CompiledModel) -> None:
+    """The source that tracebacks show goes when the model does; that of a file stays as it is in the file."""
+    name = compiled.function.__code__.co_filename
+    if name.startswith("<"):
+        weakref.finalize(compiled, linecache.cache.pop, name, None).atexit = False
+
+
+def _target(path: Any) -> Path | None:
+    """Where the source is to be written, checked before anything is compiled."""
+    if path is None:
+        return None
+    try:
+        found = Path(os.fsdecode(path))
+        if "\0" in str(found):
+            raise ValueError("it holds a null character")
+        if found.name and found.parent.is_dir() and not found.is_dir():
+            return found
+        why = "is a folder" if found.is_dir() else f"there is no folder {str(found.parent)!r}"
+    except (TypeError, ValueError) as error:
+        why = str(error)
+    raise CompileError(f"file_path={path!r:.200} must be a file in a folder that exists: {why}")
 
 
 def title_of(model: Block) -> str:

@@ -65,6 +65,9 @@ class JaxBackend(Backend):
         debug: bool = False,
     ) -> None:
         self._start(dtype, policy)
+        for name, flag in (("jit", jit), ("debug", debug)):
+            if not isinstance(flag, bool):
+                raise CompileError(f"{name}={flag!r} must be True or False")
         self.jit_default = jit
         self.rules = AxisRules() if rules is None else rules
         if not isinstance(self.rules, AxisRules):
@@ -295,9 +298,12 @@ def _there() -> str:
 
 
 def _device(device: Any, platform: str | None) -> Any:
+    import jax
 
-    if device is None or not isinstance(device, str):
+    if device is None or isinstance(device, jax.Device):
         return device
+    if not isinstance(device, str) or not device:
+        raise CompileError(f"device={device!r} must be a name such as 'gpu:0', or a JAX device. {_there()}")
     kind, _, index = device.partition(":")
     if index and not index.isdigit():
         raise CompileError(f"device={device!r}: write a platform and a number, as in 'gpu:0'")
@@ -314,9 +320,16 @@ def make_mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
     import jax
     import numpy as np
 
+    if isinstance(mesh, str) or not isinstance(mesh, Sequence):
+        raise CompileError(f"device_mesh={mesh!r} must be a jax.sharding.Mesh or a shape such as (2, 4)")
+    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in mesh):
+        raise CompileError(f"device_mesh={mesh!r}: every size must be a whole number")
     shape = tuple(int(n) for n in mesh)
     if not shape or any(n < 1 for n in shape):
         raise CompileError(f"device_mesh={mesh!r}: every size must be at least 1")
+    named = () if isinstance(names, str) or not isinstance(names, Sequence) else names
+    if not named or not all(isinstance(n, str) for n in named) or len(set(named)) != len(named):
+        raise CompileError(f"mesh_axes={names!r} must be different names, such as ('data', 'model')")
     if len(names) < len(shape):
         raise CompileError(
             f"device_mesh={mesh!r} has {len(shape)} axes, mesh_axes={tuple(names)!r} names {len(names)}"

@@ -121,6 +121,9 @@ class NumpyBackend(Backend):
         """An input as it is, or as a NumPy array if it is a list or of another library."""
         if isinstance(value, np.ndarray) or not hasattr(value, "__array__"):
             return value
+        if type(value).__module__.partition(".")[0] == "torch":
+            value = value.detach().cpu()  # PyTorch hands out no others
+            value = value.float() if str(value.dtype) == "torch.bfloat16" else value
         return np.asarray(value)
 
     def run_forward(self, model: Any, *args: Any) -> Any:

@@ -118,7 +118,14 @@ class PortableModel(CompiledModel):
 
     def _check(self, params: Any, inputs: Any, state: Any, key: Any) -> None:
         check_call(
-            inputs, params, state, self.inputs, self.params, self.states, shapes=self._program.check_shapes
+            inputs,
+            params,
+            state,
+            self.inputs,
+            self.params,
+            self.states,
+            shapes=self._program.check_shapes,
+            library=self.backend.type,
         )
         if key is not None:
             philox.check_key(key)

@@ -156,6 +156,9 @@ class TorchBackend(Backend):
         import numpy as np
 
         array = np.array(value)
+        if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
+            return value  # of numbers that no tensor has, which the check of the call names
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.astype("float32")).to(self.device, torch.bfloat16)
         return torch.from_numpy(array).to(self.device)
@@ -177,7 +180,7 @@ class TorchBackend(Backend):
         torch = _torch()
         flat, rebuild = _flat(params)
         with torch.enable_grad():
-            leaves = [p.detach().requires_grad_(True) for p in flat]
+            leaves = [self.as_input(p).detach().requires_grad_(True) for p in flat]
             outputs, after = self._function_of(model)(rebuild(leaves), inputs, state, key, train)
             roots, given = [], []
             for name, value in outputs.items():
@@ -195,7 +198,7 @@ class TorchBackend(Backend):
             found = torch.autograd.grad(roots, leaves, given, allow_unused=True) if roots and leaves else ()
         rows = [
             torch.zeros_like(p) if g is None else g
-            for p, g in zip(flat, found or [None] * len(flat), strict=True)
+            for p, g in zip(leaves, found or [None] * len(flat), strict=True)
         ]
         return _detached(outputs), _detached(after), rebuild(rows)
 
