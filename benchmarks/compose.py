@@ -2,12 +2,18 @@
 
 The calls are of a three-layer MLP small enough that dispatch is most of the time. Building and compiling is that of a
 12-layer model of the size of GPT-2 small, without ``Repeat`` and without XLA, and the same with 96 layers.
+
+Where ``CAPIBARA_MITHRIL_PYTHON`` names an interpreter that has Mithril, the same is measured there (``_mithril.py``).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 __all__ = ["gpt", "run"]
@@ -66,7 +72,8 @@ def run(rounds: int = 40) -> list[dict[str, Any]]:
                     "microseconds": table["capibara"].median / CALLS * 1e6,
                 }
             )
-    seconds = {layers: _build(layers) for layers in (2, 12, 96)}
+    ours = {row["what"]: row["ratio"] for row in rows}
+    seconds = {layers: _build(layers) for layers in (2, 12, 24, 96)}
     shape = "d 768, 12 heads, vocabulary 50257"
     for layers in (12, 96):
         before = 2 if layers == 12 else 12
@@ -77,6 +84,42 @@ def run(rounds: int = 40) -> list[dict[str, Any]]:
                 "peer": f"{before} layers, in proportion",
                 "ratio": seconds[layers] / seconds[before] / (layers / before),
                 "seconds": seconds[layers],
+            }
+        )
+    return rows + _beside_mithril(ours, seconds)
+
+
+def _beside_mithril(ours: dict[str, float], seconds: dict[int, float]) -> list[dict[str, Any]]:
+    python = os.environ.get("CAPIBARA_MITHRIL_PYTHON")
+    if not python:
+        return []
+    script = Path(__file__).with_name("_mithril.py")
+    done = subprocess.run(
+        [python, str(script)], check=True, stdout=subprocess.PIPE, text=True, cwd=script.parent
+    )
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    peer = f"mithril, JAX {theirs['jax']}, Python {theirs['python']}"
+    rows = [
+        {
+            "what": f"build and compile {layers} layers, without XLA",
+            "shape": "d 768, 12 heads, vocabulary 50257",
+            "peer": peer,
+            "ratio": theirs["seconds"][str(layers)] / seconds[layers],
+            "ours_seconds": seconds[layers],
+            "peer_seconds": theirs["seconds"][str(layers)],
+        }
+        for layers in (12, 24)
+    ]
+    for name, ratio in theirs["calls"].items():
+        call, _, constant = name.partition(", ")
+        what = f"evaluate {call}, MLP of 3 layers{' with a constant' if constant else ''}"
+        rows.append(
+            {
+                "what": f"{what}, each beside its own jax.jit",
+                "shape": "8 × 32-64-64-8",
+                "peer": peer,
+                "ratio": ours[what] / ratio,
+                "peer_ratio": ratio,
             }
         )
     return rows
