@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compose.checks import check_call, check_float64, checked_cotangents, cotangent
 from capibara.compose.errors import InputError
+from capibara.compose.explicit import automatic_mesh, is_explicit, refuse_explicit, run_automatic
+from capibara.compose.lowering import lower
 from capibara.compose.model import Model
 from capibara.compose.params_file import load_params, save_params
 from capibara.compose.randomness import as_key, check_key
 from capibara.compose.report import summary
-from capibara.compose.sharding import constrain
+from capibara.compose.sharding import constrain, param_shardings
 from capibara.compose.specs import ArraySpec, ModelSpecs, nest, shape_text
 from capibara.compose.starting import fresh, on_backend, propose_shardings, scope_of, with_initialisers
 from capibara.files import replace_file
@@ -85,6 +87,7 @@ class CompiledModel:
         self.states = specs.states
         self.jit = program.jit
         self._jitted: dict[Any, Any] = {}
+        self._met_explicit = False
         self._makers: dict[Any, Any] = {}
         _counter += 1
         # A name that tracebacks and inspect.getsource resolve, through linecache.
@@ -98,7 +101,8 @@ class CompiledModel:
         if program.constants and not getattr(backend, "ops_module", "").endswith("torch_ops"):
             namespace["constants"] = program.constants  # as they were given, on their device
         if getattr(backend, "mesh", None) is not None:
-            namespace["shard"] = lambda x, names: constrain(x, names, backend.mesh, backend.rules)
+            mesh = automatic_mesh(backend.mesh)
+            namespace["shard"] = lambda x, names: constrain(x, names, mesh, backend.rules)
         namespace["registered"] = dict(getattr(backend, "registered_ops", {}))
         self.namespace = namespace
         self.function = namespace["forward"]
@@ -228,6 +232,34 @@ class CompiledModel:
         """
         return propose_shardings(self)
 
+    def lower(
+        self,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        gradients: bool = False,
+        train: bool = False,
+        **sizes: int,
+    ) -> Any:
+        """What :meth:`evaluate` runs, lowered for the backend's mesh, device or platform, which need not be here.
+
+        Nothing is computed and no array made. Equivalent JAX: ``jax.jit(…).lower(jax.ShapeDtypeStruct(…), …)``, the
+        parameters, inputs and states laid out as :meth:`propose_shardings` says. For TPUs that are elsewhere make
+        the mesh of the devices of ``jax.experimental.topologies.get_topology_desc`` (which needs the package
+        ``libtpu``, in the extra ``plan``); ``.compile()`` on the result then compiles for them.
+
+        Args:
+            inputs: a ``jax.ShapeDtypeStruct`` for inputs that are to have another dtype or sharding.
+            gradients: with the gradients of the parameters, for a cotangent of every float output.
+            train: as in :meth:`apply`. sizes: values for free sizes, by name.
+
+        Returns:
+            A ``jax.stages.Lowered``; ``.as_text()``, ``.compile()``, ``.cost_analysis()`` …
+
+        Raises:
+            CompileError: a size is not known, or the backend is not JAX. InputError: as :meth:`evaluate`.
+        """
+        return lower(self, inputs, gradients, train, sizes)
+
     # ---- running ------------------------------------------------------------------------------------------
 
     def apply(
@@ -257,6 +289,10 @@ class CompiledModel:
             InputError: for missing or unknown keys, or shapes or kinds that do not fit; or float64 is needed in a
                 transformation that runs without it.
         """
+        if is_explicit(params, inputs, state, key):
+            return run_automatic(
+                lambda p, x, s, k: self.apply(p, x, state=s, key=k, train=train), params, inputs, state, key
+            )
         self._check(params, inputs, state, key)
         self._check_inference(None, train)
         with self.backend.scope():
@@ -288,7 +324,7 @@ class CompiledModel:
         Raises:
             InputError: as :meth:`apply`, and for cotangents that are not those of an output.
         """
-        if state is None and key is None and not train:
+        if state is None and key is None and not train and not self._met_explicit:
             run = self._forward if output_gradients is None else self._backward
             if run is not None:
                 try:
@@ -297,12 +333,22 @@ class CompiledModel:
                     return run(params, inputs, output_gradients)
                 except TypeError:
                     pass  # something that JAX cannot take: what that is is said below
+                except ValueError:
+                    if not is_explicit(params, inputs, output_gradients):
+                        raise
+        if self._in_jax and is_explicit(params, inputs, output_gradients, state, key):
+            return self._evaluate_explicit(params, inputs, output_gradients, state, key, train)
         self._check(params, inputs, state, key)
         self._check_inference(output_gradients, train)
         mode = (output_gradients is not None, train)
         run = self._jitted.get(mode)
         if run is None:
-            run = self._runner(*mode)
+            self.backend.check_present()
+            run = self._whole(*mode)
+            if self.jit:
+                import jax
+
+                run = jax.jit(run)
             self._jitted[mode] = run
         if output_gradients is not None:
             output_gradients = checked_cotangents(output_gradients, self.outputs)
@@ -313,6 +359,22 @@ class CompiledModel:
             result = (*result, after)
         return result[0] if len(result) == 1 else result
 
+    def _evaluate_explicit(self, *arrays: Any) -> Any:
+        """:meth:`evaluate` of arrays with explicit mesh axes: converted, and the results back again."""
+
+        def run(params: Any, inputs: Any, cotangents: Any, state: Any, key: Any) -> Any:
+            self._met_explicit = False
+            return self.evaluate(params, inputs, cotangents, state=state, key=key, train=arrays[-1])
+
+        try:
+            return run_automatic(run, *arrays[:-1])
+        finally:
+            self._met_explicit = True  # what meets them once will again: no call is tried in vain
+
+    @property
+    def _in_jax(self) -> bool:
+        return getattr(self.backend, "ops_module", "").endswith("jax_ops")
+
     def _direct(self) -> tuple[Any, Any]:
         """Jitted functions for calls without state and randomness, or None where those need more around them.
 
@@ -320,23 +382,25 @@ class CompiledModel:
         so that what was seen before is not looked at twice, and a call costs what a call of ``jax.jit`` costs.
         """
         backend = self.backend
-        in_jax = getattr(backend, "ops_module", "").endswith("jax_ops")
         # With float64, tracing from outside without it has to be seen before the scope is entered.
-        if not in_jax or not self.jit or self.states or backend.needs_x64:
+        if not self._in_jax or not self.jit or self.states or backend.needs_x64:
             return None, None
         if backend.lowers_only:
             return None, None
         import jax
 
         def forward(params: Any, inputs: Any) -> Any:
+            refuse_explicit(params, inputs)
             self._check(params, inputs, None, None)
             return self.function(params, inputs, {}, None, False)[0]
 
         def backward(params: Any, inputs: Any, cotangents: Any) -> Any:
+            refuse_explicit(params, inputs, cotangents)
             self._check(params, inputs, None, None)
             given = checked_cotangents(cotangents, self.outputs)
             outputs, pull = jax.vjp(lambda p: self.function(p, inputs, {}, None, False)[0], params)
-            return outputs, pull({k: cotangent(k, v, given.get(k)) for k, v in outputs.items()})[0]
+            gradients = pull({k: cotangent(k, v, given.get(k)) for k, v in outputs.items()})[0]
+            return outputs, self._as_parameters(gradients)
 
         discrete = any(spec.dtype in ("int32", "bool") for spec in self.outputs.values())
         functions = [jax.jit(forward), None if self.inference or discrete else jax.jit(backward)]
@@ -357,10 +421,9 @@ class CompiledModel:
                 "train=True: the model was compiled with inference=True and cannot be trained; compile it without"
             )
 
-    def _runner(self, with_gradients: bool, train: bool) -> Any:
+    def _whole(self, with_gradients: bool, train: bool) -> Any:
+        """The function of (parameters, inputs, state, key, cotangents) that :meth:`evaluate` calls."""
         import jax
-
-        self.backend.check_present()
 
         def run(params: Any, inputs: Any, state: Any, key: Any, cotangents: Any) -> Any:
             if not with_gradients:
@@ -370,9 +433,19 @@ class CompiledModel:
                 lambda p: self.function(p, inputs, state, key, train), params, has_aux=True
             )
             given = {k: cotangent(k, v, cotangents.get(k)) for k, v in outputs.items()}
-            return outputs, after, pull(given)[0]
+            return outputs, after, self._as_parameters(pull(given)[0])
 
-        return jax.jit(run) if self.jit else run
+        return run
+
+    def _as_parameters(self, gradients: Any) -> Any:
+        """Gradients laid over the backend's mesh as their parameters are."""
+        mesh = automatic_mesh(self.backend.mesh)
+        if mesh is None:
+            return gradients
+        import jax
+
+        shardings = param_shardings(gradients, self.param_axes, mesh, self.backend.rules)
+        return jax.lax.with_sharding_constraint(gradients, shardings)
 
     def _check(self, params: Any, inputs: Any, state: Any, key: Any) -> None:
         check_call(

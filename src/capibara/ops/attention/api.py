@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from capibara.ops.attention import cpu, native, reference, xla
 from capibara.ops.attention.problem import AttentionProblem, prepare
+from capibara.ops.explicit import automatic, explicit_sharding
 from capibara.ops.registry import Implementation, Op, public
 
 __all__ = ["flash_attention"]
@@ -95,7 +96,8 @@ def flash_attention(
 
     The backward pass keeps query, key, value, the output and one number a row, and computes the scores again
     (Dao et al. 2022, arXiv:2205.14135). Works under ``jit``, ``grad`` (also twice) and ``vmap``; forward-mode
-    differentiation (``jvp``) is not defined for it.
+    differentiation (``jvp``) is not defined for it. On a mesh with explicit axes (``jax.make_mesh``) the output is
+    laid out as the query is, its last axis whole.
 
     Args:
       query: ``[batch, heads, q_len, dim]`` (``layout="bhsd"``) or
@@ -133,21 +135,26 @@ def flash_attention(
       NoImplementationError: the implementation asked for cannot take these sizes.
     """
     OP.check_name(implementation)
-    problem, arrays = prepare(
-        query,
-        key,
-        value,
-        block_size=block_size,
-        use_causal_mask=use_causal_mask,
-        precision=precision,
-        bias=bias,
-        segment_ids=segment_ids,
-        window=window,
-        softcap=softcap,
-        scale=scale,
-        layout=layout,
-        implementation=implementation,
-    )
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "use_causal_mask": use_causal_mask,
+        "precision": precision,
+        "window": window,
+        "softcap": softcap,
+        "scale": scale,
+        "layout": layout,
+        "implementation": implementation,
+    }
+    ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    if len(ids) == 2 and explicit_sharding(query, key, value, bias, *ids) is not None:
+        return automatic(
+            lambda q, k, v, b, i, j: flash_attention(
+                q, k, v, bias=b, segment_ids=None if segment_ids is None else (i, j), **options
+            ),
+            (query, key, value, bias, *ids),
+            kept=3,
+        )
+    problem, arrays = prepare(query, key, value, bias=bias, segment_ids=segment_ids, **options)
     if 0 in (problem.batch, problem.heads, problem.q_len, problem.kv_len):
         return jnp.zeros((*query.shape[:3], problem.value_dim), query.dtype)
     return _attend(problem, *arrays)
