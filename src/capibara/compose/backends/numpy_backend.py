@@ -34,8 +34,8 @@ class _Registered:
 class NumpyBackend(Backend):
     """Composed models in NumPy, and its methods on arrays.
 
-    ``register_op(name, vjp=…)`` takes the derivative of an operation: ``vjp(cotangent, output, *inputs)`` returns the
-    cotangents of the inputs. It is not needed if the operation is written with this backend's methods.
+    ``register_op(name, vjp=…)`` takes the derivative of an operation: ``vjp(cotangent, output, *inputs, **attributes)``
+    returns the cotangents of the inputs. It is not needed if the operation is written with this backend's methods.
 
     Args:
         dtype: dtype of parameters and arithmetic: "float32", "float64" or "float16" (NumPy has no bfloat16).
