@@ -11,7 +11,7 @@ __all__ = ["run"]
 
 
 def run(rounds: int = 5) -> list[dict[str, Any]]:
-    """Rows with the ratio of compile times, 64 blocks / 4 blocks."""
+    """Rows with the ratio of compile times, 4 blocks / 64 blocks: 0.77 is 30 % more for 64."""
     import jax
     import jax.numpy as jnp
 
@@ -47,7 +47,7 @@ def run(rounds: int = 5) -> list[dict[str, Any]]:
                 "what": f"trace and compile, forward and backward, scanned {kind}",
                 "shape": "64 blocks",
                 "peer": "4 blocks",
-                "ratio": table.ratio(many, few),
+                "ratio": table.ratio(few, many),
                 "seconds": table[many].median,
             }
         )
