@@ -55,7 +55,9 @@ def check_call(
     sizes: dict[str, tuple[int, str]] = {}
     for key, spec in input_specs.items():
         if getattr(inputs[key], "shape", None) is None:
-            raise InputError(f"inputs[{key!r}] is {type(inputs[key]).__name__}, not an array")
+            raise InputError(
+                f"inputs[{key!r}] is {type(inputs[key]).__name__}, not an array: make it one, as with numpy.asarray"
+            )
         if shapes:
             _check_shape(f"inputs[{key!r}]", inputs[key], spec, sizes)
         _check_kind(f"inputs[{key!r}]", inputs[key], spec, library)
@@ -168,9 +170,9 @@ def _no_gradient(name: str, dtype: Any) -> InputError:
 
 def _check_keys(inputs: Any, specs: Mapping[str, ArraySpec]) -> None:
     if not isinstance(inputs, Mapping):
-        raise InputError(
-            f"inputs must be a dict of arrays with the keys {list(specs)}, not {type(inputs).__name__}"
-        )
+        # While JAX traces, an array has a type that the caller has never heard of.
+        given = "an array" if hasattr(inputs, "dtype") else type(inputs).__name__
+        raise InputError(f"inputs must be a dict of arrays with the keys {list(specs)}, not {given}")
     if inputs.keys() == specs.keys():
         return
     missing = [k for k in specs if k not in inputs]

@@ -131,9 +131,13 @@ class Keys:
             if isinstance(key, str) and key not in self.model.input_keys and key not in self.extra:
                 names = self.model.input_keys
                 if key not in self.model.wires or self.model.wires[key].find().role != "param":
-                    raise CompileError(
-                        f"shapes names {key!r}, which is no input; the inputs are {names}.{did_you_mean(key, names)}"
+                    there = (
+                        f"the inputs are {names}.{did_you_mean(key, names)}"
+                        if names
+                        else "no input of the model has a name: say what its first block reads, as in "
+                        f"Linear(8)(input={key!r})"
                     )
+                    raise CompileError(f"shapes names {key!r}, which is no input; {there}")
             found = self._find("shapes", key) if key not in self.extra else _Found(key, self.extra[key])
             try:
                 if found.name in self.model.wires:
