@@ -34,3 +34,19 @@ def test_sizes_for_an_input_that_nobody_named() -> None:
         ml.CompileError, match=r"no input of the model has a name: .*Linear\(8\)\(input='x'\)"
     ):
         ml.compile(model, shapes={"x": [2, 3]})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: ml.RMSNorm(), "rms_norm"),
+        (lambda: ml.BatchNorm2D(), "batch_norm2d"),
+        (lambda: ml.Convolution1D(3, 2), "convolution1d"),
+        (lambda: ml.LSTM(3), "lstm"),
+        (lambda: ml.MixtureOfExperts(4, 8, 2), "mixture_of_experts"),
+    ],
+)
+def test_blocks_get_names_that_can_be_guessed(make: Any, name: str) -> None:
+    model = ml.Model()
+    model |= make()
+    assert [child.name for child in model.children] == [name]

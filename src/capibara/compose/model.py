@@ -249,7 +249,10 @@ class Model(Canonical):
             if wanted in self._names:
                 raise WiringError(f"{self.label} already has a block named {wanted!r}; choose another name")
             return wanted
-        base = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(block).__name__).lower()
+        # RMSNorm is rms_norm, and Convolution2D convolution2d.
+        base = re.sub(
+            r"(?<=[a-z])(?=[A-Z])|(?<=[a-zA-Z0-9])(?=[A-Z][a-z])", "_", type(block).__name__
+        ).lower()
         if isinstance(block, Primitive):
             base = block.op
         # Goes on from the number given out last, or n blocks of a kind would take n² steps to name.
