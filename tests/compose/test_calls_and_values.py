@@ -302,3 +302,107 @@ def test_inputs_may_be_any_mapping() -> None:
     params = compiled.randomize_params(0)
     want = compiled.evaluate(params, {"x": jnp.asarray(X)})["y"]
     np.testing.assert_array_equal(compiled.evaluate(params, types.MappingProxyType({"x": X}))["y"], want)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    "train", [1, "yes", np.True_, jnp.array(True)], ids=["number", "text", "numpy", "array"]
+)
+def test_train_is_a_python_bool(name: str, train: Any) -> None:
+    compiled = ml.compile(linear(), BACKENDS[name](), shapes=SHAPES)
+    with pytest.raises(ml.InputError, match="train is"):
+        compiled.evaluate(compiled.randomize_params(0), {"x": X}, train=train)
+
+
+@EVERYWHERE
+def test_keys_and_bounds_of_random_methods(name: str) -> None:
+    backend = BACKENDS[name]()
+    with pytest.raises(ml.InputError, match=r"key is (int|0)"):
+        backend.split_key(0)
+    with pytest.raises(ml.InputError, match="key is"):
+        backend.random_normal(5, (2,))
+    with pytest.raises(ml.InputError, match=r"low=1.0 must not be above high=0.0"):
+        backend.rand_uniform(1.0, 0.0, 3)
+    assert len(backend.split_key(backend.get_random_key())) == 2
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_softmax_of_nothing_is_nothing(name: str, shape: tuple[int, ...]) -> None:
+    backend = BACKENDS[name]()
+    compiled = ml.compile(ml.Softmax(), backend, trainable_keys=["input"])
+    empty = backend.zeros(*shape)
+    outputs, slope = compiled.evaluate({"input": empty}, {}, {"output": empty})
+    assert tuple(outputs["output"].shape) == tuple(slope["input"].shape) == shape
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1, (0, 1)])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[3.0, 0.0, 2.0], [1.0, -4.0, 0.0]],
+        [[0.0, 0.0, 2.0], [1.0, 5.0, 0.0]],
+        [[np.nan, 2.0, 3.0], [1.0, np.inf, 4.0]],
+        [[0.0, np.inf, 3.0], [-np.inf, 2.0, np.nan]],
+        [[], []],
+    ],
+)
+def test_gradient_of_a_product_is_the_product_of_the_others(axis: Any, rows: Any) -> None:
+    x = np.asarray(rows, "float64").reshape(2, -1)
+    numbers = ml.compile(ml.Prod(axis=axis), ml.NumpyBackend("float64"), trainable_keys=["input"])
+    axes = (0, 1) if axis is None else (axis,) if isinstance(axis, int) else axis
+    want = np.empty_like(x)
+    with np.errstate(all="ignore"):
+        total = np.prod(x, axis=axis)
+        for i, j in np.ndindex(x.shape):
+            others = [
+                x[k, m]
+                for k, m in np.ndindex(x.shape)
+                if (k, m) != (i, j) and (0 in axes or k == i) and (1 in axes or m == j)
+            ]
+            want[i, j] = np.prod(others)
+    out, slope = numbers.evaluate({"input": x}, {}, {"output": np.ones_like(total)})
+    np.testing.assert_allclose(out["output"], total)
+    np.testing.assert_allclose(slope["input"], want)
+
+
+def test_names_that_python_reads_as_one_are_told_apart() -> None:
+    backend = ml.JaxBackend()
+    backend.register_op("ﬁ", lambda x: x + 1)
+    model = ml.Model()
+    model.add(ml.op("ﬁ"), None, input="x", output="a")
+    model.add(ml.Relu(), "fi", input="x", output="b")
+    model |= ml.Subtract()(left="a", right="b", output="c")
+    compiled = ml.compile(model, backend, shapes={"x": [2]})
+    assert compiled.evaluate({}, {"x": np.ones(2, "float32")})["c"].tolist() == [1.0, 1.0]
+
+
+def test_parameters_are_saved_only_as_they_can_be_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    compiled = ml.compile(linear(), shapes=SHAPES)
+    params = with_weight(compiled.randomize_params(0), np.ones((3, 4)))
+    with pytest.raises(ml.InputError, match="has dtype float64, expected float32"):
+        compiled.save_params(tmp_path / "model", params)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bfloat16_parameters_of_pytorch_in_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    compiled = ml.compile(linear(), ml.TorchBackend("bfloat16"), shapes=SHAPES)
+    params = compiled.randomize_params(0)
+    compiled.save_params(tmp_path / "model", params)
+    again = compiled.load_params(tmp_path / "model")
+    assert torch.equal(again["linear"]["weight"], params["linear"]["weight"])
+
+
+def test_a_header_that_names_a_parameter_twice(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    compiled = ml.compile(linear(), shapes=SHAPES)
+    path = tmp_path / "model"
+    compiled.save_params(path, compiled.randomize_params(0))
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    twice = b'{"linear.bias":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},' + data[9 : 8 + size]
+    path.write_bytes(len(twice).to_bytes(8, "little") + twice + data[8 + size :])
+    with pytest.raises(ml.InputError, match="twice"):
+        compiled.load_params(path)

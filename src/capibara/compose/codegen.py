@@ -9,6 +9,7 @@ from __future__ import annotations
 import keyword
 import math
 import re
+import unicodedata
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +132,8 @@ class _Names:
         self._next: dict[str, int] = {}
 
     def new(self, wanted: str) -> str:
+        if not wanted.isascii():
+            wanted = unicodedata.normalize("NFKC", wanted)  # as Python reads names: 'ﬁ' is 'fi' to it
         base = wanted if not keyword.iskeyword(wanted) else wanted + "_"
         # Goes on from the number given out last: n values of one name are named in n steps.
         name, i = base, self._next.get(base, 1)

@@ -410,6 +410,11 @@ class CompiledModel:
         return functions[0], functions[1]
 
     def _check_inference(self, output_gradients: Any, train: bool) -> None:
+        if not isinstance(train, bool):
+            raise InputError(
+                f"train is {type(train).__name__}, expected True or False: each has a program of its own, so that it "
+                "cannot be an array"
+            )
         if not self.inference:
             return
         if output_gradients is not None:

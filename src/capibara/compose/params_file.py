@@ -50,7 +50,7 @@ def save_params(
         path: of the file, in a folder that exists. params: nested dict of arrays. specs: what the model has.
 
     Raises:
-        InputError: parameters are missing or have another shape. MissingExtraError: safetensors is missing.
+        InputError: parameters are missing or have another shape or dtype. MissingExtraError: safetensors is missing.
     """
     library = _library()
     arrays = {}
@@ -64,8 +64,14 @@ def save_params(
             value = value[key]
         if hasattr(value, "detach"):
             value = value.detach().cpu()
+            if str(value.dtype) == "torch.bfloat16":  # of which NumPy knows nothing; float32 holds it exactly
+                value = value.float().numpy().astype(_dtype("bfloat16"))
         data = np.asarray(value)
         _check_shape(f"params[{'.'.join(place)!r}]", data.shape, spec)
+        if data.dtype.name != spec.dtype:
+            raise InputError(
+                f"params[{'.'.join(place)!r}] has dtype {data.dtype}, expected {spec.dtype}, which load_params wants"
+            )
         arrays[".".join(place)] = np.ascontiguousarray(data)
     text = library.numpy.save(arrays, metadata={"format": _FORMAT, "version": VERSION})
     replace_file(path, text)
@@ -131,8 +137,14 @@ def _header(file: FilePath, specs: Mapping[Path, ArraySpec]) -> dict[str, tuple[
         if not 2 <= length <= min(_HEADER_LIMIT, max(size - 8, 0)):
             raise InputError(f"{file} is no safetensors file: its header would have {length} bytes")
         text = stream.read(length)
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(items)) != len(items):
+            raise ValueError("a key stands twice in its header")
+        return dict(items)
+
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is no safetensors file: {error}") from None
     metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None

@@ -44,9 +44,9 @@ def _fit(g: Any, like: Any) -> Any:
 
 def _quiet(f: Any) -> Any:
     # log(0), 1 / 0 are values here (as on the other backends), not warnings.
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
         with np.errstate(all="ignore"):
-            return f(*args)
+            return f(*args, **options)
 
     return run
 
@@ -198,17 +198,20 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
 def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     v = value_of(x)
     axes = _axes(axis, v.ndim)
-    out = np.prod(v, axis=axes, keepdims=keepdims, dtype=v.dtype)
+    out = _quiet(np.prod)(v, axis=axes, keepdims=keepdims, dtype=v.dtype)
 
     def back(g: Any) -> Any:
-        # The product of the others: of all zeros but one, without dividing by zero.
-        zero = v == 0
-        count = np.sum(zero, axis=axes, keepdims=True)
-        rest = np.prod(np.where(zero, 1, v), axis=axes, keepdims=True)
-        others = np.where(
-            zero, np.where(count == 1, rest, 0), np.where(count == 0, rest / np.where(zero, 1, v), 0)
-        )
-        return _spread(g, axes, v.shape) * others
+        # The product of the others is that of those before and those after: no division, so that zeros,
+        # infinities and NaN act on the others alone.
+        order = (*(i for i in range(v.ndim) if i not in axes), *axes)
+        moved = np.transpose(v, order)
+        rows = moved.reshape(*moved.shape[: v.ndim - len(axes)], math.prod(v.shape[i] for i in axes))
+        first = np.ones_like(rows[..., :1])
+        with np.errstate(all="ignore"):
+            before = np.cumprod(np.concatenate([first, rows[..., :-1]], -1), -1)
+            after = np.cumprod(np.concatenate([first, rows[..., :0:-1]], -1), -1)[..., ::-1]
+            others = np.transpose((before * after).reshape(moved.shape), np.argsort(order))
+            return _spread(g, axes, v.shape) * others
 
     return record(out, (x, back))
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from capibara.compose.backends import philox
 from capibara.compose.backends.methods.caller import Caller, as_shape
 from capibara.compose.backends.methods.creation import MeshShape, Split
 from capibara.compose.dtypes import dtype_name
 from capibara.compose.errors import InputError
+from capibara.compose.randomness import check_key
 
 __all__ = ["Randomness"]
 
@@ -21,6 +23,7 @@ __all__ = ["Randomness"]
 class Randomness(Caller):
     """Keys, and arrays drawn with them."""
 
+    type: str
     seed: Any
     _key: Any
 
@@ -41,7 +44,12 @@ class Randomness(Caller):
         """``num`` independent keys from one."""
         if isinstance(num, bool) or not isinstance(num, int) or num < 1:
             raise InputError(f"num={num!r} must be a whole number of at least 1")
-        return tuple(self._call("split_key", key, num))
+        return tuple(self._call("split_key", self._key_or_next(key), num))
+
+    def _key_or_next(self, key: Any) -> Any:
+        if key is None:
+            return self.get_random_key()
+        return check_key(key) if self.type == "jax" else philox.check_key(key)
 
     def random_normal(
         self,
@@ -55,7 +63,7 @@ class Randomness(Caller):
         """Normal numbers with mean 0 and variance 1, from a key (or the next one)."""
         return self._make(
             "draw_normal",
-            self.get_random_key() if key is None else key,
+            self._key_or_next(key),
             as_shape((shape,)),
             dtype=self._float(dtype),
             device_mesh=device_mesh,
@@ -76,7 +84,7 @@ class Randomness(Caller):
         """Numbers spread evenly over [low, high), from a key (or the next one)."""
         return self._make(
             "draw_uniform",
-            self.get_random_key() if key is None else key,
+            self._key_or_next(key),
             as_shape((shape,)),
             low,
             high,
@@ -122,6 +130,8 @@ class Randomness(Caller):
         tensor_split: Split = None,
     ) -> Any:
         """Numbers spread evenly over [low, high)."""
+        if not low <= high:
+            raise InputError(f"rand_uniform: low={low!r} must not be above high={high!r}")
         return self.random_uniform(
             prng_key,
             as_shape(shape),
@@ -147,7 +157,7 @@ class Randomness(Caller):
             raise InputError(f"randint: low={low!r} must be below high={high!r}")
         return self._make(
             "draw_integers",
-            self.get_random_key() if prng_key is None else prng_key,
+            self._key_or_next(prng_key),
             as_shape(shape),
             low,
             high,

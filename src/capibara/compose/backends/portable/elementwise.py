@@ -140,12 +140,16 @@ def elu(x: Array, alpha: float) -> Array:
 
 
 def softmax(x: Array, axis: int = -1) -> Array:
+    if 0 in x.shape:
+        return x  # without elements, which have no maximum
     xp = space(x)
     weight = xp.exp(x - xp.stop(xp.amax(x, axis, True)))
     return weight / xp.sum(weight, axis, True)
 
 
 def log_softmax(x: Array, axis: int = -1) -> Array:
+    if 0 in x.shape:
+        return x
     xp = space(x)
     shifted = x - xp.stop(xp.amax(x, axis, True))
     return shifted - xp.log(xp.sum(xp.exp(shifted), axis, True))
