@@ -81,6 +81,16 @@ def choice(name: str, value: Any, options: tuple[str, ...], *, optional: bool = 
         )
 
 
+def flag(name: str, value: Any) -> None:
+    """``value`` is True or False.
+
+    Raises:
+        WiringError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise WiringError(f"{name}={value!r} must be True or False")
+
+
 def identifier(value: Any, what: str) -> None:
     """``value`` can stand in generated source as a name.
 

@@ -196,7 +196,7 @@ class CompiledModel:
             InputError: ``seed`` is neither. CompileError: a pattern fits no parameter, or is given no initialiser.
         """
         specs = self.params if init is None else with_initialisers(self.params, init)
-        return fresh(self, specs, as_key(seed), sizes, "parameter", keep=init is None)
+        return fresh(self, specs, as_key(seed), sizes, "parameter")
 
     def init_state(self, key: Any | None = None, **sizes: int) -> dict[str, Any]:
         """The state to start with: ``{}`` for a model without any.

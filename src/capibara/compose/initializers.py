@@ -11,6 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from capibara.compose.errors import CompileError
+
 if TYPE_CHECKING:
     import jax
 
@@ -74,7 +78,7 @@ class Uniform:
 
 
 class Given:
-    """The array itself, or nested tuples of numbers. It is no dataclass: arrays are not compared, nor written down."""
+    """The array itself, or nested tuples of numbers. It is no dataclass: arrays are not compared."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -82,7 +86,22 @@ class Given:
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         import jax.numpy as jnp
 
-        return jnp.broadcast_to(jnp.asarray(self.value, dtype), shape)
+        return jnp.broadcast_to(jnp.asarray(self.fitting(shape), dtype), shape)
+
+    def fitting(self, shape: tuple[int, ...]) -> Any:
+        """The value.
+
+        Raises:
+            CompileError: it cannot be broadcast to ``shape``.
+        """
+        own = np.shape(self.value)
+        try:
+            fits = np.broadcast_shapes(own, shape) == tuple(shape)
+        except ValueError:
+            fits = False
+        if not fits:
+            raise CompileError(f"an array of shape {tuple(shape)} cannot start as a value of shape {own}")
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -91,15 +110,18 @@ class Scaled:
 
     Args:
         scale: variance of the result for inputs of variance 1.
-        fan_in: how many leading dimensions of the shape are summed over.
+        fan_in: how many dimensions of the shape are summed over.
+        skip: how many dimensions stand before those: the outputs of a convolution's kernel, the experts of a mixture.
     """
 
     scale: float = 1.0
     fan_in: int = 1
+    skip: int = 0
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         # 0.8796… is the standard deviation of a unit normal cut at ±2, so that the variance is as said.
-        stddev = math.sqrt(self.scale / max(1, math.prod(shape[: self.fan_in]))) / 0.87962566103423978
+        summed = math.prod(shape[self.skip : self.skip + self.fan_in])
+        stddev = math.sqrt(self.scale / max(1, summed)) / 0.87962566103423978
         return (stddev * _drawn(_cut_normal, key, shape)).astype(dtype)
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compose.block import Block
+from capibara.compose.initializers import Given
 from capibara.compose.interchange_format import (
     DTYPES,
     FORMAT,
@@ -216,6 +217,8 @@ def _written_init(init: Any, key: str) -> dict[str, Any]:
         raise ModelFormatError(
             f"the initialiser of {key!r} is {init!r}: only those of capibara.compose.initializers can be written down"
         )
+    if isinstance(init, Given):
+        return {"class": name, "value": _written(np.asarray(init.value), key)}
     return {"class": name, **{f.name: _written(getattr(init, f.name), key) for f in dataclasses.fields(init)}}
 
 

@@ -27,7 +27,7 @@ PRIMITIVES = {n: c for n, c in PRIMITIVES.items() if isinstance(c, type) and iss
 REGIONS: dict[str, type[Region]] = {"Repeat": Repeat, "Remat": Remat}
 INITIALISERS: dict[str, Any] = {
     n: c for n, c in vars(initializers).items() if isinstance(c, type) and dataclasses.is_dataclass(c)
-}
+} | {"Given": initializers.Given}
 DTYPES = (*FLOAT_DTYPES, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool")
 
 

@@ -15,6 +15,7 @@ from capibara.compose.arguments import identifier
 from capibara.compose.block import Block, Port
 from capibara.compose.constants import array
 from capibara.compose.errors import ComposeError
+from capibara.compose.initializers import Given
 from capibara.compose.interchange_format import (
     DTYPES,
     FORMAT,
@@ -249,6 +250,9 @@ class _Reader:
         kind = INITIALISERS.get(name) if isinstance(name, str) else None
         if kind is None:
             raise ModelFormatError(f"{what}: {_short(name)} is no initialiser")
+        if kind is Given:
+            value = self._value(_fields(node, what, ("class", "value"))["value"], what)
+            return Given(value) if isinstance(value, np.ndarray) else self._refuse(what, value)
         values = {f.name: f for f in dataclasses.fields(kind)}
         given = _fields(node, what, ("class",), tuple(values))
         arguments: dict[str, Any] = {}
@@ -256,9 +260,6 @@ class _Reader:
             if key == "class":
                 continue
             default = values[key].default
-            if kind is INITIALISERS.get("Given"):
-                arguments[key] = self._value(value, what)
-                continue
             if isinstance(value, str) or value is None:
                 if isinstance(default, int | float) and not isinstance(default, bool):
                     raise ModelFormatError(f"{what}: {key} is {_short(value)}, not a number")

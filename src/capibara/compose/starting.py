@@ -31,6 +31,8 @@ __all__ = [
 
 Path = tuple[str, ...]
 
+_KEPT = 16  # programs that make arrays, for each compiled model
+
 
 def scope_of(backend: Any) -> Callable[[], AbstractContextManager[Any]] | None:
     """What a call of a jitted function on this backend has to be in; None for nothing, the quickest."""
@@ -97,14 +99,12 @@ def fresh(
     key: Any,
     sizes: Mapping[str, int],
     what: str,
-    *,
-    keep: bool = True,
 ) -> dict[str, Any]:
     """New arrays on JAX, sharded over the backend's mesh if it has one.
 
     Args:
         compiled: whose arrays they are. specs: by path. key: a JAX key. sizes: of the free sizes.
-        what: "parameter" or "state", for messages. keep: whether to keep the compiled program.
+        what: "parameter" or "state", for messages.
     """
     import jax
 
@@ -125,16 +125,22 @@ def fresh(
     with backend.scope():
         if not specs:
             return {}
-        run = makers.get((what, frozenset(sizes.items()))) if keep else None
+        # Kept, because compiling random generators takes longer than running them.
+        name = (what, frozenset(sizes.items()), *(spec.init for spec in specs.values()))
+        try:
+            run = makers.get(name)
+        except TypeError:  # an initialiser that cannot be hashed
+            name, run = None, None
         if run is None:
             shardings = None
             if backend.mesh is not None:
                 axes = nest({path: spec.axes for path, spec in specs.items()})
                 shardings = param_shardings(jax.eval_shape(make, key), axes, backend.mesh, backend.rules)
             run = jax.jit(make, out_shardings=shardings)
-            # Kept, because compiling random generators takes longer than running them.
-            if keep:
-                makers[what, frozenset(sizes.items())] = run
+            if name is not None:
+                while len(makers) >= _KEPT:
+                    makers.pop(next(iter(makers)))
+                makers[name] = run
         return run(key)
 
 

@@ -32,10 +32,15 @@ def start(init: Any, key: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     random = _generator(key)
     if isinstance(init, i.Constant):
         return np.full(shape, float(init.value))
+    if isinstance(init, i.Given):
+        return np.broadcast_to(np.asarray(init.fitting(shape), "float64"), shape)
     if isinstance(init, i.Normal):
         return init.stddev * np.asarray(random.standard_normal(shape))
+    if isinstance(init, i.Uniform):
+        return init.low + (init.high - init.low) * np.asarray(random.random(shape))
     if isinstance(init, i.Scaled):
-        stddev = math.sqrt(init.scale / max(1, math.prod(shape[: init.fan_in]))) / 0.87962566103423978
+        summed = math.prod(shape[init.skip : init.skip + init.fan_in])
+        stddev = math.sqrt(init.scale / max(1, summed)) / 0.87962566103423978
         return stddev * _cut_normal(random, shape)
     if isinstance(init, i.LogUniform):
         low, high = math.log(init.low), math.log(init.high)

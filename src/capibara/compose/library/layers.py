@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import whole
+from capibara.compose.arguments import flag, whole
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Normal, Scaled, ones, zeros
 from capibara.compose.model import Block, IOKey, Model
@@ -81,15 +81,30 @@ class RMSNorm(Model):
 
 
 class LayerNorm(Model):
-    """Layer normalisation with scale and bias: ``input [*b, d]`` → ``output [*b, d]``."""
+    """Layer normalisation: ``input [*b, d]`` → ``output [*b, d]``, by default with scale and bias."""
 
-    def __init__(self, epsilon: float = 1e-5, *, axis: str | None = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        epsilon: float = 1e-5,
+        use_scale: bool = True,
+        use_bias: bool = True,
+        *,
+        axis: str | None = None,
+        name: str | None = None,
+    ) -> None:
         super().__init__(name=name)
+        flag("use_bias", use_bias)
+        norm = p.Normalise("layer", epsilon, use_scale)
         self.add_input("input", "*b d", "float")
-        self.add_parameter("scale", ("d",), ones, axes=(axis,), keep_dtype=True)
-        self.add_parameter("bias", ("d",), zeros, axes=(axis,))
-        self.add(p.Normalise("layer", epsilon), "norm", input="input", scale="scale", output="normed")
-        self.add(p.Add(), "sum", left="normed", right="bias", output="output")
+        joined = {"input": "input", "output": "normed" if use_bias else "output"}
+        if use_scale:
+            self.add_parameter("scale", ("d",), ones, axes=(axis,), keep_dtype=True)
+            joined["scale"] = "scale"
+        if use_bias:
+            self.add_parameter("bias", ("d",), zeros, axes=(axis,))
+        self.add(norm, "norm", **joined)
+        if use_bias:
+            self.add(p.Add(), "sum", left="normed", right="bias", output="output")
         self.expose("output")
 
 

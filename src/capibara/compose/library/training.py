@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from capibara.compose import primitives as p
@@ -12,6 +12,7 @@ from capibara.compose.connections import Connection
 from capibara.compose.errors import WiringError
 from capibara.compose.model import Model, Placement, Port
 from capibara.compose.primitives.rules import scalar
+from capibara.compose.regions import Region
 from capibara.compose.wires import Wire
 from capibara.errors import did_you_mean
 
@@ -116,11 +117,17 @@ class TrainModel(Model):
                 path it is found in gets a penalty of its own.
 
         Raises:
-            WiringError: there is no such parameter.
+            WiringError: there is no such parameter, or it is inside a repeated or recomputed block.
         """
         self._open()
         scalar("coef", coef)
         params = dict(_parameters(self.model))
+        repeated = list(_enclosed(self.model))
+        for value in connections.values():
+            if isinstance(value, re.Pattern):
+                _reachable(f"the pattern {value.pattern!r}", filter(value.search, repeated))
+            elif isinstance(value, str) and value not in self.wires and value not in params:
+                _reachable(repr(value), [path for path in repeated if path == value])
         patterns = {k: v for k, v in connections.items() if isinstance(v, re.Pattern)}
         if not patterns:
             found = {k: self._parameter(v, params) for k, v in connections.items()}
@@ -361,6 +368,33 @@ def _parameters(model: Model) -> Iterator[tuple[str, Port]]:
                 seen.add(id(root))
                 yield ".".join((*path, key)), Port(block, key)
         stack.extend((child.block, (*path, child.name)) for child in reversed(block.children))
+
+
+def _enclosed(model: Model) -> Iterator[str]:
+    """Paths of the parameters inside repeated and recomputed blocks, as in the compiled parameters."""
+    seen: set[int] = set()
+    stack: list[tuple[Block, tuple[str, ...], bool]] = [(model, (), False)]
+    while stack:
+        block, path, inside = stack.pop()
+        if isinstance(block, Region):
+            stack.append((block.body, path, True))
+        elif isinstance(block, Model):
+            for key, wire in block.wires.items():
+                root = wire.find()
+                if inside and root.role == "param" and id(root) not in seen:
+                    seen.add(id(root))
+                    yield ".".join((*path, key))
+            stack.extend((child.block, (*path, child.name), inside) for child in reversed(block.children))
+
+
+def _reachable(what: str, inside: Iterable[str]) -> None:
+    names = list(inside)
+    if names:
+        raise WiringError(
+            f"{what} is of parameters inside Repeat or Remat, whose values have no name outside of them: "
+            f"{', '.join(names)}. Add their penalty to final_cost in the function that you differentiate, from "
+            "params['model'], or leave it to the optimiser (weight decay); name the others one by one"
+        )
 
 
 def _depends(wire: Wire, on: Wire) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from capibara.compose.arguments import choice, number, whole
+from capibara.compose.arguments import choice, flag, number, whole
 from capibara.compose.block import Primitive
 from capibara.compose.errors import WiringError
 from capibara.compose.precision import FLOAT_DTYPES
@@ -420,14 +420,18 @@ class Normalise(Primitive):
 
     ``kind="rms"``: ``x / sqrt(mean(x²) + epsilon) * scale`` (Zhang and Sennrich, 2019).
     ``kind="layer"``: the mean is taken off first (Ba et al., 2016); add a bias after it for the affine form.
+    ``use_scale=False``: without the input ``scale``.
     """
 
-    def __init__(self, kind: str = "rms", epsilon: float = 1e-5, *, name: str | None = None) -> None:
+    def __init__(
+        self, kind: str = "rms", epsilon: float = 1e-5, use_scale: bool = True, *, name: str | None = None
+    ) -> None:
         choice("kind", kind, ("rms", "layer"))
         number("epsilon", epsilon)
+        flag("use_scale", use_scale)
         super().__init__(
             f"{kind}_norm",
-            {"input": ("*b d", "float"), "scale": ("d", "float")},
+            {"input": ("*b d", "float")} | ({"scale": ("d", "float")} if use_scale else {}),
             {"output": ("*b d", "float")},
             {"epsilon": float(epsilon)},
             accumulates=True,

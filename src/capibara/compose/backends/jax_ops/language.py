@@ -77,17 +77,19 @@ def lookup(table: Array, indices: Array) -> Array:
     return jnp.take(table, indices, axis=0, mode="clip")
 
 
-def rms_norm(x: Array, scale: Array, epsilon: float, accumulate: str) -> Array:
+def rms_norm(x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str) -> Array:
     wide = x.astype(accumulate)
     inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return (wide * inverse * scale.astype(accumulate)).astype(x.dtype)
+    out = wide * inverse
+    return (out if scale is None else out * scale.astype(accumulate)).astype(x.dtype)
 
 
-def layer_norm(x: Array, scale: Array, epsilon: float, accumulate: str) -> Array:
+def layer_norm(x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str) -> Array:
     wide = x.astype(accumulate)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return (wide * inverse * scale.astype(accumulate)).astype(x.dtype)
+    out = wide * inverse
+    return (out if scale is None else out * scale.astype(accumulate)).astype(x.dtype)
 
 
 def positions(like: Array, start: Array) -> tuple[Array, Array]:

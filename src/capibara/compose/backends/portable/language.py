@@ -46,19 +46,21 @@ def lookup(table: Array, indices: Array) -> Array:
     return space(table).take(table, indices, 0)
 
 
-def rms_norm(x: Array, scale: Array, epsilon: float, accumulate: str) -> Array:
+def rms_norm(x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str) -> Array:
     xp = space(x)
     wide = xp.astype(x, accumulate)
     inverse = 1 / xp.sqrt(xp.sum(wide * wide, -1, True) / x.shape[-1] + epsilon)
-    return xp.astype(wide * inverse * xp.astype(scale, accumulate), xp.dtype_of(x))
+    out = wide * inverse
+    return xp.astype(out if scale is None else out * xp.astype(scale, accumulate), xp.dtype_of(x))
 
 
-def layer_norm(x: Array, scale: Array, epsilon: float, accumulate: str) -> Array:
+def layer_norm(x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str) -> Array:
     xp = space(x)
     wide = xp.astype(x, accumulate)
     wide = wide - xp.sum(wide, -1, True) / x.shape[-1]
     inverse = 1 / xp.sqrt(xp.sum(wide * wide, -1, True) / x.shape[-1] + epsilon)
-    return xp.astype(wide * inverse * xp.astype(scale, accumulate), xp.dtype_of(x))
+    out = wide * inverse
+    return xp.astype(out if scale is None else out * xp.astype(scale, accumulate), xp.dtype_of(x))
 
 
 def positions(like: Array, start: Array) -> tuple[Array, Array]:
