@@ -19,7 +19,12 @@ from capibara import compose as ml
 p: Any = ml.primitives  # many calls here are wrong on purpose
 
 X = draw(2, 3, 4)
-INDEX = np.array([[2, 0], [1, 7]])
+INDEX = np.array([[2, -1], [1, 7]])
+
+
+def _counted(indices: torch.Tensor, size: int) -> torch.Tensor:
+    """Negative indices from the end, then clipped."""
+    return torch.where(indices < 0, indices + size, indices).clamp(0, size - 1).long()
 
 
 def one(make: Any, want: Any, x: Any = X, **options: Any) -> Case:
@@ -84,17 +89,17 @@ CASES = {
     "take": Case(
         lambda: p.Take(1),
         {"input": X, "indices": INDEX},
-        lambda input, indices: input[:, indices.clamp(0, 2).long()],
+        lambda input, indices: input[:, _counted(indices, 3)],
     ),
     "permute_tensor": Case(
         p.PermuteTensor,
-        {"input": X, "indices": np.array([1, 0, 1])},
-        lambda input, indices: input[indices.long()],
+        {"input": X, "indices": np.array([1, 0, -1, -2])},
+        lambda input, indices: input[_counted(indices, 2)],
     ),
     "take_along_axis": Case(
         lambda: p.TakeAlongAxis(1),
         {"input": draw(2, 3), "indices": INDEX},
-        lambda input, indices: torch.take_along_dim(input, indices.clamp(0, 2).long(), 1),
+        lambda input, indices: torch.take_along_dim(input, _counted(indices, 3), 1),
     ),
     "trapezoid": Case(
         p.Trapezoid,

@@ -63,7 +63,16 @@ CASES = {
     "square_int": unary(p.Square, torch.square, INTS),
     "absolute": unary(p.Absolute, torch.abs, np.array([-1.5, 0.0, 2.0])),
     "negate": unary(p.Negate, torch.neg),
-    "sign": unary(p.Sign, torch.sign, np.array([-1.5, 0.0, 2.0])),
+    "power_of_nothing": binary(
+        p.Power,
+        lambda left, right: left**right,
+        np.array([0.0, 0.0, 2.0, -2.0]),
+        np.array([0.0, 2.0, 0.0, 0.0]),
+        but="right",
+    ),
+    "sign": unary(
+        p.Sign, lambda x: x * 0 + torch.sign(x), np.array([-1.5, 0.0, 2.0, np.nan]), gradient=False
+    ),
     "floor": unary(p.Floor, torch.floor),
     "ceil": unary(p.Ceil, torch.ceil),
     "buffer": unary(p.Buffer, lambda x: x * 1),

@@ -234,6 +234,20 @@ CASES = {
         {"query": draw(2, 3, 4), "key": draw(2, 5, 4), "value": draw(2, 5, 2), "mask": draw(3, 5)},
         lambda query, key, value, mask: F.scaled_dot_product_attention(query, key, value, attn_mask=mask),
     ),
+    "scaled_dot_product_bias_hides": Case(
+        lambda: p.ScaledDotProduct(mask="float"),
+        {
+            "query": draw(2, 3, 4),
+            "key": draw(2, 4, 4),
+            "value": draw(2, 4, 2),
+            "mask": np.array([[0.3, -np.inf, 0.0, 1.0], [-np.inf] * 4, [-np.inf, 2.0, -np.inf, -0.5]]),
+        },
+        lambda query, key, value, mask: (
+            torch.exp(query @ key.mT / 2 + mask)
+            / torch.exp(query @ key.mT / 2 + mask).sum(-1, keepdim=True).clamp(min=1e-300)
+            @ value
+        ),
+    ),
     "conv1d": Case(
         lambda: p.PrimitiveConvolution1D(2, (1, 2), 2, 2),
         {"input": SIGNAL, "weight": draw(6, 2, 3)},

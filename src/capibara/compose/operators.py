@@ -181,18 +181,27 @@ class Operators:
     # ---- elements -----------------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Connection:
-        """NumPy's basic indexing; one place may be an array of whole numbers (:class:`~.Take`, which clips)."""
+        """NumPy's basic indexing; one place may be an array of whole numbers (:class:`~.Take`, which clips).
+
+        With an array in one place the others are ``:`` or one ``...``.
+        """
         places = [_whole(i) for i in (index if isinstance(index, tuple) else (index,))]
         picked = [i for i, entry in enumerate(places) if isinstance(entry, Operators) or _is_array(entry)]
         if not picked:
             return self._one("Indexer", tuple(places))
         others = [entry for i, entry in enumerate(places) if i != picked[0]]
-        if len(picked) > 1 or any(not isinstance(e, slice) or e != slice(None) for e in others):
+        dots = [i for i, entry in enumerate(places) if entry is ...]
+        if (
+            len(picked) > 1
+            or len(dots) > 1
+            or any(e is not ... and (not isinstance(e, slice) or e != slice(None)) for e in others)
+        ):
             raise WiringError(
-                f"index={index!r}: with an array or a connection in one place the others must be ':'; index twice, as "
-                "in x[rows][:, 0]"
+                f"index={index!r}: with an array or a connection in one place the others must be ':' or one "
+                "'...'; index twice, as in x[rows][:, 0]"
             )
-        return self._apply("Take", {"input": self, "indices": places[picked[0]]}, picked[0])
+        at = picked[0] - len(places) if dots and dots[0] < picked[0] else picked[0]
+        return self._apply("Take", {"input": self, "indices": places[picked[0]]}, at)
 
     @property
     def shape(self) -> Connection:

@@ -69,12 +69,16 @@ negative, power, exp, expm1, log, log1p = (
 )
 sqrt, tanh, sin, cos, erf, sigmoid = (_of(n) for n in ("sqrt", "tanh", "sin", "cos", "erf", "sigmoid"))
 maximum, minimum = _of("maximum"), _of("minimum")
-round, floor, ceil, sign = _of("round"), _of("floor"), _of("ceil"), _of("sign")
+round, floor, ceil = _of("round"), _of("floor"), _of("ceil")
 isnan, isinf, remainder = _of("isnan"), _of("isinf"), _of("remainder")
 logical_and, logical_or = _of("logical_and"), _of("logical_or")
 logical_xor, logical_not = _of("logical_xor"), _of("logical_not")
 left_shift, right_shift = _of("bitwise_left_shift"), _of("bitwise_right_shift")
 matmul = torch.matmul
+
+
+def sign(x: Any) -> Any:
+    return torch.where(x != x, x.detach(), torch.sign(x))  # PyTorch alone makes 0 of NaN
 
 
 def floor_divide(a: Any, b: Any) -> Any:

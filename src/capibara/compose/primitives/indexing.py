@@ -133,8 +133,8 @@ class Slice(Indexer):
 class Take(Primitive):
     """Elements along one dimension by an array of indices: ``input``, ``indices int [*i]`` → ``output``.
 
-    Indices outside are clipped; negative ones do not count from the end. Equivalent JAX:
-    ``jnp.take(input, indices, axis, mode="clip")``.
+    Negative indices count from the end, as in NumPy; what is still outside is clipped. Equivalent JAX:
+    ``jnp.take(input, jnp.where(indices < 0, indices + size, indices), axis, mode="clip")``.
     """
 
     def __init__(self, axis: int = 0, *, name: str | None = None) -> None:
@@ -159,7 +159,7 @@ class Take(Primitive):
 
 
 class PermuteTensor(Primitive):
-    """Rows in another order: ``input [n, *b]``, ``indices int [m]`` → ``output [m, *b]``. Indices are clipped."""
+    """Rows in another order: ``input [n, *b]``, ``indices int [m]`` → ``output [m, *b]``; indices as for ``Take``."""
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(

@@ -226,7 +226,7 @@ class ScaledDotProduct(Primitive):
         causal: row i sees columns up to i only.
         scale: by default ``1 / √e``.
         mask: "bool" adds the port ``mask`` (true: seen), "float" one that is added to the scores; both broadcast
-            against ``[*b, l, s]``. A row that sees nothing gives 0.
+            against ``[*b, l, s]``; -inf hides. A row that sees nothing gives 0.
     """
 
     def __init__(

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from capibara.compose.arguments import whole
 from capibara.compose.block import Primitive
-from capibara.compose.errors import WiringError
-from capibara.compose.primitives.rules import axes_of, reduced
+from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.primitives.rules import Rule, axes_of, placed, reduced
+from capibara.compose.shapes import Shape
 
 __all__ = ["All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum", "Variance"]
 
@@ -23,7 +24,9 @@ class _Reduce(Primitive):
     ) -> None:
         self._build(axes_of(axis), keepdim, {}, name)
 
-    def _build(self, axis: object, keepdim: bool, more: dict[str, object], name: str | None) -> None:
+    def _build(
+        self, axis: int | tuple[int, ...] | None, keepdim: bool, more: dict[str, object], name: str | None
+    ) -> None:
         if not isinstance(keepdim, bool):
             raise WiringError(f"keepdim={keepdim!r} must be True or False")
         into, out = self.kinds
@@ -32,9 +35,34 @@ class _Reduce(Primitive):
             {"input": ("*b", into)},
             {"output": ("*o", out)},
             {"axis": axis, **more, **({"keepdims": True} if keepdim else {})},
-            constraints=[(reduced(axis, keepdim), ("input", "output"))],  # type: ignore[arg-type]
+            constraints=[(reduced(axis, keepdim), ("input", "output")), *self._more(axis)],  # type: ignore[arg-type]
             name=name,
         )
+
+    def _more(self, axis: int | tuple[int, ...] | None) -> list[tuple[Rule, tuple[str, ...]]]:
+        """Further rules between the shapes."""
+        return []
+
+
+class _Picked(_Reduce):
+    """A reduction that picks one of the elements, so that there must be one."""
+
+    def _more(self, axis: int | tuple[int, ...] | None) -> list[tuple[Rule, tuple[str, ...]]]:
+        what = type(self).__name__
+
+        def some(full: Shape) -> bool:
+            dims = full.dims()
+            if dims is None:
+                return False
+            sizes = [d.find().size for d in dims]
+            gone = placed(axis, len(sizes))
+            if any(sizes[i] == 0 for i in gone):
+                raise ShapeError(
+                    f"{what} over axis={axis} of an array of sizes {tuple(sizes)}: of no elements"
+                )
+            return None not in sizes
+
+        return [(some, ("input",))]
 
 
 class Sum(_Reduce):
@@ -48,11 +76,11 @@ class Mean(_Reduce):
     takes_dtype = "int"
 
 
-class Max(_Reduce):
+class Max(_Picked):
     """The largest element. Elements that tie share the gradient equally; over no elements it is an error."""
 
 
-class Min(_Reduce):
+class Min(_Picked):
     """The smallest element. Elements that tie share the gradient equally; over no elements it is an error."""
 
 
@@ -89,7 +117,7 @@ class Variance(_Reduce):
         self._build(axes_of(axis), keepdim, {"correction": correction}, name)
 
 
-class _Arg(_Reduce):
+class _Arg(_Picked):
     kinds = ("N", "int")
 
     def __init__(self, axis: int | None = None, keepdim: bool = False, *, name: str | None = None) -> None:

@@ -79,7 +79,7 @@ tanh, exp, log, square = jnp.tanh, jnp.exp, jnp.log, jnp.square
 sine, cosine, sqrt, negate, sign = jnp.sin, jnp.cos, jnp.sqrt, jnp.negative, jnp.sign
 floor, ceil, is_nan, reciprocal = jnp.floor, jnp.ceil, jnp.isnan, jnp.reciprocal
 add, subtract, multiply = jnp.add, jnp.subtract, jnp.multiply
-floor_divide, modulo, power = jnp.floor_divide, jnp.mod, jnp.power
+floor_divide, modulo = jnp.floor_divide, jnp.mod
 minimum, maximum = jnp.minimum, jnp.maximum
 equal, not_equal = jnp.equal, jnp.not_equal
 less, less_equal, greater, greater_equal = jnp.less, jnp.less_equal, jnp.greater, jnp.greater_equal
@@ -88,6 +88,15 @@ logical_xor, logical_not = jnp.logical_xor, jnp.logical_not
 shift_left, shift_right = jnp.left_shift, jnp.right_shift
 where = jnp.where
 stop_gradient = lax.stop_gradient
+
+
+def power(left: Array, right: Array) -> Array:
+    """``left ** right``; at 0⁰, which is 1, both gradients are 0, where JAX's own are ``0 · ∞``."""
+    if jnp.issubdtype(jnp.result_type(left, right), jnp.floating) and not (
+        (isinstance(right, int | float) and right != 0) or (isinstance(left, int | float) and left != 0)
+    ):
+        left = jnp.where((left == 0) & (right == 0), 1, left)
+    return jnp.power(left, right)
 
 
 def divide(left: Array, right: Array, dtype: str | None = None) -> Array:

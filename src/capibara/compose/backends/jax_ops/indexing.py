@@ -40,16 +40,21 @@ def indexer(x: Array, index: tuple[Any, ...]) -> Array:
     return x[tuple(slice(*i[1:]) if isinstance(i, tuple) else i for i in index)]
 
 
+def _counted(indices: Array, size: int) -> Array:
+    """Negative indices count from the end, as in NumPy; JAX's "clip" alone would make them 0."""
+    return jnp.where(indices < 0, indices + size, indices)
+
+
 def take(x: Array, indices: Array, axis: int) -> Array:
-    return jnp.take(x, indices, axis=axis, mode="clip")
+    return jnp.take(x, _counted(indices, x.shape[axis]), axis=axis, mode="clip")
 
 
 def permute_tensor(x: Array, indices: Array) -> Array:
-    return jnp.take(x, indices, axis=0, mode="clip")
+    return take(x, indices, 0)
 
 
 def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
-    return jnp.take_along_axis(x, indices, axis=axis, mode="clip")
+    return jnp.take_along_axis(x, _counted(indices, x.shape[axis]), axis=axis, mode="clip")
 
 
 def arange(start: float, stop: float, step: float, dtype: str) -> Array:

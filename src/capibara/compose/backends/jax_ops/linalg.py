@@ -132,6 +132,7 @@ def scaled_dot_product(
         seen = mask if seen is None else seen & mask
     elif mask is not None:
         scores = scores + mask
+        seen = mask != -jnp.inf if seen is None else seen & (mask != -jnp.inf)
     if seen is None:
         return jnp.matmul(jax.nn.softmax(scores, axis=-1), value)
     seen = jnp.broadcast_to(seen, scores.shape)

@@ -97,7 +97,7 @@ class Shaping(Caller):
         return self._call("pad", input, pairs, value)
 
     def take(self, input: Any, indices: Any, axis: int = 0) -> Any:
-        """Elements by place along one dimension; indices outside are clipped."""
+        """Elements by place along one dimension; negative indices count from the end, others outside are clipped."""
         return self._call("take", input, indices, axis)
 
     def gather(self, input: Any, indices: Any, axis: int = 0) -> Any:

@@ -15,16 +15,21 @@ def indexer(x: Array, index: tuple[Any, ...]) -> Array:
     return space(x).getitem(x, tuple(slice(*i[1:]) if isinstance(i, tuple) else i for i in index))
 
 
+def _counted(x: Array, indices: Array, axis: int) -> Array:
+    """Negative indices count from the end, as in NumPy."""
+    return indices + (indices < 0) * x.shape[axis]
+
+
 def take(x: Array, indices: Array, axis: int) -> Array:
-    return space(x).take(x, indices, axis)
+    return space(x).take(x, _counted(x, indices, axis), axis)
 
 
 def permute_tensor(x: Array, indices: Array) -> Array:
-    return space(x).take(x, indices, 0)
+    return take(x, indices, 0)
 
 
 def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
-    return space(x).take_along_axis(x, indices, axis)
+    return space(x).take_along_axis(x, _counted(x, indices, axis), axis)
 
 
 def full_like(x: Array, value: float) -> Array:

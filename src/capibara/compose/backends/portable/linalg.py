@@ -131,6 +131,8 @@ def scaled_dot_product(
         seen = mask if seen is None else xp.logical_and(seen, mask)
     elif mask is not None:
         scores = scores + mask
+        heard = xp.stop(mask) != -math.inf
+        seen = heard if seen is None else xp.logical_and(seen, heard)
     weight = softmax(scores, -1) if seen is None else masked_softmax(scores, seen)
     return xp.matmul(weight, value)
 
