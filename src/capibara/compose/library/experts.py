@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from capibara.compose import primitives as p
 from capibara.compose.arguments import whole
 from capibara.compose.initializers import Scaled
 from capibara.compose.model import Model
 
 __all__ = ["MixtureOfExperts"]
-
-
-class _PerExpert(Scaled):
-    """Each expert's matrix drawn as one by itself."""
-
-    def __call__(self, key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        return Scaled(self.scale * shape[0], 2)(key, shape, dtype)
 
 
 class MixtureOfExperts(Model):
@@ -49,9 +40,9 @@ class MixtureOfExperts(Model):
         self.add_input("input", ("*b", dimension), "float")
         self.add_parameter("router", (dimension, num_experts), Scaled(), axes=("embed", None))
         inner, outer = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-        self.add_parameter("gate", (num_experts, dimension, hidden), _PerExpert(), axes=inner)
-        self.add_parameter("up", (num_experts, dimension, hidden), _PerExpert(), axes=inner)
-        self.add_parameter("down", (num_experts, hidden, dimension), _PerExpert(), axes=outer)
+        self.add_parameter("gate", (num_experts, dimension, hidden), Scaled(skip=1), axes=inner)
+        self.add_parameter("up", (num_experts, dimension, hidden), Scaled(skip=1), axes=inner)
+        self.add_parameter("down", (num_experts, hidden, dimension), Scaled(skip=1), axes=outer)
         self.add(p.Rows(), "rows", input="input", output="tokens")
         self.add(p.Dense(), "scores", input="tokens", weight="router", output="logits")
         self.add(

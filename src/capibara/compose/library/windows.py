@@ -26,14 +26,6 @@ __all__ = [
 ]
 
 
-class _FanIn(Scaled):
-    """Variance 1 over the inputs of one output: all dimensions of the kernel but the first."""
-
-    def __call__(self, key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        moved = Scaled(self.scale, len(shape) - 1)(key, (*shape[1:], shape[0]), dtype)
-        return moved.transpose(len(shape) - 1, *range(len(shape) - 1))
-
-
 class _Convolution(Model):
     space: ClassVar[int]
 
@@ -59,7 +51,7 @@ class _Convolution(Model):
         out = "out" if out_channels is None else out_channels
         names = ["height", "width"][-count:]
         self.add_input("input", ["batch", "in", *names], "float")
-        self.add_parameter("weight", [out, "group", *kernel], init or _FanIn())
+        self.add_parameter("weight", [out, "group", *kernel], init or Scaled(fan_in=count + 1, skip=1))
         convolve = p.PrimitiveConvolution1D if count == 1 else p.PrimitiveConvolution2D
         result = "product" if use_bias else "output"
         self.add(
