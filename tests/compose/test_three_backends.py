@@ -30,7 +30,7 @@ def _table(name: str) -> ModuleType:
     return module
 
 
-TABLES = {name: _table(name) for name in ("elements", "arrays", "operations")}
+TABLES = {name: _table(name) for name in ("elements", "arrays", "operations", "language")}
 CASES = {f"{table}-{name}": case for table, module in TABLES.items() for name, case in module.CASES.items()}
 
 

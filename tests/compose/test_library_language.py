@@ -1,0 +1,269 @@
+"""Blocks of language models against PyTorch, and that every primitive stands in some table of references."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")  # an oracle that not every Python has
+
+import torch
+import torch.nn.functional as F
+from primitive_table import Case, check, draw, run
+
+from capibara import compose as ml
+
+p: Any = ml.primitives
+HERE = Path(__file__).parent
+
+Q, K, V = draw(2, 5, 4, 6), draw(2, 5, 2, 6, seed=1), draw(2, 5, 2, 6, seed=2)
+SCAN = {
+    "input": draw(2, 5, 4, 3),
+    "step": draw(2, 5, 4, low=0.1),
+    "rate": -draw(4, low=0.2),
+    "write": draw(2, 5, 2, 3, seed=1),
+    "read": draw(2, 5, 2, 3, seed=2),
+}
+POINTS = np.array([3, 0, 7, 1])
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Softmax attention of grouped heads, from its definition."""
+    group = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+def band(rows: int, columns: int, start: int = 0, window: int | None = None) -> torch.Tensor:
+    """What row ``start + i`` sees: columns up to itself, the last ``window`` of them."""
+    back = torch.arange(start, start + rows)[:, None] - torch.arange(columns)
+    return (back >= 0) & (back < (columns if window is None else window))
+
+
+def cached(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    position: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    at, length = int(position), key.shape[1]
+    keys = torch.cat([key_cache[:, :at], key, key_cache[:, at + length :]], 1)
+    values = torch.cat([value_cache[:, :at], value, value_cache[:, at + length :]], 1)
+    return attend(query, keys, values, band(length, keys.shape[1], at)), keys, values
+
+
+def convolve(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, tail: Any = None) -> Any:
+    width, length = weight.shape[0], input.shape[1]
+    before = torch.zeros_like(input[:, :1]).repeat(1, width - 1, 1) if tail is None else tail
+    whole = torch.cat([before, input], 1)
+    out = sum(whole[:, i : i + length] * weight[i] for i in range(width)) + bias
+    return out if tail is None else (out, whole[:, length:])
+
+
+def scan(
+    input: torch.Tensor,
+    step: torch.Tensor,
+    rate: torch.Tensor,
+    write: torch.Tensor,
+    read: torch.Tensor,
+    memory: Any = None,
+) -> Any:
+    """The recurrence, one position after another."""
+    group = input.shape[2] // write.shape[2]
+    write, read = write.repeat_interleave(group, 2), read.repeat_interleave(group, 2)
+    state = torch.zeros(*input[:, 0].shape, write.shape[-1]).double() if memory is None else memory
+    rows = []
+    for t in range(input.shape[1]):
+        fresh = (step[:, t, :, None] * input[:, t])[..., None] * write[:, t, :, None]
+        state = torch.exp(step[:, t] * rate)[..., None, None] * state + fresh
+        rows.append((state * read[:, t, :, None]).sum(-1))
+    out = torch.stack(rows, 1)
+    return out if memory is None else (out, state)
+
+
+def turned(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = input.chunk(2, -1)
+    turn = torch.complex(cos, sin)[:, None] * torch.complex(a, b)
+    return torch.cat([turn.real, turn.imag], -1)
+
+
+def ranked(pred: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """The share of pairs in the right order, ties half."""
+    pairs = pred[label][:, None] - pred[~label]
+    return ((pairs > 0).double() + (pairs == 0).double() / 2).mean().detach()
+
+
+def angles(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    turn = positions[:, None].double() * 100.0 ** -(torch.arange(3).double() / 3)
+    return torch.cos(turn), torch.sin(turn)
+
+
+COUNTS = np.array([[3, 1, 0], [2, 0, 1], [0, 0, 0]])
+CASES = {
+    "attention": Case(
+        p.Attention, {"query": Q, "key": K, "value": V}, lambda **x: attend(**x, seen=band(5, 5))
+    ),
+    "attention_free": Case(
+        lambda: p.Attention(causal=False, softcap=0.7),
+        {"query": Q, "key": K[:, :3], "value": V[:, :3]},
+        lambda **x: attend(**x, seen=torch.tensor(True), softcap=0.7),
+    ),
+    "attention_window": Case(
+        lambda: p.Attention(window=2),
+        {"query": Q, "key": K, "value": V},
+        lambda **x: attend(**x, seen=band(5, 5, window=2)),
+    ),
+    "cached_attention": Case(
+        p.CachedAttention,
+        {
+            "query": Q[:, :2],
+            "key": K[:, :2],
+            "value": V[:, :2],
+            "key_cache": draw(2, 7, 2, 6, seed=3),
+            "value_cache": draw(2, 7, 2, 6, seed=4),
+            "position": np.array(3),
+        },
+        cached,
+    ),
+    "causal_conv": Case(
+        p.CausalConv, {"input": draw(2, 5, 3), "weight": draw(4, 3), "bias": draw(3)}, convolve
+    ),
+    "cached_conv": Case(
+        p.CachedConv,
+        {"input": draw(2, 5, 3), "weight": draw(4, 3), "bias": draw(3), "tail": draw(2, 3, 3, seed=1)},
+        convolve,
+    ),
+    "selective_scan": Case(lambda: p.SelectiveScan(2), SCAN, scan),
+    "continued_scan": Case(lambda: p.ContinuedScan(3), {**SCAN, "memory": draw(2, 4, 3, 3)}, scan),
+    "rotary_table": Case(lambda: p.RotaryTable(6, 100.0), {"positions": POINTS}, angles, gradient=False),
+    "rotate": Case(
+        p.Rotate, {"input": draw(2, 5, 3, 4), "cos": draw(5, 2), "sin": draw(5, 2, seed=1)}, turned
+    ),
+    "positions": Case(
+        p.Positions,
+        {"like": draw(2, 4), "start": np.array(3)},
+        lambda like, start: (start + torch.arange(4), start + 4),
+        gradient=False,
+    ),
+    "dense": Case(
+        p.Dense, {"input": draw(2, 3, 4), "weight": draw(4, 5)}, lambda input, weight: input @ weight
+    ),
+    "project": Case(
+        p.Project,
+        {"input": draw(2, 3, 4), "weight": draw(4, 2, 5)},
+        lambda input, weight: torch.tensordot(input, weight, 1),
+    ),
+    "merge": Case(
+        p.Merge,
+        {"input": draw(2, 3, 2, 4), "weight": draw(2, 4, 5)},
+        lambda input, weight: torch.tensordot(input, weight, 2),
+    ),
+    "unembed": Case(
+        p.Unembed, {"input": draw(2, 3, 4), "table": draw(6, 4)}, lambda input, table: input @ table.T
+    ),
+    "lookup": Case(
+        p.Lookup,
+        {"table": draw(6, 4), "indices": np.array([[0, 5, 5], [9, -3, 2]])},
+        lambda table, indices: F.embedding(indices.clamp(0, 5), table),
+    ),
+    "group_merge": Case(p.GroupMerge, {"input": draw(3, 4, 2)}, lambda input: input.flatten(-2)),
+    "rms_norm": Case(
+        lambda: p.Normalise("rms", 0.01),
+        {"input": draw(3, 4), "scale": draw(4)},
+        lambda input, scale: F.rms_norm(input, (4,), scale, 0.01),
+    ),
+    "layer_norm": Case(
+        lambda: p.Normalise("layer", 0.01),
+        {"input": draw(3, 4), "scale": draw(4)},
+        lambda input, scale: F.layer_norm(input, (4,), scale, None, 0.01),
+    ),
+    "rows": Case(p.Rows, {"input": draw(3, 4, 2)}, lambda input: input.reshape(-1, 2)),
+    "zero_state": Case(
+        lambda: p.ZeroState(5),
+        {"input": draw(3, 4)},
+        lambda input: torch.zeros(3, 5).double(),
+        gradient=False,
+    ),
+    "auc": Case(
+        p.AUCCore,
+        {"pred": np.array([0.1, 0.4, 0.4, 0.8, 0.4, -1.0]), "label": np.array([1, 0, 1, 1, 0, 0]) > 0},
+        ranked,
+        gradient=False,
+    ),
+    "class_score": Case(
+        lambda: p.ClassScore("precision", "none"),
+        {"input": COUNTS},
+        lambda input: input.diagonal().double() / input.sum(0).clamp(min=1),
+        gradient=False,
+    ),
+    "class_score_macro": Case(
+        lambda: p.ClassScore("recall", "macro"),
+        {"input": COUNTS},
+        lambda input: torch.tensor((3 / 4 + 0 / 3 + 0) / 3).double(),
+        gradient=False,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return run(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name: str, found: Any) -> None:
+    check(CASES[name], found[name])
+
+
+# ---- nothing is left out ----------------------------------------------------------------------------------
+
+# Primitives whose outputs are random, many or of no fixed sign: where their references are, and under what name.
+ELSEWHERE = {
+    "Dropout": ("test_randomness", "Dropout"),
+    "PrincipalComponents": ("test_library_operations", "PrincipalComponents"),
+    "Quantise": ("test_library", "VectorQuantiser"),
+    "RandInt": ("test_library_arrays", "RandInt"),
+    "Randn": ("test_library_arrays", "Randn"),
+    "RandomUniform": ("test_library_arrays", "RandomUniform"),
+    "Route": ("test_library_operations", "Route"),
+    "TsnePJoint": ("test_library_operations", "TsnePJoint"),
+}
+
+
+def _table(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"complete_{name}", HERE / f"test_library_{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_primitive_has_a_reference() -> None:
+    """A new primitive needs a row in a table; those run on all backends (``test_three_backends``)."""
+    cases = [c for t in ("elements", "arrays", "operations") for c in _table(t).CASES.values()] + list(
+        CASES.values()
+    )
+    there = {type(case.make()).__name__ for case in cases}
+    missing = set(p.__all__) - there - set(ELSEWHERE)
+    assert not missing, f"no row for {sorted(missing)}"
+    assert not set(ELSEWHERE) & there
+    assert set(ELSEWHERE) <= set(p.__all__)
+    for where, name in ELSEWHERE.values():
+        assert name in (HERE / f"{where}.py").read_text(encoding="utf-8"), (where, name)
