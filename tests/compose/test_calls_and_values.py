@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from capibara import compose as ml
+from capibara.compose.constants import argument
 
 torch = pytest.importorskip("torch")
 
@@ -406,3 +407,40 @@ def test_a_header_that_names_a_parameter_twice(tmp_path: Path) -> None:
     path.write_bytes(len(twice).to_bytes(8, "little") + twice + data[8 + size :])
     with pytest.raises(ml.InputError, match="twice"):
         compiled.load_params(path)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    "half", [np.float64(0.5), np.float32(0.5), 0.5], ids=["float64", "float32", "python"]
+)
+def test_numbers_of_numpy_are_arguments_like_any(name: str, half: Any) -> None:
+    try:
+        block = ml.Clip(low=-half, high=half)
+    except ml.WiringError:
+        assert not isinstance(half, float)  # NumPy's float32 is none
+        return
+    compiled = ml.compile(block, BACKENDS[name](), trainable_keys=["input"])
+    assert "np." not in compiled.source.split("def forward")[1]
+    x = compiled.backend.array([-2.0, 0.25, 2.0])
+    outputs, slope = compiled.evaluate({"input": x}, {}, {"output": compiled.backend.ones(3)})
+    assert np.asarray(outputs["output"]).tolist() == [-0.5, 0.25, 0.5]
+    assert np.asarray(slope["input"]).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_arguments_in_source() -> None:
+    values = [
+        np.float64(0.5),
+        float("-inf"),
+        (1,),
+        [],
+        (slice(None, np.int64(2)), ..., None),
+        True,
+        "it's",
+        np.str_("a"),
+    ]
+    text = argument(tuple(values), "x")
+    assert eval(text, {"__builtins__": {"float": float, "slice": slice, "Ellipsis": ...}}) == tuple(values)
+    assert "np" not in text
+    assert eval(argument(float("nan"), "x")) != eval(argument(float("nan"), "x"))
+    with pytest.raises(ml.CompileError, match=r"clip: low=.*object"):
+        argument((object(),), "clip: low")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from capibara.compose.codegen_names import lookup, nested
-from capibara.compose.constants import as_source, frozen
+from capibara.compose.constants import argument, as_source, frozen
 from capibara.compose.errors import CompileError
 from capibara.compose.graph import Graph, Node, Path
 from capibara.compose.model import Primitive
@@ -267,7 +267,7 @@ def arguments_of(node: Node, job: _Job) -> list[str]:
     """The keyword arguments of an operation as they are written."""
     block = node.block
     assert isinstance(block, Primitive)
-    arguments = [f"{k}={v!r}" for k, v in keywords(node, job.precision).items()]
+    arguments = [f"{k}={argument(v, f'{node.label}: {k}')}" for k, v in keywords(node, job.precision).items()]
     if block.uses_key:
         arguments.append(f"key=ops.fold(key, {node.index})")
     if block.uses_train:

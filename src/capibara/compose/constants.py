@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["READABLE", "array", "as_source", "frozen", "tensor"]
+from capibara.compose.errors import CompileError
+
+__all__ = ["READABLE", "argument", "array", "as_source", "frozen", "tensor"]
 
 READABLE = 64
 """Elements up to which an array is written as a list of numbers."""
@@ -26,6 +28,40 @@ def frozen(value: Any) -> Any:
     own = np.array(value, value.dtype.newbyteorder("="))
     own.setflags(write=False)
     return own
+
+
+def argument(value: Any, place: str) -> str:
+    """An expression for an argument of an operation: numbers, strings, slices and rows of such, in plain Python.
+
+    NumPy's numbers (a ``float64`` is a Python float, too) are written as the numbers that they are.
+
+    Args:
+        value: the argument. place: what an error calls it.
+
+    Raises:
+        CompileError: it is none of these.
+    """
+    if value is None or value is Ellipsis or isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(str(value))
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return argument(value.item(), place)
+    if isinstance(value, int):
+        return repr(int(value))
+    if isinstance(value, float):
+        return repr(float(value)) if math.isfinite(value) else f"float({str(float(value))!r})"
+    if isinstance(value, slice):
+        return f"slice({', '.join(argument(v, place) for v in (value.start, value.stop, value.step))})"
+    if isinstance(value, tuple | list):
+        row = ", ".join(argument(v, place) for v in value)
+        if isinstance(value, list):
+            return f"[{row}]"
+        return f"({row},)" if len(value) == 1 else f"({row})"
+    raise CompileError(
+        f"{place}={value!r:.200} ({type(value).__name__}) cannot be written down: use numbers, strings, None, or "
+        "tuples of such"
+    )
 
 
 def as_source(value: Any) -> str:
