@@ -444,3 +444,10 @@ def test_arguments_in_source() -> None:
     assert eval(argument(float("nan"), "x")) != eval(argument(float("nan"), "x"))
     with pytest.raises(ml.CompileError, match=r"clip: low=.*object"):
         argument((object(),), "clip: low")
+
+
+def test_numbers_of_numpy_are_written_down_as_numbers() -> None:
+    model = ml.Model()
+    model |= ml.Clip(low=np.float64(0.0), high=np.float64(0.5))(input="x", output="y")
+    again = ml.from_json(ml.to_json(model))
+    assert ml.compile(again, shapes={"x": [2]}).source == ml.compile(model, shapes={"x": [2]}).source

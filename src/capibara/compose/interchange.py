@@ -105,7 +105,9 @@ class _Writer:
                     else self.block(value, {}, depth + 1)
                 )
             else:
-                arguments[key] = _written(value, f"{block.label}: {key}")
+                # Of an argument only the number counts, of a constant its dtype does.
+                number = value.item() if isinstance(value, np.generic) else value
+                arguments[key] = _written(number, f"{block.label}: {key}")
         return {"class": name, "arguments": arguments}
 
     def _model(
