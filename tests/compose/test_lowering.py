@@ -65,6 +65,12 @@ def test_parameters_lie_over_the_mesh() -> None:
     assert shardings[0]["linear"]["weight"].mesh.axis_names == ("data",)
 
 
+def test_a_mesh_without_devices() -> None:
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    lowered = ml.compile(model(), ml.JaxBackend(device_mesh=mesh)).lower(batch=8)
+    assert "num_partitions = 8" in lowered.as_text()
+
+
 def test_what_cannot_be_lowered_is_refused() -> None:
     compiled = ml.compile(model(), ml.JaxBackend())
     with pytest.raises(ml.CompileError, match="'batch' is not known"):

@@ -102,6 +102,11 @@ if shape == (2, 2):
     told = jax.jit(jax.sharding.auto_axes(lambda p, x: many.apply(p, {"x": x}), out_sharding={"y": P("data")}))
     with jax.set_mesh(mesh):
         out["told"] = far(told(params, laid), y)
+    first = jax.device_put(jax.tree.map(np.asarray, params), jax.devices()[0])
+    try:
+        many.evaluate(first, inputs, {"y": jnp.ones((4, 32))})
+    except ml.InputError as error:
+        out["elsewhere"] = str(error)
     out["back"] = backend.ones(4, 4, device_mesh=(2, 2)).sharding.mesh == mesh
 print("RESULT" + json.dumps(out))
 """
@@ -224,6 +229,12 @@ def test_explicit_axes_that_surround_a_call() -> None:
 
 def test_explicit_arrays_for_a_backend_without_a_mesh() -> None:
     assert max(emulated(2, 2)["no mesh"].values()) < CLOSE
+
+
+def test_parameters_on_one_device_are_not_those_of_a_mesh() -> None:
+    found = emulated(2, 2)["elsewhere"]
+    assert "params['linear']['bias'] is on" in found
+    assert "propose_shardings" in found
 
 
 def test_explicit_axes_in_a_trace_need_the_layout_of_outputs() -> None:

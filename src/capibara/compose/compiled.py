@@ -21,7 +21,7 @@ from capibara.compose.model import Model
 from capibara.compose.params_file import load_params, save_params
 from capibara.compose.randomness import as_key, check_key
 from capibara.compose.report import summary
-from capibara.compose.sharding import constrain, param_shardings
+from capibara.compose.sharding import check_devices, constrain, param_shardings
 from capibara.compose.specs import ArraySpec, ModelSpecs, nest, shape_text
 from capibara.compose.starting import fresh, on_backend, propose_shardings, scope_of, with_initialisers
 from capibara.files import replace_file
@@ -335,6 +335,7 @@ class CompiledModel:
                     pass  # something that JAX cannot take: what that is is said below
                 except ValueError:
                     if not is_explicit(params, inputs, output_gradients):
+                        check_devices(self.backend.mesh, params=params, inputs=inputs)
                         raise
         if self._in_jax and is_explicit(params, inputs, output_gradients, state, key):
             return self._evaluate_explicit(params, inputs, output_gradients, state, key, train)

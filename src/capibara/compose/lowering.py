@@ -73,4 +73,8 @@ def lower(
             floats = {k: v for k, v in outputs.items() if jax.numpy.issubdtype(v.dtype, jax.numpy.floating)}
             cotangents = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in floats.items()}
         traced = jax.jit(compiled._whole(gradients, train)).trace(params, given, state, key, cotangents)
-        return traced.lower(lowering_platforms=(backend.platform,)) if backend.lowers_only else traced.lower()
+        if backend.lowers_only:
+            return traced.lower(lowering_platforms=(backend.platform,))
+        if isinstance(mesh, jax.sharding.AbstractMesh):
+            return traced.lower(lowering_platforms=(backend._platform or jax.default_backend(),))
+        return traced.lower()

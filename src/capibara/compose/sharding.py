@@ -11,7 +11,34 @@ from capibara.config.axes import AxisRules
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["constrain", "current_mesh", "param_shardings"]
+__all__ = ["check_devices", "constrain", "current_mesh", "param_shardings"]
+
+
+def check_devices(mesh: Any | None, **trees: Any) -> None:
+    """Refuse arrays that were put on other devices than those of the mesh.
+
+    Args:
+        mesh: a ``Mesh``, or None for no check. trees: nested dicts of arrays, by what they are called.
+
+    Raises:
+        InputError: for the first such array.
+    """
+    import jax
+    from jax.core import Tracer
+
+    if mesh is None or isinstance(mesh, jax.sharding.AbstractMesh):
+        return
+    there = set(mesh.devices.flat)
+    for name, tree in trees.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
+                continue
+            if x.sharding.device_set != there:
+                on = ", ".join(sorted(str(d) for d in x.sharding.device_set)[:4])
+                raise InputError(
+                    f"{name}{jax.tree_util.keystr(path)} is on {on}, and the backend's mesh has {len(there)} devices: "
+                    "lay it over the mesh by jax.device_put(…, compiled.propose_shardings()[…])"
+                )
 
 
 def current_mesh() -> Any | None:
