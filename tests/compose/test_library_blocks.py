@@ -479,3 +479,4 @@ def test_names() -> None:
     for name in ml.models.__all__:
         assert callable(getattr(ml.models, name))
     assert ml.models.Exponential is ml.primitives.Exp
+    assert ml.models.Clamp is ml.Clip

@@ -1,8 +1,8 @@
 """``from capibara.compose.models import Linear, Model``: every block, under one roof, and under the guide's names.
 
-What other libraries call by another name is here too: ``Exponential`` (``Exp``), ``SiLU`` (``Silu``), ``LogicalXOr``
-(``LogicalXor``), ``TensorToList`` (``Unstack``), ``ToList`` (``Stack``), ``Shape`` (``ShapeOf``). ``Precision`` is the
-metric here; the precision policy is :class:`capibara.compose.Precision`.
+What other libraries call by another name is here too: ``Clamp`` (``Clip``), ``Exponential`` (``Exp``), ``SiLU``
+(``Silu``), ``LogicalXOr`` (``LogicalXor``), ``TensorToList`` (``Unstack``), ``ToList`` (``Stack``), ``Shape``
+(``ShapeOf``). ``Precision`` is the metric here; the precision policy is :class:`capibara.compose.Precision`.
 """
 
 from capibara.compose import library, primitives
@@ -11,6 +11,7 @@ from capibara.compose.library import Precision as Precision
 from capibara.compose.model import IOKey as IOKey
 from capibara.compose.model import Model as Model
 from capibara.compose.primitives import *  # noqa: F403
+from capibara.compose.primitives import Clip as Clamp
 from capibara.compose.primitives import Exp as Exponential
 from capibara.compose.primitives import LogicalXor as LogicalXOr
 from capibara.compose.primitives import ShapeOf as Shape
@@ -21,6 +22,7 @@ from capibara.compose.regions import Remat as Remat
 from capibara.compose.regions import Repeat as Repeat
 
 __all__ = [
+    "Clamp",
     "Exponential",
     "IOKey",
     "LogicalXOr",
