@@ -26,6 +26,13 @@ $(VENV)/.capibara-dev: $(VENV)/.capibara
 	$(PIP) -c constraints.txt -e '.[train,docs]' --group dev
 	@touch $@
 
+# The TPU compiler, for tests that compile for TPUs. In a folder of its own: on the import path it makes JAX look for a
+# TPU in every process. It exists for Linux on x86-64 only; elsewhere those tests are left out.
+$(VENV)/.capibara-tpu: $(VENV)/.capibara-dev constraints.txt
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  $(PIP) --no-deps --upgrade --target $(VENV)/libtpu -c constraints.txt libtpu; fi
+	@touch $@
+
 $(VENV)/.capibara-bench: $(VENV)/.capibara-dev
 	$(PIP) -c constraints.txt --group bench
 	@touch $@
@@ -37,10 +44,10 @@ demo: setup  ## train about two minutes on CPython's documentation text, then wr
 	$(BIN)/capibara train --config demo
 	$(BIN)/capibara generate --config demo --prompt "The with statement" --length 400
 
-test: setup-dev  ## the tests that finish in minutes
+test: setup-dev $(VENV)/.capibara-tpu  ## the tests that finish in minutes
 	$(BIN)/python -m pytest -n 2 -m "not slow" --durations=5 --durations-min=5
 
-test-all: setup-dev  ## every test
+test-all: setup-dev $(VENV)/.capibara-tpu  ## every test
 	$(BIN)/python -m pytest -n 2 --durations=10 --durations-min=5
 
 bench: $(VENV)/.capibara-bench $(LIBRARY)  ## measured ratios against named peers, written to bench-results/

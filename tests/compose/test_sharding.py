@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tpu_compiler import environment, needs_libtpu
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -159,12 +159,12 @@ print("RESULT" + json.dumps(out))
 
 
 def ran(code: str, *args: str, **env: str) -> dict[str, Any]:
-    paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(SUPPORT), *filter(None, [env.pop("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
     done = subprocess.run(
         [sys.executable, "-c", COMMON + code, *args],
         capture_output=True,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths), **env},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **env, "PYTHONPATH": os.pathsep.join(paths)},
         timeout=600,
         check=False,
     )
@@ -262,13 +262,7 @@ def test_attention_on_explicit_axes() -> None:
 
 @cache
 def on_v4() -> dict[str, Any]:
-    quiet = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": ""}
-    return ran(TPU, **quiet)
-
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, which compiles for TPUs, is not installed"
-)
+    return ran(TPU, **environment())
 
 
 def sizes(text: str) -> list[tuple[int, ...]]:
