@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from capibara import compose as ml
-from capibara.compose.constants import argument
+from capibara.compose.physical.constants import argument
 
 torch = pytest.importorskip("torch")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from capibara import compose as ml
 from capibara.compose.initializers import LogUniform, Normal, ones, zeros
-from capibara.compose.interchange import ModelFormatError, from_json, to_json
+from capibara.compose.interchange.json_model import ModelFormatError, from_json, to_json
 
 
 def tied() -> ml.Model:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara import compose as ml
-from capibara.compose.passes import FOLD_LIMIT
+from capibara.compose.physical.passes import FOLD_LIMIT
 
 
 def calls(compiled: ml.CompiledModel) -> list[str]:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capibara.compose.broadcasting import broadcast_rule
 from capibara.compose.errors import ShapeError
-from capibara.compose.shapes import Constraint, Dim, Rest, Shape, as_shape, set_size, settle, unify
-from capibara.compose.trail import transaction, what_if
+from capibara.compose.logical.broadcasting import broadcast_rule
+from capibara.compose.logical.shapes import Constraint, Dim, Rest, Shape, as_shape, set_size, settle, unify
+from capibara.compose.logical.trail import transaction, what_if
 
 sizes = st.lists(st.sampled_from([1, 2, 3]), max_size=4)
 
@@ -191,8 +191,8 @@ def test_threads_build_models_of_their_own() -> None:
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
+    refusing = threading.Thread(target=refuse)
     try:
-        refusing = threading.Thread(target=refuse)
         builders = [threading.Thread(target=build) for _ in range(2)]
         for thread in (refusing, *builders):
             thread.start()

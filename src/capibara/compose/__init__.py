@@ -14,9 +14,6 @@ from capibara.compose import models, primitives
 from capibara.compose.backends.jax_backend import JaxBackend
 from capibara.compose.backends.numpy_backend import NumpyBackend
 from capibara.compose.backends.torch_backend import TorchBackend
-from capibara.compose.compiled import ArraySpec, CompiledModel
-from capibara.compose.connections import Connection
-from capibara.compose.custom import op
 from capibara.compose.dtypes import (
     Dtype,
     bfloat16,
@@ -40,8 +37,7 @@ from capibara.compose.errors import (
     UnconnectedError,
     WiringError,
 )
-from capibara.compose.functional import functional
-from capibara.compose.interchange import ModelFormatError, from_json, to_json
+from capibara.compose.interchange.json_model import ModelFormatError, from_json, to_json
 from capibara.compose.library import (
     AUC,
     F1,
@@ -103,8 +99,15 @@ from capibara.compose.library import (
     TSNECore,
     VectorQuantiser,
 )
-from capibara.compose.model import Block, IOKey, Model, Port, Primitive
-from capibara.compose.pipeline import compile
+from capibara.compose.logical.connections import Connection
+from capibara.compose.logical.custom import op
+from capibara.compose.logical.functional import functional
+from capibara.compose.logical.model import Block, IOKey, Model, Port, Primitive
+from capibara.compose.logical.regions import Remat, Repeat
+from capibara.compose.logical.values import TBD, Tensor
+from capibara.compose.physical.compiled import ArraySpec, CompiledModel
+from capibara.compose.physical.pipeline import compile
+from capibara.compose.physical.sharding import constrain, param_shardings
 from capibara.compose.precision import Precision
 from capibara.compose.primitives import (
     Absolute,
@@ -272,9 +275,6 @@ from capibara.compose.primitives import (
     ZerosLike,
     ZeroState,
 )
-from capibara.compose.regions import Remat, Repeat
-from capibara.compose.sharding import constrain, param_shardings
-from capibara.compose.values import TBD, Tensor
 
 __all__ = [
     "AUC",

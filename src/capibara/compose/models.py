@@ -8,8 +8,10 @@ What other libraries call by another name is here too: ``Clamp`` (``Clip``), ``E
 from capibara.compose import library, primitives
 from capibara.compose.library import *  # noqa: F403
 from capibara.compose.library import Precision as Precision
-from capibara.compose.model import IOKey as IOKey
-from capibara.compose.model import Model as Model
+from capibara.compose.logical.model import IOKey as IOKey
+from capibara.compose.logical.model import Model as Model
+from capibara.compose.logical.regions import Remat as Remat
+from capibara.compose.logical.regions import Repeat as Repeat
 from capibara.compose.primitives import *  # noqa: F403
 from capibara.compose.primitives import Clip as Clamp
 from capibara.compose.primitives import Exp as Exponential
@@ -18,8 +20,6 @@ from capibara.compose.primitives import ShapeOf as Shape
 from capibara.compose.primitives import Silu as SiLU
 from capibara.compose.primitives import Stack as ToList
 from capibara.compose.primitives import Unstack as TensorToList
-from capibara.compose.regions import Remat as Remat
-from capibara.compose.regions import Repeat as Repeat
 
 __all__ = [
     "Clamp",

@@ -27,7 +27,7 @@ from capibara.compose import (
     Unembed,
 )
 from capibara.compose.initializers import Constant, Normal, Scaled
-from capibara.compose.shapes import Dim
+from capibara.compose.logical.shapes import Dim
 from capibara.config.sections import ModelSection
 from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 

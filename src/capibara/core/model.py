@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compose import CompiledModel, JaxBackend, Precision, compile
 from capibara.compose.errors import InputError
-from capibara.compose.randomness import as_key
+from capibara.compose.physical.randomness import as_key
 from capibara.config import ModularModelConfig
 from capibara.core.decoder import build_decoder
 

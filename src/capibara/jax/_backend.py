@@ -204,7 +204,7 @@ def with_sharding_constraint(
     """
     if isinstance(names, PartitionSpec | Sharding):
         return jax.lax.with_sharding_constraint(x, names)
-    from capibara.compose.sharding import constrain, current_mesh
+    from capibara.compose.physical.sharding import constrain, current_mesh
 
     if mesh is None and current_mesh() is None:
         # The older `with mesh:` is invisible to jax.sharding.get_abstract_mesh().

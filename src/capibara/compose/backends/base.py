@@ -101,7 +101,7 @@ class Backend(Methods):
 
     def compiled_class(self) -> type:
         """The class of what ``compile`` returns for this backend."""
-        from capibara.compose.compiled import CompiledModel
+        from capibara.compose.physical.compiled import CompiledModel
 
         return CompiledModel
 

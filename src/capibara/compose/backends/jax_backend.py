@@ -10,8 +10,8 @@ from typing import Any
 
 from capibara.compose.backends.base import Backend
 from capibara.compose.errors import CompileError, InputError
+from capibara.compose.physical.randomness import as_key
 from capibara.compose.precision import Precision
-from capibara.compose.randomness import as_key
 from capibara.config.axes import AxisRules
 from capibara.errors import ConfigError, did_you_mean
 

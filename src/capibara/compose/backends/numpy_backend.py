@@ -1,7 +1,7 @@
 """The NumPy backend: composed models and arrays on the CPU, with nothing but NumPy.
 
 NumPy does not differentiate, so ``compile`` writes the backward pass as source beside the forward one
-(:mod:`capibara.compose.backward`).
+(:mod:`capibara.compose.physical.backward`).
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from capibara.compose.backends import philox
-from capibara.compose.checks import check_call
-from capibara.compose.compiled import CompiledModel
 from capibara.compose.errors import InputError
-from capibara.compose.specs import ArraySpec, nest
-from capibara.compose.starting import check_sizes, own_name, with_initialisers
+from capibara.compose.physical.checks import check_call
+from capibara.compose.physical.compiled import CompiledModel
+from capibara.compose.physical.specs import ArraySpec, nest
+from capibara.compose.physical.starting import check_sizes, own_name, with_initialisers
 from capibara.errors import did_you_mean
 
 __all__ = ["PortableModel"]

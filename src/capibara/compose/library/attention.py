@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import whole
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Scaled, zeros
-from capibara.compose.model import Model
+from capibara.compose.logical.arguments import whole
+from capibara.compose.logical.model import Model
 
 __all__ = ["SelfAttention"]
 
@@ -26,7 +26,7 @@ class SelfAttention(Model):
         softcap: bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         cached: decode with a key-value cache: adds the states ``key_cache`` and ``value_cache``
             ``[batch, cache_size, num_kv_heads, head_dim]`` and the input ``position``, how many tokens they hold.
-        cache_size: a size, a name, or one :class:`~capibara.compose.shapes.Dim` for all layers of a model.
+        cache_size: a size, a name, or one :class:`~capibara.compose.logical.shapes.Dim` for all layers of a model.
     """
 
     def __init__(

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import choice, number, whole
 from capibara.compose.initializers import Normal
-from capibara.compose.model import Model
+from capibara.compose.logical.arguments import choice, number, whole
+from capibara.compose.logical.model import Model
 
 __all__ = ["MDS", "PCA", "TSNE", "EncoderDistanceMatrix", "MDSCore", "TSNECore"]
 

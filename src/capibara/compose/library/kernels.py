@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import number, whole
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Constant, ones
 from capibara.compose.library.layers import Linear
-from capibara.compose.model import Block, Model
+from capibara.compose.logical.arguments import number, whole
+from capibara.compose.logical.model import Block, Model
 
 __all__ = [
     "GPRAlpha",

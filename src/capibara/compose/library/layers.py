@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import flag, whole
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Normal, Scaled, ones, zeros
-from capibara.compose.model import Block, IOKey, Model
+from capibara.compose.logical.arguments import flag, whole
+from capibara.compose.logical.model import Block, IOKey, Model
 
 __all__ = ["MLP", "Embedding", "Layer", "LayerNorm", "Linear", "RMSNorm", "SwiGLU"]
 

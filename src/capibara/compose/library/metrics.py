@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import choice, whole
 from capibara.compose.errors import WiringError
-from capibara.compose.model import Model
+from capibara.compose.logical.arguments import choice, whole
+from capibara.compose.logical.model import Model
 from capibara.compose.primitives.rules import scalar
 
 __all__ = ["AUC", "F1", "Accuracy", "Metric", "Precision", "Recall"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import whole
 from capibara.compose.initializers import UnitRows, ones
-from capibara.compose.model import Model
+from capibara.compose.logical.arguments import whole
+from capibara.compose.logical.model import Model
 
 __all__ = ["VectorQuantiser"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import whole
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Scaled, zeros
-from capibara.compose.model import Model
+from capibara.compose.logical.arguments import whole
+from capibara.compose.logical.model import Model
 
 __all__ = [
     "GRU",

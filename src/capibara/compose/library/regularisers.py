@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capibara.compose import primitives as p
-from capibara.compose.model import Model
+from capibara.compose.logical.model import Model
 
 __all__ = ["L1", "L2", "QuadraticFormRegularizer"]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import whole
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Constant, LogUniform, Scaled, ones, zeros
 from capibara.compose.library.layers import Linear, RMSNorm
-from capibara.compose.model import Model
+from capibara.compose.logical.arguments import whole
+from capibara.compose.logical.model import Model
 
 __all__ = ["StateSpace"]
 

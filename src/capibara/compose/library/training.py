@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from capibara.compose import primitives as p
-from capibara.compose.block import Block, Primitive
-from capibara.compose.connections import Connection
 from capibara.compose.errors import WiringError
-from capibara.compose.model import Model, Placement, Port
+from capibara.compose.logical.block import Block, Primitive
+from capibara.compose.logical.connections import Connection
+from capibara.compose.logical.model import Model, Placement, Port
+from capibara.compose.logical.regions import Region
+from capibara.compose.logical.wires import Wire
 from capibara.compose.primitives.rules import scalar
-from capibara.compose.regions import Region
-from capibara.compose.wires import Wire
 from capibara.errors import did_you_mean
 
 __all__ = ["TrainModel"]

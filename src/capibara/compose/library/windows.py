@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from capibara.compose import primitives as p
-from capibara.compose.arguments import whole
 from capibara.compose.initializers import Scaled, ones, zeros
-from capibara.compose.model import Model
+from capibara.compose.logical.arguments import whole
+from capibara.compose.logical.model import Model
 from capibara.compose.primitives.windows import padding_pairs, spread
 
 __all__ = [

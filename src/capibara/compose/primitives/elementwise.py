@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from capibara.compose.arguments import choice, flag, number, whole
-from capibara.compose.block import Primitive
 from capibara.compose.errors import WiringError
+from capibara.compose.logical.arguments import choice, flag, number, whole
+from capibara.compose.logical.block import Primitive
 from capibara.compose.precision import FLOAT_DTYPES
 from capibara.compose.primitives.rules import broadcast3_rule, broadcast_rule, scalar
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from capibara.compose.arguments import number, whole
-from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.logical.arguments import number, whole
+from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.shapes import Shape, set_size
 from capibara.compose.primitives.rules import fix, product
-from capibara.compose.shapes import Shape, set_size
 
 __all__ = ["Dispatch", "ExpertCombine", "ExpertDense", "Route", "Rows", "Unflatten"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from capibara.compose.arguments import whole
-from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.logical.arguments import whole
+from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.shapes import Dim, Shape, unify
 from capibara.compose.primitives.rules import axis_of, scalar, sizes
-from capibara.compose.shapes import Dim, Shape, unify
 
 __all__ = [
     "Arange",

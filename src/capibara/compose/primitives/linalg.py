@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from capibara.compose.arguments import choice, number, whole
-from capibara.compose.block import Primitive
+from capibara.compose.logical.arguments import choice, number, whole
+from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.shapes import Shape
 from capibara.compose.primitives.rules import broadcast_rule, fix, scalar
-from capibara.compose.shapes import Shape
 
 __all__ = [
     "AddDiagonal",

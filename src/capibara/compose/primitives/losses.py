@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from capibara.compose.arguments import choice, number, whole
-from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.logical.arguments import choice, number, whole
+from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.shapes import Shape, set_size, unify
 from capibara.compose.primitives.rules import axis_of, broadcast_rule, scalar
-from capibara.compose.shapes import Shape, set_size, unify
 
 __all__ = [
     "AbsoluteError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capibara.compose.block import Primitive
+from capibara.compose.logical.block import Primitive
 
 __all__ = ["Dense", "Lookup", "Merge", "Project", "Unembed"]
 

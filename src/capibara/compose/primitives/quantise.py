@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from capibara.compose.arguments import number
-from capibara.compose.block import Primitive
+from capibara.compose.logical.arguments import number
+from capibara.compose.logical.block import Primitive
 
 __all__ = ["Quantise"]
 

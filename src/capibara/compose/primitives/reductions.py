@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from capibara.compose.arguments import whole
-from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.logical.arguments import whole
+from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.shapes import Shape
 from capibara.compose.primitives.rules import Rule, axes_of, placed, reduced
-from capibara.compose.shapes import Shape
 
 __all__ = ["All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum", "Variance"]
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from capibara.compose.arguments import whole
-from capibara.compose.broadcasting import broadcast_rule
 from capibara.compose.errors import ShapeError, WiringError
-from capibara.compose.shapes import Dim, Rest, Shape, set_size, unify
+from capibara.compose.logical.arguments import whole
+from capibara.compose.logical.broadcasting import broadcast_rule
+from capibara.compose.logical.shapes import Dim, Rest, Shape, set_size, unify
 
 __all__ = [
     "axes_of",

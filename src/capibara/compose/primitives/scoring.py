@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from capibara.compose.arguments import choice, whole
-from capibara.compose.block import Primitive
+from capibara.compose.logical.arguments import choice, whole
+from capibara.compose.logical.block import Primitive
 
 __all__ = ["AUCCore", "ClassScore", "Confusion"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from capibara.compose.arguments import several, whole
-from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError, WiringError
+from capibara.compose.logical.arguments import several, whole
+from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.shapes import Dim, Shape, set_size, unify
 from capibara.compose.primitives.rules import axes_of, axis_of, broadcast_rule, fix, placed, product, sizes
-from capibara.compose.shapes import Dim, Shape, set_size, unify
 
 __all__ = [
     "AtLeast1D",

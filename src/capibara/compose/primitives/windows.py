@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from capibara.compose.arguments import number, whole
-from capibara.compose.block import Primitive
 from capibara.compose.errors import ShapeError, WiringError
-from capibara.compose.shapes import Shape, set_size
+from capibara.compose.logical.arguments import number, whole
+from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.shapes import Shape, set_size
 
 __all__ = [
     "BatchNormalise",

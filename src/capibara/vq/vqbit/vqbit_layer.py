@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from capibara.compose.randomness import MAX_SEED
+from capibara.compose.physical.randomness import MAX_SEED
 from capibara.vq.errors import TracedUpdateError, VQConfigError, VQInputError
 from capibara.vq.functional import vq_apply, vq_init_state
 

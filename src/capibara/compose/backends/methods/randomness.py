@@ -15,7 +15,7 @@ from capibara.compose.backends.methods.caller import Caller, as_shape
 from capibara.compose.backends.methods.creation import MeshShape, Split
 from capibara.compose.dtypes import dtype_name
 from capibara.compose.errors import InputError
-from capibara.compose.randomness import check_key
+from capibara.compose.physical.randomness import check_key
 
 __all__ = ["Randomness"]
 

@@ -1,0 +1,168 @@
+"""Blocks for operations of the user's own, registered on a backend by name.
+
+The function is looked up when a model is compiled, so that one model can be compiled for several backends, each of
+which has the operation registered in its own terms.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from capibara.compose.errors import WiringError
+from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.broadcasting import broadcast_rule
+from capibara.compose.logical.shapes import Rest, Shape, unify
+from capibara.errors import did_you_mean
+
+__all__ = ["Operation", "op"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Operation(Primitive):
+    """A block that runs a function registered with ``backend.register_op(name)``; see :func:`op`."""
+
+    registered = True
+    pure = False  # nothing is known of the function: it is neither run at compile time nor shared
+
+    def __init__(
+        self,
+        op: str,
+        inputs: Iterable[str] | None,
+        outputs: Iterable[str],
+        shapes: Mapping[str, Any],
+        kinds: Mapping[str, str],
+        attributes: Mapping[str, Any],
+        *,
+        name: str | None = None,
+    ) -> None:
+        if not isinstance(op, str) or not op.isidentifier() or keyword.iskeyword(op):
+            raise WiringError(f"op: name={op!r} must be an identifier, such as 'gelu'")
+        self._open = inputs is None
+        self._given = (shapes, kinds, attributes, name)
+        self._build(op, ["input"] if inputs is None else _ports("inputs", inputs), _ports("outputs", outputs))
+
+    def _build(self, op: str, inputs: list[str], outputs: list[str]) -> None:
+        shapes, kinds, attributes, name = self._given
+        if not outputs or set(inputs) & set(outputs):
+            raise WiringError(f"op({op!r}): outputs={outputs} must be at least one, none of them an input")
+        ports = [*inputs, *outputs]
+        for what, table in (("shapes", shapes), ("kinds", kinds)):
+            for key in table:
+                if key not in ports and not self._open:
+                    raise WiringError(
+                        f"op({op!r}): {what} names {key!r}; its ports are {', '.join(ports)}.{did_you_mean(key, ports)}"
+                    )
+        for key, value in attributes.items():
+            if not _plain(value):
+                raise WiringError(
+                    f"op({op!r}): {key}={value!r} must be a number, a string, None, or a tuple of such: what a model "
+                    "computes with is connected to inputs"
+                )
+        constraints = []
+        for key in outputs:
+            if key in shapes:
+                continue
+            if inputs:
+                constraints.append((_broadcast(), (*inputs, key)))
+            else:
+                raise WiringError(f"op({op!r}) has no inputs: say what it gives with shapes={{{key!r}: …}}")
+        super().__init__(
+            op,
+            {k: (shapes.get(k, (Rest(k),)), kinds.get(k)) for k in inputs},
+            {k: (shapes.get(k, (Rest(k),)), kinds.get(k, "float")) for k in outputs},
+            attributes,
+            constraints,
+            name=name,
+        )
+
+    def __call__(self, *inputs: Any, **connections: Any) -> Any:
+        if self._open and self.parent is None:
+            given = [key for key in connections if key not in self._outputs]
+            row = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
+            ports = [*row, *given] or ["input"]
+            if ports != self._inputs and len(set(ports)) == len(ports):
+                self.wires.clear()
+                self.symbols.clear()
+                self._build(self.op, _ports("inputs", ports), self._outputs)
+        return super().__call__(*inputs, **connections)
+
+
+def op(
+    name: str,
+    *,
+    inputs: Iterable[str] | None = None,
+    outputs: Iterable[str] = ("output",),
+    shapes: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, str] | None = None,
+    **attributes: Any,
+) -> Operation:
+    """A block for an operation that was registered on the backend with ``backend.register_op(name)``::
+
+        @backend.register_op("gelu")
+        def gelu(x):
+            return 0.5 * x * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x**3)))
+
+        model |= Linear(64)(input="input", output="hidden")
+        model += op("gelu")(input="hidden", output="hidden_act")
+
+    (The guide writes the last line as ``model += "gelu"(input=…)``, which no Python runs: a string cannot be called.)
+    Equivalent JAX: ``hidden_act = gelu(hidden, **attributes)``.
+
+    Args:
+        name: the operation's name.
+        inputs: names of its ports, in the order of the function's arguments. By default they are those that the block
+            is called with, in that order, or ``input``.
+        outputs: names of what the function returns (of several: a tuple of them).
+        shapes: shapes of ports by name, as in :func:`capibara.compose.logical.shapes.as_shape`; equal names are equal
+            sizes: ``{"input": "*b n", "output": "*b"}``. An output that is not among them has the shape that its
+            inputs broadcast to; where all sizes are known and the backend is JAX's, that is checked at compile.
+        kinds: "float", "int" or "bool" by port, or a letter for what is the same for several; by default inputs are
+            of any kind, and outputs floats.
+        attributes: keyword arguments for the function: numbers, strings, None, or tuples of such.
+
+    Raises:
+        WiringError: the name or an attribute cannot be written in source, or a port is unknown. At compile
+        :class:`CompileError`: the backend has no such operation.
+    """
+    return Operation(name, inputs, outputs, dict(shapes or {}), dict(kinds or {}), attributes)
+
+
+def _ports(what: str, names: Iterable[str]) -> list[str]:
+    if isinstance(names, str):
+        raise WiringError(f"{what}={names!r} must be a list of names, as {what}=[{names!r}]")
+    row = list(names)
+    for key in row:
+        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_"):
+            raise WiringError(f"{what}={row!r}: {key!r} is no name for a port")
+    if len(set(row)) != len(row):
+        raise WiringError(f"{what}={row!r} names a port twice")
+    return row
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_plain(v) for v in value)
+    return type(value) in _PLAIN and value == value and value not in (float("inf"), float("-inf"))
+
+
+def _broadcast() -> Any:
+    """(inputs …, output): the output has the shape that the inputs broadcast to."""
+    between: list[Shape] = []
+
+    def rule(*shapes: Shape) -> bool:
+        *given, output = shapes
+        if len(given) == 1:
+            unify(given[0], output)
+            return True
+        while len(between) < len(given) - 2:
+            between.append(Shape([Rest()]))
+        steps = [given[0], *between, output]
+        done = True
+        for left, right, out in zip(steps, given[1:], steps[1:], strict=False):
+            done = broadcast_rule(left, right, out) and done
+        return done
+
+    return rule

@@ -1,0 +1,492 @@
+"""Compiled models: a pure function, and what is needed to call it.
+
+:func:`capibara.compose.compile` turns a logical model into a :class:`CompiledModel`. Its
+:meth:`~CompiledModel.apply` is a pure function of parameters, inputs, state and randomness, so that ``jax.jit``,
+``jax.grad`` and ``jax.vmap`` compose with it as with any function written by hand.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from capibara.compose.errors import InputError
+from capibara.compose.logical.model import Model
+from capibara.compose.physical.checks import check_call, check_float64, checked_cotangents, cotangent
+from capibara.compose.physical.explicit import automatic_mesh, is_explicit, refuse_explicit, run_automatic
+from capibara.compose.physical.lowering import lower
+from capibara.compose.physical.params_file import load_params, save_params
+from capibara.compose.physical.randomness import as_key, check_key
+from capibara.compose.physical.report import summary
+from capibara.compose.physical.sharding import check_devices, constrain, param_shardings
+from capibara.compose.physical.specs import ArraySpec, ModelSpecs, nest, shape_text
+from capibara.compose.physical.starting import (
+    fresh,
+    on_backend,
+    propose_shardings,
+    scope_of,
+    with_initialisers,
+)
+from capibara.files import replace_file
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["ArraySpec", "CompiledModel", "Program"]
+
+
+@dataclass
+class Program:
+    """What :func:`~capibara.compose.physical.pipeline.compile` made of a model, before there is anything to call.
+
+    Attributes:
+        source: the generated module. constants: the values of its constants.
+        specs: shapes, dtypes and axes.
+        jit, inference, check_shapes: as asked for (``check_shapes``: ``safe_shapes``).
+        effects: number of operations before and after the passes, and what each of these did.
+        fixed: keys of the inputs that were given their value.
+    """
+
+    source: str
+    constants: dict[str, Any]
+    specs: ModelSpecs
+    jit: bool
+    inference: bool = False
+    check_shapes: bool = True
+    effects: dict[str, int] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+
+
+_counter = 0
+
+
+class CompiledModel:
+    """A pure function with named parameters, inputs, outputs and states. Made by :func:`compile`.
+
+    Attributes:
+        source: the generated Python source.
+        inputs, outputs: :class:`ArraySpec` by key.
+        params, states: :class:`ArraySpec` by path (a tuple of names).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        backend: Any,
+        program: Program,
+        file_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        global _counter
+        specs = program.specs
+        self.model = model
+        self.backend = backend
+        self.source = program.source
+        self.effects = program.effects
+        self.inference = program.inference
+        self._program = program
+        self.inputs = specs.inputs
+        self.outputs = specs.outputs
+        self.params = specs.params
+        self.states = specs.states
+        self.jit = program.jit
+        self._jitted: dict[Any, Any] = {}
+        self._met_explicit = False
+        self._makers: dict[Any, Any] = {}
+        _counter += 1
+        # A name that tracebacks and inspect.getsource resolve, through linecache.
+        filename = f"<capibara.compose {type(model).__name__} {_counter}>"
+        if file_path is not None:
+            filename = str(file_path)
+            replace_file(file_path, self.source)
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(True), filename)
+        namespace: dict[str, Any] = {"__name__": f"capibara_model_{_counter}"}
+        exec(_builtin_compile(self.source, filename, "exec"), namespace)
+        if program.constants and not getattr(backend, "ops_module", "").endswith("torch_ops"):
+            namespace["constants"] = program.constants  # as they were given, on their device
+        if getattr(backend, "mesh", None) is not None:
+            mesh = automatic_mesh(backend.mesh)
+            namespace["shard"] = lambda x, names: constrain(x, names, mesh, backend.rules)
+        namespace["registered"] = dict(getattr(backend, "registered_ops", {}))
+        self.namespace = namespace
+        self.function = namespace["forward"]
+        self._forward, self._backward = self._direct()
+
+    # ---- keys and shapes ----------------------------------------------------------------------------------
+
+    @property
+    def input_keys(self) -> list[str]:
+        return list(self.inputs)
+
+    @property
+    def output_keys(self) -> list[str]:
+        return list(self.outputs)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int | str, ...] | None]:
+        """Shapes of inputs, outputs and parameters (by dotted path); a name stands for a free size."""
+        params = {".".join(path): spec.shape for path, spec in self.params.items()}
+        return (
+            {k: s.shape for k, s in self.inputs.items()}
+            | {k: s.shape for k, s in self.outputs.items()}
+            | params
+        )
+
+    def get_shapes(self, symbolic: bool = True) -> dict[str, tuple[int | str | None, ...] | None]:
+        """:attr:`shapes` and those of states; with ``symbolic=False`` a free size is None, not a name."""
+        states = {".".join(path): spec.shape for path, spec in self.states.items()}
+        shapes = self.shapes | states
+        if symbolic:
+            return dict(shapes)
+        return {
+            k: None if s is None else tuple(n if isinstance(n, int) else None for n in s)
+            for k, s in shapes.items()
+        }
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Inputs that were given their value by ``constant_keys``."""
+        return self._program.fixed
+
+    def summary(self) -> str:
+        """What goes in, comes out and is held, with shapes, and what was simplified, as a table of text."""
+        return summary(self)
+
+    @property
+    def param_axes(self) -> dict[str, Any]:
+        """Logical axis names, nested like the parameters."""
+        return nest({path: spec.axes for path, spec in self.params.items()})
+
+    @property
+    def state_axes(self) -> dict[str, Any]:
+        """Logical axis names, nested like the state."""
+        return nest({path: spec.axes for path, spec in self.states.items()})
+
+    @property
+    def num_params(self) -> int:
+        """Number of trainable scalars."""
+        import math
+
+        return sum(math.prod(spec.sizes({}, ".".join(path))) for path, spec in self.params.items())
+
+    # ---- arrays to start from -----------------------------------------------------------------------------
+
+    def init(self, key: Any, **sizes: int) -> dict[str, Any]:
+        """Fresh parameters: a nested dict of arrays, sharded over the backend's mesh if it has one.
+
+        Each array's randomness comes from ``key`` and its own path, so that it does not change when other
+        parameters come or go.
+
+        Args:
+            key: a JAX PRNG key. sizes: values for free sizes, by name.
+
+        Raises:
+            InputError: ``key`` is no key. CompileError: a size is not known, or no free size.
+        """
+        return fresh(self, self.params, check_key(key), sizes, "parameter")
+
+    def randomize_params(
+        self, seed: int | jax.Array = 0, *, init: Any | None = None, **sizes: int
+    ) -> dict[str, Any]:
+        """:meth:`init` with the key of a seed: a whole number from 0 to 2³² − 1, or a JAX key.
+
+        Args:
+            seed: the seed. sizes: values for free sizes, by name.
+            init: other initialisers: one for all parameters, or a dict by dotted name or pattern
+                (``{"*.bias": 0.1, "layer_0.weight": Normal(0.01)}``; the first that fits holds). A number is that
+                number everywhere.
+
+        Raises:
+            InputError: ``seed`` is neither. CompileError: a pattern fits no parameter, or is given no initialiser.
+        """
+        specs = self.params if init is None else with_initialisers(self.params, init)
+        return fresh(self, specs, as_key(seed), sizes, "parameter")
+
+    def init_state(self, key: Any | None = None, **sizes: int) -> dict[str, Any]:
+        """The state to start with: ``{}`` for a model without any.
+
+        Args:
+            key: a JAX PRNG key, for states that start at random; by default that of seed 0.
+            sizes: values for free sizes, by name: ``init_state(batch=4, cache=256)``.
+        """
+        return fresh(self, self.states, as_key(0) if key is None else check_key(key), sizes, "state")
+
+    def save_params(self, path: str | os.PathLike[str], params: Mapping[str, Any]) -> None:
+        """Write parameters to a safetensors file, whole or not at all: :func:`.params_file.save_params`."""
+        save_params(path, params, self.params)
+
+    def load_params(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read the parameters that :meth:`save_params` wrote, checked against the model, on the backend.
+
+        Raises:
+            FileNotFoundError: there is no such file. InputError: it does not hold this model's parameters.
+        """
+        arrays = nest(load_params(path, self.params))
+        return on_backend(self, arrays)
+
+    def propose_shardings(self) -> dict[str, Any]:
+        """How arrays are best laid over the backend's mesh: by the logical names of their axes and its rules.
+
+        Returns:
+            ``{"params": …, "inputs": …, "states": …}``, each nested like the arrays, with a
+            ``jax.sharding.NamedSharding`` for each. New parameters have these shardings already.
+
+        Raises:
+            CompileError: the backend has no mesh.
+        """
+        return propose_shardings(self)
+
+    def lower(
+        self,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        gradients: bool = False,
+        train: bool = False,
+        **sizes: int,
+    ) -> Any:
+        """What :meth:`evaluate` runs, lowered for the backend's mesh, device or platform, which need not be here.
+
+        Nothing is computed and no array made. Equivalent JAX: ``jax.jit(…).lower(jax.ShapeDtypeStruct(…), …)``, the
+        parameters, inputs and states laid out as :meth:`propose_shardings` says. For TPUs that are elsewhere make
+        the mesh of the devices of ``jax.experimental.topologies.get_topology_desc`` (which needs the package
+        ``libtpu``, in the extra ``plan``); ``.compile()`` on the result then compiles for them.
+
+        Args:
+            inputs: a ``jax.ShapeDtypeStruct`` for inputs that are to have another dtype or sharding.
+            gradients: with the gradients of the parameters, for a cotangent of every float output.
+            train: as in :meth:`apply`. sizes: values for free sizes, by name.
+
+        Returns:
+            A ``jax.stages.Lowered``; ``.as_text()``, ``.compile()``, ``.cost_analysis()`` …
+
+        Raises:
+            CompileError: a size is not known, or the backend is not JAX. InputError: as :meth:`evaluate`.
+        """
+        return lower(self, inputs, gradients, train, sizes)
+
+    # ---- running ------------------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        *,
+        state: Mapping[str, Any] | None = None,
+        key: Any | None = None,
+        train: bool = False,
+    ) -> Any:
+        """The model as a pure function; composes with ``jax.jit``, ``jax.grad``, ``jax.vmap``.
+
+        The backend's settings hold in it, and nowhere else. With ``float64`` in the backend's dtypes,
+        transformations must be called within ``backend.scope()`` (or another ``jax.enable_x64(True)``).
+
+        Args:
+            params: as from :meth:`init`. inputs: arrays by input key.
+            state: as from :meth:`init_state`; needed if the model has states.
+            key: a JAX PRNG key; needed in training if the model draws random numbers.
+            train: training mode (dropout, running statistics); a Python bool.
+
+        Returns:
+            Outputs by key; with ``state`` given, ``(outputs, next state)``.
+
+        Raises:
+            InputError: for missing or unknown keys, or shapes or kinds that do not fit; or float64 is needed in a
+                transformation that runs without it.
+        """
+        if is_explicit(params, inputs, state, key):
+            return run_automatic(
+                lambda p, x, s, k: self.apply(p, x, state=s, key=k, train=train), params, inputs, state, key
+            )
+        self._check(params, inputs, state, key)
+        self._check_inference(None, train)
+        with self.backend.scope():
+            outputs, after = self.function(params, inputs, {} if state is None else state, key, train)
+        return outputs if state is None else (outputs, after)
+
+    def evaluate(
+        self,
+        params: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        output_gradients: Mapping[str, Any] | None = None,
+        *,
+        state: Mapping[str, Any] | None = None,
+        key: Any | None = None,
+        train: bool = False,
+    ) -> Any:
+        """Run the compiled model; with ``output_gradients`` also the gradients of the parameters.
+
+        Args:
+            output_gradients: the cotangents of outputs, by key, each a float array of its output's shape (or a
+                number, for a scalar output). Outputs that are left out count as zero; integers and bools have no
+                gradient, and are left out. Equivalent JAX: ``jax.vjp`` with respect to ``params``.
+            params, inputs, state, key, train: as in :meth:`apply`.
+
+        Returns:
+            ``outputs``, or ``(outputs, gradients)`` when ``output_gradients`` is given; each followed by the next
+            state when ``state`` is given.
+
+        Raises:
+            InputError: as :meth:`apply`, and for cotangents that are not those of an output.
+        """
+        if state is None and key is None and not train and not self._met_explicit:
+            run = self._forward if output_gradients is None else self._backward
+            if run is not None:
+                try:
+                    if output_gradients is None:
+                        return run(params, inputs)
+                    return run(params, inputs, output_gradients)
+                except TypeError:
+                    pass  # something that JAX cannot take: what that is is said below
+                except ValueError:
+                    if not is_explicit(params, inputs, output_gradients):
+                        check_devices(self.backend.mesh, params=params, inputs=inputs)
+                        raise
+        if self._in_jax and is_explicit(params, inputs, output_gradients, state, key):
+            return self._evaluate_explicit(params, inputs, output_gradients, state, key, train)
+        self._check(params, inputs, state, key)
+        self._check_inference(output_gradients, train)
+        mode = (output_gradients is not None, train)
+        run = self._jitted.get(mode)
+        if run is None:
+            self.backend.check_present()
+            run = self._whole(*mode)
+            if self.jit:
+                import jax
+
+                run = jax.jit(run)
+            self._jitted[mode] = run
+        if output_gradients is not None:
+            output_gradients = checked_cotangents(output_gradients, self.outputs)
+        with self.backend.scope():
+            outputs, after, gradients = run(params, dict(inputs), state or {}, key, output_gradients)
+        result = (outputs,) if output_gradients is None else (outputs, gradients)
+        if state is not None:
+            result = (*result, after)
+        return result[0] if len(result) == 1 else result
+
+    def _evaluate_explicit(self, *arrays: Any) -> Any:
+        """:meth:`evaluate` of arrays with explicit mesh axes: converted, and the results back again."""
+
+        def run(params: Any, inputs: Any, cotangents: Any, state: Any, key: Any) -> Any:
+            self._met_explicit = False
+            return self.evaluate(params, inputs, cotangents, state=state, key=key, train=arrays[-1])
+
+        try:
+            return run_automatic(run, *arrays[:-1])
+        finally:
+            self._met_explicit = True  # what meets them once will again: no call is tried in vain
+
+    @property
+    def _in_jax(self) -> bool:
+        return getattr(self.backend, "ops_module", "").endswith("jax_ops")
+
+    def _direct(self) -> tuple[Any, Any]:
+        """Jitted functions for calls without state and randomness, or None where those need more around them.
+
+        They check their arguments while they are traced: JAX traces again for every new structure, shape or dtype,
+        so that what was seen before is not looked at twice, and a call costs what a call of ``jax.jit`` costs.
+        """
+        backend = self.backend
+        # With float64, tracing from outside without it has to be seen before the scope is entered.
+        if not self._in_jax or not self.jit or self.states or backend.needs_x64:
+            return None, None
+        if backend.lowers_only:
+            return None, None
+        import jax
+
+        def forward(params: Any, inputs: Any) -> Any:
+            refuse_explicit(params, inputs)
+            self._check(params, inputs, None, None)
+            return self.function(params, inputs, {}, None, False)[0]
+
+        def backward(params: Any, inputs: Any, cotangents: Any) -> Any:
+            refuse_explicit(params, inputs, cotangents)
+            self._check(params, inputs, None, None)
+            given = checked_cotangents(cotangents, self.outputs)
+            outputs, pull = jax.vjp(lambda p: self.function(p, inputs, {}, None, False)[0], params)
+            gradients = pull({k: cotangent(k, v, given.get(k)) for k, v in outputs.items()})[0]
+            return outputs, self._as_parameters(gradients)
+
+        discrete = any(spec.dtype in ("int32", "bool") for spec in self.outputs.values())
+        functions = [jax.jit(forward), None if self.inference or discrete else jax.jit(backward)]
+        scope = scope_of(backend)
+        if scope is not None:
+            functions = [f and _within(scope, f) for f in functions]
+        return functions[0], functions[1]
+
+    def _check_inference(self, output_gradients: Any, train: bool) -> None:
+        if not isinstance(train, bool):
+            raise InputError(
+                f"train is {type(train).__name__}, expected True or False: each has a program of its own, so that it "
+                "cannot be an array"
+            )
+        if not self.inference:
+            return
+        if output_gradients is not None:
+            raise InputError(
+                "output_gradients: the model was compiled with inference=True and has no gradients; compile it without"
+            )
+        if train:
+            raise InputError(
+                "train=True: the model was compiled with inference=True and cannot be trained; compile it without"
+            )
+
+    def _whole(self, with_gradients: bool, train: bool) -> Any:
+        """The function of (parameters, inputs, state, key, cotangents) that :meth:`evaluate` calls."""
+        import jax
+
+        def run(params: Any, inputs: Any, state: Any, key: Any, cotangents: Any) -> Any:
+            if not with_gradients:
+                outputs, after = self.function(params, inputs, state, key, train)
+                return outputs, after, None
+            outputs, pull, after = jax.vjp(
+                lambda p: self.function(p, inputs, state, key, train), params, has_aux=True
+            )
+            given = {k: cotangent(k, v, cotangents.get(k)) for k, v in outputs.items()}
+            return outputs, after, self._as_parameters(pull(given)[0])
+
+        return run
+
+    def _as_parameters(self, gradients: Any) -> Any:
+        """Gradients laid over the backend's mesh as their parameters are."""
+        mesh = automatic_mesh(self.backend.mesh)
+        if mesh is None:
+            return gradients
+        import jax
+
+        shardings = param_shardings(gradients, self.param_axes, mesh, self.backend.rules)
+        return jax.lax.with_sharding_constraint(gradients, shardings)
+
+    def _check(self, params: Any, inputs: Any, state: Any, key: Any) -> None:
+        check_call(
+            inputs, params, state, self.inputs, self.params, self.states, shapes=self._program.check_shapes
+        )
+        if key is not None:
+            check_key(key)
+        if self.backend.needs_x64:
+            check_float64(params, inputs, state, key)
+
+    def __repr__(self) -> str:
+        ins = ", ".join(
+            f"{k}: {shape_text(s.shape) if s.shape is not None else '?'}" for k, s in self.inputs.items()
+        )
+        outs = ", ".join(
+            f"{k}: {shape_text(s.shape) if s.shape is not None else '?'}" for k, s in self.outputs.items()
+        )
+        return f"CompiledModel(({ins}) -> ({outs}), {len(self.params)} parameters, {self.backend!r})"
+
+
+def _within(scope: Any, function: Any) -> Any:
+    def run(*args: Any) -> Any:
+        with scope():
+            return function(*args)
+
+    return run
+
+
+def _builtin_compile(source: str, filename: str, mode: str) -> Any:
+    import builtins
+
+    return builtins.compile(source, filename, mode)

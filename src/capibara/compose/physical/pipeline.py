@@ -1,0 +1,327 @@
+"""From a logical model to a compiled one: what is fixed, what is trained, what is left out; then the source.
+
+The logical model is not changed: everything that :func:`compile` adds to what is known of it is taken back when the
+source is written (:func:`capibara.compose.logical.trail.what_if`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import linecache
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from capibara.compose.errors import CompileError
+from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.model import Block, Model, Placement
+from capibara.compose.logical.regions import Repeat
+from capibara.compose.logical.trail import what_if
+from capibara.compose.logical.values import settle_numbers
+from capibara.compose.physical.codegen import generate, module_source
+from capibara.compose.physical.compile_keys import Keys
+from capibara.compose.physical.compiled import CompiledModel, Program
+from capibara.compose.physical.graph import Graph, flatten
+from capibara.compose.physical.passes import optimise
+from capibara.compose.physical.registered import check_registered
+from capibara.compose.physical.specs import ModelSpecs
+
+__all__ = ["compile"]
+
+_COMPILING = threading.RLock()
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A model is added to while it is compiled, and put back after: two threads must not do that to one model."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with _COMPILING:
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_one_at_a_time
+def compile(
+    model: Block,
+    backend: Any = None,
+    *,
+    shapes: Mapping[Any, Any] | None = None,
+    constant_keys: Mapping[Any, Any] | None = None,
+    data_keys: Iterable[Any] = (),
+    trainable_keys: Iterable[Any] = (),
+    discard_keys: Iterable[Any] = (),
+    inference: bool = False,
+    jit: bool | None = None,
+    file_path: str | os.PathLike[str] | None = None,
+    verbose: bool = False,
+    safe_shapes: bool = True,
+    safe_names: bool = True,
+    use_short_namings: bool = True,
+) -> CompiledModel:
+    """Compile a logical model to one pure function.
+
+    A key is a name in the model (``"input"``), the dotted place of something inside it (``"layer_0.weight"``), or
+    a port (``linear.weight``).
+
+    Args:
+        model: the model. It is not changed, and can be compiled again in other ways.
+        backend: where and in which precision to run; by default float32 on JAX's default device.
+        shapes: sizes of inputs, ``{"input": [32, 128]}``; None in a shape leaves that size free.
+        constant_keys: inputs with the value that they always have: a number, nested lists or an array. They are no
+            inputs of the compiled model, and what follows from them alone is computed now. Float arrays get the
+            compute dtype.
+        data_keys: parameters that are inputs of the compiled model instead, without gradients; naming what is an
+            input anyway changes nothing.
+        trainable_keys: float inputs that are parameters of the compiled model instead; they start from a normal
+            distribution with standard deviation 0.02 (see ``init`` of :meth:`CompiledModel.randomize_params`).
+        discard_keys: outputs that are left out, and with them the inputs and parameters that only they need.
+        inference: the model will not be trained: no gradients, dropout does nothing, ``train=True`` is refused.
+        jit: compile ``evaluate`` with ``jax.jit``; by default as the backend says.
+        file_path: also write the generated source to this file; it can be imported and run by itself.
+        verbose: print :meth:`CompiledModel.summary`: the inferred shapes, and what was simplified.
+        safe_shapes: compare the shapes of arguments with the inferred ones when the model is called. False leaves
+            that to the operations.
+        safe_names: refuse a model with inputs that nobody named. False makes them inputs, named by their place
+            (``linear_input``).
+        use_short_namings: name values in the source by the last three names of their place in the model; False
+            uses all of them.
+
+    Raises:
+        UnconnectedError, CycleError, ShapeError, KindError: the model is wrong, and where.
+        CompileError: the arguments are wrong.
+    """
+    _check_flags(
+        inference=inference,
+        verbose=verbose,
+        safe_shapes=safe_shapes,
+        safe_names=safe_names,
+        use_short_namings=use_short_namings,
+        **({} if jit is None else {"jit": jit}),
+    )
+    file_path = _target(file_path)
+    whole = _whole(model)
+    backend = _backend(backend)
+    if not isinstance(shapes, Mapping | None):
+        raise CompileError(
+            f"shapes={shapes!r} must be a dict of shapes by input, such as {{'input': [32, 128]}}"
+        )
+    whole._finish()
+    with what_if():
+        keys = Keys(whole, backend.policy.compute)
+        discarded = keys.outputs(discard_keys)
+        keys.data(data_keys)
+        keys.trainable(trainable_keys)
+        keys.shapes(shapes or {})
+        keys.constants(constant_keys)
+        graph = flatten(whole, extra_inputs=keys.extra, safe_names=safe_names)
+        if discarded:
+            _discard(graph, discarded)
+        wires = [w for node in graph.walk() for w in node.inputs]
+        settle_numbers([*wires, *graph.outputs.values(), *graph.next_states.values()], backend.policy.compute)
+        check_registered(graph, backend)
+        specs = ModelSpecs(graph, backend.policy)
+        _check_axes(backend, specs)
+        # Module paths are looked up, not assumed: a backend says which operations its source calls.
+        ops_module = getattr(backend, "ops_module", "capibara.compose.backends.jax_ops")
+        before = sum(1 for _ in graph.walk())
+        effects = optimise(graph, backend.policy, inference=inference, run=_folder(backend, ops_module))
+        modes = {
+            id(node.block): _mode(node.block, backend)
+            for node in graph.walk()
+            if isinstance(node.block, Repeat)
+        }
+        functions, constants = generate(
+            graph,
+            backend.policy,
+            modes,
+            inference=inference,
+            short=use_short_namings,
+            backward=getattr(backend, "is_manualgrad", False) and not inference,
+            sharded=getattr(backend, "mesh", None) is not None or getattr(backend, "type", "jax") == "jax",
+        )
+        after = sum(1 for _ in graph.walk())
+    program = Program(
+        source=module_source(
+            functions, constants, ops_module, f"Generated by capibara.compose from {title_of(whole)}."
+        ),
+        constants=constants,
+        specs=specs,
+        jit=backend.jit_default if jit is None else jit,
+        inference=inference,
+        check_shapes=safe_shapes,
+        effects={"operations": before, **effects, "left": after},
+        fixed=tuple(keys.fixed),
+    )
+    compiled = backend.compiled_class()(whole, backend, program, file_path)
+    _forget_lines(compiled)
+    if verbose:
+        print(compiled.summary())
+    return compiled
+
+
+def _check_axes(backend: Any, specs: ModelSpecs) -> None:
+    """Let a backend that lays arrays over meshes look at the logical axis names of all that goes in or out."""
+    if not hasattr(backend, "check_axes"):
+        return
+    groups = {
+        "input": specs.inputs,
+        "output": specs.outputs,
+        "parameter": specs.params,
+        "state": specs.states,
+    }
+    backend.check_axes(
+        {
+            f"{what} {('.'.join(key) if isinstance(key, tuple) else key)!r}": spec.axes
+            for what, group in groups.items()
+            for key, spec in group.items()
+        }
+    )
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise CompileError(f"{name}={value!r} must be True or False")
+
+
+def _forget_lines(compiled: CompiledModel) -> None:
+    """The source that tracebacks show goes when the model does; that of a file stays as it is in the file."""
+    name = compiled.function.__code__.co_filename
+    if name.startswith("<"):
+        weakref.finalize(compiled, linecache.cache.pop, name, None).atexit = False
+
+
+def _target(path: Any) -> Path | None:
+    """Where the source is to be written, checked before anything is compiled."""
+    if path is None:
+        return None
+    try:
+        found = Path(os.fsdecode(path))
+        if "\0" in str(found):
+            raise ValueError("it holds a null character")
+        if found.name and found.parent.is_dir() and not found.is_dir():
+            return found
+        why = "is a folder" if found.is_dir() else f"there is no folder {str(found.parent)!r}"
+    except (TypeError, ValueError) as error:
+        why = str(error)
+    raise CompileError(f"file_path={path!r:.200} must be a file in a folder that exists: {why}")
+
+
+def title_of(model: Block) -> str:
+    """What the source says that it was made from: the model's class, also of a model read from JSON."""
+    return vars(model).get("title") or type(model).__name__
+
+
+def _whole(model: Any) -> Model:
+    if isinstance(model, Placement):
+        raise CompileError(
+            "model is a block called with its connections: compile a Model to which it was added"
+        )
+    if not isinstance(model, Block):
+        raise CompileError(f"model={model!r} is no model: pass a capibara.compose Model")
+    if model.parent is not None:
+        raise CompileError(f"{model.label} is part of {model.parent.label}: compile that one")
+    if isinstance(model, Model):
+        return model
+    whole = Model()
+    whole.add(model, **{k: k for k in (*model.input_keys, *model.output_keys)})
+    whole.expose(*model.output_keys)
+    model.parent = None  # the wrapper is only for this call
+    model.child_name = None
+    return whole
+
+
+def _backend(backend: Any) -> Any:
+    from capibara.compose.backends.jax_backend import JaxBackend
+
+    if backend is None:
+        return JaxBackend()
+    if not hasattr(backend, "policy"):
+        raise CompileError(f"backend={backend!r} must be a JaxBackend, such as JaxBackend(device='cpu')")
+    return backend
+
+
+def _mode(block: Repeat, backend: Any) -> str:
+    if getattr(backend, "type", "jax") != "jax":
+        return "unroll"  # there is no loop to compile
+    from capibara.compose.backends.jax_repeat import choose_mode
+
+    return choose_mode(block.mode, block.count, backend.platform)
+
+
+def _discard(graph: Graph, names: Iterable[str]) -> None:
+    """Leave outputs out, and what only they needed."""
+
+    def used() -> set[int]:
+        wires = [w for n in graph.nodes for w in n.inputs]
+        return {id(w) for w in (*wires, *graph.outputs.values(), *graph.next_states.values())}
+
+    from capibara.compose.physical.passes import remove_dead
+
+    before = used()
+    regions = {n.path for n in graph.nodes if n.region is not None}
+    for name in names:
+        del graph.outputs[name]
+    remove_dead(graph)
+    gone = before - used()
+    gone_regions = regions - {n.path for n in graph.nodes if n.region is not None}
+    for key in [k for k, w in graph.inputs.items() if id(w) in gone]:
+        del graph.inputs[key]
+    for path in [
+        p
+        for p, leaf in graph.params.items()
+        if id(leaf.wire) in gone or any(p[:i] in gone_regions for i in range(len(p)))
+    ]:
+        del graph.params[path]
+
+
+def _folder(backend: Any, ops_module: str) -> Any:
+    """Doing one operation on constants with the backend's own operations."""
+    ops = importlib.import_module(ops_module)
+    in_jax = ops_module.rpartition(".")[2].startswith("jax")
+
+    def run(block: Primitive, arguments: list[Any], named: dict[str, Any]) -> tuple[Any, ...] | None:
+        function = getattr(ops, block.op, None)
+        if (
+            function is None or block.registered
+        ):  # a user's own, perhaps under the name of one of the library's
+            return None
+        numbers = all(isinstance(a, bool | int | float) for a in arguments)
+        try:
+            if in_jax:
+                import jax
+
+                with jax.ensure_compile_time_eval(), backend.scope():
+                    results = jax.block_until_ready(function(*arguments, **named))
+            else:
+                results = function(*arguments, **named)
+        except Exception:
+            # Left as it is: what is wrong with it is said when the model runs, as it would be without folding.
+            return None
+        row = results if isinstance(results, tuple) else (results,)
+        plain = tuple(_plain(value, numbers) for value in row)
+        return None if any(value is None for value in plain) else plain
+
+    return run
+
+
+def _plain(value: Any, numbers: bool) -> Any:
+    """A result as a Python number (where the operation's dtype follows what it meets) or a NumPy array."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        if str(value.dtype) == "torch.bfloat16":
+            return None
+        value = value.numpy()
+    data = np.asarray(value)
+    weak = getattr(value, "weak_type", numbers)
+    return data.item() if weak and data.ndim == 0 else data
