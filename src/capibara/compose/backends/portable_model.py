@@ -9,6 +9,7 @@ from capibara.compose.backends import philox
 from capibara.compose.errors import InputError
 from capibara.compose.physical.checks import check_call
 from capibara.compose.physical.compiled import CompiledModel
+from capibara.compose.physical.misfit import explaining
 from capibara.compose.physical.specs import ArraySpec, nest
 from capibara.compose.physical.starting import check_sizes, own_name, with_initialisers
 from capibara.errors import did_you_mean
@@ -72,7 +73,7 @@ class PortableModel(CompiledModel):
         inputs = self._arrays(inputs)
         self._check(params, inputs, state, key)
         self._check_inference(None, train)
-        with self.backend.scope():
+        with self.backend.scope(), explaining(self.model, inputs):
             outputs, after = self.function(params, inputs, {} if state is None else state, key, train)
         return outputs if state is None else (outputs, after)
 
@@ -90,7 +91,7 @@ class PortableModel(CompiledModel):
         inputs = self._arrays(inputs)
         self._check(params, inputs, state, key)
         self._check_inference(output_gradients, train)
-        with self.backend.scope():
+        with self.backend.scope(), explaining(self.model, inputs):
             if output_gradients is None:
                 outputs, after = self._without_gradients(params, inputs, state or {}, key, train)
                 result: tuple[Any, ...] = (outputs,)
@@ -111,7 +112,11 @@ class PortableModel(CompiledModel):
         """NumPy arrays become the backend's; what is no array is left for the check to name."""
         if not isinstance(inputs, Mapping):
             return inputs
-        return {k: self.backend.as_input(v) for k, v in inputs.items()}
+        arrays = {k: self.backend.as_input(v) for k, v in inputs.items()}
+        if self.backend.needs_x64:
+            return arrays
+        # As on JAX: a model without float64 computes with none, whatever NumPy makes of Python's numbers.
+        return {k: _narrow(v) for k, v in arrays.items()}
 
     def _direct(self) -> tuple[Any, Any]:
         return None, None
@@ -129,6 +134,13 @@ class PortableModel(CompiledModel):
         )
         if key is not None:
             philox.check_key(key)
+
+
+def _narrow(value: Any) -> Any:
+    name = str(getattr(value, "dtype", ""))
+    if name == "float64":
+        return value.astype("float32")
+    return value.float() if name == "torch.float64" else value
 
 
 def _checked(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from capibara.compose.errors import WiringError
 from capibara.errors import did_you_mean
 
-__all__ = ["MOST_PORTS", "choice", "identifier", "number", "several", "whole"]
+__all__ = ["MOST_PORTS", "choice", "identifier", "items", "number", "several", "whole"]
 
 MOST_PORTS = 4096
 
@@ -64,6 +64,20 @@ def number(
         if not math.isinf(high):
             text += f" and {'below' if below else 'at most'} {high:g}"
         raise WiringError(f"{name}={value!r} must be a number {text}" + (" or None" if optional else ""))
+
+
+def items(name: str, value: Any) -> tuple[Any, ...]:
+    """``value`` as a tuple.
+
+    Raises:
+        WiringError: it is one thing, or text.
+    """
+    try:
+        if not isinstance(value, str | bytes):
+            return tuple(value)
+    except TypeError:
+        pass
+    raise WiringError(f"{name}={value!r:.80} must be a tuple")
 
 
 def choice(name: str, value: Any, options: tuple[str, ...], *, optional: bool = False) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["building", "on_undo", "put", "root_of", "symbol", "transaction", "what_if"]
+__all__ = ["building", "building_alone", "on_undo", "put", "root_of", "symbol", "transaction", "what_if"]
 
 
 class _Building(threading.local):
@@ -25,6 +25,9 @@ class _Building(threading.local):
 
 
 building = _Building()
+
+building_alone = threading.RLock()
+"""Held while a model is changed for a moment and put back, as compiling does: one model may be in several threads."""
 
 
 def put(obj: Any, attribute: str, value: Any) -> None:

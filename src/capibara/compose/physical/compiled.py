@@ -18,6 +18,7 @@ from capibara.compose.logical.model import Model
 from capibara.compose.physical.checks import check_call, check_float64, checked_cotangents, cotangent
 from capibara.compose.physical.explicit import automatic_mesh, is_explicit, refuse_explicit, run_automatic
 from capibara.compose.physical.lowering import lower
+from capibara.compose.physical.misfit import explaining
 from capibara.compose.physical.params_file import load_params, save_params
 from capibara.compose.physical.randomness import as_key, check_key
 from capibara.compose.physical.report import summary
@@ -302,7 +303,7 @@ class CompiledModel:
         self._check(params, inputs, state, key)
         self._check_inference(None, train)
         with self.backend.scope():
-            outputs, after = self.function(params, inputs, {} if state is None else state, key, train)
+            outputs, after = self._run(params, inputs, {} if state is None else state, key, train)
         return outputs if state is None else (outputs, after)
 
     def evaluate(
@@ -399,13 +400,13 @@ class CompiledModel:
         def forward(params: Any, inputs: Any) -> Any:
             refuse_explicit(params, inputs)
             self._check(params, inputs, None, None)
-            return self.function(params, inputs, {}, None, False)[0]
+            return self._run(params, inputs, {}, None, False)[0]
 
         def backward(params: Any, inputs: Any, cotangents: Any) -> Any:
             refuse_explicit(params, inputs, cotangents)
             self._check(params, inputs, None, None)
             given = checked_cotangents(cotangents, self.outputs)
-            outputs, pull = jax.vjp(lambda p: self.function(p, inputs, {}, None, False)[0], params)
+            outputs, pull = jax.vjp(lambda p: self._run(p, inputs, {}, None, False)[0], params)
             gradients = pull({k: cotangent(k, v, given.get(k)) for k, v in outputs.items()})[0]
             return outputs, self._as_parameters(gradients)
 
@@ -415,6 +416,10 @@ class CompiledModel:
         if scope is not None:
             functions = [f and _within(scope, f) for f in functions]
         return functions[0], functions[1]
+
+    def _run(self, params: Any, inputs: Any, *more: Any) -> Any:
+        with explaining(self.model, inputs):
+            return self.function(params, inputs, *more)
 
     def _check_inference(self, output_gradients: Any, train: bool) -> None:
         if not isinstance(train, bool):
@@ -439,10 +444,10 @@ class CompiledModel:
 
         def run(params: Any, inputs: Any, state: Any, key: Any, cotangents: Any) -> Any:
             if not with_gradients:
-                outputs, after = self.function(params, inputs, state, key, train)
+                outputs, after = self._run(params, inputs, state, key, train)
                 return outputs, after, None
             outputs, pull, after = jax.vjp(
-                lambda p: self.function(p, inputs, state, key, train), params, has_aux=True
+                lambda p: self._run(p, inputs, state, key, train), params, has_aux=True
             )
             given = {k: cotangent(k, v, cotangents.get(k)) for k, v in outputs.items()}
             return outputs, after, self._as_parameters(pull(given)[0])
@@ -467,6 +472,18 @@ class CompiledModel:
             check_key(key)
         if self.backend.needs_x64:
             check_float64(params, inputs, state, key)
+
+    def __deepcopy__(self, memo: Any) -> CompiledModel:
+        return self  # nothing in it changes
+
+    def __copy__(self) -> CompiledModel:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a compiled model cannot be pickled: write its logical model with to_json(model), its parameters with "
+            "save_params, and compile it again; or keep its source with file_path"
+        )
 
     def __repr__(self) -> str:
         ins = ", ".join(

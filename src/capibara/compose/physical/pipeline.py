@@ -10,7 +10,6 @@ import functools
 import importlib
 import linecache
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from capibara.compose.errors import CompileError
 from capibara.compose.logical.block import Primitive
 from capibara.compose.logical.model import Block, Model, Placement
 from capibara.compose.logical.regions import Repeat
-from capibara.compose.logical.trail import what_if
+from capibara.compose.logical.trail import building_alone, what_if
 from capibara.compose.logical.values import settle_numbers
 from capibara.compose.physical.codegen import generate, module_source
 from capibara.compose.physical.compile_keys import Keys
@@ -34,7 +33,6 @@ from capibara.compose.physical.specs import ModelSpecs
 
 __all__ = ["compile"]
 
-_COMPILING = threading.RLock()
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -44,7 +42,7 @@ def _one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _COMPILING:
+        with building_alone:
             return function(*args, **kwargs)
 
     return run

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from capibara.compose.errors import ShapeError, WiringError
-from capibara.compose.logical.arguments import choice, number, whole
+from capibara.compose.logical.arguments import choice, items, number, whole
 from capibara.compose.logical.block import Primitive
 from capibara.compose.logical.shapes import Shape, set_size, unify
 from capibara.compose.primitives.rules import axis_of, broadcast_rule, scalar
@@ -177,7 +177,7 @@ class CrossEntropy(Primitive):
             choice("weights", weights, ("", "auto"))
             each = weights or None
         else:
-            each = tuple(weights)
+            each = items("weights", weights)
             for value in each:
                 scalar("weights", value)
             each = tuple(float(v) for v in each)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.compose.errors import ShapeError, WiringError
-from capibara.compose.logical.arguments import several, whole
+from capibara.compose.logical.arguments import items, several, whole
 from capibara.compose.logical.block import Primitive
 from capibara.compose.logical.shapes import Dim, Shape, set_size, unify
 from capibara.compose.primitives.rules import axes_of, axis_of, broadcast_rule, fix, placed, product, sizes
@@ -258,7 +258,7 @@ class Transpose(_Move):
     """Another order of the dimensions: ``axes``, or all of them back to front (None)."""
 
     def __init__(self, axes: tuple[int, ...] | None = None, *, name: str | None = None) -> None:
-        order = None if axes is None else axes_of(tuple(axes), optional=False)
+        order = None if axes is None else axes_of(items("axes", axes), optional=False)
 
         def rule(before: Shape, after: Shape) -> bool:
             dims = before.dims()
@@ -366,7 +366,7 @@ class Pad(_Move):
     def __init__(
         self, widths: tuple[tuple[int, int], ...], value: float = 0.0, *, name: str | None = None
     ) -> None:
-        row = tuple(sizes("widths", pair) for pair in widths)
+        row = tuple(sizes("widths", pair) for pair in items("widths", widths))
         for pair in row:
             if len(pair) != 2:
                 raise WiringError(f"widths={widths!r}: each dimension needs two numbers, before and after")
