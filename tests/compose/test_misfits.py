@@ -76,3 +76,14 @@ def test_compiled_models_are_shared_not_copied_and_not_pickled(make: Any) -> Non
 def test_one_thing_where_several_are_needed(make: Any, name: str) -> None:
     with pytest.raises(ml.WiringError, match=name):
         make()
+
+
+@pytest.mark.parametrize("make", BACKENDS, ids=IDS)
+def test_whole_numbers_have_no_negative_powers(make: Any) -> None:
+    for exponent in (-1, ml.Tensor([2, -1])):
+        whole = ml.Model()
+        whole.add_input("x", (2,), "int")
+        whole |= ml.Power()(left="x", right=exponent, output="y")
+        whole.expose("y")
+        with pytest.raises(ml.KindError, match=r"power: whole numbers .*Cast"):
+            ml.compile(whole, make())

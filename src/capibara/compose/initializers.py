@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from capibara.compose.errors import CompileError
+from capibara.compose.logical.arguments import number, whole
 
 if TYPE_CHECKING:
     import jax
@@ -117,6 +118,11 @@ class Scaled:
     scale: float = 1.0
     fan_in: int = 1
     skip: int = 0
+
+    def __post_init__(self) -> None:
+        number("scale", self.scale)
+        whole("fan_in", self.fan_in, 0)
+        whole("skip", self.skip, 0)
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         # 0.8796… is the standard deviation of a unit normal cut at ±2, so that the variance is as said.

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from capibara.compose.errors import CompileError
+from capibara.compose.errors import CompileError, KindError
 from capibara.compose.logical.block import Primitive
 from capibara.compose.logical.model import Block, Model, Placement
 from capibara.compose.logical.regions import Repeat
@@ -127,6 +127,7 @@ def compile(
         wires = [w for node in graph.walk() for w in node.inputs]
         settle_numbers([*wires, *graph.outputs.values(), *graph.next_states.values()], backend.policy.compute)
         check_registered(graph, backend)
+        _check_powers(graph)
         specs = ModelSpecs(graph, backend.policy)
         _check_axes(backend, specs)
         # Module paths are looked up, not assumed: a backend says which operations its source calls.
@@ -184,6 +185,19 @@ def _check_axes(backend: Any, specs: ModelSpecs) -> None:
             for key, spec in group.items()
         }
     )
+
+
+def _check_powers(graph: Graph) -> None:
+    """Whole numbers have no negative powers: each backend would say or do something else."""
+    for node in graph.walk():
+        if getattr(node.block, "op", "") != "power" or node.outputs[0].find().kind.find().value != "int":
+            continue
+        exponent = node.inputs[1].find().constant
+        if isinstance(exponent, int | list | tuple | np.ndarray) and np.any(np.less(exponent, 0)):
+            raise KindError(
+                f"{node.label}: whole numbers to the power of {exponent!r:.40} are not whole: make the base a float "
+                "with Cast('float32')"
+            )
 
 
 def _check_flags(**flags: Any) -> None:
