@@ -280,3 +280,13 @@ def test_one_wrong_thing(path: tuple[Any, ...], value: Any) -> None:
     except ml.ComposeError:
         return
     assert "forward" in compiled.source
+
+
+def test_an_initialiser_that_cannot_be_is_refused_where_it_stands() -> None:
+    model = ml.Model()
+    model |= ml.Linear(3)(input="x", output="y")
+    model.expose("y")
+    text = ml.to_json(model)
+    assert '"fan_in": 1' in text
+    with pytest.raises(ml.ModelFormatError, match=r"weight.*fan_in=1\.5 must be a whole number"):
+        ml.from_json(text.replace('"fan_in": 1', '"fan_in": 1.5'))

@@ -268,7 +268,10 @@ class _Reader:
                 arguments[key] = value if abs(value) <= 1e30 else self._refuse(what, value)
             else:
                 self._refuse(what, value)
-        return kind(**arguments)
+        try:
+            return kind(**arguments)
+        except ComposeError as error:
+            raise ModelFormatError(f"{what}: {error}") from None
 
     def _refuse(self, what: str, value: Any) -> Any:
         raise ModelFormatError(f"{what}: {_short(value)} is no value that may stand here")
