@@ -87,3 +87,26 @@ def test_whole_numbers_have_no_negative_powers(make: Any) -> None:
         whole.expose("y")
         with pytest.raises(ml.KindError, match=r"power: whole numbers .*Cast"):
             ml.compile(whole, make())
+
+
+@pytest.mark.parametrize("make", BACKENDS, ids=IDS)
+@pytest.mark.parametrize(
+    ("block", "want"),
+    [
+        (lambda: ml.Log(robust=True), np.log(0.7)),
+        (lambda: ml.Sqrt(robust=True), np.sqrt(0.7)),
+        (lambda: ml.StableReciprocal(), 1 / 0.7),
+        (lambda: ml.NormModifier(), 1.3),
+        (lambda: ml.NanToNum(), 0.7),
+        (lambda: ml.Elu(), 0.7),
+        (lambda: ml.Silu(), 0.7 / (1 + np.exp(-0.7))),
+    ],
+)
+def test_operations_on_plain_numbers(make: Any, block: Any, want: float) -> None:
+    whole = ml.Model()
+    whole |= block()(input=0.7, output="number")
+    whole |= ml.Multiply()(left="x", right="number", output="y")
+    whole.expose("y")
+    found = ml.compile(whole, make(), shapes={"x": [2]}).evaluate({}, {"x": np.array([1, 2], "float32")})["y"]
+    assert str(found.dtype).rpartition(".")[2] == "float32"
+    np.testing.assert_allclose(np.asarray(found), np.array([1, 2]) * want, rtol=1e-6)

@@ -292,7 +292,7 @@ def svd_rows(x: Any) -> tuple[Any, Any]:
 
 
 def searchsorted(order: Any, values: Any, right: bool) -> Any:
-    return torch.searchsorted(order, values, right=right)
+    return torch.searchsorted(order.contiguous(), values.contiguous(), right=right)
 
 
 def bincount(x: Any, length: int) -> Any:

@@ -165,12 +165,14 @@ def _tiny(x: Array, threshold: float | None, root: bool) -> float:
 
 
 def robust_log(x: Array, threshold: float | None) -> Array:
+    x = jnp.asarray(x)
     t = _tiny(x, threshold, False)
     below = x < t
     return jnp.where(below, jnp.log(jnp.asarray(t, x.dtype)) + (x - t) / t, jnp.log(jnp.where(below, t, x)))
 
 
 def robust_sqrt(x: Array, threshold: float | None) -> Array:
+    x = jnp.asarray(x)
     t = _tiny(x, threshold, False)
     root = t**0.5
     below = x < t
@@ -190,6 +192,7 @@ def robust_power(base: Array, exponent: Array, threshold: float | None) -> Array
 
 
 def stable_reciprocal(x: Array, threshold: float | None) -> Array:
+    x = jnp.asarray(x)
     t = _tiny(x, threshold, True)
     below = jnp.abs(x) < t
     tangent = jnp.where(x < 0, -2.0, 2.0).astype(x.dtype) / t - x / t / t

@@ -119,11 +119,12 @@ def decay(x: Array) -> Array:
 
 
 def silu(x: Array) -> Array:
-    return x * space(x).sigmoid(x)
+    xp, x = as_arrays(x)
+    return x * xp.sigmoid(x)
 
 
 def gelu(x: Array, approximate: bool = True) -> Array:
-    xp = space(x)
+    xp, x = as_arrays(x)
     if approximate:
         inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
         return 0.5 * x * (1 + xp.tanh(inner))
@@ -135,14 +136,14 @@ def leaky_relu(x: Array, slope: Any) -> Array:
 
 
 def elu(x: Array, alpha: float) -> Array:
-    xp = space(x)
+    xp, x = as_arrays(x)
     return xp.where(x > 0, x, alpha * xp.expm1(xp.where(x > 0, xp.constant(0, x), x)))
 
 
 def softmax(x: Array, axis: int = -1) -> Array:
     if 0 in x.shape:
         return x  # without elements, which have no maximum
-    xp = space(x)
+    xp, x = as_arrays(x)
     weight = xp.exp(x - xp.stop(xp.amax(x, axis, True)))
     return weight / xp.sum(weight, axis, True)
 
@@ -150,20 +151,20 @@ def softmax(x: Array, axis: int = -1) -> Array:
 def log_softmax(x: Array, axis: int = -1) -> Array:
     if 0 in x.shape:
         return x
-    xp = space(x)
+    xp, x = as_arrays(x)
     shifted = x - xp.stop(xp.amax(x, axis, True))
     return shifted - xp.log(xp.sum(xp.exp(shifted), axis, True))
 
 
 def clip(x: Array, low: float | None, high: float | None) -> Array:
-    xp = space(x)
+    xp, x = as_arrays(x)
     if low is not None:
         x = xp.maximum(x, xp.constant(low, x))
     return x if high is None else xp.minimum(x, xp.constant(high, x))
 
 
 def nan_to_num(x: Array, nan: float, posinf: float | None, neginf: float | None) -> Array:
-    xp = space(x)
+    xp, x = as_arrays(x)
     large = _largest(x)
     x = xp.where(xp.isnan(x), xp.constant(nan, x), x)
     x = xp.where(x == math.inf, xp.constant(large if posinf is None else posinf, x), x)
@@ -178,7 +179,7 @@ def _largest(x: Array) -> float:
 
 def norm_modifier(x: Array) -> Array:
     """A triangle wave between 1 and 5 with period 8, equal to x on [1, 5]."""
-    xp = space(x)
+    xp, x = as_arrays(x)
     return 1 + 4 * (1 - absolute(xp.remainder(x - 1, xp.constant(8, x)) / 4 - 1))
 
 
@@ -190,15 +191,18 @@ def _tiny(x: Array, threshold: float | None, root: bool) -> float:
 
 
 def robust_log(x: Array, threshold: float | None) -> Array:
-    xp = space(x)
+    xp, x = as_arrays(x)
     t = _tiny(x, threshold, False)
     below = x < t
     limit = xp.constant(t, x)
-    return xp.where(below, xp.log(limit) + (x - limit) / limit, xp.log(xp.where(below, limit, x)))
+    # (Where the tangent is not taken it could overflow.)
+    return xp.where(
+        below, xp.log(limit) + (xp.where(below, x, limit) - limit) / limit, xp.log(xp.where(below, limit, x))
+    )
 
 
 def robust_sqrt(x: Array, threshold: float | None) -> Array:
-    xp = space(x)
+    xp, x = as_arrays(x)
     t = _tiny(x, threshold, False)
     root, below = t**0.5, x < t
     return xp.where(below, root / 2 + x / (2 * root), xp.sqrt(xp.where(below, xp.constant(t, x), x)))
@@ -212,13 +216,14 @@ def robust_power(base: Array, exponent: Array, threshold: float | None) -> Array
     below = xp.logical_and(size < t, exponent < 1)
     one = xp.constant(1, base)
     low = xp.where(exponent < 1, exponent, one)
-    tangent = xp.power(xp.constant(t, base), low) * (1 + low * (size / t - 1))
+    tangent = xp.power(xp.constant(t, base), low) * (1 + low * (xp.where(below, size, one) / t - 1))
     return xp.where(below, tangent, xp.power(xp.where(below, one, size), exponent))
 
 
 def stable_reciprocal(x: Array, threshold: float | None) -> Array:
-    xp = space(x)
+    xp, x = as_arrays(x)
     t = _tiny(x, threshold, True)
     below = xp.logical_and(x < t, x > -t)
-    tangent = xp.where(x < 0, xp.constant(-2.0, x), xp.constant(2.0, x)) / t - x / t / t
+    near = xp.where(below, x, xp.constant(t, x))  # elsewhere the tangent could overflow
+    tangent = xp.where(x < 0, xp.constant(-2.0, x), xp.constant(2.0, x)) / t - near / t / t
     return xp.where(below, tangent, 1 / xp.where(below, xp.constant(t, x), x))
