@@ -136,7 +136,9 @@ def test_attention_lowers_for_another_platform_to_what_explain_says(platform):
         return jax.jit(f).trace(x).lower(lowering_platforms=(platform,)).as_text()
 
     chosen = explain(flash_attention, x, x, x, use_causal_mask=True, platform=platform).chosen
-    assert chosen == ("xla" if platform != "cpu" else "cpu" if native.problem() else "native")
+    on_cpu = "cpu" if native.problem() else "native"
+    assert chosen == {"cpu": on_cpu, "tpu": "pallas_tpu", "cuda": "xla"}[platform]
+    assert ("tpu_custom_call" in lowered("auto")) == (chosen == "pallas_tpu")
     # The looped form is recognised by its loops; the tiles of the CPU form are written out.
     assert ("stablehlo.while" in lowered("auto")) == (chosen == "xla")
     assert "stablehlo.while" in lowered("xla")

@@ -15,7 +15,7 @@ call. This keeps the forward and the backward pass of an operation on the same i
 >>> import jax.numpy as jnp
 >>> x = jnp.ones((1, 2, 8, 4))
 >>> explain(flash_attention, x, x, x, platform="tpu").chosen
-'xla'
+'pallas_tpu'
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The public attention function; its mathematics is in reference.py, its speed in native.py, cpu.py and xla.py."""
+"""The public attention function; its mathematics is in reference.py, its speed in the other files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from capibara.ops.attention import cpu, native, reference, xla
+from capibara.ops.attention import cpu, native, pallas_tpu, reference, xla
 from capibara.ops.attention.problem import AttentionProblem, prepare
 from capibara.ops.explicit import automatic, explicit_sharding
+from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 
 __all__ = ["flash_attention"]
@@ -44,6 +45,12 @@ OP = Op(
             "native", {"forward": native.forward, "backward": native.backward}, ("cpu",), native.check
         ),
         Implementation("cpu", {"forward": cpu.forward, "backward": cpu.backward}, ("cpu",), cpu.check),
+        Implementation(
+            "pallas_tpu",
+            {"forward": pallas_tpu.forward, "backward": pallas_tpu.backward},
+            ("tpu",),
+            pallas_tpu.check,
+        ),
         Implementation("xla", {"forward": xla.forward, "backward": xla.backward}),
         Implementation("reference", {"forward": _reference_forward, "backward": _reference_backward}),
     ],
@@ -122,8 +129,8 @@ def flash_attention(
         bias.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       layout: Order of the axes of all four arrays.
-      implementation: ``"auto"``, ``"native"``, ``"cpu"``, ``"xla"`` or ``"reference"``; see
-        :func:`capibara.ops.explain`.
+      implementation: ``"auto"``, ``"native"``, ``"cpu"``, ``"pallas_tpu"`` (which other platforms interpret,
+        slowly), ``"xla"`` or ``"reference"``; see :func:`capibara.ops.explain`.
 
     Returns:
       The output, in the query's layout and dtype, with the value's last axis. A query that sees no key gets
@@ -157,4 +164,4 @@ def flash_attention(
     problem, arrays = prepare(query, key, value, bias=bias, segment_ids=segment_ids, **options)
     if 0 in (problem.batch, problem.heads, problem.q_len, problem.kv_len):
         return jnp.zeros((*query.shape[:3], problem.value_dim), query.dtype)
-    return _attend(problem, *arrays)
+    return _attend(problem, *alike(arrays, arrays))

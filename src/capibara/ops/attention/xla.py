@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR, AttentionProblem, from_bhsd, to_bhsd
+from capibara.ops.one_device import alike
 
 __all__ = ["backward", "forward"]
 
@@ -173,7 +174,9 @@ def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Arr
             jnp.zeros((*lead, 1), wide),
             jnp.zeros((*lead, problem.value_dim), wide),
         )
-        (best, total, acc), _ = lax.scan(key_block, start, jnp.arange(blocks.key_blocks, dtype=jnp.int32))
+        (best, total, acc), _ = lax.scan(
+            key_block, alike(start, p), jnp.arange(blocks.key_blocks, dtype=jnp.int32)
+        )
         safe = jnp.where(total == 0, 1.0, total)
         return (acc / safe).astype(problem.dtype), (best + jnp.log(safe))[..., 0]
 
@@ -223,7 +226,9 @@ def backward(
             return _when_visible(problem, blocks, i, j, work, carry), None
 
         start = (jnp.zeros(q.shape, wide), *carry)
-        (dq, *carry), _ = lax.scan(key_block, start, jnp.arange(blocks.key_blocks, dtype=jnp.int32))
+        (dq, *carry), _ = lax.scan(
+            key_block, alike(start, p, do), jnp.arange(blocks.key_blocks, dtype=jnp.int32)
+        )
         return tuple(carry), dq
 
     start = (
@@ -231,7 +236,9 @@ def backward(
         jnp.zeros(p.value.shape, wide),
         None if p.bias is None else jnp.zeros(p.bias.shape, wide),
     )
-    (dk, dv, dbias), dq = lax.scan(row_block, start, jnp.arange(blocks.row_blocks, dtype=jnp.int32))
+    (dk, dv, dbias), dq = lax.scan(
+        row_block, alike(start, p, do), jnp.arange(blocks.row_blocks, dtype=jnp.int32)
+    )
     dq = _rows_back(problem, dq) * problem.scale
     grads = [dq, dk[:, :, : problem.kv_len] * problem.scale, dv[:, :, : problem.kv_len]]
     grads = [from_bhsd(x.astype(problem.dtype), problem.layout) for x in grads]

@@ -1,0 +1,414 @@
+"""The TPU kernels of attention, in Pallas: one for the output, one for the query's gradient, one for key and value.
+
+All three see ``query [batch, kv_heads, group, rows, dim]`` and ``key``/``value`` ``[batch, kv_heads, keys, dim]``,
+padded to whole blocks. A grid step multiplies one block of queries with one block of keys; the last grid axes run in
+order on one core and accumulate in its memory (VMEM). Blocks that a causal mask or a window hides altogether are
+neither fetched nor computed, and only blocks that are hidden in part are masked.
+
+One number a row (the log-sum-exp, and in the backward pass ``sum(out · out_grad)``) lies in memory as a row vector
+``[…, 1, rows]``: a column would be padded to 128 lanes. The kernel for key and value works on transposed scores,
+where a row vector is what it needs; the other two transpose it once per block of queries.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
+
+__all__ = ["LANES", "Plan", "key_value_gradients", "output", "query_gradient"]
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is static in the kernels. ``rows``/``keys``: the block sizes; ``kv_len``: keys before padding."""
+
+    rows: int
+    keys: int
+    kv_len: int
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float | None
+    precision: Any
+    dtype: str
+    """Of the results; the operands may be narrower."""
+    interpret: bool
+
+    def key_blocks(self, total: int) -> _Range:
+        """Key blocks that a block of queries sees."""
+        return _Range(self.rows, self.keys, total, self.left, self.right)
+
+    def row_blocks(self, total: int) -> _Range:
+        """Blocks of queries that see a block of keys."""
+        return _Range(self.keys, self.rows, total, self.right, self.left)
+
+    def hides(self, i: Any, j: Any) -> Any:
+        """Whether some pair of row block ``i`` and key block ``j`` is hidden."""
+        hidden = (j + 1) * self.keys > self.kv_len
+        if self.left is not None:
+            hidden |= j * self.keys < (i + 1) * self.rows - 1 - self.left
+        if self.right is not None:
+            hidden |= (j + 1) * self.keys - 1 > i * self.rows + self.right
+        return hidden
+
+    def visible(self, i: Any, j: Any, transposed: bool) -> jax.Array:
+        """Which pairs of row block ``i`` and key block ``j`` see each other."""
+        shape = (self.keys, self.rows) if transposed else (self.rows, self.keys)
+        rows = i * self.rows + lax.broadcasted_iota(jnp.int32, shape, int(transposed))
+        columns = j * self.keys + lax.broadcasted_iota(jnp.int32, shape, 1 - int(transposed))
+        seen = columns < self.kv_len
+        if self.left is not None:
+            seen &= columns >= rows - self.left
+        if self.right is not None:
+            seen &= columns <= rows + self.right
+        return seen
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The blocks of size ``inner`` (``total`` of them) that block ``i`` of size ``outer`` reaches."""
+
+    outer: int
+    inner: int
+    total: int
+    back: int | None
+    ahead: int | None
+
+    @property
+    def steps(self) -> int:
+        """The most blocks that any block reaches."""
+        if self.back is None or self.ahead is None:
+            return self.total
+        span = self.outer + self.back + self.ahead
+        return min(self.total, (span - 1) // self.inner + 2)
+
+    def first(self, i: Any) -> Any:
+        return (
+            0
+            if self.back is None
+            else lax.div(jnp.maximum(i * self.outer - self.back, 0), jnp.int32(self.inner))
+        )
+
+    def last(self, i: Any) -> Any:
+        if self.ahead is None:
+            return self.total - 1
+        return jnp.minimum(
+            lax.div((i + 1) * self.outer - 1 + self.ahead, jnp.int32(self.inner)), self.total - 1
+        )
+
+    def at(self, i: Any, step: Any) -> Any:
+        """The block of this step; past the last one the last again, so that nothing more is fetched."""
+        return jnp.clip(jnp.minimum(self.first(i) + step, self.last(i)), 0, self.total - 1)
+
+    def live(self, i: Any, step: Any) -> Any:
+        return self.first(i) + step <= self.last(i)
+
+
+def _column(row: jax.Array) -> jax.Array:
+    """[1, n] → [n, 1]."""
+    return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))[:, :1]
+
+
+def _row(column: jax.Array) -> jax.Array:
+    """[n, 1] → [1, n]."""
+    return jnp.transpose(jnp.broadcast_to(column, (column.shape[0], LANES)))[:1]
+
+
+def _dot(plan: Plan, a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+    contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
+    return lax.dot_general(a, b, contract, precision=plan.precision, preferred_element_type=jnp.float32)
+
+
+def _bend(plan: Plan, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The scores scaled and soft-capped, and the cap's slope."""
+    scores = scores * plan.scale
+    if plan.softcap is None:
+        return scores, None
+    bent = jnp.tanh(scores * (1.0 / plan.softcap))
+    return plan.softcap * bent, 1.0 - bent * bent
+
+
+def _steps(plan: Plan, i: Any, j: Any, live: Any, always: bool, work: Callable[[bool], None]) -> None:
+    """``work(masked)`` on the block if it is reached at all."""
+    if always:
+        pl.when(live)(lambda: work(True))
+        return
+    hides = plan.hides(i, j)
+    pl.when(live & hides)(lambda: work(True))
+    pl.when(live & jnp.logical_not(hides))(lambda: work(False))
+
+
+def _output_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
+    ids: Sequence[Any] = refs[3:5] if segments else ()
+    query, key, value = refs[:3]
+    out, stat, best, total, acc, *column = refs[3 + len(ids) :]
+    i, step = pl.program_id(3), pl.program_id(4)
+    reach = plan.key_blocks(blocks)
+
+    @pl.when(step == 0)
+    def _start() -> None:
+        best[...] = jnp.full(best.shape, ROW_FLOOR, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+        if segments:
+            column[0][...] = _column(ids[0][...])
+
+    def work(masked: bool) -> None:
+        scores, _ = _bend(plan, _dot(plan, query[...], key[...], transpose_b=True))
+        if masked:
+            seen = plan.visible(i, reach.at(i, step), transposed=False)
+            if segments:
+                seen &= column[0][...] == ids[1][...]
+            scores = scores + jnp.where(seen, 0.0, HIDDEN)
+        before = best[...]
+        new = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp(scores - new)
+        shrink = jnp.exp(before - new)
+        best[...] = new
+        total[...] = total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        acc[...] = acc[...] * shrink + _dot(plan, weights.astype(value.dtype), value[...])
+
+    _steps(plan, i, reach.at(i, step), reach.live(i, step), segments, work)
+
+    @pl.when(step == pl.num_programs(4) - 1)
+    def _finish() -> None:
+        whole = jnp.where(total[...] == 0, 1.0, total[...])
+        out[...] = (acc[...] / whole).astype(out.dtype)
+        stat[...] = _row(best[...] + jnp.log(whole))
+
+
+def _query_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
+    ids: Sequence[Any] = refs[6:8] if segments else ()
+    query, key, value, out_grad, stat, delta = refs[:6]
+    grad, acc, stat_column, delta_column, *column = refs[6 + len(ids) :]
+    i, step = pl.program_id(3), pl.program_id(4)
+    reach = plan.key_blocks(blocks)
+
+    @pl.when(step == 0)
+    def _start() -> None:
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+        stat_column[...] = _column(stat[...])
+        delta_column[...] = _column(delta[...])
+        if segments:
+            column[0][...] = _column(ids[0][...])
+
+    def work(masked: bool) -> None:
+        scores, slope = _bend(plan, _dot(plan, query[...], key[...], transpose_b=True))
+        if masked:
+            seen = plan.visible(i, reach.at(i, step), transposed=False)
+            if segments:
+                seen &= column[0][...] == ids[1][...]
+            scores = scores + jnp.where(seen, 0.0, HIDDEN)
+        weights = jnp.exp(scores - stat_column[...])
+        change = weights * (_dot(plan, out_grad[...], value[...], transpose_b=True) - delta_column[...])
+        if slope is not None:
+            change = change * slope
+        acc[...] += _dot(plan, change.astype(key.dtype), key[...])
+
+    _steps(plan, i, reach.at(i, step), reach.live(i, step), segments, work)
+
+    @pl.when(step == pl.num_programs(4) - 1)
+    def _finish() -> None:
+        grad[...] = (acc[...] * plan.scale).astype(grad.dtype)
+
+
+def _key_value_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
+    ids: Sequence[Any] = refs[6:8] if segments else ()
+    query, key, value, out_grad, stat, delta = refs[:6]
+    key_grad, value_grad, key_acc, value_acc, *column = refs[6 + len(ids) :]
+    j, head, step = pl.program_id(2), pl.program_id(3), pl.program_id(4)
+    reach = plan.row_blocks(blocks)
+
+    @pl.when((head == 0) & (step == 0))
+    def _start() -> None:
+        key_acc[...] = jnp.zeros(key_acc.shape, jnp.float32)
+        value_acc[...] = jnp.zeros(value_acc.shape, jnp.float32)
+        if segments:
+            column[0][...] = _column(ids[1][...])
+
+    def work(masked: bool) -> None:
+        scores, slope = _bend(plan, _dot(plan, key[...], query[...], transpose_b=True))
+        if masked:
+            seen = plan.visible(reach.at(j, step), j, transposed=True)
+            if segments:
+                seen &= column[0][...] == ids[0][...]
+            scores = scores + jnp.where(seen, 0.0, HIDDEN)
+        weights = jnp.exp(scores - stat[...])
+        change = weights * (_dot(plan, value[...], out_grad[...], transpose_b=True) - delta[...])
+        if slope is not None:
+            change = change * slope
+        value_acc[...] += _dot(plan, weights.astype(out_grad.dtype), out_grad[...])
+        key_acc[...] += _dot(plan, change.astype(query.dtype), query[...])
+
+    _steps(plan, reach.at(j, step), j, reach.live(j, step), segments, work)
+
+    @pl.when((head == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1))
+    def _finish() -> None:
+        key_grad[...] = (key_acc[...] * plan.scale).astype(key_grad.dtype)
+        value_grad[...] = value_acc[...].astype(value_grad.dtype)
+
+
+def _results(arrays: tuple[Any, ...], *shapes: tuple[tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of results; inside ``shard_map`` they vary over every mesh axis that an operand varies over."""
+    kinds = [kind for x in arrays if (kind := getattr(jax.typeof(x), "mat", None)) is not None]
+    varying = frozenset().union(*(kind.varying for kind in kinds))
+    more: dict[str, Any] = (
+        {"manual_axis_type": jax.sharding.ManualAxisType(varying=varying)} if varying else {}
+    )
+    return [jax.ShapeDtypeStruct(shape, dtype, **more) for shape, dtype in shapes]
+
+
+def _call(
+    kernel: Callable[..., None], plan: Plan, grid: tuple[int, ...], ordered: int, **options: Any
+) -> Any:
+    kinds: Any = ("parallel",) * (len(grid) - ordered) + ("arbitrary",) * ordered
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=kinds),
+        interpret=plan.interpret,
+        name=f"capibara_attention{kernel.func.__name__.removesuffix('_kernel')}",  # pyright: ignore[reportFunctionMemberAccess]
+        **options,
+    )
+
+
+def _sizes(plan: Plan, query: jax.Array, value: jax.Array) -> tuple[Any, ...]:
+    batch, heads, group, length, dim = query.shape
+    return batch, heads, group, length // plan.rows, value.shape[2] // plan.keys, dim, value.shape[3]
+
+
+def _vmem(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return pltpu.VMEM(shape, dtype)
+
+
+def output(plan: Plan, query: Any, key: Any, value: Any, *ids: Any) -> tuple[jax.Array, jax.Array]:
+    """The output, like the query, and the rows' log-sum-exp ``[batch, kv_heads, group, 1, rows]``."""
+    batch, heads, group, row_blocks, key_blocks, dim, value_dim = _sizes(plan, query, value)
+    reach = plan.key_blocks(key_blocks)
+
+    def of_rows(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, plan.rows, last), lambda b, h, g, i, s: (b, h, g, i, 0))
+
+    def of_keys(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, plan.keys, last), lambda b, h, g, i, s: (b, h, reach.at(i, s), 0))
+
+    stat = pl.BlockSpec((None, None, None, 1, plan.rows), lambda b, h, g, i, s: (b, h, g, 0, i))
+    ids_specs = [
+        pl.BlockSpec((None, 1, plan.rows), lambda b, h, g, i, s: (b, 0, i)),
+        pl.BlockSpec((None, 1, plan.keys), lambda b, h, g, i, s: (b, 0, reach.at(i, s))),
+    ]
+    scratch = [_vmem(plan.rows, 1), _vmem(plan.rows, 1), _vmem(plan.rows, value_dim)]
+    if ids:
+        scratch.append(_vmem(plan.rows, 1, dtype=jnp.int32))
+    return _call(
+        functools.partial(_output_kernel, plan, key_blocks, bool(ids)),
+        plan,
+        (batch, heads, group, row_blocks, reach.steps),
+        1,
+        in_specs=[of_rows(dim), of_keys(dim), of_keys(value_dim), *(ids_specs if ids else [])],
+        out_specs=[of_rows(value_dim), stat],
+        out_shape=_results(
+            (query, key, value, *ids),
+            ((*query.shape[:4], value_dim), plan.dtype),
+            ((*query.shape[:3], 1, query.shape[3]), jnp.float32),
+        ),
+        scratch_shapes=scratch,
+    )(query, key, value, *ids)
+
+
+def query_gradient(
+    plan: Plan, query: Any, key: Any, value: Any, out_grad: Any, stat: Any, delta: Any, *ids: Any
+) -> jax.Array:
+    """The gradient of the query."""
+    batch, heads, group, row_blocks, key_blocks, dim, value_dim = _sizes(plan, query, value)
+    reach = plan.key_blocks(key_blocks)
+
+    def of_rows(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, plan.rows, last), lambda b, h, g, i, s: (b, h, g, i, 0))
+
+    def of_keys(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, plan.keys, last), lambda b, h, g, i, s: (b, h, reach.at(i, s), 0))
+
+    row = pl.BlockSpec((None, None, None, 1, plan.rows), lambda b, h, g, i, s: (b, h, g, 0, i))
+    ids_specs = [
+        pl.BlockSpec((None, 1, plan.rows), lambda b, h, g, i, s: (b, 0, i)),
+        pl.BlockSpec((None, 1, plan.keys), lambda b, h, g, i, s: (b, 0, reach.at(i, s))),
+    ]
+    scratch = [_vmem(plan.rows, dim), _vmem(plan.rows, 1), _vmem(plan.rows, 1)]
+    if ids:
+        scratch.append(_vmem(plan.rows, 1, dtype=jnp.int32))
+    return _call(
+        functools.partial(_query_kernel, plan, key_blocks, bool(ids)),
+        plan,
+        (batch, heads, group, row_blocks, reach.steps),
+        1,
+        in_specs=[
+            of_rows(dim),
+            of_keys(dim),
+            of_keys(value_dim),
+            of_rows(value_dim),
+            row,
+            row,
+            *(ids_specs if ids else []),
+        ],
+        out_specs=of_rows(dim),
+        out_shape=_results((query, key, value, out_grad, *ids), (query.shape, plan.dtype))[0],
+        scratch_shapes=scratch,
+    )(query, key, value, out_grad, stat, delta, *ids)
+
+
+def key_value_gradients(
+    plan: Plan, query: Any, key: Any, value: Any, out_grad: Any, stat: Any, delta: Any, *ids: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of key and value, summed over the group of query heads that read them."""
+    batch, heads, group, row_blocks, key_blocks, dim, value_dim = _sizes(plan, query, value)
+    reach = plan.row_blocks(row_blocks)
+
+    def of_rows(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, None, plan.rows, last), lambda b, h, j, g, s: (b, h, g, reach.at(j, s), 0)
+        )
+
+    def of_keys(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, plan.keys, last), lambda b, h, j, g, s: (b, h, j, 0))
+
+    row = pl.BlockSpec((None, None, None, 1, plan.rows), lambda b, h, j, g, s: (b, h, g, 0, reach.at(j, s)))
+    ids_specs = [
+        pl.BlockSpec((None, 1, plan.rows), lambda b, h, j, g, s: (b, 0, reach.at(j, s))),
+        pl.BlockSpec((None, 1, plan.keys), lambda b, h, j, g, s: (b, 0, j)),
+    ]
+    scratch = [_vmem(plan.keys, dim), _vmem(plan.keys, value_dim)]
+    if ids:
+        scratch.append(_vmem(plan.keys, 1, dtype=jnp.int32))
+    return _call(
+        functools.partial(_key_value_kernel, plan, row_blocks, bool(ids)),
+        plan,
+        (batch, heads, key_blocks, group, reach.steps),
+        2,
+        in_specs=[
+            of_rows(dim),
+            of_keys(dim),
+            of_keys(value_dim),
+            of_rows(value_dim),
+            row,
+            row,
+            *(ids_specs if ids else []),
+        ],
+        out_specs=[of_keys(dim), of_keys(value_dim)],
+        out_shape=_results(
+            (query, key, value, out_grad, *ids), (key.shape, plan.dtype), (value.shape, plan.dtype)
+        ),
+        scratch_shapes=scratch,
+    )(query, key, value, out_grad, stat, delta, *ids)

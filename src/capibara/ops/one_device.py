@@ -1,0 +1,93 @@
+"""Kernels that XLA's partitioner cannot split.
+
+A Mosaic kernel in a program for several devices is an error unless it stands inside ``jax.shard_map``. Whether it will
+is known only when the program is lowered. :func:`on_one_device` therefore carries two forms of the same mathematics:
+the kernel, lowered where each device has its own arrays (a program for one device, or the inside of ``shard_map``), and
+one made of XLA operations, lowered where the arrays lie over several devices and XLA has to split the work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+__all__ = ["alike", "on_one_device"]
+
+_primitive = Primitive("capibara_on_one_device")
+_primitive.multiple_results = True
+
+
+def on_one_device(kernel: Callable[..., Any], otherwise: Callable[..., Any], *arrays: Any) -> Any:
+    """``kernel(*arrays)`` where each device has its own arrays, ``otherwise(*arrays)`` where XLA has to split them.
+
+    Works under ``jit`` and ``vmap``; for gradients wrap it in ``jax.custom_vjp``.
+
+    Args:
+      kernel, otherwise: two forms of one function of arrays, with results of the same shapes and dtypes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes:  # inside shard_map
+        whole = set(mesh.manual_axes) == set(mesh.axis_names)
+        return (kernel if whole else otherwise)(*arrays)
+    jaxpr, shape = jax.make_jaxpr(kernel, return_shape=True)(*arrays)
+    out = _primitive.bind(*arrays, kernel=jaxpr, otherwise=_Flat(otherwise))
+    return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+
+def alike(tree: Any, *arrays: Any) -> Any:
+    """``tree``, inside ``jax.shard_map`` varying over every mesh axis that any of ``arrays`` varies over.
+
+    There the type of an array says over which axes it varies; what a loop carries must not change its type, and what
+    differs between devices must have a gradient that does. Elsewhere it is ``tree`` itself.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return tree
+    never = jnp.zeros((), bool)
+    for x in jax.tree.leaves(arrays):
+        never = never | (jnp.zeros((), bool) & (x[(0,) * x.ndim] == 0))
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros((), x.dtype), x), tree)
+
+
+class _Flat:
+    """A function whose results are a list."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        return jax.tree.leaves(self.function(*arrays))
+
+
+@_primitive.def_impl
+def _run(*arrays: Any, **params: Any) -> Any:
+    return jax.jit(functools.partial(_primitive.bind, **params))(*arrays)
+
+
+@_primitive.def_abstract_eval
+def _shapes(*_: Any, kernel: ClosedJaxpr, otherwise: _Flat) -> Any:
+    return kernel.out_avals
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *values: Any, kernel: ClosedJaxpr, otherwise: _Flat) -> Any:
+    context = ctx.module_context.axis_context
+    # A ShardingContext counts the devices of the program; the other contexts are those of manual mesh axes.
+    several = getattr(context, "num_devices", 1) != 1
+    chosen = otherwise if several else jaxpr_as_fun(kernel)
+    return mlir.lower_fun(chosen, multiple_results=True)(ctx, *values)
+
+
+mlir.register_lowering(_primitive, _lower)
+
+
+def _map(arrays: Any, axes: Any, *, kernel: ClosedJaxpr, otherwise: _Flat) -> Any:
+    out = on_one_device(*(jax.vmap(form, tuple(axes)) for form in (jaxpr_as_fun(kernel), otherwise)), *arrays)
+    return out, [0] * len(out)
+
+
+batching.primitive_batchers[_primitive] = _map

@@ -1,0 +1,131 @@
+"""flash_attention compiled ahead of time for TPUs: what `explain` says is in the program, and memory is linear."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from tpu_compiler import environment, needs_libtpu
+
+pytestmark = needs_libtpu
+
+KINDS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+
+SCRIPT = r"""
+import json, re, sys
+import jax, jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from capibara.ops import explain
+from capibara.ops.attention import flash_attention
+
+kind = sys.argv[1]
+more = {"chip_config_name": "megacore"} if kind.startswith("v4") else {}
+devices = topologies.get_topology_desc(platform="tpu", topology_name=kind, **more).devices
+one = SingleDeviceSharding(devices[0])
+out = {}
+
+
+def calls(text):
+    return sorted(set(re.findall(r"capibara_attention_(output|query|key_value)", text)))
+
+
+def measure(name, shapes, dtype, ids=None, bias=None, **options):
+    def loss(q, k, v, ids, bias):
+        y = flash_attention(q, k, v, segment_ids=ids, bias=bias, **options)
+        return jnp.sum(y.astype(jnp.float32))
+
+    given = [jax.ShapeDtypeStruct(s, dtype, sharding=one) for s in shapes]
+    given.append(None if ids is None else jax.ShapeDtypeStruct(ids, jnp.int32, sharding=one))
+    given.append(None if bias is None else jax.ShapeDtypeStruct(bias, dtype, sharding=one))
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    answer = explain(flash_attention, *given[:3], segment_ids=given[3], bias=given[4], platform="tpu", **options)
+    out[name] = {
+        "explain": answer.chosen, "calls": calls(text), "temp": memory.temp_size_in_bytes,
+        "arguments": memory.argument_size_in_bytes,
+    }
+
+
+whole = (1, 16, 32768, 128)
+measure("long", [whole] * 3, jnp.bfloat16, use_causal_mask=True)
+heads = [(1, 4, 1000, 64), (1, 2, 700, 64), (1, 2, 700, 80)]
+measure("everything", heads, jnp.float32, window=300, softcap=30.0)
+measure("segments", [(2, 2, 300, 5)] * 3, jnp.float32, ids=(2, 300), precision="highest", layout="bhsd")
+measure("wide", [(1, 2, 2048, 256)] * 3, jnp.float32, precision="bfloat16")
+out["vmap"] = {"calls": calls(jax.jit(jax.vmap(flash_attention, (0, None, None))).lower(
+    *(jax.ShapeDtypeStruct(s, jnp.float32, sharding=one) for s in [(3, 2, 1, 200, 8)] + [(2, 1, 200, 8)] * 2)
+).compile().as_text())}
+measure("bias", [(1, 2, 256, 64)] * 3, jnp.float32, bias=(1, 2, 256, 256))
+if kind.startswith("v4"):
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
+    laid = NamedSharding(mesh, P("data", "model"))
+    q, k = (jax.ShapeDtypeStruct((4, heads, 512, 64), jnp.bfloat16, sharding=laid) for heads in (4, 2))
+
+    def loss(q, k, v):
+        return jnp.sum(flash_attention(q, k, v, use_causal_mask=True).astype(jnp.float32))
+
+    def local(q, k, v):
+        return jax.lax.psum(loss(q, k, v), ("data", "model"))
+
+    apart = jax.shard_map(local, mesh=mesh, in_specs=P("data", "model"), out_specs=P())
+    for name, f in (("mesh", loss), ("shard_map", apart)):
+        compiled = jax.jit(jax.grad(f, (0, 1, 2))).lower(q, k, k).compile()
+        out[name] = {
+            "calls": calls(compiled.as_text()),
+            "all-gather": compiled.as_text().count("all-gather("),
+            "gradients": [str(s.spec) for s in compiled.output_shardings],
+        }
+print(json.dumps(out))
+"""
+
+FORWARD_AND_BACKWARD = ["key_value", "output", "query"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, request.param],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_the_kernels_are_in_the_program_where_explain_says_so(found):
+    for name, row in found.items():
+        if "explain" not in row:
+            continue
+        kernels = row["explain"] == "pallas_tpu"
+        assert kernels == (name != "bias"), name
+        assert row["calls"] == (FORWARD_AND_BACKWARD if kernels else []), name
+
+
+def test_vmap_keeps_the_kernel(found):
+    assert found["vmap"]["calls"] == ["output"]
+
+
+def test_memory_is_linear_in_the_sequence(found):
+    # All scores of one head would be 4 GiB. Three operands in bfloat16 are 384 MiB; the gradient keeps as much for
+    # the output and its gradient, and two numbers a row.
+    row = found["long"]
+    assert row["arguments"] == 3 * 16 * 32768 * 128 * 2
+    assert row["temp"] <= row["arguments"]
+
+
+def test_on_a_mesh_the_kernels_run_inside_shard_map_and_xla_splits_its_own_form_outside(found):
+    if "mesh" not in found:
+        pytest.skip("compiled for one kind of chip only")
+    assert found["mesh"]["calls"] == []
+    assert found["shard_map"]["calls"] == FORWARD_AND_BACKWARD
+    for name in ("mesh", "shard_map"):
+        assert found[name]["all-gather"] == 0
+        assert all("'data'" in s and "'model'" in s for s in found[name]["gradients"])

@@ -1,0 +1,225 @@
+"""The TPU kernels of attention, interpreted: against the definition, gradients, transformations, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import make, oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capibara.ops import NoImplementationError, explain
+from capibara.ops.attention import flash_attention, pallas_tpu
+from capibara.ops.attention.pallas_tpu_kernels import Plan
+from capibara.ops.attention.problem import prepare
+from capibara.ops.attention.specs import SPECS, AttentionSpec
+
+FAST: Any = {"xla_backend_optimization_level": 0}
+CAUSAL = {"use_causal_mask": True}
+
+# The shared specs fit into one block of 128; these have several, some of them hidden.
+BLOCKS = (
+    AttentionSpec("grouped", 1, 4, 300, 8, 2, options={**CAUSAL, "block_size": 128}),
+    AttentionSpec("longer keys", 1, 1, 130, 8, kv_len=390, options={**CAUSAL, "block_size": 128}),
+    AttentionSpec("window", 1, 2, 520, 8, 1, options={**CAUSAL, "block_size": 128, "window": 70}),
+    AttentionSpec("both ways", 1, 1, 390, 8, kv_len=270, options={"block_size": 128, "window": (3, 200)}),
+    AttentionSpec(
+        "segments", 2, 2, 270, 8, 1, value_dim=12, segments=True, options={**CAUSAL, "softcap": 3.0}
+    ),
+)
+SMALL = tuple(s for s in SPECS if "odd" in s.tags or s.name in ("one key head", "bshd", "other value size"))
+
+
+def run(arrays: dict[str, Any], options: dict[str, Any], implementation: str = "pallas_tpu") -> jax.Array:
+    return flash_attention(**arrays, **options, implementation=implementation)
+
+
+def narrow(arrays: dict[str, np.ndarray], dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+
+
+@pytest.mark.parametrize("spec", [*BLOCKS, *SMALL], ids=lambda s: s.name)
+def test_value_is_the_definition_and_gradient_that_of_the_reference(spec):
+    arrays, options = make(spec)
+
+    def value_and_gradient(implementation: str, a: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        out, pull = jax.vjp(lambda a: run(a, options, implementation), a)
+        return out, pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))[0]
+
+    names = ("pallas_tpu", "reference")
+    found = jax.jit(lambda a: [value_and_gradient(n, a) for n in names], compiler_options=FAST)(
+        narrow(arrays)
+    )
+    np.testing.assert_allclose(found[0][0], oracle(arrays, options), rtol=2e-5, atol=2e-5)
+    for name in arrays:
+        np.testing.assert_allclose(found[0][1][name], found[1][1][name], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def test_bfloat16_is_rounded_once_not_accumulated():
+    arrays, options = make(AttentionSpec("", 1, 1, 200, 16, options=CAUSAL))
+    halves = narrow(arrays, jnp.bfloat16)
+    got, pull = jax.vjp(lambda a: run(a, options), halves)
+    assert got.dtype == jnp.bfloat16
+    assert {x.dtype for x in pull(got)[0].values()} == {jnp.dtype(jnp.bfloat16)}
+    want = oracle({n: np.asarray(x, np.float64) for n, x in halves.items()}, options)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2e-2, atol=1e-2)
+
+
+def test_precision_bfloat16_rounds_float32_operands_and_keeps_the_dtype():
+    arrays, options = make(AttentionSpec("", 1, 1, 9, 8))
+    rounded = {n: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for n, x in arrays.items()}
+    out, pull = jax.vjp(lambda a: run(a, {**options, "precision": "bfloat16"}), narrow(arrays))
+    assert out.dtype == jnp.float32
+    assert {x.dtype for x in pull(out)[0].values()} == {jnp.dtype(jnp.float32)}
+    assert np.abs(out - oracle(arrays, options)).max() > 1e-4
+    np.testing.assert_allclose(out, oracle(rounded, options), atol=1e-2)
+
+
+def test_nan_and_infinity_stay_in_the_rows_that_see_them():
+    arrays, options = make(AttentionSpec("", 1, 1, 12, 4, options=CAUSAL))
+    arrays["value"][0, 0, 5, 1] = np.nan
+    arrays["query"][0, 0, 2] = np.nan
+    arrays["key"][0, 0, 9, 0] = np.inf
+    got, want = (run(narrow(arrays), options, n) for n in ("pallas_tpu", "reference"))
+    assert np.isnan(np.asarray(want)).any()
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_query_without_keys_gets_zeros_and_no_gradient():
+    arrays, options = make(AttentionSpec("", 1, 1, 12, 4, kv_len=4, options={"window": 3}))
+    out, pull = jax.vjp(lambda a: run(a, options), narrow(arrays))
+    assert not np.any(out[:, :, 8:])
+    gradients = pull(jnp.ones_like(out))[0]
+    assert not np.any(gradients["query"][:, :, 8:])
+    assert all(np.all(np.isfinite(x)) for x in gradients.values())
+
+
+def test_vmap_adds_an_axis():
+    arrays, options = make(AttentionSpec("", 2, 2, 9, 4, 1, segments=True, options=CAUSAL))
+    stacked = {name: jnp.stack([x, -x, 2 * x]) for name, x in narrow(arrays).items()}
+
+    def loss(a: dict[str, jax.Array], implementation: str) -> jax.Array:
+        return jnp.sum(run(a, options, implementation) ** 2)
+
+    got, want = (
+        jax.jit(jax.vmap(jax.value_and_grad(partial(loss, implementation=n))), compiler_options=FAST)(stacked)
+        for n in ("pallas_tpu", "reference")
+    )
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4)
+
+
+def test_second_gradient():
+    arrays, options = make(AttentionSpec("", 1, 1, 4, 3, segments=True, options=CAUSAL))
+
+    def bent(a: dict[str, jax.Array], implementation: str) -> jax.Array:
+        inner = jax.grad(lambda a: jnp.sum(run(a, options, implementation) ** 2))(a)
+        return sum((jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(inner)), jnp.zeros(()))
+
+    found = jax.jit(
+        lambda a: [jax.grad(bent)(a, name) for name in ("pallas_tpu", "reference")], compiler_options=FAST
+    )(narrow(arrays))
+    for name in arrays:
+        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    q_len=st.integers(1, 900),
+    kv_len=st.integers(1, 900),
+    block=st.integers(1, 400),
+    left=st.none() | st.integers(0, 400),
+    right=st.none() | st.integers(0, 400),
+)
+def test_the_grid_reaches_every_visible_pair_once(q_len, kv_len, block, left, right):
+    q, k = (jax.ShapeDtypeStruct((1, 1, n, 4), jnp.float32) for n in (q_len, kv_len))
+    problem, _ = prepare(q, k, k, window=(left, right), block_size=block)
+    plan, rows, keys = pallas_tpu._plan(problem, True)
+    assert isinstance(plan, Plan)
+    row_blocks, key_blocks = rows // plan.rows, keys // plan.keys
+    assert (row_blocks - 1) * plan.rows < q_len <= rows
+    assert (key_blocks - 1) * plan.keys < kv_len <= keys
+    lowest, highest = -1 if left is None else left, -1 if right is None else right
+    for reach, outer, inner, back, ahead in (
+        (plan.key_blocks(key_blocks), plan.rows, plan.keys, lowest, highest),
+        (plan.row_blocks(row_blocks), plan.keys, plan.rows, highest, lowest),
+    ):
+        for i in range(2):
+            visited = [int(reach.at(i, s)) for s in range(reach.steps) if bool(reach.live(i, s))]
+            wanted = [
+                j
+                for j in range(reach.total)
+                if (back < 0 or (j + 1) * inner - 1 >= i * outer - back)
+                and (ahead < 0 or j * inner <= (i + 1) * outer - 1 + ahead)
+            ]
+            assert visited == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"bias": jnp.zeros((1, 1, 8, 8))}, "no bias"),
+        ({"precision": "high"}, "no precision HIGH"),
+        ({"precision": "float16"}, "not float16"),
+        ({"dtype": jnp.float16}, "not float16"),
+        ({"dim": 4096}, "do not fit into"),
+    ],
+)
+def test_what_it_does_not_take_goes_to_xla_with_the_reason(change, reason):
+    change = dict(change)
+    x = jax.ShapeDtypeStruct((1, 1, 8, change.pop("dim", 4)), change.pop("dtype", jnp.float32))
+    found = explain(flash_attention, x, x, x, platform="tpu", **change)
+    assert found.chosen == "xla"
+    assert reason in found.reasons["pallas_tpu"]
+    with pytest.raises(NoImplementationError, match=reason):
+        jax.eval_shape(lambda x: flash_attention(x, x, x, implementation="pallas_tpu", **change), x)
+
+
+SHARDED = r"""
+import json
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from capibara.ops.attention import flash_attention
+
+mesh = Mesh(np.array(jax.devices()).reshape(4, 8), ("data", "model"))
+rng = np.random.default_rng(0)
+# The one key head is not split over "model": its gradient is a sum over those devices.
+q, k = (jnp.asarray(rng.normal(size=(4, heads, 6, 4)), jnp.float32) for heads in (8, 1))
+specs = (P("data", "model"), P("data"), P("data"))
+out = {}
+for name in ("auto", "xla", "pallas_tpu"):
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(flash_attention(q, k, v, use_causal_mask=True, implementation=name)))
+
+    def local(*arrays):
+        return jax.lax.psum(loss(*arrays), ("data", "model"))
+
+    want = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, k + 1)
+    apart = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    got = jax.jit(jax.value_and_grad(apart, (0, 1, 2)))(q, k, k + 1)
+    far = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b) / (1 + jnp.abs(a)))), want, got)
+    out[name] = max(jax.tree.leaves(far))
+print(json.dumps(out))
+"""
+
+
+def test_inside_shard_map():
+    result = subprocess.run(
+        [sys.executable, "-c", SHARDED],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=32"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert max(json.loads(result.stdout).values()) < 1e-5
