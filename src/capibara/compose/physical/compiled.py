@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compose.errors import InputError
 from capibara.compose.logical.model import Model
-from capibara.compose.physical.checks import check_call, check_float64, checked_cotangents, cotangent
-from capibara.compose.physical.explicit import automatic_mesh, is_explicit, refuse_explicit, run_automatic
+from capibara.compose.physical.checks import check_call, check_float64, checked_cotangents
+from capibara.compose.physical.explicit import automatic_mesh, is_explicit, run_automatic
 from capibara.compose.physical.lowering import lower
 from capibara.compose.physical.misfit import explaining
 from capibara.compose.physical.params_file import load_params, save_params
 from capibara.compose.physical.randomness import as_key, check_key
 from capibara.compose.physical.report import summary
-from capibara.compose.physical.sharding import check_devices, constrain, param_shardings
+from capibara.compose.physical.running import direct, whole
+from capibara.compose.physical.sharding import check_devices, constrain
 from capibara.compose.physical.specs import ArraySpec, ModelSpecs, nest, shape_text
 from capibara.compose.physical.starting import (
     fresh,
     on_backend,
     propose_shardings,
-    scope_of,
     with_initialisers,
 )
 from capibara.files import replace_file
@@ -352,7 +352,7 @@ class CompiledModel:
         run = self._jitted.get(mode)
         if run is None:
             self.backend.check_present()
-            run = self._whole(*mode)
+            run = whole(self, *mode)
             if self.jit:
                 import jax
 
@@ -384,38 +384,7 @@ class CompiledModel:
         return getattr(self.backend, "ops_module", "").endswith("jax_ops")
 
     def _direct(self) -> tuple[Any, Any]:
-        """Jitted functions for calls without state and randomness, or None where those need more around them.
-
-        They check their arguments while they are traced: JAX traces again for every new structure, shape or dtype,
-        so that what was seen before is not looked at twice, and a call costs what a call of ``jax.jit`` costs.
-        """
-        backend = self.backend
-        # With float64, tracing from outside without it has to be seen before the scope is entered.
-        if not self._in_jax or not self.jit or self.states or backend.needs_x64:
-            return None, None
-        if backend.lowers_only:
-            return None, None
-        import jax
-
-        def forward(params: Any, inputs: Any) -> Any:
-            refuse_explicit(params, inputs)
-            self._check(params, inputs, None, None)
-            return self._run(params, inputs, {}, None, False)[0]
-
-        def backward(params: Any, inputs: Any, cotangents: Any) -> Any:
-            refuse_explicit(params, inputs, cotangents)
-            self._check(params, inputs, None, None)
-            given = checked_cotangents(cotangents, self.outputs)
-            outputs, pull = jax.vjp(lambda p: self._run(p, inputs, {}, None, False)[0], params)
-            gradients = pull({k: cotangent(k, v, given.get(k)) for k, v in outputs.items()})[0]
-            return outputs, self._as_parameters(gradients)
-
-        discrete = any(spec.dtype in ("int32", "bool") for spec in self.outputs.values())
-        functions = [jax.jit(forward), None if self.inference or discrete else jax.jit(backward)]
-        scope = scope_of(backend)
-        if scope is not None:
-            functions = [f and _within(scope, f) for f in functions]
-        return functions[0], functions[1]
+        return direct(self)
 
     def _run(self, params: Any, inputs: Any, *more: Any) -> Any:
         with explaining(self.model, inputs):
@@ -437,32 +406,6 @@ class CompiledModel:
             raise InputError(
                 "train=True: the model was compiled with inference=True and cannot be trained; compile it without"
             )
-
-    def _whole(self, with_gradients: bool, train: bool) -> Any:
-        """The function of (parameters, inputs, state, key, cotangents) that :meth:`evaluate` calls."""
-        import jax
-
-        def run(params: Any, inputs: Any, state: Any, key: Any, cotangents: Any) -> Any:
-            if not with_gradients:
-                outputs, after = self._run(params, inputs, state, key, train)
-                return outputs, after, None
-            outputs, pull, after = jax.vjp(
-                lambda p: self._run(p, inputs, state, key, train), params, has_aux=True
-            )
-            given = {k: cotangent(k, v, cotangents.get(k)) for k, v in outputs.items()}
-            return outputs, after, self._as_parameters(pull(given)[0])
-
-        return run
-
-    def _as_parameters(self, gradients: Any) -> Any:
-        """Gradients laid over the backend's mesh as their parameters are."""
-        mesh = automatic_mesh(self.backend.mesh)
-        if mesh is None:
-            return gradients
-        import jax
-
-        shardings = param_shardings(gradients, self.param_axes, mesh, self.backend.rules)
-        return jax.lax.with_sharding_constraint(gradients, shardings)
 
     def _check(self, params: Any, inputs: Any, state: Any, key: Any) -> None:
         check_call(
@@ -493,14 +436,6 @@ class CompiledModel:
             f"{k}: {shape_text(s.shape) if s.shape is not None else '?'}" for k, s in self.outputs.items()
         )
         return f"CompiledModel(({ins}) -> ({outs}), {len(self.params)} parameters, {self.backend!r})"
-
-
-def _within(scope: Any, function: Any) -> Any:
-    def run(*args: Any) -> Any:
-        with scope():
-            return function(*args)
-
-    return run
 
 
 def _builtin_compile(source: str, filename: str, mode: str) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compose.errors import CompileError, InputError
 from capibara.compose.physical.explicit import automatic_mesh
+from capibara.compose.physical.running import whole
 from capibara.compose.physical.specs import ArraySpec, nest
 from capibara.compose.physical.starting import check_sizes
 from capibara.errors import did_you_mean
@@ -65,14 +66,14 @@ def lower(
             if key not in given:
                 given[key] = abstract(spec, f"the input {key}", "activations")
         key = jax.eval_shape(lambda: jax.random.key(0)) if train else None
-        forward = compiled._whole(False, train)
+        forward = whole(compiled, False, train)
         compiled._check(params, given, state, key)
         cotangents = None
         if gradients:
             outputs = jax.eval_shape(forward, params, given, state, key, None)[0]
             floats = {k: v for k, v in outputs.items() if jax.numpy.issubdtype(v.dtype, jax.numpy.floating)}
             cotangents = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in floats.items()}
-        traced = jax.jit(compiled._whole(gradients, train)).trace(params, given, state, key, cotangents)
+        traced = jax.jit(whole(compiled, gradients, train)).trace(params, given, state, key, cotangents)
         if backend.lowers_only:
             return traced.lower(lowering_platforms=(backend.platform,))
         if isinstance(mesh, jax.sharding.AbstractMesh):
