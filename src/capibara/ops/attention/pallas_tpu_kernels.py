@@ -13,7 +13,7 @@ where a row vector is what it needs; the other two transpose it once per block o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ def _steps(plan: Plan, i: Any, j: Any, live: Any, always: bool, work: Callable[[
 
 
 def _output_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
-    ids: Sequence[Any] = refs[3:5] if segments else ()
+    ids: Any = refs[3:5] if segments else ()
     query, key, value = refs[:3]
     out, stat, best, total, acc, *column = refs[3 + len(ids) :]
     i, step = pl.program_id(3), pl.program_id(4)
@@ -190,7 +190,7 @@ def _output_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
 
 
 def _query_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
-    ids: Sequence[Any] = refs[6:8] if segments else ()
+    ids: Any = refs[6:8] if segments else ()
     query, key, value, out_grad, stat, delta = refs[:6]
     grad, acc, stat_column, delta_column, *column = refs[6 + len(ids) :]
     i, step = pl.program_id(3), pl.program_id(4)
@@ -225,7 +225,7 @@ def _query_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
 
 
 def _key_value_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
-    ids: Sequence[Any] = refs[6:8] if segments else ()
+    ids: Any = refs[6:8] if segments else ()
     query, key, value, out_grad, stat, delta = refs[:6]
     key_grad, value_grad, key_acc, value_acc, *column = refs[6 + len(ids) :]
     j, head, step = pl.program_id(2), pl.program_id(3), pl.program_id(4)

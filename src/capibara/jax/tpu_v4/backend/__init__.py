@@ -1,0 +1,7 @@
+"""The operations at their documented names: thin faces of ``capibara.ops``."""
+
+from __future__ import annotations
+
+from capibara.jax.tpu_v4.backend.attention import TpuV4AttentionOps
+
+__all__ = ["TpuV4AttentionOps"]

@@ -1,0 +1,138 @@
+"""A whole attention layer as one function: query, key and value by one product, attention, the output's product."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.ops.attention.api import flash_attention
+from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+
+__all__ = ["fused_multihead_attention", "multihead_attention_params"]
+
+
+def _shapes(embed: int, heads: int, use_bias: bool) -> dict[str, tuple[int, ...]]:
+    dim = embed // heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "qkv_kernel": (embed, 3, heads, dim),
+        "out_kernel": (heads, dim, embed),
+    }
+    if use_bias:
+        shapes |= {"qkv_bias": (3, heads, dim), "out_bias": (embed,)}
+    return shapes
+
+
+def _check_heads(embed: int, num_heads: Any) -> int:
+    if isinstance(num_heads, bool) or not isinstance(num_heads, numbers.Integral):
+        raise OpTypeError(f"fused_multihead_attention: num_heads must be an int, got {num_heads!r}")
+    if num_heads < 1 or embed < 1 or embed % num_heads:
+        raise OpValueError(
+            f"fused_multihead_attention: num_heads={num_heads} must divide the last axis of x ({embed})"
+        )
+    return int(num_heads)
+
+
+def multihead_attention_params(
+    key: jax.Array, embed_dim: int, num_heads: int, *, use_bias: bool = True, dtype: Any = jnp.float32
+) -> dict[str, jax.Array]:
+    """Parameters of :func:`fused_multihead_attention`: kernels uniform as by Glorot and Bengio (2010), biases 0.
+
+    Args:
+      key: A key of ``jax.random``.
+      embed_dim: The last axis of ``x``; a multiple of ``num_heads``.
+      num_heads: Heads of ``embed_dim // num_heads`` each.
+      use_bias: Whether there are biases.
+      dtype: Of the parameters.
+    """
+    shapes = _shapes(embed_dim, _check_heads(embed_dim, num_heads), use_bias)
+    bound = math.sqrt(6 / (2 * embed_dim))  # each of the four matrices is [embed_dim, embed_dim]
+    keys = dict(zip(("qkv_kernel", "out_kernel"), jax.random.split(key), strict=True))
+    return {
+        name: jax.random.uniform(keys[name], shape, dtype, -bound, bound)
+        if name in keys
+        else jnp.zeros(shape, dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def fused_multihead_attention(
+    x: jax.Array,
+    num_heads: int,
+    use_bias: bool = True,
+    dropout_rate: float = 0.0,
+    *,
+    params: Mapping[str, jax.Array] | None = None,
+    key: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Multi-head self-attention of ``x``: projections, :func:`flash_attention`, and the output's projection.
+
+    In plain JAX::
+
+        q, k, v = jnp.einsum("bse,ethd->tbshd", x, params["qkv_kernel"]) + params["qkv_bias"][:, None, None]
+        y = flash_attention(q, k, v, layout="bshd", **options)
+        out = dropout(jnp.einsum("bshd,hde->bse", y, params["out_kernel"]) + params["out_bias"])
+
+    Dropout is that of the layer's output (each number is 0 with probability ``dropout_rate``, the others are divided
+    by ``1 - dropout_rate``). Dropping attention weights would need a random number for every pair of positions.
+
+    Args:
+      x: ``[batch, sequence, embed]``, floating point.
+      num_heads: Divides ``embed``.
+      use_bias: Whether the projections have biases.
+      dropout_rate: At least 0, below 1. Without ``key`` nothing is dropped: that is evaluation.
+      params: As :func:`multihead_attention_params` makes them; they are computed with in the dtype of ``x``. ``None``:
+        new ones, made from ``key`` (from ``jax.random.key(0)`` without one), the same in every call.
+      key: A key of ``jax.random`` for dropout.
+      **options: Of :func:`flash_attention`: ``use_causal_mask``, ``window``, ``segment_ids``, ``precision`` …
+
+    Returns:
+      ``[batch, sequence, embed]`` in the dtype of ``x``.
+
+    Raises:
+      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+    """
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise OpTypeError(f"fused_multihead_attention: x must be an array, got {type(x).__name__}")
+    if len(x.shape) != 3:
+        raise OpShapeError(
+            f"fused_multihead_attention: x must be [batch, sequence, embed], got shape {tuple(x.shape)}"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise OpTypeError(f"fused_multihead_attention: x must be floating point, got {x.dtype}")
+    if isinstance(dropout_rate, bool) or not isinstance(dropout_rate, numbers.Real):
+        raise OpTypeError(f"fused_multihead_attention: dropout_rate must be a number, got {dropout_rate!r}")
+    if not 0 <= dropout_rate < 1:
+        raise OpValueError(
+            f"fused_multihead_attention: dropout_rate must be at least 0 and below 1, got {dropout_rate!r}"
+        )
+    if "layout" in options:
+        raise OpValueError("fused_multihead_attention: layout is not an option here; remove it")
+    embed = x.shape[-1]
+    shapes = _shapes(embed, _check_heads(embed, num_heads), use_bias)
+    if params is None:
+        first, key = (jax.random.key(0), None) if key is None else jax.random.split(key)
+        params = multihead_attention_params(first, embed, num_heads, use_bias=use_bias)
+    found = {name: tuple(value.shape) for name, value in params.items()}
+    if found != shapes:
+        raise OpShapeError(
+            f"fused_multihead_attention: params must have the shapes {shapes} (num_heads={num_heads}, "
+            f"use_bias={use_bias}), got {found}. Remedy: multihead_attention_params(key, {embed}, {num_heads})."
+        )
+    own = {name: value.astype(x.dtype) for name, value in params.items()}
+    qkv = jnp.einsum("bse,ethd->tbshd", x, own["qkv_kernel"])
+    if use_bias:
+        qkv = qkv + own["qkv_bias"][:, None, None]
+    y = flash_attention(qkv[0], qkv[1], qkv[2], layout="bshd", **options)
+    out = jnp.einsum("bshd,hde->bse", y, own["out_kernel"])
+    if use_bias:
+        out = out + own["out_bias"]
+    if key is None or dropout_rate == 0:
+        return out
+    kept = jax.random.bernoulli(key, 1 - dropout_rate, out.shape)
+    return jnp.where(kept, out / (1 - dropout_rate), jnp.zeros((), out.dtype))

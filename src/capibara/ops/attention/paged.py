@@ -1,0 +1,310 @@
+"""Attention of new positions against a cache that lies in pages: decoding many sequences of different lengths.
+
+The cache of all sequences is one pool of pages, each with room for ``page_size`` positions. A table says in which
+pages a sequence lies, in order; so a sequence takes only the pages it fills, and two may share those of a common
+beginning (Kwon et al. 2023, arXiv:2309.06180).
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
+from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.one_device import alike
+from capibara.ops.registry import Implementation, Op, public
+
+__all__ = ["paged_attention", "write_pages"]
+
+# About so many cached positions of each sequence are computed at a time.
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class PagedProblem:
+    batch: int
+    new: int
+    heads: int
+    kv_heads: int
+    pages: int
+    page_size: int
+    table: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    dtype: str
+    implementation: str
+
+
+def _check_pages(op: str, key_pages: Any, value_pages: Any, page_table: Any, batch: int) -> None:
+    for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise OpTypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
+        if len(x.shape) != 4 or 0 in x.shape:
+            raise OpShapeError(
+                f"{op}: {name} must be [pages, page_size, kv_heads, dim], none of them 0; got shape {tuple(x.shape)}"
+            )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise OpTypeError(f"{op}: {name} must be floating point, got {x.dtype}")
+    if tuple(key_pages.shape[:3]) != tuple(value_pages.shape[:3]):
+        raise OpShapeError(
+            f"{op}: key_pages {tuple(key_pages.shape)} and value_pages {tuple(value_pages.shape)} must have the same "
+            "pages, page_size and kv_heads"
+        )
+    if not hasattr(page_table, "dtype") or not jnp.issubdtype(page_table.dtype, jnp.integer):
+        kind = getattr(page_table, "dtype", type(page_table).__name__)
+        raise OpTypeError(f"{op}: page_table must be an integer array, got {kind}")
+    if len(page_table.shape) != 2 or page_table.shape[0] != batch:
+        raise OpShapeError(
+            f"{op}: page_table must be [batch, pages of a sequence] with batch {batch}, got shape "
+            f"{tuple(page_table.shape)}"
+        )
+
+
+def _prepare(
+    query: Any,
+    key_pages: Any,
+    value_pages: Any,
+    page_table: Any,
+    lengths: Any,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "auto",
+) -> tuple[PagedProblem, tuple[Any, ...]]:
+    if not hasattr(query, "shape") or not hasattr(query, "dtype"):
+        raise OpTypeError(f"paged_attention: query must be an array, got {type(query).__name__}")
+    if len(query.shape) != 4 or not jnp.issubdtype(query.dtype, jnp.floating):
+        raise OpShapeError(
+            "paged_attention: query must be [batch, new, heads, dim] and floating point, got shape "
+            f"{tuple(query.shape)} and {query.dtype}"
+        )
+    batch, new, heads, dim = query.shape
+    _check_pages("paged_attention", key_pages, value_pages, page_table, batch)
+    if key_pages.shape[3] != dim or heads % key_pages.shape[2]:
+        raise OpShapeError(
+            f"paged_attention: key_pages {tuple(key_pages.shape)} must have the query's dim ({dim}), and a number of "
+            f"heads that divides the query's ({heads})"
+        )
+    if not hasattr(lengths, "dtype") or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        kind = getattr(lengths, "dtype", type(lengths).__name__)
+        raise OpTypeError(f"paged_attention: lengths must be an integer array, got {kind}")
+    if tuple(lengths.shape) != (batch,):
+        raise OpShapeError(f"paged_attention: lengths must have shape ({batch},), got {tuple(lengths.shape)}")
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, numbers.Integral):
+            raise OpTypeError(f"paged_attention: window must be an int or None, got {window!r}")
+        if window < 1:
+            raise OpValueError(f"paged_attention: window must be at least 1, got {window}")
+    if softcap is not None and not softcap > 0:
+        raise OpValueError(f"paged_attention: softcap must be above 0 or None, got {softcap!r}")
+    problem = PagedProblem(
+        batch=batch,
+        new=new,
+        heads=heads,
+        kv_heads=key_pages.shape[2],
+        pages=key_pages.shape[0],
+        page_size=key_pages.shape[1],
+        table=page_table.shape[1],
+        scale=float(scale) if scale is not None else 1.0 / math.sqrt(dim),
+        window=None if window is None else int(window),
+        softcap=None if softcap is None else float(softcap),
+        dtype=str(query.dtype),
+        implementation=implementation,
+    )
+    return problem, (query, key_pages, value_pages, page_table, lengths)
+
+
+def _scores(p: PagedProblem, q: jax.Array, key: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Scores [batch, kv_heads, group, new, slots] against positions ``slots`` of each sequence."""
+    wide = jnp.float64 if p.dtype == "float64" else jnp.float32
+    s = p.scale * jnp.einsum("btkgd,bskd->bkgts", q, key, preferred_element_type=wide)
+    if p.softcap is not None:
+        s = p.softcap * jnp.tanh(s / p.softcap)
+    at = lengths[:, None] - p.new + jnp.arange(p.new, dtype=lengths.dtype)
+    visible = slots <= at[:, :, None]
+    if p.window is not None:
+        visible &= slots > at[:, :, None] - p.window
+    return s + jnp.where(visible, 0.0, HIDDEN).astype(wide)[:, None, None]
+
+
+def _take(p: PagedProblem, pages: jax.Array, table: jax.Array, slots: jax.Array, lengths: jax.Array) -> Any:
+    """Cached rows [batch, slots, kv_heads, dim]; zeros after the end, where a page may hold anything."""
+    rows = jnp.take(pages, table, axis=0, mode="clip").reshape(p.batch, -1, *pages.shape[2:])
+    return jnp.where((slots < lengths[:, None])[:, :, None, None], rows, jnp.zeros((), pages.dtype))
+
+
+def _start(p: PagedProblem, query: jax.Array) -> jax.Array:
+    return query.reshape(p.batch, p.new, p.kv_heads, p.heads // p.kv_heads, -1)
+
+
+def _looped(
+    p: PagedProblem, query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """Some pages of every sequence at a time, as many times as the longest sequence needs."""
+    wide = jnp.float64 if p.dtype == "float64" else jnp.float32
+    together = max(1, min(p.table, BLOCK // p.page_size))
+    table = jnp.pad(table, ((0, 0), (0, -p.table % together)))
+    q = _start(p, query)
+    size = together * p.page_size
+    steps = jnp.clip(-(-jnp.max(lengths) // size), 0, table.shape[1] // together).astype(jnp.int32)
+
+    def step(i: Any, carry: Any) -> Any:
+        best, total, acc = carry
+        some = lax.dynamic_slice_in_dim(table, i * together, together, axis=1)
+        slots = i * size + jnp.arange(size, dtype=jnp.int32)
+        s = _scores(p, q, _take(p, key, some, slots, lengths), slots, lengths)
+        values = _take(p, value, some, slots, lengths)
+        new_best = jnp.maximum(best, jnp.max(s, axis=-1, keepdims=True))
+        weights, shrink = jnp.exp(s - new_best), jnp.exp(best - new_best)
+        more = jnp.einsum(
+            "bkgts,bskd->bkgtd", weights.astype(values.dtype), values, preferred_element_type=wide
+        )
+        return new_best, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), acc * shrink + more
+
+    lead = (p.batch, p.kv_heads, p.heads // p.kv_heads, p.new)
+    carry = (
+        jnp.full((*lead, 1), ROW_FLOOR, wide),
+        jnp.zeros((*lead, 1), wide),
+        jnp.zeros((*lead, value.shape[3]), wide),
+    )
+    _, total, acc = lax.fori_loop(0, steps, step, alike(carry, query, key, value, table, lengths))
+    out = acc / jnp.where(total == 0, 1.0, total)
+    return jnp.moveaxis(out, 3, 1).reshape(p.batch, p.new, p.heads, -1).astype(p.dtype)
+
+
+def _reference(
+    p: PagedProblem, query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """All pages of every sequence at once."""
+    wide = jnp.float64 if p.dtype == "float64" else jnp.float32
+    slots = jnp.arange(p.table * p.page_size, dtype=jnp.int32)
+    s = _scores(p, _start(p, query), _take(p, key, table, slots, lengths), slots, lengths)
+    best = lax.stop_gradient(jnp.maximum(jnp.max(s, axis=-1, keepdims=True), ROW_FLOOR))
+    weights = jnp.exp(s - best)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = (weights / jnp.where(total == 0, 1.0, total)).astype(value.dtype)
+    values = _take(p, value, table, slots, lengths)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights, values, preferred_element_type=wide)
+    return out.reshape(p.batch, p.new, p.heads, -1).astype(p.dtype)
+
+
+OP = Op(
+    "paged_attention",
+    _prepare,
+    [Implementation("xla", {"forward": _looped}), Implementation("reference", {"forward": _reference})],
+)
+
+
+@public(OP)
+def paged_attention(
+    query: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Attention of each sequence's last ``new`` positions against its keys and values, which lie in pages.
+
+    Position ``s`` of sequence ``b`` is row ``s % page_size`` of page ``page_table[b, s // page_size]``. In plain JAX,
+    the pages gathered::
+
+        keys = key_pages[page_table].reshape(batch, -1, kv_heads, dim)     # and values likewise
+        cached_attention(query, keys, values, (lengths - new)[:, None])
+
+    Pages are read some at a time, and only as many as the longest sequence fills; so memory does not grow with the
+    table. That loop has no gradient (``implementation="reference"`` has one).
+
+    Args:
+      query: ``[batch, new, heads, dim]``, floating point: positions ``lengths - new … lengths - 1``, whose own keys
+        and values are in the pages already (see :func:`write_pages`).
+      key_pages: ``[pages, page_size, kv_heads, dim]``; ``kv_heads`` divides ``heads``.
+      value_pages: ``[pages, page_size, kv_heads, value_dim]``.
+      page_table: ``int [batch, pages of a sequence]``; entries past a sequence's end may be anything.
+      lengths: ``int [batch]``: positions of each sequence, the new ones included. Of a length of 0 the output is 0.
+      scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
+      window: A query sees at most this many positions, its own included.
+      softcap: Bends scores by ``softcap · tanh(scores / softcap)``.
+      implementation: ``"auto"``, ``"xla"`` or ``"reference"`` (all pages gathered at once).
+
+    Returns:
+      ``[batch, new, heads, value_dim]`` in the query's dtype; scores and sums are float32 (float64 for float64).
+
+    Raises:
+      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+    """
+    OP.check_name(implementation)
+    problem, arrays = _prepare(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        implementation=implementation,
+    )
+    if 0 in (problem.batch, problem.new, problem.heads, problem.table):
+        return jnp.zeros((*query.shape[:3], value_pages.shape[3]), query.dtype)
+    return OP.run("forward", problem, *arrays)
+
+
+def write_pages(
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The pages with new positions written after the first ``lengths`` ones of each sequence.
+
+    Equivalent: ``key_pages.at[page_table[b, s // page_size], s % page_size].set(key[b, i])`` with
+    ``s = lengths[b] + i``. Under ``jit`` with donated pages it happens in place. Positions past a sequence's table,
+    and pages that are not there (a negative number, say), are not written.
+
+    Args:
+      key_pages, value_pages, page_table: as for :func:`paged_attention`.
+      lengths: ``int [batch]``: positions that each sequence has so far.
+      key, value: ``[batch, new, kv_heads, dim]`` and ``[batch, new, kv_heads, value_dim]``.
+
+    Returns:
+      The new ``(key_pages, value_pages)``.
+
+    Raises:
+      OpShapeError, OpTypeError: an argument does not fit, by name.
+    """
+    batch, new = key.shape[:2]
+    _check_pages("write_pages", key_pages, value_pages, page_table, batch)
+    for name, x, pages in (("key", key, key_pages), ("value", value, value_pages)):
+        if tuple(x.shape) != (batch, new, *pages.shape[2:]):
+            raise OpShapeError(
+                f"write_pages: {name} must have shape {(batch, new, *pages.shape[2:])}, got {tuple(x.shape)}"
+            )
+    if tuple(lengths.shape) != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise OpShapeError(
+            f"write_pages: lengths must be int [{batch}], got {lengths.dtype} {tuple(lengths.shape)}"
+        )
+    pages, page_size = key_pages.shape[:2]
+    at = lengths[:, None] + jnp.arange(new, dtype=lengths.dtype)
+    page = jnp.take_along_axis(page_table, at // page_size, axis=1, mode="fill", fill_value=-1)
+    page = jnp.where(page < 0, pages, page)  # an index past the end is dropped, a negative one would wrap
+    where = (page, at % page_size)
+    return (
+        key_pages.at[where].set(key.astype(key_pages.dtype), mode="drop"),
+        value_pages.at[where].set(value.astype(value_pages.dtype), mode="drop"),
+    )

@@ -1,0 +1,188 @@
+"""paged_attention against the definition on shuffled pages; fused_multihead_attention against NumPy."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.ops import OpShapeError, OpTypeError, OpValueError, explain
+from capibara.ops.attention import (
+    flash_attention,
+    fused_multihead_attention,
+    multihead_attention_params,
+    paged,
+    paged_attention,
+    write_pages,
+)
+
+LENGTHS = np.array([7, 0, 12, 3], np.int32)
+PAGE, TABLE, PAGES = 3, 4, 20
+
+
+def definition(q, keys, values, length, window=None, softcap=None):
+    """One sequence: q [new, heads, dim], keys [length, kv_heads, dim]."""
+    new, heads, dim = q.shape
+    out = np.zeros((new, heads, values.shape[-1]))
+    for t, h in np.ndindex(new, heads):
+        at = length - new + t
+        low = 0 if window is None else max(0, at - window + 1)
+        if at < 0:
+            continue
+        kv = h // (heads // keys.shape[1])
+        s = keys[low : at + 1, kv] @ q[t, h] * dim**-0.5
+        s = s if softcap is None else softcap * np.tanh(s / softcap)
+        w = np.exp(s - s.max())
+        out[t, h] = w / w.sum() @ values[low : at + 1, kv]
+    return out
+
+
+def made(new: int = 2) -> dict[str, Any]:
+    """Sequences in shuffled pages; what no sequence owns is NaN."""
+    rng = np.random.default_rng(0)
+    table = np.full((4, TABLE), -1, np.int32)
+    key, value = np.full((PAGES, PAGE, 2, 5), np.nan), np.full((PAGES, PAGE, 2, 3), np.nan)
+    free = list(rng.permutation(PAGES))
+    whole = []
+    for b, length in enumerate(LENGTHS):
+        k, v = rng.normal(size=(length, 2, 5)), rng.normal(size=(length, 2, 3))
+        whole.append((k, v))
+        for s in range(length):
+            if s % PAGE == 0:
+                table[b, s // PAGE] = free.pop()
+            key[table[b, s // PAGE], s % PAGE], value[table[b, s // PAGE], s % PAGE] = k[s], v[s]
+    return {
+        "query": rng.normal(size=(4, new, 4, 5)),
+        "pages": (key, value),
+        "table": table,
+        "whole": whole,
+    }
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"softcap": 0.5}])
+@pytest.mark.parametrize("block", [1, 6, 256])
+def test_paged_value_is_the_definition(monkeypatch, options, implementation, block):
+    monkeypatch.setattr(paged, "BLOCK", block)
+    case = made()
+    with jax.enable_x64(True):
+        step = jax.jit(partial(paged_attention, **options, implementation=implementation))
+        got = step(*map(jnp.asarray, (case["query"], *case["pages"], case["table"], LENGTHS)))
+    for b, length in enumerate(LENGTHS):
+        keys, values = case["whole"][b]
+        want = definition(case["query"][b], keys, values, length, **options)
+        np.testing.assert_allclose(got[b], want, rtol=1e-10, atol=1e-12)
+
+
+def test_decoding_into_pages_gives_what_the_whole_sequence_gives():
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 11, h, 4)), jnp.float32) for h in (4, 2, 2))
+    want = flash_attention(q, k, v, use_causal_mask=True, layout="bshd")
+    pages = (jnp.zeros((9, 4, 2, 4)), jnp.zeros((9, 4, 2, 4)))
+    table = jnp.asarray([[8, 0, 3], [5, 2, 7]], jnp.int32)
+    lengths = jnp.zeros(2, jnp.int32)
+    step = jax.jit(paged_attention)
+    for start, stop in ((0, 6), (6, 7), (7, 8), (8, 11)):
+        pages = write_pages(*pages, table, lengths, k[:, start:stop], v[:, start:stop])
+        lengths = lengths + (stop - start)
+        got = step(q[:, start:stop], *pages, table, lengths)
+        np.testing.assert_allclose(got, want[:, start:stop], rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_no_page_is_not_written():
+    pages = (jnp.zeros((2, 2, 1, 1)), jnp.zeros((2, 2, 1, 1)))
+    ones = jnp.ones((1, 3, 1, 1))
+    got, _ = write_pages(*pages, jnp.asarray([[1, -1]]), jnp.asarray([1]), ones, ones)
+    np.testing.assert_array_equal(got[..., 0, 0], [[0, 0], [0, 1]])  # the other two would be in page -1
+    past, _ = write_pages(*pages, jnp.asarray([[1]]), jnp.asarray([2]), ones, ones)
+    assert not np.any(past)
+
+
+def test_paged_under_vmap_in_bfloat16_empty_and_explained():
+    case = made(1)
+    key, value = (jnp.nan_to_num(jnp.asarray(x, jnp.bfloat16)) for x in case["pages"])
+    q = jnp.asarray(case["query"], jnp.bfloat16)
+    table, lengths = jnp.asarray(case["table"]), jnp.asarray(LENGTHS)
+    got = jax.vmap(paged_attention, (0, None, None, None, None))(
+        jnp.stack([q, -q]), key, value, table, lengths
+    )
+    assert got.dtype == jnp.bfloat16
+    want = paged_attention(-q, key, value, table, lengths, implementation="reference")
+    np.testing.assert_allclose(np.asarray(got[1], np.float32), np.asarray(want, np.float32), atol=0.03)
+    assert paged_attention(q[:0], key, value, table[:0], lengths[:0]).shape == (0, 1, 4, 3)
+    assert explain(paged_attention, q, key, value, table, lengths, platform="tpu").chosen == "xla"
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "error", "match"),
+    [
+        (0, jnp.zeros((4, 1, 3, 5)), OpShapeError, "divides the query's"),
+        (1, jnp.zeros((3, 3, 2)), OpShapeError, "key_pages must be"),
+        (2, jnp.zeros((2, 3, 2, 3)), OpShapeError, "the same pages"),
+        (3, jnp.zeros((4, 2)), OpTypeError, "page_table must be an integer"),
+        (3, jnp.zeros((3, 2), int), OpShapeError, "page_table must be"),
+        (4, jnp.zeros((3,), int), OpShapeError, "lengths must have shape"),
+    ],
+)
+def test_paged_bad_input(place, change, error, match):
+    call = [
+        jnp.zeros((4, 1, 4, 5)),
+        jnp.zeros((3, 3, 2, 5)),
+        jnp.zeros((3, 3, 2, 3)),
+        jnp.zeros((4, 2), int),
+        jnp.ones(4, int),
+    ]
+    call[place] = change
+    with pytest.raises(error, match=match):
+        paged_attention(*call)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_a_layer_is_its_definition(use_bias):
+    x = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
+    params = multihead_attention_params(jax.random.key(1), 6, 3, use_bias=use_bias)
+    params = {name: p + 0.1 for name, p in params.items()}
+    got = fused_multihead_attention(jnp.asarray(x), 3, use_bias, params=params, use_causal_mask=True)
+    p = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    q, k, v = np.einsum("bse,ethd->tbshd", x, p["qkv_kernel"]) + (
+        p["qkv_bias"][:, None, None] if use_bias else 0
+    )
+    s = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(2) + np.triu(np.full((5, 5), -np.inf), 1)
+    w = np.exp(s - s.max(-1, keepdims=True))
+    w /= w.sum(-1, keepdims=True)
+    want = np.einsum("bhqk,bkhd,hde->bqe", w, v, p["out_kernel"]) + (p["out_bias"] if use_bias else 0)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_needs_a_key_keeps_the_mean_and_is_the_keys():
+    x = jnp.ones((2, 64, 24))
+    params = multihead_attention_params(jax.random.key(1), 24, 12)
+    whole = fused_multihead_attention(x, 12, True, 0.25, params=params)
+    np.testing.assert_array_equal(whole, fused_multihead_attention(x, 12, params=params))
+    dropped = fused_multihead_attention(x, 12, True, 0.25, params=params, key=jax.random.key(2))
+    zero = np.asarray(dropped == 0)
+    assert 0.2 < zero.mean() < 0.3
+    np.testing.assert_allclose(dropped[~zero], whole[~zero] / 0.75, rtol=1e-6)
+    again = fused_multihead_attention(x, 12, True, 0.25, params=params, key=jax.random.key(3))
+    assert np.any((again == 0) != zero)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"num_heads": 5}, OpValueError, "num_heads=5 must divide"),
+        ({"num_heads": 2.0}, OpTypeError, "num_heads must be an int"),
+        ({"dropout_rate": 1.0}, OpValueError, "below 1"),
+        ({"x": jnp.ones((5, 6))}, OpShapeError, "x must be"),
+        ({"x": jnp.ones((1, 5, 6), int)}, OpTypeError, "floating point"),
+        ({"params": {}}, OpShapeError, "multihead_attention_params"),
+        ({"layout": "bhsd"}, OpValueError, "layout"),
+    ],
+)
+def test_layer_bad_input(change, error, match):
+    with pytest.raises(error, match=match):
+        fused_multihead_attention(**{"x": jnp.ones((1, 5, 6)), "num_heads": 3, **change})
