@@ -1,12 +1,12 @@
 """Operations: one public function each, several implementations, one plain oracle.
 
-``capibara.ops.attention``, ``.scan``, ``.conv`` and ``.vq`` hold the functions; :func:`explain` says which
-implementation of one runs for given arguments, and why the others do not.
+Its submodules are the categories and hold the functions; :func:`explain` says which implementation of one runs
+for given arguments, and why the others do not.
 """
 
 from __future__ import annotations
 
-from capibara.ops import attention, conv, scan, vq
+from capibara.ops import attention, collective, conv, scan, vq
 from capibara.ops.errors import NoImplementationError, OpShapeError, OpTypeError, OpValueError
 from capibara.ops.registry import Explanation, explain, list_ops
 
@@ -17,6 +17,7 @@ __all__ = [
     "OpTypeError",
     "OpValueError",
     "attention",
+    "collective",
     "conv",
     "explain",
     "list_ops",
