@@ -62,6 +62,7 @@ TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] =
     "selective_scan": _selective_scan,
     "causal_conv1d": _causal_conv1d,
     "nearest_code": _nearest_code,
+    "tropical_matmul": lambda: ((_array(512, 512), _array(512, 512)), {}),
 }
 
 # The documents' names for capabilities, and the operation that each one speaks of.

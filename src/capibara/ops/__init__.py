@@ -6,7 +6,7 @@ for given arguments, and why the others do not.
 
 from __future__ import annotations
 
-from capibara.ops import attention, collective, conv, scan, vq
+from capibara.ops import attention, collective, conv, scan, tropical, vq
 from capibara.ops.errors import NoImplementationError, OpShapeError, OpTypeError, OpValueError
 from capibara.ops.registry import Explanation, explain, list_ops
 
@@ -22,5 +22,6 @@ __all__ = [
     "explain",
     "list_ops",
     "scan",
+    "tropical",
     "vq",
 ]

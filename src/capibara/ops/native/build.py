@@ -86,11 +86,15 @@ def build(to: Path = LIBRARY) -> Path:
     sets = _SETS.get(platform.machine(), {"baseline": []})
     with tempfile.TemporaryDirectory(prefix="capibara-native-") as folder:
         jobs = [
-            ([*flags, f"-DCAPIBARA_ISA={name}", str(SOURCES / "attention_kernels.cc")], f"attention_{name}.o")
+            ([*flags, f"-DCAPIBARA_ISA={name}", str(SOURCES / f"{kind}_kernels.cc")], f"{kind}_{name}.o")
+            for kind in ("attention", "tropical")
             for name, flags in sets.items()
         ]
         jobs.append(([f'-DCAPIBARA_SOURCES="{source_digest()}"', str(SOURCES / "isa.cc")], "isa.o"))
-        jobs.append((["-isystem", str(headers), str(SOURCES / "attention.cc")], "attention.o"))
+        jobs += [
+            (["-isystem", str(headers), str(SOURCES / f"{kind}.cc")], f"{kind}.o")
+            for kind in ("attention", "tropical")
+        ]
         objects = [str(Path(folder) / name) for _, name in jobs]
 
         def compile_one(job: tuple[list[str], str]) -> None:

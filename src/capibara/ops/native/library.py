@@ -17,7 +17,12 @@ from capibara.ops.native.build import LIBRARY, source_digest
 
 __all__ = ["TARGETS", "call", "isa", "problem"]
 
-TARGETS = ("capibara_attention_forward", "capibara_attention_backward")
+TARGETS = (
+    "capibara_attention_forward",
+    "capibara_attention_backward",
+    "capibara_max_plus",
+    "capibara_max_plus_argmax",
+)
 _REMEDY = "python -m capibara.ops.native builds it (a C++ compiler is needed)"
 
 

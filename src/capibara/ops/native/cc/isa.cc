@@ -7,6 +7,7 @@
 #define CAPIBARA_DECLARE(set)                          \
   namespace set {                                      \
   extern const capibara::AttentionKernels kAttention;  \
+  extern const capibara::TropicalKernels kTropical;    \
   }
 
 CAPIBARA_DECLARE(baseline)
@@ -25,11 +26,12 @@ Isa choose() {
   __builtin_cpu_init();
   if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
-    return {&avx512::kAttention};
-  if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {&avx2::kAttention};
+    return {&avx512::kAttention, &avx512::kTropical};
+  if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    return {&avx2::kAttention, &avx2::kTropical};
 #endif
   (void)wanted;
-  return {&baseline::kAttention};
+  return {&baseline::kAttention, &baseline::kTropical};
 }
 
 }  // namespace

@@ -2,11 +2,13 @@
 #pragma once
 
 #include "attention.h"
+#include "tropical.h"
 
 namespace capibara {
 
 struct Isa {
   const AttentionKernels* attention;
+  const TropicalKernels* tropical;
 };
 
 const Isa& isa();

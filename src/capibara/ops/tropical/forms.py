@@ -1,0 +1,115 @@
+"""Max-plus products of float32 or float64: the definition, the XLA form, the native kernel.
+
+Each is a pair: ``value(problem, a, b)`` and ``both(problem, a, b)``, the latter with the lowest index that reaches the
+maximum, or -1 where there is none (an entry of -inf, or NaN).
+
+What XLA's CPU compiler makes fast is the plain fused ``max(a + bᵀ)``; a ``where`` inside its loop makes it ten times
+slower. So infinities of the wrong sign are taken out before, and only where there are any: an entry is +inf exactly
+if one operand's +inf meets what is not -inf, which is a question for an ordinary product of zeros and ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.measure.flops import register_foreign_call
+from capibara.ops import native
+from capibara.ops.tropical.problem import TropicalProblem, times
+
+__all__ = [
+    "native_both",
+    "native_check",
+    "native_value",
+    "reference_both",
+    "reference_value",
+    "xla_both",
+    "xla_value",
+]
+
+
+def _pairs(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The operands with axes [*batch, rows, columns, inner], the depth contiguous in both."""
+    return a[..., :, None, :], jnp.swapaxes(b, -1, -2)[..., None, :, :]
+
+
+def _reached(a: jax.Array, b: jax.Array, value: jax.Array, inner: int) -> jax.Array:
+    """The lowest index that reaches each value; a row at a time, as XLA may keep what it could fuse."""
+
+    def row(now: tuple[jax.Array, jax.Array]) -> jax.Array:
+        terms = now[0][..., :, None] + b
+        at = lax.broadcasted_iota(jnp.int32, terms.shape, terms.ndim - 2)
+        return jnp.min(jnp.where(terms == now[1][..., None, :], at, inner), -2, initial=inner)
+
+    first = jnp.moveaxis(lax.map(row, (jnp.moveaxis(a, -2, 0), jnp.moveaxis(value, -2, 0))), 0, -2)
+    return jnp.where((value == -jnp.inf) | jnp.isnan(value), -1, first).astype(jnp.int32)
+
+
+def _mark_nan(value: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """NaN where a row of ``a`` or a column of ``b`` has one: XLA's CPU compiler can lose NaN in a long maximum."""
+    nan = jnp.isnan(a).any(-1)[..., :, None] | jnp.isnan(b).any(-2)[..., None, :]
+    return jnp.where(nan, jnp.nan, value).astype(value.dtype)
+
+
+def reference_value(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> jax.Array:
+    return _mark_nan(jnp.max(times(*_pairs(a, b), "max_plus"), -1, initial=-jnp.inf), a, b)
+
+
+def reference_both(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    value = reference_value(problem, a, b)
+    return value, _reached(a, b, value, problem.inner)
+
+
+def _plain(a: jax.Array, b: jax.Array) -> jax.Array:
+    left, right = _pairs(a, b)
+    return jnp.max(left + right, -1, initial=-jnp.inf)
+
+
+def _with_infinities(a: jax.Array, b: jax.Array) -> jax.Array:
+    left, right = (x == jnp.inf for x in (a, b))
+    some = [(x > -jnp.inf).astype(jnp.float32) for x in (a, b)]
+    met = jnp.matmul(left.astype(jnp.float32), some[1]) + jnp.matmul(some[0], right.astype(jnp.float32))
+    finite = _plain(jnp.where(left, -jnp.inf, a), jnp.where(right, -jnp.inf, b))
+    return jnp.where(met > 0, jnp.inf, finite).astype(a.dtype)
+
+
+def xla_value(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> jax.Array:
+    if problem.inner == 0:
+        return reference_value(problem, a, b)
+    any_infinite = jnp.any(a == jnp.inf) | jnp.any(b == jnp.inf)
+    return _mark_nan(lax.cond(any_infinite, _with_infinities, _plain, a, b), a, b)
+
+
+def xla_both(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    value = xla_value(problem, a, b)
+    return value, _reached(a, b, value, problem.inner)
+
+
+def native_check(problem: TropicalProblem) -> None:
+    reason = native.problem()
+    if reason is not None:
+        raise NotImplementedError(reason)
+    if problem.columns < 8:
+        raise NotImplementedError(f"fills its vectors with 8 columns or more, not {problem.columns}")
+
+
+def _out(problem: TropicalProblem, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*problem.batch, problem.rows, problem.columns), dtype)
+
+
+def native_value(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> jax.Array:
+    return native.call("capibara_max_plus", [_out(problem, a.dtype)], a, b)[0]
+
+
+def native_both(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    out = [_out(problem, a.dtype), _out(problem, jnp.int32)]
+    value, index = native.call("capibara_max_plus_argmax", out, a, b)
+    return value, index
+
+
+# Additions and maxima are not floating-point products: FLOP counts of models leave both out on every implementation.
+register_foreign_call("capibara_max_plus", lambda _ins, _outs, _attributes: 0)
+register_foreign_call("capibara_max_plus_argmax", lambda _ins, _outs, _attributes: 0)

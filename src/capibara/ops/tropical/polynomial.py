@@ -1,0 +1,54 @@
+"""Tropical polynomials: piecewise linear functions, the maximum of lines with whole slopes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.ops.errors import OpShapeError
+from capibara.ops.tropical.matmul import matmul
+from capibara.ops.tropical.problem import check_array, check_semiring
+
+__all__ = ["polyval"]
+
+
+def polyval(
+    coefficients: jax.Array, x: jax.Array, *, semiring: str = "max_plus", implementation: str = "auto"
+) -> jax.Array:
+    """``max over i of coefficients[i] + i * x``: the constant term comes first (unlike ``jnp.polyval``).
+
+    Equivalent JAX: ``jnp.max(coefficients + jnp.arange(n) * x[..., None], axis=-1)``. The powers of ``x`` are
+    an array ``[x.size, n]``. A power 0 is 0 whatever ``x``; infinities and gradients are as in :func:`matmul`: the slope
+    is the lowest exponent that reaches the value.
+
+    Args:
+      coefficients: ``[n]``, floating point, ``n`` at least 1.
+      x: any shape, floating point.
+
+    Returns:
+      The shape of ``x``, in the common dtype (powers are taken in float32 at least).
+
+    Raises:
+      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+    """
+    op = "tropical.polyval"
+    check_array(op, "coefficients", coefficients, 1)
+    check_array(op, "x", x, 0)
+    check_semiring(op, semiring)
+    if len(coefficients.shape) != 1 or coefficients.shape[0] == 0:
+        raise OpShapeError(
+            f"{op}: coefficients must be [n] with n at least 1, got shape {tuple(coefficients.shape)}"
+        )
+    given: Any = jnp.asarray(x)
+    dtype = jnp.promote_types(given.dtype, jnp.asarray(coefficients).dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    exponents = jnp.arange(coefficients.shape[0], dtype=wide)
+    base = given.reshape(-1, 1).astype(wide)
+    # 0 * inf would be NaN, in the value and in the gradient: so infinities never meet an exponent.
+    grown = jnp.where(jnp.isinf(base), base, exponents * jnp.where(jnp.isinf(base), 1, base))
+    powers = jnp.where((exponents == 0) & ~jnp.isnan(base), 0, grown)
+    column = jnp.asarray(coefficients).astype(wide)[:, None]
+    out = matmul(powers, column, semiring=semiring, implementation=implementation)
+    return out[:, 0].reshape(given.shape).astype(dtype)
