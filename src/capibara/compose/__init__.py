@@ -37,6 +37,7 @@ from capibara.compose.errors import (
     UnconnectedError,
     WiringError,
 )
+from capibara.compose.interchange.from_torch import Imported, UnsupportedTorchError, from_torch
 from capibara.compose.interchange.json_model import ModelFormatError, from_json, to_json
 from capibara.compose.library import (
     AUC,
@@ -375,6 +376,7 @@ __all__ = [
     "HingeLoss",
     "HuberLoss",
     "IOKey",
+    "Imported",
     "Indexer",
     "InputError",
     "InstanceNorm",
@@ -518,6 +520,7 @@ __all__ = [
     "Unflatten",
     "Unique",
     "Unstack",
+    "UnsupportedTorchError",
     "Variance",
     "VectorQuantiser",
     "Where",
@@ -534,6 +537,7 @@ __all__ = [
     "float32",
     "float64",
     "from_json",
+    "from_torch",
     "functional",
     "int8",
     "int16",

@@ -1,0 +1,116 @@
+"""The ATen operations that move elements: another shape, another order, a part, several made one.
+
+For :mod:`.from_torch_operations`, whose functions these are.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from capibara.compose import primitives as p
+
+__all__ = ["MOVES", "Refused"]
+
+
+class Refused(Exception):
+    """An operation is known, but not with these arguments; the text says which."""
+
+
+def _view(step: Any, x: Any, *_: Any, **__: Any) -> Any:
+    shape = step.shape
+    if shape.count(None) > 1:
+        raise Refused("a shape with more than one size left open")
+    return step.put(p.Reshape(tuple(-1 if n is None else n for n in shape)), input=x)
+
+
+def _expand(step: Any, x: Any, *_: Any, **__: Any) -> Any:
+    if tuple(step.given(0).shape) == tuple(step.result.shape):
+        return x
+    if None in step.shape:
+        raise Refused("a size that is left open; give it by a broadcasting operation instead")
+    return step.put(p.BroadcastTo(step.shape), input=x)
+
+
+def _same(step: Any, x: Any, *_: Any, **__: Any) -> Any:
+    return step.cast(0, x)
+
+
+def _squeeze(step: Any, x: Any, axes: Any = None) -> Any:
+    if axes is None:
+        raise Refused("without dim")
+    sizes = step.given(0).shape
+    row = tuple(a for a in ([axes] if isinstance(axes, int) else axes) if sizes[a] == 1)
+    return step.put(p.Squeeze(row), input=x) if row else x
+
+
+def _slice(step: Any, x: Any, axis: int = 0, start: Any = None, end: Any = None, every: int = 1) -> Any:
+    if not all(n is None or isinstance(n, int) for n in (start, end)):
+        raise Refused("a bound that is left open")
+    end = None if end is None or end >= sys.maxsize else end
+    return _cut(step, x, axis, slice(start or None, end, None if every == 1 else every))
+
+
+def _cut(step: Any, x: Any, axis: int, entry: Any) -> Any:
+    if entry == slice(None):
+        return x
+    rank = len(step.given(0).shape)
+    return step.put(p.Indexer((*[slice(None)] * (axis % rank), entry)), input=x)
+
+
+def _split(step: Any, x: Any, size: Any, axis: int = 0) -> Any:
+    whole = step.given(0).shape[axis]
+    if not isinstance(whole, int):
+        raise Refused("along a size that is left open")
+    sizes = [size] * (whole // size) + [whole % size] * bool(whole % size) if isinstance(size, int) else size
+    ends = np.cumsum([0, *sizes]).tolist()
+    return tuple(_cut(step, x, axis, slice(a, b)) for a, b in pairwise(ends))
+
+
+def _cat(step: Any, arrays: Any, axis: int = 0) -> Any:
+    return step.put(p.Concat(len(arrays), axis), **{f"input_{i}": x for i, x in enumerate(arrays)})
+
+
+def _stack(step: Any, arrays: Any, axis: int = 0) -> Any:
+    return step.put(p.Stack(len(arrays), axis), **{f"input_{i}": x for i, x in enumerate(arrays)})
+
+
+def _pad(step: Any, x: Any, widths: Any, value: Any = 0.0) -> Any:
+    rank = len(step.shape)
+    pairs = [(int(widths[i]), int(widths[i + 1])) for i in range(0, len(widths), 2)][::-1]
+    if any(n < 0 for pair in pairs for n in pair):
+        raise Refused("negative widths")
+    return step.put(p.Pad((*[(0, 0)] * (rank - len(pairs)), *pairs), value), input=x)
+
+
+def _take(step: Any, x: Any, axis: int, indices: Any) -> Any:
+    return step.put(p.Take(axis), input=x, indices=indices)
+
+
+MOVES: dict[str, Any] = {
+    "view": _view,
+    "_unsafe_view": _view,
+    "reshape": _view,
+    "expand": _expand,
+    "permute": lambda step, x, axes: step.put(p.Transpose(tuple(axes)), input=x),
+    "transpose": lambda step, x, a, b: step.put(p.SwapAxes(a, b), input=x),
+    "t": lambda step, x: step.put(p.SwapAxes(0, 1), input=x),
+    "unsqueeze": lambda step, x, axis: step.put(p.ExpandDims(axis), input=x),
+    "squeeze": _squeeze,
+    "slice": _slice,
+    "select": lambda s, x, axis, i: _cut(s, x, axis, i),
+    "split": _split,
+    "split_with_sizes": _split,
+    "cat": _cat,
+    "stack": _stack,
+    "constant_pad_nd": _pad,
+    "index_select": _take,
+    "unbind": lambda s, x, axis=0: s.all(p.Unstack(s.given(0).shape[axis], axis), input=x),
+    **dict.fromkeys(
+        ["clone", "detach", "alias", "lift_fresh_copy", "contiguous", "_to_copy", "dropout"], _same
+    ),
+}
+"""By the operation's name without its overload."""
