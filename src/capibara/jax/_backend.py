@@ -54,6 +54,11 @@ def _cached_attention() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (_array(1, 1, 8, 64), _array(1, 1024, 8, 64), _array(1, 1024, 8, 64), 0), {}
 
 
+def _paged_attention() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    pages, table = _array(16, 64, 8, 64), _array(1, 16, dtype=jnp.int32)
+    return (_array(1, 1, 8, 64), pages, pages, table, _array(1, dtype=jnp.int32)), {}
+
+
 # The calls that "which implementation runs here" is answered for: arguments and keyword arguments by
 # operation.
 TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
@@ -62,6 +67,8 @@ TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] =
     "selective_scan": _selective_scan,
     "causal_conv1d": _causal_conv1d,
     "nearest_code": _nearest_code,
+    "paged_attention": _paged_attention,
+    "async_all_reduce": lambda: ((_array(1024, 1024),), {}),
     "tropical_matmul": lambda: ((_array(512, 512), _array(512, 512)), {}),
 }
 
