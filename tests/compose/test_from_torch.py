@@ -260,6 +260,20 @@ def test_log1p_is_exact_near_zero(backend: str) -> None:
     np.testing.assert_allclose(got, np.log1p(x.numpy()), rtol=1e-13)
 
 
+def test_a_module_that_changes_its_buffers_is_refused() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count.add_(1.0)
+            return x + self.count
+
+    with pytest.raises(UnsupportedTorchError, match="changes count in place"):
+        from_torch(Counter(), (torch.zeros(2),))
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ml.WiringError, match=r"must be a torch\.nn\.Module"):
         from_torch(lambda x: x, (torch.zeros(1),))

@@ -293,6 +293,11 @@ class _Importer:
     def _outputs(self) -> None:
         node = next(n for n in self.program.graph.nodes if n.op == "output")
         specs = [s for s in self.program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
+        changed = [s.target for s in self.program.graph_signature.output_specs if "MUTATION" in s.kind.name]
+        if changed:
+            raise UnsupportedTorchError(
+                f"from_torch: the module changes {', '.join(map(str, changed))} in place"
+            )
         by_name = {n.name: n for n in self.program.graph.nodes}
         names = [s.arg.name for s in specs if getattr(s.arg, "name", None) in by_name]
         if not names:
