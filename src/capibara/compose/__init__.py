@@ -37,6 +37,7 @@ from capibara.compose.errors import (
     UnconnectedError,
     WiringError,
 )
+from capibara.compose.interchange.from_jax import from_jax
 from capibara.compose.interchange.from_torch import Imported, UnsupportedTorchError, from_torch
 from capibara.compose.interchange.json_model import ModelFormatError, from_json, to_json
 from capibara.compose.library import (
@@ -536,6 +537,7 @@ __all__ = [
     "float16",
     "float32",
     "float64",
+    "from_jax",
     "from_json",
     "from_torch",
     "functional",

@@ -6,8 +6,9 @@ which has the operation registered in its own terms.
 
 from __future__ import annotations
 
+import itertools
 import keyword
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from capibara.compose.errors import WiringError
@@ -16,7 +17,7 @@ from capibara.compose.logical.broadcasting import broadcast_rule
 from capibara.compose.logical.shapes import Rest, Shape, unify
 from capibara.errors import did_you_mean
 
-__all__ = ["Operation", "op"]
+__all__ = ["Operation", "Wrapped", "op", "ports"]
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -42,18 +43,18 @@ class Operation(Primitive):
             raise WiringError(f"op: name={op!r} must be an identifier, such as 'gelu'")
         self._open = inputs is None
         self._given = (shapes, kinds, attributes, name)
-        self._build(op, ["input"] if inputs is None else _ports("inputs", inputs), _ports("outputs", outputs))
+        self._build(op, ["input"] if inputs is None else ports("inputs", inputs), ports("outputs", outputs))
 
     def _build(self, op: str, inputs: list[str], outputs: list[str]) -> None:
         shapes, kinds, attributes, name = self._given
         if not outputs or set(inputs) & set(outputs):
             raise WiringError(f"op({op!r}): outputs={outputs} must be at least one, none of them an input")
-        ports = [*inputs, *outputs]
+        named = [*inputs, *outputs]
         for what, table in (("shapes", shapes), ("kinds", kinds)):
             for key in table:
-                if key not in ports and not self._open:
+                if key not in named and not self._open:
                     raise WiringError(
-                        f"op({op!r}): {what} names {key!r}; its ports are {', '.join(ports)}.{did_you_mean(key, ports)}"
+                        f"op({op!r}): {what} names {key!r}; its ports are {', '.join(named)}.{did_you_mean(key, named)}"
                     )
         for key, value in attributes.items():
             if not _plain(value):
@@ -82,11 +83,11 @@ class Operation(Primitive):
         if self._open and self.parent is None:
             given = [key for key in connections if key not in self._outputs]
             row = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
-            ports = [*row, *given] or ["input"]
-            if ports != self._inputs and len(set(ports)) == len(ports):
+            names = [*row, *given] or ["input"]
+            if names != self._inputs and len(set(names)) == len(names):
                 self.wires.clear()
                 self.symbols.clear()
-                self._build(self.op, _ports("inputs", ports), self._outputs)
+                self._build(self.op, ports("inputs", names), self._outputs)
         return super().__call__(*inputs, **connections)
 
 
@@ -130,7 +131,12 @@ def op(
     return Operation(name, inputs, outputs, dict(shapes or {}), dict(kinds or {}), attributes)
 
 
-def _ports(what: str, names: Iterable[str]) -> list[str]:
+def ports(what: str, names: Iterable[str]) -> list[str]:
+    """Names of ports as a list.
+
+    Raises:
+        WiringError: they are none, or one stands there twice.
+    """
     if isinstance(names, str):
         raise WiringError(f"{what}={names!r} must be a list of names, as {what}=[{names!r}]")
     row = list(names)
@@ -166,3 +172,45 @@ def _broadcast() -> Any:
         return done
 
     return rule
+
+
+class Wrapped(Operation):
+    """A block that carries its function with it; made by :func:`capibara.compose.from_jax`.
+
+    Args:
+        function: called with the values of ``inputs``; returns one value, or a tuple in the order of ``outputs``.
+        rule: given the shapes of inputs and outputs in turn, as :class:`~.shapes.Constraint` calls it.
+        library: what the function is written in, for messages.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        rule: Callable[..., bool],
+        inputs: Iterable[str],
+        outputs: Iterable[str],
+        kinds: Mapping[str, str],
+        library: str,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.function = function
+        self.library = library
+        row, made = ports("inputs", inputs), ports("outputs", outputs)
+        if not made or set(row) & set(made):
+            raise WiringError(f"outputs={made} must be at least one, none of them an input {row}")
+        self._open = False
+        own = getattr(function, "__name__", "function")
+        op = f"{own if own.isidentifier() and not keyword.iskeyword(own) else 'function'}_{next(_count)}"
+        Primitive.__init__(
+            self,
+            op,
+            {k: ((Rest(k),), kinds.get(k)) for k in row},
+            {k: ((Rest(k),), kinds.get(k, "float")) for k in made},
+            {},
+            [(rule, (*row, *made))],
+            name=name,
+        )
+
+
+_count = itertools.count()

@@ -49,6 +49,7 @@ class Program:
         jit, inference, check_shapes: as asked for (``check_shapes``: ``safe_shapes``).
         effects: number of operations before and after the passes, and what each of these did.
         fixed: keys of the inputs that were given their value.
+        functions: what blocks carry with them, by the name of the operation.
     """
 
     source: str
@@ -59,6 +60,7 @@ class Program:
     check_shapes: bool = True
     effects: dict[str, int] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
+    functions: dict[str, Any] = field(default_factory=dict)
 
 
 _counter = 0
@@ -110,7 +112,7 @@ class CompiledModel:
         if getattr(backend, "mesh", None) is not None:
             mesh = automatic_mesh(backend.mesh)
             namespace["shard"] = lambda x, names: constrain(x, names, mesh, backend.rules)
-        namespace["registered"] = dict(getattr(backend, "registered_ops", {}))
+        namespace["registered"] = {**getattr(backend, "registered_ops", {}), **program.functions}
         self.namespace = namespace
         self.function = namespace["forward"]
         self._forward, self._backward = self._direct()

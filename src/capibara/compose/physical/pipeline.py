@@ -28,7 +28,7 @@ from capibara.compose.physical.compile_keys import Keys
 from capibara.compose.physical.compiled import CompiledModel, Program
 from capibara.compose.physical.graph import Graph, flatten
 from capibara.compose.physical.passes import optimise
-from capibara.compose.physical.registered import check_registered
+from capibara.compose.physical.registered import check_registered, functions_of
 from capibara.compose.physical.specs import ModelSpecs
 
 __all__ = ["compile"]
@@ -160,6 +160,7 @@ def compile(
         check_shapes=safe_shapes,
         effects={"operations": before, **effects, "left": after},
         fixed=tuple(keys.fixed),
+        functions=functions_of(graph),
     )
     compiled = backend.compiled_class()(whole, backend, program, file_path)
     _forget_lines(compiled)

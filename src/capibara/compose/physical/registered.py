@@ -6,11 +6,11 @@ from typing import Any
 
 from capibara.compose.errors import CompileError, ShapeError
 from capibara.compose.logical.block import site_of
-from capibara.compose.logical.custom import Operation
+from capibara.compose.logical.custom import Operation, Wrapped
 from capibara.compose.physical.graph import Graph, Node
 from capibara.errors import did_you_mean
 
-__all__ = ["check_registered"]
+__all__ = ["check_registered", "functions_of"]
 
 
 def check_registered(graph: Graph, backend: Any) -> None:
@@ -27,6 +27,13 @@ def check_registered(graph: Graph, backend: Any) -> None:
             continue
         site = site_of(block)
         place = f"{node.label}" + (f" (added at {site})" if site else "")
+        if isinstance(block, Wrapped):
+            if getattr(backend, "type", "") != block.library:
+                raise CompileError(
+                    f"{place}: it wraps a function of {block.library}, which {backend!r} cannot run; compile the model "
+                    f"for a backend of {block.library}"
+                )
+            continue
         if block.op not in table:
             raise CompileError(
                 f"{place}: no operation {block.op!r} is registered on {backend!r}; registered are "
@@ -35,6 +42,11 @@ def check_registered(graph: Graph, backend: Any) -> None:
             )
         if getattr(backend, "type", "") == "jax":
             _check_shapes(node, block, table[block.op], backend, place)
+
+
+def functions_of(graph: Graph) -> dict[str, Any]:
+    """Functions that blocks carry with them, by the name of their operation."""
+    return {n.block.op: n.block.function for n in graph.walk() if isinstance(n.block, Wrapped)}
 
 
 def _check_shapes(node: Node, block: Operation, function: Any, backend: Any, place: str) -> None:

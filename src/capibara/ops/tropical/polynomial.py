@@ -20,8 +20,8 @@ def polyval(
     """``max over i of coefficients[i] + i * x``: the constant term comes first (unlike ``jnp.polyval``).
 
     Equivalent JAX: ``jnp.max(coefficients + jnp.arange(n) * x[..., None], axis=-1)``. The powers of ``x`` are
-    an array ``[x.size, n]``. A power 0 is 0 whatever ``x``; infinities and gradients are as in :func:`matmul`: the slope
-    is the lowest exponent that reaches the value.
+    an array ``[x.size, n]``. A power 0 is 0 whatever ``x``; infinities and gradients are as in :func:`matmul`: the
+    slope is the lowest exponent that reaches the value.
 
     Args:
       coefficients: ``[n]``, floating point, ``n`` at least 1.
