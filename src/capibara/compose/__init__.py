@@ -37,6 +37,7 @@ from capibara.compose.errors import (
     UnconnectedError,
     WiringError,
 )
+from capibara.compose.interchange.export import export, load_exported
 from capibara.compose.interchange.from_jax import from_jax
 from capibara.compose.interchange.from_torch import Imported, UnsupportedTorchError, from_torch
 from capibara.compose.interchange.json_model import ModelFormatError, from_json, to_json
@@ -534,6 +535,7 @@ __all__ = [
     "bool",
     "compile",
     "constrain",
+    "export",
     "float16",
     "float32",
     "float64",
@@ -545,6 +547,7 @@ __all__ = [
     "int16",
     "int32",
     "int64",
+    "load_exported",
     "models",
     "op",
     "param_shardings",

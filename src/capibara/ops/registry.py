@@ -20,7 +20,9 @@ call. This keeps the forward and the backward pass of an operation on the same i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -31,7 +33,17 @@ import jax
 from capibara.errors import did_you_mean
 from capibara.ops.errors import NoImplementationError, OpTypeError, OpValueError
 
-__all__ = ["Explanation", "Implementation", "Op", "Problem", "explain", "get_op", "list_ops", "public"]
+__all__ = [
+    "Explanation",
+    "Implementation",
+    "Op",
+    "Problem",
+    "explain",
+    "get_op",
+    "list_ops",
+    "portable",
+    "public",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -57,12 +69,14 @@ class Implementation:
         ``f(problem, *arrays)``.
       platforms: The platforms where ``"auto"`` may take it; ``None`` means every one.
       check: Raises ``NotImplementedError`` with the reason when the problem cannot be taken.
+      portable: False for what runs only where this installation is: see :func:`portable`.
     """
 
     name: str
     functions: Mapping[str, Callable[..., Any]]
     platforms: tuple[str, ...] | None = None
     check: Callable[[Any], None] | None = None
+    portable: bool = True
 
     def refusal(self, problem: Any, platform: str | None) -> str | None:
         """Why this implementation does not take ``problem`` on ``platform``; ``None`` when it does.
@@ -71,6 +85,8 @@ class Implementation:
         """
         if platform is not None and self.platforms is not None and platform not in self.platforms:
             return f"is for {' and '.join(self.platforms)}, not {platform}"
+        if not self.portable and _elsewhere.get():
+            return "is native code of this installation, and the program is for elsewhere"
         if self.check is not None:
             try:
                 self.check(problem)
@@ -175,6 +191,20 @@ class Op:
 
 
 _OPS: dict[str, Op] = {}
+_elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("elsewhere", default=False)
+
+
+@contextlib.contextmanager
+def portable() -> Iterator[None]:
+    """What is traced in here runs in any process that has JAX: native code of this installation is left out.
+
+    For programs that are written to a file (``jax.export``). Functions that were traced before keep what they chose.
+    """
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
 
 
 def list_ops() -> Mapping[str, Op]:

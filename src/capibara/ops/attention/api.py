@@ -42,7 +42,11 @@ OP = Op(
     prepare,
     [
         Implementation(
-            "native", {"forward": native.forward, "backward": native.backward}, ("cpu",), native.check
+            "native",
+            {"forward": native.forward, "backward": native.backward},
+            ("cpu",),
+            native.check,
+            portable=False,
         ),
         Implementation("cpu", {"forward": cpu.forward, "backward": cpu.backward}, ("cpu",), cpu.check),
         Implementation(

@@ -25,6 +25,7 @@ OP = Op(
             {"value": forms.native_value, "both": forms.native_both},
             platforms=("cpu",),
             check=forms.native_check,
+            portable=False,
         ),
         Implementation("xla", {"value": forms.xla_value, "both": forms.xla_both}),
         Implementation("reference", {"value": forms.reference_value, "both": forms.reference_both}),
