@@ -11,7 +11,6 @@ import ast
 import importlib
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -120,15 +119,12 @@ def _others(row: dict[str, Any]) -> str:
 
 def write(report: dict[str, Any], folder: Path) -> None:
     """Write ``benchmarks.json`` and ``benchmarks.md``, each whole or not at all."""
+    from capibara.files import replace_file
+
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"benchmarks.json": json.dumps(report, indent=1) + "\n", "benchmarks.md": to_markdown(report)}
     for name, text in texts.items():
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / name)
+        replace_file(folder / name, text)
 
 
 def show(report: dict[str, Any]) -> None:
