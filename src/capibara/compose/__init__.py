@@ -38,6 +38,7 @@ from capibara.compose.errors import (
     WiringError,
 )
 from capibara.compose.interchange.export import export, load_exported
+from capibara.compose.interchange.export_onnx import export_onnx
 from capibara.compose.interchange.from_jax import from_jax
 from capibara.compose.interchange.from_torch import Imported, UnsupportedTorchError, from_torch
 from capibara.compose.interchange.json_model import ModelFormatError, from_json, to_json
@@ -536,6 +537,7 @@ __all__ = [
     "compile",
     "constrain",
     "export",
+    "export_onnx",
     "float16",
     "float32",
     "float64",

@@ -240,6 +240,8 @@ def full(shape: Any, value: Any, dtype: Any, like: Any = None) -> Any:
 
 
 def arange(start: Any, stop: Any, step: Any = 1, dtype: Any = "int32", like: Any = None) -> Any:
+    if builtins.any(isinstance(n, torch.SymInt) for n in (start, stop, step)):
+        return torch.arange(start, stop, step, device=_device(like)).to(_dtype(dtype))  # being traced
     # By NumPy, because PyTorch refuses empty and backward ranges, and counts floats in its default dtype.
     return torch.from_numpy(np.arange(start, stop, step)).to(_device(like), _dtype(dtype))
 

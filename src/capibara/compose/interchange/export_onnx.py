@@ -1,0 +1,443 @@
+"""Compiled models as ONNX files, which other runtimes than JAX and PyTorch execute.
+
+ONNX is a graph of operations with the weights in it, in one file. PyTorch writes it: the model is compiled for a
+``TorchBackend`` (again, if it was compiled for another), its function is traced by ``torch.export``, and
+``torch.onnx.export`` translates the trace. Dropout and the like are those of evaluation. Sizes that the model leaves
+open stay open, under their names.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from capibara.compose.errors import CompileError, InputError
+from capibara.compose.logical.model import Model
+from capibara.compose.physical.compiled import CompiledModel
+from capibara.compose.physical.pipeline import compile
+from capibara.compose.physical.specs import ArraySpec, nest, shape_text
+from capibara.errors import MissingExtraError
+from capibara.files import replace_file
+
+__all__ = ["export_onnx"]
+
+MAX_BYTES = (1 << 31) - (1 << 20)
+"""What one file of protocol buffers holds (2 GiB), less room for the graph."""
+
+OPEN_SIZE = 64
+"""Open sizes are traced at this and the even numbers after it: large enough for windows, and no two alike."""
+
+Path = tuple[str, ...]
+
+
+def export_onnx(
+    model: CompiledModel | Model,
+    params: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    state: Mapping[str, Any] | None = None,
+    opset: int | None = None,
+    optimize: bool = True,
+    **sizes: int,
+) -> Any:
+    """Write a model with its parameters as an ONNX file.
+
+    Inputs and outputs have the model's keys, weights their dotted names (``layer_0.weight``). States that evaluation
+    leaves alone, such as running statistics, are weights too; others become inputs ``state.<name>`` and outputs
+    ``next_state.<name>``.
+
+    Equivalent torch: ``torch.onnx.export(module, inputs, path, dynamo=True)`` for a module that calls
+    ``compiled.apply``.
+
+    Args:
+        model: a compiled model on any backend without a mesh, or a model, which is compiled as it is.
+        params: its parameters, nested as the model takes them, as arrays of any of the three libraries.
+        path: the file, written whole or not at all. None: only return the graph.
+        state: what the model remembers, for a model with states.
+        opset: the version of ONNX' set of operations; by default torch's choice.
+        optimize: let torch simplify the graph, and compute what only weights go into: such weights lose their names.
+        sizes: values for free sizes, by name; the others stay open.
+
+    Returns:
+        The ``onnx.ModelProto``. Whole numbers are int32 in it, floats have the backend's compute dtype.
+
+    Raises:
+        MissingExtraError: torch, onnx or onnxscript is missing.
+        InputError: parameters or states that are not the model's.
+        CompileError: the model cannot be compiled for PyTorch, an input's rank is unknown, an operation has no
+            counterpart in ONNX, a size cannot stay open, or the weights are more than one file holds (2 GiB).
+    """
+    for package in ("torch", "onnx", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, "onnx", "export_onnx")
+    if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int) or opset < 1):
+        raise CompileError(f"opset={opset!r} must be a version of ONNX' set of operations, such as 18")
+    compiled = _in_torch(model)
+    tensors = _tensors(compiled, "parameter", params, compiled.params)
+    states = _tensors(compiled, "state", state, compiled.states)
+    total = sum(t.numel() * t.element_size() for t in (*tensors.values(), *states.values()))
+    if total > MAX_BYTES:
+        raise CompileError(
+            f"export_onnx: the weights have {total:,} bytes, and one ONNX file holds {MAX_BYTES:,}: compile the model "
+            "for a narrower dtype, or export its parts"
+        )
+    job = _Job(compiled, tensors, states, sizes)
+    proto = job.proto(opset, optimize)
+    if path is not None:
+        replace_file(path, proto.SerializeToString())
+    return proto
+
+
+def _in_torch(model: Any) -> CompiledModel:
+    """The model compiled for PyTorch: as it is, or its logical model once more with what is known of its inputs."""
+    from capibara.compose.backends.torch_backend import TorchBackend
+
+    if isinstance(model, Model):
+        return compile(model, TorchBackend(), inference=True, jit=False)
+    if not isinstance(model, CompiledModel):
+        raise CompileError(
+            f"export_onnx: {model!r:.200} ({type(model).__name__}) is no compiled model and no Model"
+        )
+    backend = model.backend
+    if backend.type == "torch" and backend.device.type == "cpu":
+        return model
+    if getattr(backend, "mesh", None) is not None:
+        raise CompileError("export_onnx: the model is laid over a mesh; compile it for a backend without one")
+    logical = model.model
+    again = (
+        "compile the model for TorchBackend() with the same arguments, and export that: "
+        "export_onnx(ml.compile(model, ml.TorchBackend(), …), params)"
+    )
+    if model.fixed:
+        raise CompileError(
+            f"export_onnx: this model was compiled for {backend!r} with constant_keys for {', '.join(model.fixed)}; "
+            + again
+        )
+    extra = [k for k in model.inputs if k not in logical.input_keys]
+    trained = [p[0] for p in model.params if len(p) == 1 and p[0] in logical.input_keys]
+    try:
+        compiled = compile(
+            logical,
+            TorchBackend(policy=backend.policy),
+            shapes={k: list(s.shape) for k, s in model.inputs.items() if s.shape is not None},
+            data_keys=[k for k in extra if k in logical.wires],
+            trainable_keys=trained,
+            discard_keys=[k for k in logical.output_keys if k not in model.outputs],
+            inference=True,
+            jit=False,
+        )
+    except CompileError as error:
+        raise CompileError(f"export_onnx: the model cannot be compiled for PyTorch: {error}") from error
+    same = all(
+        list(getattr(compiled, what)) == list(getattr(model, what))
+        for what in ("inputs", "outputs", "params")
+    )
+    if not same:
+        raise CompileError(f"export_onnx: this model was compiled for {backend!r} with other keys; {again}")
+    return compiled
+
+
+def _tensors(
+    compiled: CompiledModel, what: str, given: Mapping[str, Any] | None, specs: Mapping[Path, ArraySpec]
+) -> dict[Path, Any]:
+    """Copies of the arrays, by path, in the model's dtypes; exactly the model's."""
+    import torch
+
+    argument = {"parameter": "params", "state": "state"}[what]
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"{argument} must be a dict of arrays nested as the model's, not {type(given).__name__}"
+        )
+    found: dict[Path, Any] = {}
+
+    def walk(at: Path, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                walk((*at, key), inner)
+        else:
+            found[at] = value
+
+    walk((), given)
+    missing = [".".join(p) for p in specs if p not in found]
+    unknown = [".".join(map(str, p)) for p in found if p not in specs]
+    if missing or unknown:
+        text = "; ".join(
+            f"{word} {', '.join(names[:8])}"
+            for word, names in (("missing", missing), ("unknown", unknown))
+            if names
+        )
+        raise InputError(
+            f"{argument} must hold the model's {len(specs)} {what}s, nested by name: {text}. "
+            + (
+                "Those of a new model are randomize_params()"
+                if what == "parameter"
+                else "A new one is init_state()"
+            )
+        )
+    out = {}
+    for path, spec in specs.items():
+        name = ".".join(path)
+        value = found[path]
+        tensor = compiled.backend.as_input(value)
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{what} {name!r} is {type(value).__name__}, expected an array of {spec.dtype}")
+        shape = tuple(tensor.shape)
+        if spec.shape is not None and (
+            len(shape) != len(spec.shape)
+            or any(isinstance(n, int) and n != m for n, m in zip(spec.shape, shape, strict=True))
+        ):
+            raise InputError(f"{what} {name!r} has shape {shape}, expected {shape_text(spec.shape)}")
+        out[path] = tensor.detach().cpu().to(getattr(torch, spec.dtype)).clone().contiguous()
+    return out
+
+
+class _Job:
+    """One export: what goes in, under which names, at which sizes it is traced."""
+
+    def __init__(
+        self,
+        compiled: CompiledModel,
+        params: dict[Path, Any],
+        states: dict[Path, Any],
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.compiled = compiled
+        self.params = params
+        self.states = states
+        specs = [*compiled.inputs.values(), *compiled.states.values()]
+        free = dict.fromkeys(n for s in specs for n in s.shape or () if isinstance(n, str))
+        for name, size in sizes.items():
+            if name not in free:
+                raise CompileError(f"{name!r} is no free size of the model; the free sizes are {list(free)}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise CompileError(f"{name}={size!r} must be a whole number above 0")
+        for path, spec in compiled.states.items():  # of arrays that are here, all sizes are known
+            for name, size in zip(spec.shape or (), states[path].shape, strict=True):
+                if isinstance(name, str) and sizes.get(name, size) == size:
+                    sizes = {**sizes, name: int(size)}
+        self.open = [n for n in free if n not in sizes]
+        self.sizes = {**{n: OPEN_SIZE + 2 * i for i, n in enumerate(self.open)}, **sizes}
+        self.inputs = {k: self._example(k, s, self.sizes) for k, s in compiled.inputs.items()}
+        self.function = _function(compiled)
+        self.changing = self._changing() if states else []
+
+    def _example(self, key: str, spec: ArraySpec, sizes: Mapping[str, int]) -> Any:
+        import torch
+
+        if spec.shape is None:
+            raise CompileError(
+                f"export_onnx: the rank of input {key!r} is not known; compile with shapes={{…}}"
+            )
+        shape = [sizes[n] if isinstance(n, str) else n for n in spec.shape]
+        if spec.dtype in ("int32", "bool"):
+            return torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+        random = torch.Generator().manual_seed(0)
+        return torch.rand(shape, generator=random).to(getattr(torch, spec.dtype))
+
+    def _changing(self) -> list[Path]:
+        """The states that evaluation replaces by others."""
+        import torch
+
+        with torch.no_grad():
+            _, after = self._run(self.params, self.inputs, self.states)
+        after = _flat(after)
+        return [p for p, value in self.states.items() if after.get(p) is not value]
+
+    def _run(self, params: dict[Path, Any], inputs: dict[str, Any], states: dict[Path, Any]) -> Any:
+        from capibara.compose.interchange.onnx_ops import ExactNumbers
+
+        with ExactNumbers():
+            return self.function(nest(params), inputs, nest(states), None, False)
+
+    def proto(self, opset: int | None, optimize: bool) -> Any:
+        import torch
+
+        job, outputs = self, list(self.compiled.outputs)
+        held = {**self.params, **{p: t for p, t in self.states.items() if p not in self.changing}}
+        # Registered under plain names, since a module cannot hold all that a model may be called; the file gets
+        # the model's names.
+        slots = {path: f"held_{i}" for i, path in enumerate(held)}
+
+        class Whole(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                for path, slot in slots.items():
+                    self.register_parameter(slot, torch.nn.Parameter(held[path], requires_grad=False))
+
+            def forward(self, *arrays: Any) -> tuple[Any, ...]:
+                own = {path: getattr(self, slot) for path, slot in slots.items()}
+                inputs = dict(zip(job.inputs, arrays, strict=False))
+                states = dict(zip(job.changing, arrays[len(inputs) :], strict=True))
+                all_states = {p: states.get(p, own.get(p)) for p in job.states}
+                given, after = job._run({p: own[p] for p in job.params}, inputs, all_states)
+                after = _flat(after)
+                # Copies, because an output of a graph is a value of its own.
+                return tuple(
+                    x.clone() for x in (*(given[k] for k in outputs), *(after[p] for p in job.changing))
+                )
+
+        changing = [".".join(p) for p in self.changing]
+        example = (*self.inputs.values(), *(self.states[p] for p in self.changing))
+        shapes = [self.compiled.inputs[k].shape for k in self.inputs]
+        dynamic = [{i: n for i, n in enumerate(s or ()) if n in self.open} for s in shapes]
+        try:
+            with _quiet(), torch.no_grad():
+                program = torch.onnx.export(
+                    Whole().eval(),
+                    example,
+                    dynamo=True,
+                    verbose=False,
+                    opset_version=opset,
+                    optimize=optimize,
+                    input_names=[*self.inputs, *(f"state.{n}" for n in changing)],
+                    output_names=[*outputs, *(f"next_state.{n}" for n in changing)],
+                    dynamic_shapes=(tuple(dynamic + [{}] * len(changing)),) if self.open else None,
+                )
+        except Exception as error:
+            raise CompileError(self._failed(error)) from error
+        assert program is not None
+        self._compare(program.exported_program)
+        proto = program.model_proto
+        _rename(proto, {slot: ".".join(path) for path, slot in slots.items()})
+        return self._checked(proto)
+
+    def _compare(self, traced: Any) -> None:
+        """See whether the trace computes the same at other sizes than its own: a size may be in it as a number."""
+        import torch
+
+        if not self.open or traced is None:
+            return
+        for first in (5, 37):  # small if that is enough for the model's windows
+            sizes = {**self.sizes, **{n: first + 2 * i for i, n in enumerate(self.open)}}
+            inputs = {k: self._example(k, s, sizes) for k, s in self.compiled.inputs.items()}
+            try:
+                with torch.no_grad():
+                    outputs, after = self._run(self.params, inputs, self.states)
+                    found = traced.module()(*inputs.values(), *(self.states[p] for p in self.changing))
+            except Exception:
+                continue  # those sizes do not fit the model
+            after = _flat(after)
+            for name, got, want in zip(
+                [*self.compiled.outputs, *self.changing],
+                found,
+                [*(outputs[k] for k in self.compiled.outputs), *(after[p] for p in self.changing)],
+                strict=True,
+            ):
+                close = {torch.float64: 1e-9, torch.float32: 1e-3}.get(want.dtype, 5e-2)
+                if got.shape != want.shape or not torch.allclose(
+                    got.double(), want.double(), close, close, equal_nan=True
+                ):
+                    raise CompileError(
+                        f"export_onnx: {name!r} depends on {', '.join(self.open)} in a way that a trace does not keep; "
+                        f"give the sizes: export_onnx(…, {self.open[0]}=8)"
+                    )
+            return
+
+    def _failed(self, error: BaseException) -> str:
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        text = f"export_onnx: {type(cause).__name__}: {str(cause).strip()[:800]}"
+        if self.open:
+            text += (
+                f" A size that must be known (that of a loop over time, say) can be given: "
+                f"export_onnx(…, {self.open[-1]}=8)"
+            )
+        return text
+
+    def _checked(self, proto: Any) -> Any:
+        import onnx
+
+        for value in proto.graph.input:
+            spec = self.compiled.inputs.get(value.name)
+            for want, dim in zip((spec and spec.shape) or (), value.type.tensor_type.shape.dim, strict=False):
+                if want in self.open and not dim.HasField("dim_param"):
+                    raise CompileError(
+                        f"export_onnx: the size {want!r} cannot stay open: the trace has written it in. Give it: "
+                        f"export_onnx(…, {want}={dim.dim_value})"
+                    )
+        try:
+            onnx.checker.check_model(proto)
+        except onnx.checker.ValidationError as error:
+            raise CompileError(f"export_onnx: what torch wrote is no valid ONNX: {error}") from error
+        return proto
+
+
+def _function(compiled: CompiledModel) -> Any:
+    """The generated source once more, with the operations of :mod:`.onnx_ops`."""
+    from capibara.compose.interchange import onnx_ops
+
+    namespace: dict[str, Any] = {"__name__": "capibara_onnx"}
+    exec(builtins.compile(compiled.source, "<capibara.compose.export_onnx>", "exec"), namespace)
+    namespace["ops"] = onnx_ops
+    for name in ("constants", "registered"):
+        if name in compiled.namespace:
+            namespace[name] = compiled.namespace[name]
+    return namespace["forward"]
+
+
+def _flat(tree: Any, at: Path = ()) -> dict[Path, Any]:
+    if not isinstance(tree, Mapping):
+        return {at: tree}
+    return {p: v for key, value in tree.items() for p, v in _flat(value, (*at, key)).items()}
+
+
+def _rename(proto: Any, names: Mapping[str, str]) -> None:
+    """Give initialisers other names; values of the graph that have those already get a number."""
+    graph = proto.graph
+    fixed = {v.name for v in (*graph.input, *graph.output)}
+    taken = fixed | {n for node in graph.node for n in node.output} | {i.name for i in graph.initializer}
+    there = {i.name for i in graph.initializer}
+    table: dict[str, str] = {}
+    for old, new in names.items():
+        if old not in there:
+            continue
+        if new in fixed:  # it cannot be given away: the weight gets a longer name
+            new = f"{new}.weight"
+        if new in taken:
+            other = new
+            while other in taken:
+                other += "_"
+            table[new] = other
+            taken.add(other)
+        table[old] = new
+
+    def walk(part: Any) -> None:
+        for value in (*part.initializer, *part.value_info):
+            value.name = table.get(value.name, value.name)
+        for node in part.node:
+            node.input[:] = [table.get(n, n) for n in node.input]
+            node.output[:] = [table.get(n, n) for n in node.output]
+            for attribute in node.attribute:
+                if attribute.HasField("g"):
+                    walk(attribute.g)
+                for inner in attribute.graphs:
+                    walk(inner)
+
+    walk(graph)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch says of itself: a type that it still uses, packages that it could use."""
+    loggers = {logging.getLogger(name): 0 for name in ("torch.onnx", "onnxscript", "onnx_ir")}
+    try:
+        for logger in loggers:
+            loggers[logger] = logger.level
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*LeafSpec", category=FutureWarning)
+            # A size that two inputs share has one name, which is what was asked for.
+            warnings.filterwarnings("ignore", message=r"# The axis name", category=UserWarning)
+            yield
+    finally:
+        for logger, level in loggers.items():
+            logger.setLevel(level)
