@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from capibara import compose as ml
 
 BACKEND = ml.JaxBackend()
+NUMPY = ml.NumpyBackend()
 NAMES = ("x", "y", "h", "output", "input", "out")
 ODD_NAMES = ("", "1x", "a b", "class", "_z", "é", "x.y")
 
@@ -202,16 +203,15 @@ class Maker:
                 for k in model.input_keys
                 if self.pick((True, True, False))
             }
-            compiled = ml.compile(
-                model, BACKEND, shapes=given, jit=False, safe_names=self.pick((True, False))
-            )
+            options = {"shapes": given, "jit": False, "safe_names": self.pick((True, False))}
+            compiled = ml.compile(model, BACKEND, **options)
         except ml.ComposeError:
             self.refused += 1
             return
         assert "def forward" in compiled.source
-        self.run(compiled)
+        self.run(compiled, model, options)
 
-    def run(self, compiled: Any) -> None:
+    def run(self, compiled: Any, model: Any, options: dict[str, Any]) -> None:
         """What compiled also runs, where all sizes are known and small."""
         shapes = list(compiled.get_shapes(symbolic=False).values())
         if any(s is None or None in s or np.prod(s) > 1000 for s in shapes):
@@ -229,6 +229,19 @@ class Maker:
             assert outputs[key].shape == spec.shape
             kind = {"int32": "i", "bool": "b"}.get(spec.dtype, "f")
             assert np.asarray(outputs[key]).dtype.kind == kind
+        self.agrees_with_numpy(model, options, outputs, params, inputs, state)
+
+    def agrees_with_numpy(
+        self, model: Any, options: dict[str, Any], outputs: Any, params: Any, inputs: Any, state: Any
+    ) -> None:
+        """The same model with NumPy's operations, which share no code with JAX's, gives the same numbers."""
+        with np.errstate(all="ignore"):
+            oracle = ml.compile(model, NUMPY, **options)
+            expected, _ = oracle.evaluate(params, inputs, state=state)
+        for key, value in outputs.items():
+            np.testing.assert_allclose(
+                np.asarray(value), np.asarray(expected[key]), rtol=1e-4, atol=1e-5, err_msg=key
+            )
 
 
 def grow(data: st.DataObject) -> None:
