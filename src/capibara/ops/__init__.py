@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from capibara.ops import attention, collective, conv, scan, tropical, vq
 from capibara.ops.errors import NoImplementationError, OpShapeError, OpTypeError, OpValueError
-from capibara.ops.registry import Explanation, explain, list_ops
+from capibara.ops.explaining import Explanation, explain
+from capibara.ops.registry import list_ops
+from capibara.ops.tuning import use_tuning
 
 __all__ = [
     "Explanation",
@@ -23,5 +25,6 @@ __all__ = [
     "list_ops",
     "scan",
     "tropical",
+    "use_tuning",
     "vq",
 ]

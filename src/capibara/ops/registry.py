@@ -8,7 +8,11 @@ that platform would use, and where the answers differ it leaves the choice to ``
 An implementation says whether it can take a problem in its ``check``: it raises ``NotImplementedError`` with
 the reason, and the next one in line is asked. No other exception falls through, so a broken kernel is never
 hidden. The answer may depend only on the *problem*: a frozen description (shapes, dtypes, options) of the
-call. This keeps the forward and the backward pass of an operation on the same implementation.
+call. This keeps the forward and the backward pass of an operation on the same implementation. What was measured
+on this device (:mod:`capibara.ops.tuning`) becomes part of the problem when the call does.
+
+What an implementation computes stands under its name in the program (``capibara:flash_attention:xla``), so that
+profiles and compiled programs tell which one runs.
 
 >>> from capibara.ops import explain
 >>> from capibara.ops.attention import flash_attention
@@ -22,28 +26,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import jax
 
 from capibara.errors import did_you_mean
+from capibara.ops import tuning as measured
 from capibara.ops.errors import NoImplementationError, OpTypeError, OpValueError
+from capibara.ops.tuning import Tuned, Tuning
 
-__all__ = [
-    "Explanation",
-    "Implementation",
-    "Op",
-    "Problem",
-    "explain",
-    "get_op",
-    "list_ops",
-    "portable",
-    "public",
-]
+__all__ = ["Choice", "Implementation", "Op", "Problem", "get_op", "list_ops", "portable", "public"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -70,6 +66,8 @@ class Implementation:
       platforms: The platforms where ``"auto"`` may take it; ``None`` means every one.
       check: Raises ``NotImplementedError`` with the reason when the problem cannot be taken.
       portable: False for what runs only where this installation is: see :func:`portable`.
+      tunables: Fields of the problem that ``capibara tune`` may set where they are None, and the values to try; see
+        :mod:`capibara.ops.tuning`.
     """
 
     name: str
@@ -77,6 +75,7 @@ class Implementation:
     platforms: tuple[str, ...] | None = None
     check: Callable[[Any], None] | None = None
     portable: bool = True
+    tunables: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
 
     def refusal(self, problem: Any, platform: str | None) -> str | None:
         """Why this implementation does not take ``problem`` on ``platform``; ``None`` when it does.
@@ -96,18 +95,20 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """What :func:`explain` found: the implementation that runs, and why each of the others does not."""
+class Choice:
+    """What runs a problem on a platform.
 
-    op: str
-    platform: str
-    chosen: str
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    Attributes:
+      implementation: The implementation.
+      problem: The problem with the measured parameters filled in.
+      reasons: Why each of the others does not run it.
+      parameters: The measured parameters that were filled in.
+    """
 
-    def __str__(self) -> str:
-        lines = [f"{self.op} on {self.platform}: {self.chosen}"]
-        lines += [f"  not {name}: {why}" for name, why in self.reasons.items()]
-        return "\n".join(lines)
+    implementation: Implementation
+    problem: Any
+    reasons: dict[str, str]
+    parameters: dict[str, int | str] = field(default_factory=dict)
 
 
 class Op:
@@ -117,17 +118,36 @@ class Op:
       name: The operation's name, as in ``explain("flash_attention", …)``.
       prepare: Validates a call's arguments; returns ``(problem, arrays)``.
       implementations: In order of preference; the last one takes every problem on every platform.
+      tuning: How ``capibara tune`` measures it, if its problems have a field ``tuned``.
     """
 
     def __init__(
-        self, name: str, prepare: Callable[..., tuple[Any, Any]], implementations: list[Implementation]
+        self,
+        name: str,
+        prepare: Callable[..., tuple[Any, Any]],
+        implementations: list[Implementation],
+        tuning: Tuning | None = None,
     ) -> None:
         if name in _OPS:
             raise OpValueError(f"an operation called {name!r} is registered already")
         self.name = name
-        self.prepare = prepare
+        self.tuning = tuning
+        self.face: Callable[..., Any] | None = None
+        self._prepare = prepare
         self._implementations: list[Implementation] = list(implementations)
         _OPS[name] = self
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The problem and the arrays of a call; with what was measured for such problems on this device."""
+        problem, arrays = self._prepare(*args, **kwargs)
+        if self.tuning is None or _elsewhere.get():
+            return problem, arrays
+        tuned = measured.lookup(self, problem)
+        return (problem if tuned is None else dataclasses.replace(problem, tuned=tuned)), arrays
+
+    def tunables(self, implementation: str) -> Mapping[str, tuple[int | str, ...]]:
+        """The tunable parameters of an implementation; none where there is no such implementation."""
+        return next((each.tunables for each in self._implementations if each.name == implementation), {})
 
     @property
     def implementations(self) -> tuple[str, ...]:
@@ -150,48 +170,102 @@ class Op:
 
     def choose(self, problem: Problem, platform: str) -> tuple[Implementation, dict[str, str]]:
         """The implementation that runs ``problem`` on ``platform``, and why the ones not taken are not."""
+        choice = self.select(problem, platform)
+        return choice.implementation, choice.reasons
+
+    def select(self, problem: Problem, platform: str) -> Choice:
+        """The implementation that runs ``problem`` on ``platform``, the problem as it gets it, and the reasons.
+
+        Raises:
+          NoImplementationError: the implementation asked for cannot take the problem.
+        """
         asked = problem.implementation
+        tuned: Tuned | None = getattr(problem, "tuned", None)
+        if tuned is not None and tuned.platform != platform:
+            tuned = None
+        order = self._implementations
+        fastest = None if tuned is None or asked != "auto" else tuned.fastest
+        if fastest is not None:
+            order = sorted(order, key=lambda each: each.name != fastest)
         reasons: dict[str, str] = {}
-        chosen: Implementation | None = None
-        for each in self._implementations:
+        choice: Choice | None = None
+        for each in order:
             if asked != "auto" and each.name != asked:
                 reasons[each.name] = f"implementation={asked!r} was asked for"
-                continue
-            if chosen is not None:
-                reasons[each.name] = f"{chosen.name} comes before it"
-                continue
-            why = each.refusal(problem, None if asked != "auto" else platform)
-            if why is None:
-                chosen = each
+            elif choice is not None:
+                chosen = choice.implementation.name
+                slower = chosen == fastest and self._before(each.name, chosen)
+                reasons[each.name] = (
+                    f"{chosen} was measured to be faster here" if slower else f"{chosen} comes before it"
+                )
             else:
-                reasons[each.name] = why
-        if chosen is None:
+                choice, why = self._try(each, problem, tuned, None if asked != "auto" else platform)
+                if choice is None:
+                    reasons[each.name] = why
+        if choice is None:
             detail = "; ".join(f"{name} {why}" for name, why in reasons.items() if asked in ("auto", name))
             raise NoImplementationError(
                 f"{self.name}: no implementation takes this problem on {platform} ({detail}). "
                 f"Remedy: implementation='auto' or 'reference'."
             )
-        return chosen, reasons
+        listed = {name: reasons[name] for name in self.implementations if name in reasons}
+        return dataclasses.replace(choice, reasons=listed)
+
+    def _before(self, one: str, other: str) -> bool:
+        return self.implementations.index(one) < self.implementations.index(other)
+
+    def _try(
+        self, each: Implementation, problem: Any, tuned: Tuned | None, platform: str | None
+    ) -> tuple[Choice | None, str]:
+        """The choice of one implementation, or why it does not take the problem."""
+        parameters = {} if tuned is None else tuned.of(each.name)
+        parameters = {n: v for n, v in parameters.items() if getattr(problem, n, 0) is None}
+        if parameters:
+            filled = dataclasses.replace(problem, **parameters)
+            if each.refusal(filled, platform) is None:
+                return Choice(each, filled, {}, parameters), ""
+        why = each.refusal(problem, platform)
+        return (Choice(each, problem, {}) if why is None else None), why or ""
 
     def run(self, entry: str, problem: Problem, *arrays: Any) -> Any:
         """Call the entry point ``entry`` of the implementation that the lowering's platform uses."""
+        recorder = _recorder.get()
+        if recorder is not None:
+            recorder(self, problem)
+        platforms = PLATFORMS
         if problem.implementation != "auto":
-            chosen, _ = self.choose(problem, jax.default_backend())
-            return chosen.functions[entry](problem, *arrays)
-        default, _ = self.choose(problem, "another platform")
-        special = {
-            platform: partial(chosen.functions[entry], problem)
-            for platform in PLATFORMS
-            if (chosen := self.choose(problem, platform)[0]) is not default
-        }
-        branch = partial(default.functions[entry], problem)
+            here = measured.lowering_platform()
+            choice = self.select(problem, here)
+            if not choice.parameters:
+                return self._branch(entry, choice)(*arrays)
+            platforms = (here,)
+        default = self.select(problem, "another platform")
+        special = {}
+        for platform in platforms:
+            choice = self.select(problem, platform)
+            if choice.implementation is not default.implementation or choice.parameters:
+                special[platform] = self._branch(entry, choice)
+        branch = self._branch(entry, default)
         if not special:
             return branch(*arrays)
         return jax.lax.platform_dependent(*arrays, default=branch, **special)
 
+    def _branch(self, entry: str, choice: Choice) -> Callable[..., Any]:
+        function, name = choice.implementation.functions[entry], choice.implementation.name
+
+        def branch(*arrays: Any) -> Any:
+            with jax.named_scope(f"capibara:{self.name}:{name}"):
+                return function(choice.problem, *arrays)
+
+        return branch
+
 
 _OPS: dict[str, Op] = {}
 _elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("elsewhere", default=False)
+# Told of every problem that is traced: how `explain` finds the operations inside another function.
+_recorder: contextvars.ContextVar[Callable[[Op, Any], None] | None] = contextvars.ContextVar(
+    "recorder", default=None
+)
 
 
 @contextlib.contextmanager
@@ -212,51 +286,33 @@ def list_ops() -> Mapping[str, Op]:
     return MappingProxyType(_OPS)
 
 
+@contextlib.contextmanager
+def recording(recorder: Callable[[Op, Any], None]) -> Iterator[None]:
+    """While the context lasts, tell ``recorder`` of every operation and problem that is traced."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
+
+
 def public(op: Op) -> Callable[[_F], _F]:
-    """Mark a function as the public face of ``op``, so that :func:`explain` accepts the function itself."""
+    """Mark a function as the public face of ``op``, so that ``explain`` accepts the function itself."""
 
     def mark(function: _F) -> _F:
         function.__capibara_op__ = op.name  # pyright: ignore[reportFunctionMemberAccess]
+        op.face = op.face or function
         return function
 
     return mark
 
 
-def get_op(op: str | Callable[..., Any]) -> Op:
-    """The registered operation of that name, or the one whose public function this is."""
-    name = op if isinstance(op, str) else getattr(op, "__capibara_op__", None)
-    if name is None:
-        raise OpTypeError(
-            f"explain: op must be an operation's name or its public function, got {op!r}. "
-            f"Registered: {', '.join(sorted(_OPS))}."
-        )
-    if name not in _OPS:
+def get_op(op: str) -> Op:
+    """The registered operation of that name."""
+    if not isinstance(op, str):
+        raise OpTypeError(f"an operation's name must be a string, got {op!r}")
+    if op not in _OPS:
         raise OpValueError(
-            f"explain: there is no operation {name!r}. Registered: {', '.join(sorted(_OPS))}."
-            f"{did_you_mean(name, _OPS)}"
+            f"there is no operation {op!r}. Registered: {', '.join(sorted(_OPS))}.{did_you_mean(op, _OPS)}"
         )
-    return _OPS[name]
-
-
-def explain(
-    op: str | Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any
-) -> Explanation:
-    """Say which implementation of ``op`` runs for these arguments, and why the others do not.
-
-    Args:
-      op: An operation's name (``"flash_attention"``) or its public function.
-      *args: The arguments the call would get; arrays may be ``jax.ShapeDtypeStruct``.
-      platform: ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"`` …; by default the platform JAX runs on here.
-      **kwargs: The keyword arguments the call would get.
-
-    Raises:
-      OpValueError, OpTypeError: ``op`` is not an operation, or the call itself is not valid.
-      NoImplementationError: the implementation asked for cannot take the problem.
-    """
-    found = get_op(op)
-    where = jax.default_backend() if platform is None else platform
-    if where == "gpu":
-        where = "cuda"
-    problem, _ = found.prepare(*args, **kwargs)
-    chosen, reasons = found.choose(problem, where)
-    return Explanation(found.name, where, chosen.name, MappingProxyType(reasons))
+    return _OPS[op]
