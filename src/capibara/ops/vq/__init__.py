@@ -1,8 +1,17 @@
-"""Vector quantisation: :func:`nearest_code`, and :func:`vector_quantise` with a codebook that learns."""
+"""Vector quantisation: the nearest code, and codebooks that learn, one of them or several."""
 
 from __future__ import annotations
 
 from capibara.ops.vq.api import nearest_code
-from capibara.ops.vq.quantise import initial_codebook_state, vector_quantise
+from capibara.ops.vq.quantise import initial_codebook_state, update_codebook, vector_quantise
+from capibara.ops.vq.several import dequantise, product_quantise, residual_quantise
 
-__all__ = ["initial_codebook_state", "nearest_code", "vector_quantise"]
+__all__ = [
+    "dequantise",
+    "initial_codebook_state",
+    "nearest_code",
+    "product_quantise",
+    "residual_quantise",
+    "update_codebook",
+    "vector_quantise",
+]

@@ -1,0 +1,149 @@
+"""Searches for the nearest code: in blocks laid out for CPUs, in blocks for other platforms, and all at once.
+
+``|x - e|² = |x|² - 2 x·e + |e|²``, and ``|x|²`` is the same for every code; so the nearest code is the argmin of the
+*score* ``|e|² / 2 - x·e``: one matrix product. For the angle it is ``-x·e/|e|``. The table of scores has tokens × codes
+entries; blocks never hold more than ``BLOCK_SCORES`` of it.
+
+What is not finite would make NaN of products: codes with an infinity get a score of infinity, the first code with NaN
+wins every search, and a vector that is not finite is as far from every code, of which the first is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.ops.vq.problem import NearestProblem
+
+__all__ = ["cpu", "reference", "xla"]
+
+# Scores alive at a time: 1 MiB in float32 on CPUs, which stays near the cores, and 16 MiB elsewhere.
+CPU_BLOCK_SCORES = 1 << 18
+BLOCK_SCORES = 1 << 22
+# A product needs some rows to be fast: with more codes than this they are searched piece by piece.
+BLOCK_CODES = 4096
+
+# (problem, half [codes], codebook [codes, dim], vectors [rows, dim]) → lowest score and its lowest index, [rows]
+_Best = Callable[[NearestProblem, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def _codes(problem: NearestProblem, codebook: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Half the squares of the codes (0 for angles), the codes to multiply with, the first with NaN (or -1)."""
+    wide = codebook.astype(problem.wide)
+    nan = jnp.any(jnp.isnan(wide), 1)
+    first = jnp.where(jnp.any(nan), jnp.argmax(nan).astype(jnp.int32), -1)
+    good = jnp.all(jnp.isfinite(wide), 1)
+    wide = jnp.where(good[:, None], wide, 0)
+    if problem.metric == "cosine":
+        # Scaled first, so that no square over- or underflows.
+        most = jnp.max(jnp.abs(wide), 1, initial=0, keepdims=True)
+        wide = wide / jnp.where(most == 0, 1, most)
+        length = jnp.sqrt(jnp.sum(wide * wide, 1, keepdims=True))
+        wide = wide / jnp.where(length == 0, 1, length)
+        return jnp.where(good, 0, jnp.inf).astype(wide.dtype), wide, first
+    return jnp.where(good, 0.5 * jnp.sum(wide * wide, 1), jnp.inf), wide, first
+
+
+def _settled(
+    problem: NearestProblem, vectors: jax.Array, index: jax.Array, first_nan: jax.Array
+) -> jax.Array:
+    """The index, with what holds for vectors and codes that are not finite."""
+    wide = vectors.astype(problem.wide)
+    total = jnp.sum(jnp.abs(wide) if problem.metric == "cosine" else wide * wide, 1)
+    index = jnp.where(jnp.isfinite(total), index, 0)
+    return jnp.where((first_nan >= 0) & ~jnp.isnan(total), first_nan, index).astype(jnp.int32)
+
+
+def _dot(problem: NearestProblem, a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a @ bᵀ`` with sums in the wide dtype."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=problem.wide,
+    )
+
+
+def _best_row(problem: NearestProblem, half: Any, codebook: Any, vectors: Any) -> Any:
+    scores = half - _dot(problem, vectors.astype(problem.wide), codebook)
+    index = jnp.argmin(scores, 1).astype(jnp.int32)
+    return jnp.min(scores, 1), index
+
+
+def _best_column(problem: NearestProblem, half: Any, codebook: Any, vectors: Any) -> Any:
+    # XLA's CPU compiler makes vector code of a minimum down the columns, and not of an argmin.
+    scores = half[:, None] - _dot(problem, codebook, vectors.astype(problem.wide))
+    best = jnp.min(scores, 0)
+    at = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    return best, jnp.min(jnp.where(scores == best, at, codebook.shape[0] - 1), 0)
+
+
+def _over_codes(problem: NearestProblem, best: _Best, half: Any, codebook: Any, vectors: Any) -> jax.Array:
+    pieces = -(-problem.codes // BLOCK_CODES)
+    if pieces == 1:
+        return best(problem, half, codebook, vectors)[1]
+    size = -(-problem.codes // pieces)
+    lacks = pieces * size - problem.codes
+    half = jnp.pad(half, (0, lacks), constant_values=jnp.inf).reshape(pieces, size)
+    codebook = jnp.pad(codebook, ((0, lacks), (0, 0))).reshape(pieces, size, -1)
+
+    def step(carry: Any, piece: Any) -> tuple[Any, None]:
+        low, index = carry
+        number, piece_half, piece_codes = piece
+        score, at = best(problem, piece_half, piece_codes, vectors)
+        better = score < low
+        return (jnp.where(better, score, low), jnp.where(better, at + number * size, index)), None
+
+    start = best(problem, half[0], codebook[0], vectors)
+    rest = (jnp.arange(1, pieces, dtype=jnp.int32), half[1:], codebook[1:])
+    return lax.scan(step, start, rest)[0][1]
+
+
+def _count(tokens: int, rows: int) -> int:
+    """How many blocks: one that divides the tokens if there is one close by, so that nothing is padded."""
+    least = -(-tokens // rows)
+    return next((n for n in range(least, min(2 * least, tokens) + 1) if tokens % n == 0), least)
+
+
+def _blocked(
+    best: _Best, limit: int, contiguous: bool, problem: NearestProblem, x: jax.Array, codebook: jax.Array
+) -> jax.Array:
+    x = x.reshape(problem.tokens, problem.dim)
+    half, codes, first_nan = _codes(problem, codebook)
+
+    def search(vectors: jax.Array) -> jax.Array:
+        index = _over_codes(problem, best, half, codes, vectors)
+        return _settled(problem, vectors, index, first_nan)
+
+    blocks = _count(problem.tokens, max(1, limit // min(problem.codes, BLOCK_CODES)))
+    if blocks == 1:
+        return search(x)
+    rows = -(-problem.tokens // blocks)
+    x = jnp.pad(x, ((0, blocks * rows - problem.tokens), (0, 0)))
+    if contiguous:
+        indices = lax.map(search, x.reshape(blocks, rows, -1)).reshape(-1)
+    else:
+        # Tokens that lie over several devices stay there: each block has some of every device's.
+        def pick(i: jax.Array) -> jax.Array:
+            return search(lax.dynamic_index_in_dim(strided, i, 1, keepdims=False))
+
+        strided = x.reshape(rows, blocks, -1)
+        indices = lax.map(pick, jnp.arange(blocks)).T.reshape(-1)
+    return indices[: problem.tokens]
+
+
+cpu = partial(_blocked, _best_column, CPU_BLOCK_SCORES, True)
+xla = partial(_blocked, _best_row, BLOCK_SCORES, False)
+
+
+def reference(problem: NearestProblem, x: jax.Array, codebook: jax.Array) -> jax.Array:
+    """The whole table of scores at once."""
+    x = x.reshape(problem.tokens, problem.dim)
+    half, codes, first_nan = _codes(problem, codebook)
+    return _settled(problem, x, _best_row(problem, half, codes, x)[1], first_nan)
