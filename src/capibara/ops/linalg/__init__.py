@@ -1,0 +1,10 @@
+"""Linear algebra: products, the singular value decomposition, QR, and Cholesky factors kept up to date."""
+
+from __future__ import annotations
+
+from capibara.ops.linalg.cholesky import cholesky_update
+from capibara.ops.linalg.gemm import optimized_gemm
+from capibara.ops.linalg.qr import qr
+from capibara.ops.linalg.svd import fast_svd
+
+__all__ = ["cholesky_update", "fast_svd", "optimized_gemm", "qr"]

@@ -1,0 +1,46 @@
+"""Checks that the operations of linear algebra share."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+
+__all__ = ["FLOATS", "WIDE", "check_bool", "check_count", "check_matrix"]
+
+FLOATS = ("float32", "float64", "bfloat16", "float16")
+WIDE = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
+
+
+def check_matrix(op: str, name: str, array: Any, dtypes: tuple[str, ...] = FLOATS, rank: int = 2) -> str:
+    """The dtype JAX gives ``array``, which has one of ``dtypes`` and at least ``rank`` axes; else raise."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise OpTypeError(f"{op}: {name} must be an array, got {type(array).__name__}")
+    if str(array.dtype) not in dtypes:
+        raise OpTypeError(
+            f"{op}: {name} must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got {array.dtype}. "
+            f"Remedy: {name}.astype({dtypes[0]!r})."
+        )
+    if len(array.shape) < rank:
+        axes = "[..., rows, columns]" if rank == 2 else "[..., size]"
+        raise OpShapeError(f"{op}: {name} must be {axes}, got shape {tuple(array.shape)}")
+    # NumPy's float64 is float32 in JAX, unless 64 bits are enabled.
+    return str(jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def check_bool(op: str, name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise OpTypeError(f"{op}: {name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def check_count(op: str, name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise OpTypeError(f"{op}: {name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise OpValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return int(value)

@@ -1,0 +1,427 @@
+"""Linear algebra: values against NumPy, gradients, derivatives of truncated decompositions, bounds, bad input."""
+
+# NumPy arrays go in where the signatures say jax.Array, and wrong types go in on purpose.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.jax.tpu_v4 import kernels
+from capibara.jax.tpu_v4.backend import TpuV4LinalgOps
+from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
+from capibara.ops.linalg import cholesky_update, fast_svd, gemm, optimized_gemm, qr
+from capibara.ops.linalg.orthogonal import orthonormal_rows
+from capibara.ops.linalg.specs import GEMMS, MATRICES
+
+FAST = {"xla_backend_optimization_level": 0}
+SMALL_GEMMS = [spec for spec in GEMMS if "large" not in spec.tags]
+SMALL = [spec for spec in MATRICES if "large" not in spec.tags]
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def operands(spec):
+    return normal(*spec.a), normal(*spec.b, seed=1)
+
+
+def turned(spec, a, b):
+    a = np.swapaxes(a, -1, -2) if spec.transpose_a else a
+    return a, (np.swapaxes(b, -1, -2) if spec.transpose_b else b)
+
+
+def options(spec):
+    return {name: getattr(spec, name) for name in ("transpose_a", "transpose_b", "chunk_size")}
+
+
+# -- products
+
+
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+@pytest.mark.parametrize("spec", SMALL_GEMMS, ids=lambda s: s.name)
+def test_product_and_its_gradient(spec, implementation):
+    a, b = operands(spec)
+    left, right = turned(spec, a, b)
+    want = left @ right
+    with jax.enable_x64(True):
+
+        def both(a, b):
+            out, pull = jax.vjp(
+                lambda a, b: optimized_gemm(a, b, implementation=implementation, **options(spec)), a, b
+            )
+            plain, pull_plain = jax.vjp(
+                lambda a, b: jnp.matmul(
+                    *((jnp.swapaxes(x, -1, -2) if turn else x)
+                      for x, turn in ((a, spec.transpose_a), (b, spec.transpose_b)))
+                ), a, b,
+            )  # fmt: skip
+            return out, pull(jnp.cos(out)), pull_plain(jnp.cos(plain))
+
+        out, got, expected = jax.jit(both, compiler_options=FAST)(jnp.asarray(a), jnp.asarray(b))
+    assert out.dtype == jnp.float64
+    np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-12)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("use_async", [True, False])
+@pytest.mark.parametrize("spec", SMALL_GEMMS, ids=lambda s: s.name)
+def test_operands_of_the_host_are_sent_in_slabs(spec, use_async):
+    a, b = (x.astype(np.float32) for x in operands(spec))
+    left, right = turned(spec, a, b)
+    got = optimized_gemm(a, b, None, use_async, **options(spec))
+    np.testing.assert_allclose(got, left @ right, rtol=1e-5, atol=1e-5)
+
+
+def test_large_operands_of_the_host_are_sent_in_slabs_unasked(monkeypatch):
+    a, b = normal(5, 64).astype(np.float32), normal(64, 3).astype(np.float32)
+    sent = []
+    add = gemm._add
+    monkeypatch.setattr(gemm, "HOST_BYTES", 512)
+    monkeypatch.setattr(gemm, "_add", lambda p, t, *x: sent.append(x[0].shape) or add(p, t, *x))
+    np.testing.assert_allclose(optimized_gemm(a, b), a @ b, rtol=1e-5, atol=1e-5)
+    assert len(sent) == 4
+    assert all(shape[1] == 16 for shape in sent)
+
+
+def test_bfloat16_is_summed_in_float32():
+    a, b = normal(4, 300).astype(np.float32), normal(300, 3, seed=1).astype(np.float32)
+    narrow = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (a, b)]
+    for implementation in ("auto", "reference"):
+        got = optimized_gemm(jnp.asarray(a), jnp.asarray(b), "bfloat16", implementation=implementation)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, narrow[0] @ narrow[1], rtol=1e-4, atol=1e-4)
+    assert optimized_gemm(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_int8_is_exact_and_quantising_is_close():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-128, 128, (5, 700), np.int8), rng.integers(-128, 128, (700, 3), np.int8)
+    for implementation in ("auto", "reference"):
+        got = optimized_gemm(jnp.asarray(a), jnp.asarray(b), chunk_size=64, implementation=implementation)
+        assert got.dtype == jnp.int32
+        np.testing.assert_array_equal(got, a.astype(np.int64) @ b)
+    x, y = normal(6, 200).astype(np.float32), normal(200, 4, seed=1).astype(np.float32)
+    got = optimized_gemm(x, y, "int8", chunk_size=64)
+    np.testing.assert_allclose(got, x @ y, atol=0.03 * np.abs(x @ y).max())
+    np.testing.assert_allclose(got, optimized_gemm(x, y, "int8", implementation="reference"), rtol=1e-6)
+    gradient = jax.grad(lambda x: jnp.sum(optimized_gemm(x, y, "int8")))(jnp.asarray(x))
+    np.testing.assert_allclose(gradient, np.broadcast_to(y.sum(1), x.shape), rtol=1e-4, atol=1e-4)
+
+
+def test_product_of_nan_inf_and_nothing():
+    a = np.array([[1.0, np.nan], [np.inf, 1.0], [1.0, 2.0]], np.float32)
+    b = np.ones((2, 2), np.float32)
+    for precision in ("float32", "bfloat16"):
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(optimized_gemm(a, b, precision), a @ b)
+    got = np.asarray(optimized_gemm(a, b, "int8"))
+    assert not np.isfinite(got[:2]).any()
+    assert np.isfinite(got[2]).all()
+    np.testing.assert_array_equal(optimized_gemm(np.ones((2, 0)), np.ones((0, 3))), np.zeros((2, 3)))
+    assert optimized_gemm(jnp.ones((0, 2)), jnp.ones((2, 3))).shape == (0, 3)
+
+
+def test_product_under_vmap():
+    a, b = normal(3, 4, 6).astype(np.float32), normal(6, 2).astype(np.float32)
+    got = jax.vmap(lambda a: optimized_gemm(a, b, chunk_size=4))(jnp.asarray(a))
+    np.testing.assert_allclose(got, a @ b, rtol=1e-5, atol=1e-5)
+
+
+# -- singular values
+
+
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+def test_svd_of_a_low_rank_matrix(spec, implementation):
+    *batch, m, n = spec.shape
+    matrix = normal(*batch, m, spec.rank) @ normal(*batch, spec.rank, n, seed=1)
+    with jax.enable_x64(True):
+        given = jnp.asarray(matrix)
+        u, s, vh = (
+            np.asarray(x) for x in fast_svd(given, spec.rank, oversampling=1, implementation=implementation)
+        )
+        only = fast_svd(given, spec.rank, False, oversampling=1, implementation=implementation)
+    np.testing.assert_allclose((u * s[..., None, :]) @ vh, matrix, atol=1e-10)
+    want = np.linalg.svd(matrix, compute_uv=False)[..., : spec.rank]
+    np.testing.assert_allclose(s, want, rtol=1e-9)
+    np.testing.assert_allclose(only, want, rtol=1e-9)
+    eye = np.eye(spec.rank)
+    np.testing.assert_allclose(
+        np.swapaxes(u, -1, -2) @ u, np.broadcast_to(eye, (*batch, *eye.shape)), atol=1e-9
+    )
+    np.testing.assert_allclose(
+        vh @ np.swapaxes(vh, -1, -2), np.broadcast_to(eye, (*batch, *eye.shape)), atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("decay", ["slow", "fast", "step", "flat"])
+def test_spectral_error_is_near_the_smallest_possible_and_bounded(decay):
+    n, k = 300, 10
+    j = np.arange(1, n + 1.0)
+    s = {"slow": j**-0.25, "fast": np.exp(-j / 5), "step": np.where(j <= k, 1, 0.1), "flat": j**0}[decay]
+    left, right = (np.linalg.qr(normal(n, n, seed=i))[0] for i in (1, 2))
+    matrix = ((left * s) @ right).astype(np.float32)
+    u, sigma, vh, bound = (np.asarray(x, np.float64) for x in fast_svd(matrix, k, with_error_bound=True))
+    error = np.linalg.norm(matrix - (u * sigma) @ vh, 2)
+    assert error <= 1.1 * s[k]
+    assert error <= bound <= 3 * error
+    np.testing.assert_allclose(u.T @ u, np.eye(k), atol=1e-5)
+    assert np.all(np.diff(sigma) <= 0)
+
+
+def test_derivatives_of_the_truncated_decomposition_are_those_of_the_whole():
+    s = 0.8 ** np.arange(12.0)
+    left, right = (np.linalg.qr(normal(20, 12, seed=i))[0] for i in (1, 2))
+    with jax.enable_x64(True):
+        matrix, change = jnp.asarray((left * s) @ right.T), jnp.asarray(normal(20, 20, seed=3))
+
+        def reduced(matrix, implementation):
+            u, s, vh = fast_svd(matrix, 4, power_iterations=40, oversampling=4, implementation=implementation)
+            return s, (u * s) @ vh, u @ u.T, jnp.sqrt(s) * u[3] * vh[:, 5]
+
+        got, want = (
+            jax.jvp(lambda m, i=i: reduced(m, i), (matrix,), (change,)) for i in ("xla", "reference")
+        )
+        pulled = [
+            jax.grad(lambda m, i=i: sum(jnp.sum(jnp.sin(x)) for x in reduced(m, i)))(matrix)
+            for i in ("xla", "reference")
+        ]
+        four = {"power_iterations": 40, "oversampling": 4}
+        values = [
+            jax.grad(lambda m, i=i: jnp.sum(jnp.sin(fast_svd(m, 4, False, implementation=i, **four))))(matrix)
+            for i in ("xla", "reference")
+        ]
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-7)
+    np.testing.assert_allclose(*pulled, atol=1e-7)
+    np.testing.assert_allclose(*values, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_svd_of_zero_tiny_and_huge(scale):
+    matrix = (normal(30, 40) * scale).astype(np.float32)
+    u, s, _ = fast_svd(matrix, 3, power_iterations=10)
+    want = np.linalg.svd(matrix.astype(np.float64), compute_uv=False)[:3]
+    np.testing.assert_allclose(s, want, rtol=1e-2)
+    np.testing.assert_allclose(u.T @ u, np.eye(3), atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_svd_of_what_is_not_finite(bad):
+    matrix = normal(30, 40).astype(np.float32)
+    matrix[3, 4] = bad
+    assert np.isnan(jnp.linalg.svd(matrix, compute_uv=False)).all()
+    for out in fast_svd(matrix, 3):
+        assert np.isnan(out).all()
+
+
+def test_svd_repeats_and_follows_its_key():
+    matrix = normal(30, 40).astype(np.float32)
+    first, again = fast_svd(matrix, 3, power_iterations=0), fast_svd(matrix, 3, power_iterations=0)
+    other = fast_svd(matrix, 3, power_iterations=0, key=jax.random.key(5))
+    np.testing.assert_array_equal(first[1], again[1])
+    assert not np.array_equal(first[1], other[1])
+
+
+def test_svd_under_vmap_and_in_bfloat16():
+    batch = normal(3, 30, 24).astype(np.float32)
+    got = jax.jit(jax.vmap(lambda m: fast_svd(m, 3, oversampling=8)[1]))(batch)
+    for i in range(3):
+        np.testing.assert_allclose(got[i], fast_svd(batch[i], 3, oversampling=8)[1], rtol=1e-4)
+    s = fast_svd(jnp.asarray(batch[0], jnp.bfloat16), 3, False)
+    assert s.dtype == jnp.float32
+    np.testing.assert_allclose(s, np.linalg.svd(batch[0], compute_uv=False)[:3], rtol=2e-2)
+
+
+def test_svd_of_nothing():
+    u, s, vh, bound = fast_svd(jnp.zeros((0, 4)), with_error_bound=True)
+    assert (u.shape, s.shape, vh.shape, bound.shape) == ((0, 0), (0,), (0, 4), ())
+    assert fast_svd(jnp.ones((4, 4)), 0, False).shape == (0,)
+
+
+def test_svd_says_why_it_computes_everything():
+    matrix = jax.ShapeDtypeStruct((100, 90), jnp.float32)
+    assert explain(fast_svd, matrix, 64, platform="tpu").chosen == "xla"
+    answer = explain(fast_svd, matrix, 80, platform="tpu")
+    assert answer.chosen == "reference"
+    assert "80 + 16 = 96" in answer.reasons["xla"]
+    assert "use_randomized=False" in explain(fast_svd, matrix, 5, use_randomized=False).reasons["xla"]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_explain_agrees_with_the_lowered_program(platform):
+    matrix = jax.ShapeDtypeStruct((96, 90), jnp.float32)
+    for rank in (8, 80):
+        lowered = (
+            jax.jit(lambda m, rank=rank: fast_svd(m, rank)[1])
+            .trace(matrix)
+            .lower(lowering_platforms=(platform,))
+        )
+        drawn = "threefry" in lowered.as_text() or "erf_inv" in lowered.as_text()
+        assert drawn == (explain(fast_svd, matrix, rank, platform=platform).chosen == "xla")
+
+
+# -- QR and Cholesky
+
+
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+def test_qr(spec):
+    matrix = normal(*spec.shape)
+    with jax.enable_x64(True):
+        q, r = (np.asarray(x) for x in qr(jnp.asarray(matrix)))
+    want_q, want_r = np.linalg.qr(matrix)
+    sign = np.where(np.diagonal(want_r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
+    np.testing.assert_allclose(q, want_q * sign[..., None, :], atol=1e-10)
+    np.testing.assert_allclose(r, want_r * sign[..., :, None], atol=1e-10)
+    assert explain(qr, matrix).chosen == ("xla" if matrix.shape[-2] >= 4 * matrix.shape[-1] else "reference")
+
+
+def test_gradient_of_qr():
+    with jax.enable_x64(True):
+        matrix, weight = jnp.asarray(normal(24, 5)), jnp.asarray(normal(24, 5, seed=1))
+
+        def loss(matrix, implementation):
+            q, r = qr(matrix, implementation=implementation)
+            return jnp.vdot(weight, jnp.sin(q)) + jnp.vdot(weight[:5], jnp.cos(r))
+
+        got, want = (jax.grad(loss)(matrix, i) for i in ("xla", "reference"))
+    np.testing.assert_allclose(got, want, atol=1e-10)
+
+
+def test_qr_of_dependent_and_ill_conditioned_columns_is_orthonormal():
+    matrix = normal(80, 6).astype(np.float32)
+    dependent, ill = matrix.copy(), matrix * np.float32(10.0) ** -np.arange(6)
+    dependent[:, 3] = dependent[:, 1]
+    ill[:, 1:] += ill[:, :1]
+    for each in (dependent, ill.astype(np.float32), np.zeros_like(matrix), matrix * np.float32(1e25)):
+        q, r = qr(each)
+        np.testing.assert_allclose(q.T @ q, np.eye(6), atol=1e-5)
+        np.testing.assert_allclose(q @ r, each, atol=1e-5 * max(np.abs(each).max(), 1e-30))
+    assert np.isnan(qr(np.full((8, 2), np.nan, np.float32))[1]).any()
+    assert [x.shape for x in qr(jnp.zeros((5, 0)))] == [(5, 0), (0, 0)]
+
+
+def test_rows_of_a_batch_where_one_needs_householder():
+    rows = normal(2, 3, 50).astype(np.float32)
+    rows[1, 2] = rows[1, 0]
+    for run in (orthonormal_rows, jax.vmap(orthonormal_rows)):
+        factor, q = run(jnp.asarray(rows))
+        np.testing.assert_allclose(factor @ q, rows, atol=1e-5)
+        np.testing.assert_allclose(q @ np.swapaxes(q, -1, -2), np.stack([np.eye(3)] * 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("downdate", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (7,), (2, 3, 12)])
+def test_cholesky_update_and_its_gradient(shape, downdate):
+    n = shape[-1]
+    root = normal(*shape, n + 3)
+    vector = 0.3 * normal(*shape, seed=1)
+    matrix = root @ np.swapaxes(root, -1, -2) + np.eye(n)
+    outer = vector[..., :, None] * vector[..., None, :]
+    with jax.enable_x64(True):
+        factor, vector = jnp.asarray(np.linalg.cholesky(matrix)), jnp.asarray(vector)
+        out = cholesky_update(factor + jnp.triu(jnp.ones_like(factor), 1), vector, downdate=downdate)
+        got, want = (
+            jax.grad(
+                lambda f, v, i=i: jnp.sum(
+                    jnp.sin(cholesky_update(f, v, downdate=downdate, implementation=i))
+                ),
+                (0, 1),
+            )(factor, vector)
+            for i in ("xla", "reference")
+        )
+    np.testing.assert_allclose(
+        out, np.linalg.cholesky(matrix - outer if downdate else matrix + outer), atol=1e-10
+    )
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-9)
+
+
+def test_cholesky_downdate_that_leaves_no_positive_matrix_is_nan():
+    for implementation in ("xla", "reference"):
+        out = cholesky_update(
+            jnp.eye(3), jnp.array([0.1, 2.0, 0.0]), downdate=True, implementation=implementation
+        )
+        assert np.isnan(np.asarray(out)).any()
+    assert cholesky_update(jnp.zeros((0, 0)), jnp.zeros(0)).shape == (0, 0)
+
+
+# -- everything
+
+
+def test_the_documented_class():
+    assert kernels.TpuV4LinalgOps is TpuV4LinalgOps
+    ops = TpuV4LinalgOps()
+    a, b = jnp.ones((100, 100)), jnp.ones((100, 100))
+    np.testing.assert_array_equal(
+        ops.optimized_gemm(a=a, b=b, precision="bfloat16", use_async=True, chunk_size=1024),
+        100 * np.ones((100, 100)),
+    )
+    u, s, v = ops.fast_svd(a, compute_uv=True, use_randomized=True)
+    np.testing.assert_allclose((u * s) @ v, a, atol=1e-4)
+
+
+def test_inside_shard_map():
+    code = """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import Mesh, PartitionSpec as P
+    from capibara.ops.linalg import cholesky_update, fast_svd, optimized_gemm, qr
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+    a = np.random.default_rng(0).normal(size=(4, 24, 5)).astype("float32")
+
+    def all_of(a):
+        s = fast_svd(a, 2, False, oversampling=3)
+        gram = optimized_gemm(a, a, chunk_size=10, transpose_a=True)
+        return s, gram, qr(a)[1], cholesky_update(jnp.linalg.cholesky(gram), a[:, 0])
+
+    spec = P(("x", "y"))
+    got = jax.jit(jax.shard_map(all_of, mesh=mesh, in_specs=spec, out_specs=spec))(a)
+    for x, y in zip(got, all_of(jnp.asarray(a))):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+    """
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: optimized_gemm([[1.0]], np.ones((1, 1))), OpTypeError, "a must be an array, got list"),
+        (lambda: optimized_gemm(np.ones((2, 3)), np.ones((2, 3))), OpShapeError, "3 columns.*2 rows"),
+        (lambda: optimized_gemm(np.ones(3), np.ones((3, 2))), OpShapeError, r"a must be \[..., rows, columns\]"),
+        (lambda: optimized_gemm(np.ones((2, 3, 3)), np.ones((3, 3, 3))), OpShapeError, "do not broadcast"),
+        (lambda: optimized_gemm(np.ones((2, 2)), np.ones((2, 2)), "bfloat61"), OpValueError, "bfloat16"),
+        (lambda: optimized_gemm(np.ones((2, 2)), np.ones((2, 2)), "float64"), OpValueError, "needs float64"),
+        (lambda: optimized_gemm(np.ones((2, 2)), np.ones((2, 2)), chunk_size=0), OpValueError, "at least 1"),
+        (lambda: optimized_gemm(np.ones((2, 2)), np.ones((2, 2)), use_async="yes"), OpTypeError, "use_async"),
+        (lambda: optimized_gemm(np.ones((2, 2), np.int8), np.ones((2, 2))), OpTypeError, "int8 goes with int8"),
+        (lambda: optimized_gemm(np.ones((2, 2), int), np.ones((2, 2))), OpTypeError, "a must be float32"),
+        (lambda: fast_svd(np.ones((4, 3)), 4), OpValueError, "rank must be at most .* = 3"),
+        (lambda: fast_svd(np.ones((4, 3)), 1.5), OpTypeError, "rank must be an int"),
+        (lambda: fast_svd(np.ones((4, 3), complex)), OpTypeError, "matrix must be float32"),
+        (lambda: fast_svd(np.ones((4, 3)), 1, key=3), OpTypeError, "key must be one key"),
+        (lambda: fast_svd(np.ones((4, 3)), 1, implementation="xla"), NoImplementationError, "of at most"),
+        (lambda: qr(np.ones((4, 3)), implementation="xla"), NoImplementationError, "as tall as wide"),
+        (lambda: qr(np.ones(4)), OpShapeError, "matrix must be"),
+        (lambda: cholesky_update(np.ones((4, 3)), np.ones(4)), OpShapeError, r"factor must be \[..., n, n\]"),
+        (lambda: cholesky_update(np.eye(4), np.ones(3)), OpShapeError, r"vector must have shape \(4,\)"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
