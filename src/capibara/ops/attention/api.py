@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from capibara.ops.attention import cpu, native, pallas_tpu, reference, xla
-from capibara.ops.attention.problem import AttentionProblem, prepare
+from capibara.ops.attention import cpu, native, pallas_tpu, reference, specs, xla
+from capibara.ops.attention.problem import AttentionProblem, alike_in_speed, prepare
 from capibara.ops.explicit import automatic, explicit_sharding
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
+from capibara.ops.tuning import Tuning
 
 __all__ = ["flash_attention"]
 
@@ -48,16 +49,28 @@ OP = Op(
             native.check,
             portable=False,
         ),
-        Implementation("cpu", {"forward": cpu.forward, "backward": cpu.backward}, ("cpu",), cpu.check),
+        Implementation(
+            "cpu",
+            {"forward": cpu.forward, "backward": cpu.backward},
+            ("cpu",),
+            cpu.check,
+            tunables={"block_size": (16, 32, 64, 128, 256, 512)},
+        ),
         Implementation(
             "pallas_tpu",
             {"forward": pallas_tpu.forward, "backward": pallas_tpu.backward},
             ("tpu",),
             pallas_tpu.check,
+            tunables={"block_size": (128, 256, 512, 1024)},
         ),
-        Implementation("xla", {"forward": xla.forward, "backward": xla.backward}),
+        Implementation(
+            "xla",
+            {"forward": xla.forward, "backward": xla.backward},
+            tunables={"block_size": (64, 128, 256, 512, 1024)},
+        ),
         Implementation("reference", {"forward": _reference_forward, "backward": _reference_backward}),
     ],
+    Tuning(lambda: specs.SPECS, specs.arguments, alike_in_speed),
 )
 
 
@@ -117,8 +130,8 @@ def flash_attention(
       key: Like ``query`` with ``kv_len`` positions and ``kv_heads`` heads, where ``kv_heads`` divides
         ``heads`` (grouped-query attention: query head ``h`` reads head ``h // (heads // kv_heads)``).
       value: Like ``key``; its last axis may have another size.
-      block_size: Query rows (and in the looped form keys) computed at a time; ``None`` lets the
-        implementation choose. It changes speed and memory, not the result.
+      block_size: Query rows (and in the looped form keys) computed at a time; ``None``: what ``capibara tune`` has
+        measured here, else the implementation's own choice. It changes speed and memory, not the result.
       use_causal_mask: Query ``i`` sees keys ``0 … i`` only (both counted from the start of their arrays).
       precision: ``None`` (``jax.default_matmul_precision`` as it is at the call, in the backward pass too),
         ``"bfloat16"`` or ``"float16"`` (operands are rounded to it, sums stay in float32),
@@ -165,7 +178,7 @@ def flash_attention(
             (query, key, value, bias, *ids),
             kept=3,
         )
-    problem, arrays = prepare(query, key, value, bias=bias, segment_ids=segment_ids, **options)
+    problem, arrays = OP.prepare(query, key, value, bias=bias, segment_ids=segment_ids, **options)
     if 0 in (problem.batch, problem.heads, problem.q_len, problem.kv_len):
         return jnp.zeros((*query.shape[:3], problem.value_dim), query.dtype)
     return _attend(problem, *alike(arrays, arrays))

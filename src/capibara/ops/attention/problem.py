@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.tuning import Tuned
 
-__all__ = ["HIDDEN", "ROW_FLOOR", "AttentionProblem", "from_bhsd", "prepare", "to_bhsd"]
+__all__ = ["HIDDEN", "ROW_FLOOR", "AttentionProblem", "alike_in_speed", "from_bhsd", "prepare", "to_bhsd"]
 
 # Added to the score of a key that a query may not see. A finite number, so that no row ever computes inf -
 # inf.
@@ -62,6 +63,7 @@ class AttentionProblem:
     bias_shape: tuple[int, ...] | None
     has_segments: bool
     implementation: str
+    tuned: Tuned | None = None
 
     @property
     def group(self) -> int:
@@ -71,6 +73,32 @@ class AttentionProblem:
     @property
     def accumulate_dtype(self) -> Any:
         return jnp.float64 if self.dtype == "float64" else jnp.float32
+
+
+def alike_in_speed(problem: AttentionProblem) -> dict[str, int | str] | None:
+    """What decides which block sizes are fast; None where the caller has said them."""
+    if problem.block_size is not None:
+        return None
+    mask = "window" if problem.left is not None else "none" if problem.right is None else "causal"
+    more = {
+        "bias": problem.bias_shape is not None,
+        "segments": problem.has_segments,
+        "softcap": problem.softcap is not None,
+        "exact": str(problem.precision).lower() in ("highest", "float32"),
+    }
+    return {
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "q_len": problem.q_len,
+        "kv_len": problem.kv_len,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "layout": problem.layout,
+        "operands": problem.operand_dtype or problem.dtype,
+        "mask": mask,
+        "more": "+".join(name for name, there in more.items() if there) or "none",
+    }
 
 
 def to_bhsd(x: jax.Array, layout: str) -> jax.Array:

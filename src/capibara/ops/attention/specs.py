@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["SPECS", "AttentionSpec", "select"]
+import numpy as np
+
+__all__ = ["SPECS", "AttentionSpec", "arguments", "select"]
 
 
 @dataclass(frozen=True)
@@ -89,3 +91,16 @@ SPECS: tuple[AttentionSpec, ...] = (
 def select(tag: str) -> tuple[AttentionSpec, ...]:
     """The specs that carry ``tag``."""
     return tuple(spec for spec in SPECS if tag in spec.tags)
+
+
+def arguments(
+    spec: AttentionSpec, random: np.random.Generator
+) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """The arguments of a call: normal numbers, three segments of the sequence where the spec has segments."""
+    arrays: dict[str, Any] = {name: random.normal(size=shape) for name, shape in spec.shapes().items()}
+    if spec.segments:
+        lengths = (spec.q_len, spec.kv_len or spec.q_len)
+        ids = [np.broadcast_to(np.arange(n) * 3 // n, (spec.batch, n)).astype(np.int32) for n in lengths]
+        arrays["segment_ids"] = tuple(ids)
+    operands = tuple(arrays.pop(name) for name in ("query", "key", "value"))
+    return operands, {**arrays, **spec.options}

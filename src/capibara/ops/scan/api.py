@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from capibara.ops.registry import Implementation, Op, public
-from capibara.ops.scan import reference, xla
-from capibara.ops.scan.problem import prepare
+from capibara.ops.scan import reference, specs, xla
+from capibara.ops.scan.problem import alike_in_speed, prepare
+from capibara.ops.tuning import Tuning
 
 __all__ = ["selective_scan"]
 
@@ -15,9 +16,12 @@ OP = Op(
     "selective_scan",
     prepare,
     [
-        Implementation("xla", {"forward": xla.scan}),
+        Implementation(
+            "xla", {"forward": xla.scan}, tunables={"chunk_length": (8, 16, 32, 64, 128, 256, 512)}
+        ),
         Implementation("reference", {"forward": reference.scan}),
     ],
+    Tuning(lambda: specs.SPECS, specs.arguments, alike_in_speed),
 )
 
 
@@ -30,7 +34,7 @@ def selective_scan(
     c: jax.Array,
     *,
     initial_state: jax.Array | None = None,
-    chunk_length: int = 64,
+    chunk_length: int | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """A selective state-space model's recurrence (Mamba-2), computed as matrix products over chunks.
@@ -52,7 +56,8 @@ def selective_scan(
         each group serves ``heads // groups`` neighbouring heads.
       c: ``[batch, length, groups, states]``, what is read from the state.
       initial_state: ``[batch, heads, width, states]``; zeros when ``None``.
-      chunk_length: Positions per chunk. It changes speed and memory, not the result.
+      chunk_length: Positions per chunk; ``None``: what ``capibara tune`` has measured here, else 64. It changes speed
+        and memory, not the result.
       implementation: ``"auto"``, ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
 
     Returns:
@@ -65,7 +70,7 @@ def selective_scan(
     Source: Dao & Gu 2024, "Transformers are SSMs" (arXiv:2405.21060).
     """
     OP.check_name(implementation)
-    problem, arrays = prepare(
+    problem, arrays = OP.prepare(
         x,
         dt,
         a,

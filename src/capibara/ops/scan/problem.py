@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.tuning import Tuned
 
-__all__ = ["ScanProblem", "prepare"]
+__all__ = ["ScanProblem", "alike_in_speed", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,10 @@ class ScanProblem:
     width: int
     groups: int
     states: int
-    chunk_length: int
+    chunk_length: int | None
     dtype: str
     implementation: str
+    tuned: Tuned | None = None
 
     @property
     def accumulate_dtype(self) -> Any:
@@ -36,6 +38,14 @@ class ScanProblem:
         return self.heads // self.groups
 
 
+def alike_in_speed(problem: ScanProblem) -> dict[str, int | str] | None:
+    """What decides which chunks are fast; None where the caller has said them."""
+    if problem.chunk_length is not None:
+        return None
+    names = ("batch", "length", "heads", "width", "groups", "states")
+    return {name: getattr(problem, name) for name in names}
+
+
 def prepare(
     x: Any,
     dt: Any,
@@ -44,7 +54,7 @@ def prepare(
     c: Any,
     *,
     initial_state: Any = None,
-    chunk_length: int = 64,
+    chunk_length: int | None = None,
     implementation: str = "auto",
 ) -> tuple[ScanProblem, tuple[Any, ...]]:
     """Check a call of ``selective_scan``; return its problem and its arrays."""
@@ -79,10 +89,11 @@ def prepare(
             f"selective_scan: {groups} groups of b and c cannot serve {heads} heads; the number of groups must "
             "divide the number of heads"
         )
-    if isinstance(chunk_length, bool) or not isinstance(chunk_length, numbers.Integral):
-        raise OpTypeError(f"selective_scan: chunk_length must be an int, got {chunk_length!r}")
-    if chunk_length < 1:
-        raise OpValueError(f"selective_scan: chunk_length must be at least 1, got {chunk_length}")
+    if chunk_length is not None:
+        if isinstance(chunk_length, bool) or not isinstance(chunk_length, numbers.Integral):
+            raise OpTypeError(f"selective_scan: chunk_length must be an int or None, got {chunk_length!r}")
+        if chunk_length < 1:
+            raise OpValueError(f"selective_scan: chunk_length must be at least 1, got {chunk_length}")
     problem = ScanProblem(
         batch=batch,
         length=length,
@@ -90,7 +101,7 @@ def prepare(
         width=width,
         groups=groups,
         states=states,
-        chunk_length=int(chunk_length),
+        chunk_length=None if chunk_length is None else int(chunk_length),
         dtype=str(x.dtype),
         implementation=implementation,
     )

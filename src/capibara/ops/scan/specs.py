@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["SPECS", "ScanSpec"]
+import numpy as np
+
+__all__ = ["SPECS", "ScanSpec", "arguments"]
 
 
 @dataclass(frozen=True)
@@ -41,3 +44,13 @@ SPECS: tuple[ScanSpec, ...] = (
     ScanSpec("model", 16, 256, 16, 32, 1, 32, 64, ("large",)),
     ScanSpec("long", 1, 4096, 16, 32, 1, 32, 64, ("large",)),
 )
+
+
+def arguments(spec: ScanSpec, random: np.random.Generator) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """The arguments of a call, with steps and rates as a trained layer has them, and no ``chunk_length``."""
+    shapes = spec.shapes()
+    arrays: dict[str, np.ndarray] = {name: random.normal(size=shape) for name, shape in shapes.items()}
+    arrays["dt"] = random.uniform(0.001, 0.1, shapes["dt"])
+    arrays["a"] = -random.uniform(0.5, 8.0, shapes["a"])
+    state = arrays.pop("initial_state")
+    return tuple(arrays.values()), {"initial_state": state}

@@ -19,6 +19,8 @@ from capibara.ops.scan.problem import ScanProblem
 
 __all__ = ["scan"]
 
+CHUNK = 64
+
 
 def _step(
     problem: ScanProblem,
@@ -56,7 +58,7 @@ def scan(
         return _step(problem, x, dt, a, b, c, initial_state)
     p = problem
     wide = p.accumulate_dtype
-    size = min(p.chunk_length, p.length)
+    size = min(p.chunk_length or CHUNK, p.length)
     chunks = -(-p.length // size)
     # Padding with dt = 0 is exact: a padded position neither decays the state nor adds to it.
     lack = chunks * size - p.length

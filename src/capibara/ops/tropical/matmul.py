@@ -11,8 +11,9 @@ from jax import lax
 
 from capibara.ops.errors import OpShapeError
 from capibara.ops.registry import Implementation, Op, public
-from capibara.ops.tropical import forms
-from capibara.ops.tropical.problem import TropicalProblem, check_array, prepare
+from capibara.ops.tropical import forms, specs
+from capibara.ops.tropical.problem import TropicalProblem, alike_in_speed, check_array, prepare
+from capibara.ops.tuning import Tuning
 
 __all__ = ["matmul", "matvec"]
 
@@ -30,6 +31,7 @@ OP = Op(
         Implementation("xla", {"value": forms.xla_value, "both": forms.xla_both}),
         Implementation("reference", {"value": forms.reference_value, "both": forms.reference_both}),
     ],
+    Tuning(lambda: specs.SPECS, specs.arguments, alike_in_speed),
 )
 
 
@@ -157,7 +159,7 @@ def matmul(
     Source: Butkovič 2010, "Max-linear Systems".
     """
     OP.check_name(implementation)
-    problem, _ = prepare(
+    problem, _ = OP.prepare(
         a,
         b,
         semiring=semiring,

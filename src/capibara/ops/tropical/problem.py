@@ -13,8 +13,18 @@ import numpy as np
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.tuning import Tuned
 
-__all__ = ["SEMIRINGS", "TropicalProblem", "check_array", "check_semiring", "plus", "prepare", "times"]
+__all__ = [
+    "SEMIRINGS",
+    "TropicalProblem",
+    "alike_in_speed",
+    "check_array",
+    "check_semiring",
+    "plus",
+    "prepare",
+    "times",
+]
 
 SEMIRINGS = ("max_plus", "min_plus")
 
@@ -32,6 +42,18 @@ class TropicalProblem:
     dtype: str
     out_dtype: str
     implementation: str
+    tuned: Tuned | None = None
+
+
+def alike_in_speed(problem: TropicalProblem) -> dict[str, int | str]:
+    """What decides which implementation is fast."""
+    return {
+        "batch": math.prod(problem.batch),
+        "rows": problem.rows,
+        "inner": problem.inner,
+        "columns": problem.columns,
+        "relaxed": "yes" if problem.temperature else "no",
+    }
 
 
 def check_semiring(op: str, semiring: Any) -> str:

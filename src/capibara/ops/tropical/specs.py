@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["SPECS", "TropicalSpec"]
+import numpy as np
+
+__all__ = ["SPECS", "TropicalSpec", "arguments"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ SPECS: tuple[TropicalSpec, ...] = (
     TropicalSpec("plain", (16, 8), (8, 12)),
     TropicalSpec("odd", (7, 13), (13, 19), ("small", "odd")),
     TropicalSpec("more than a block", (139, 261), (261, 275), ("small", "odd")),
+    TropicalSpec("tall", (1301, 5), (5, 40), ("small", "odd")),
     TropicalSpec("batch", (3, 1, 4, 6), (2, 6, 9)),
     TropicalSpec("one column", (9, 5), (5, 1), ("small", "odd")),
     TropicalSpec("length 1", (1, 1), (1, 1), ("small", "odd")),
@@ -28,3 +32,10 @@ SPECS: tuple[TropicalSpec, ...] = (
     TropicalSpec("no rows", (0, 4), (4, 9), ("small", "odd")),
     TropicalSpec("square", (1024, 1024), (1024, 1024), ("large",)),
 )
+
+
+def arguments(
+    spec: TropicalSpec, random: np.random.Generator
+) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """The arguments of a call: normal numbers, which have no ties."""
+    return (random.normal(size=spec.a), random.normal(size=spec.b)), {}
