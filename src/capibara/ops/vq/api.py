@@ -31,11 +31,7 @@ def _distance(problem: NearestProblem, x: jax.Array, codebook: jax.Array, indice
     x, code = x.astype(problem.wide), codebook[indices].astype(problem.wide)
     if problem.metric == "euclidean":
         return jnp.sum(jnp.square(x - code), -1)
-    squares = jnp.sum(x * x, -1) * jnp.sum(code * code, -1)
-    some = squares > 0
-    # The square root of 0 has no gradient; a vector of zeros has no direction, and is at 1 from every code.
-    cosine = jnp.sum(x * code, -1) / jnp.sqrt(jnp.where(some, squares, 1))
-    return 1 - jnp.where(some, cosine, 0)
+    return 1 - jnp.sum(nearest.unit(x) * nearest.unit(code), -1)
 
 
 @public(OP)

@@ -20,7 +20,7 @@ from jax import lax
 
 from capibara.ops.vq.problem import NearestProblem
 
-__all__ = ["cpu", "reference", "xla"]
+__all__ = ["cpu", "reference", "unit", "xla"]
 
 # Scores alive at a time: 1 MiB in float32 on CPUs, which stays near the cores, and 16 MiB elsewhere.
 CPU_BLOCK_SCORES = 1 << 18
@@ -32,6 +32,15 @@ BLOCK_CODES = 4096
 _Best = Callable[[NearestProblem, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
+def unit(vectors: jax.Array) -> jax.Array:
+    """The vectors of length 1 with their directions; zeros stay, with a gradient of 0."""
+    # Scaled first, so that no square over- or underflows. The scale cancels, and so has no gradient.
+    most = lax.stop_gradient(jnp.max(jnp.abs(vectors), -1, initial=0, keepdims=True))
+    scaled = vectors / jnp.where(most == 0, 1, most)
+    square = jnp.sum(scaled * scaled, -1, keepdims=True)
+    return scaled / jnp.sqrt(jnp.where(square == 0, 1, square))
+
+
 def _codes(problem: NearestProblem, codebook: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Half the squares of the codes (0 for angles), the codes to multiply with, the first with NaN (or -1)."""
     wide = codebook.astype(problem.wide)
@@ -40,12 +49,7 @@ def _codes(problem: NearestProblem, codebook: jax.Array) -> tuple[jax.Array, jax
     good = jnp.all(jnp.isfinite(wide), 1)
     wide = jnp.where(good[:, None], wide, 0)
     if problem.metric == "cosine":
-        # Scaled first, so that no square over- or underflows.
-        most = jnp.max(jnp.abs(wide), 1, initial=0, keepdims=True)
-        wide = wide / jnp.where(most == 0, 1, most)
-        length = jnp.sqrt(jnp.sum(wide * wide, 1, keepdims=True))
-        wide = wide / jnp.where(length == 0, 1, length)
-        return jnp.where(good, 0, jnp.inf).astype(wide.dtype), wide, first
+        return jnp.where(good, 0, jnp.inf).astype(wide.dtype), unit(wide), first
     return jnp.where(good, 0.5 * jnp.sum(wide * wide, 1), jnp.inf), wide, first
 
 
