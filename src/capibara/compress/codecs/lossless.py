@@ -1,0 +1,371 @@
+"""Bit-exact: what repeats in weights is coded, what does not is packed.
+
+Trained weights have few exponents, each with its frequency, and nearly random fractions. A number is cut in two: a
+*symbol* (the exponent, with the fraction's first bits where they help: within one exponent, smaller numbers are the
+more frequent) and the *rest* (the sign and what remains of the fraction). Symbols are entropy-coded
+(:mod:`capibara.compress.entropy.rans`), the rest is packed as it is.
+
+Rows differ in scale, and a table of frequencies that fits all fits none well: rows are sorted into up to eight classes
+by their mean exponent, and each class has a table of its own. Rows whose fractions end in zeros were converted from a
+narrower type; those bits are not stored. How many bits go into the symbol and how many classes there are is what
+comes out smallest, counted for each tensor. Integers are their distance from the smallest one, cut in the same way.
+
+Every choice is in the payload's header, so that a reader needs no more than the tensor's type and shape.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from capibara.compress.entropy import (
+    BLOCK,
+    LANES,
+    BitReader,
+    BitWriter,
+    Stream,
+    cost_in_bits,
+    normalise,
+    pack_bits,
+    packed_size,
+    unpack_bits,
+)
+from capibara.compress.entropy import (
+    decode as decode_symbols,
+)
+from capibara.compress.entropy import (
+    encode as encode_symbols,
+)
+from capibara.compress.errors import DamagedError
+from capibara.compress.formats import NumberFormat
+
+__all__ = ["decode", "encode", "size_bound"]
+
+STORED, CODED = 0, 1
+_CLASSES = 8
+_MOST_FRACTION = 3  # bits of the fraction that a symbol may take: the fourth never paid for its tables
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where a number is cut: its lowest ``shift`` bits are in the rest, ``symbol`` bits above them in the symbol."""
+
+    shift: int
+    symbol: int
+    sign: bool
+    base: int  # subtracted first; integers only
+
+    def symbols(self, bits: np.ndarray) -> np.ndarray:
+        return (bits >> bits.dtype.type(self.shift)) & bits.dtype.type((1 << self.symbol) - 1)
+
+    def rest(self, bits: np.ndarray, drop: int) -> np.ndarray:
+        """The lowest bits without the last ``drop``, and above them the sign."""
+        kind = bits.dtype.type
+        low = (bits & kind((1 << self.shift) - 1)) >> kind(drop)
+        if self.sign:
+            low |= (bits >> kind(bits.itemsize * 8 - 1)) << kind(self.shift - drop)
+        return low
+
+    def width(self, drop: int) -> int:
+        return self.shift - drop + self.sign
+
+    def join(self, symbols: np.ndarray, rest: np.ndarray, drop: int) -> np.ndarray:
+        kind = rest.dtype.type
+        low = self.shift - drop
+        out = (rest & kind((1 << low) - 1)) << kind(drop)
+        out |= symbols.astype(rest.dtype) << kind(self.shift)
+        if self.sign:
+            out |= (rest >> kind(low)) << kind(rest.itemsize * 8 - 1)
+        return out
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows that share a table: its symbols, their frequencies (the last one is the escape), and zero bits left out."""
+
+    drop: int
+    symbols: np.ndarray
+    frequencies: np.ndarray
+    escapes: int
+
+
+def size_bound(form: NumberFormat, count: int) -> int:
+    """The most bytes that a payload of ``count`` numbers takes."""
+    return 1 + count * form.bits // 8
+
+
+def row_length(shape: tuple[int, ...]) -> int:
+    """What counts as a row: the last axis, or all but the first where that is short, or the whole."""
+    count = math.prod(shape)
+    if len(shape) >= 2 and count:
+        for length in (shape[-1], count // shape[0]):
+            if length >= 32:
+                return length
+    return max(count, 1)
+
+
+def encode(bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]) -> bytes:
+    """The payload of a tensor.
+
+    Args:
+      bits: [count] of ``form.unsigned``, in C order.
+      shape: with as many elements.
+    """
+    stored = bytes([STORED]) + bits.tobytes()
+    if len(bits) < 64:
+        return stored
+    coded = _encode(bits.reshape(-1, row_length(shape)), form)
+    return coded if len(coded) < len(stored) else stored
+
+
+def _cuts(rows: np.ndarray, form: NumberFormat) -> tuple[np.ndarray, list[_Cut]]:
+    """The numbers as they are cut, and the cuts to try, with the most bits in the symbol last."""
+    if form.is_float:
+        takes = range(min(_MOST_FRACTION, form.mantissa) + 1)
+        top = min(form.exponent, 8)  # float64: the exponents in use are few, but may lie anywhere
+        spare = form.exponent - top
+        return rows, [_Cut(form.mantissa - m, top + spare + m, True, 0) for m in takes]
+    values = rows.view(f"<i{form.bits // 8}") if form.signed else rows
+    base = int(values.min())
+    width = max((int(values.max()) - base).bit_length(), 1)
+    shifted = rows - rows.dtype.type(base & ((1 << form.bits) - 1))
+    symbol = min(width, 8)
+    return shifted, [_Cut(width - symbol, symbol, False, base)]
+
+
+def _table(counts: np.ndarray, symbol_bits: int) -> tuple[np.ndarray, np.ndarray, int, float]:
+    """Which symbols get an entry, their frequencies, how many others there are, and the cost of all in bits."""
+    total = int(counts.sum())
+    used = np.flatnonzero(counts)
+    # A symbol rarer than half an entry of 4096 costs less as an escape with its bits written out.
+    kept = used[counts[used] * 8192 >= total]
+    if len(kept) > 255:
+        kept = np.sort(kept[np.argsort(-counts[kept], kind="stable")[:255]])
+    escapes = total - int(counts[kept].sum())
+    all_counts = np.append(counts[kept], escapes)
+    frequencies = normalise(all_counts)
+    bits = cost_in_bits(all_counts, frequencies) + escapes * symbol_bits
+    bits += 40 + 2 * np.log2(frequencies + 1).sum() + 2 * len(kept)
+    return kept, frequencies, escapes, float(bits)
+
+
+def _choose(rows: np.ndarray, cuts: list[_Cut]) -> tuple[_Cut, np.ndarray]:
+    """The cut and the class of each row that take the fewest bits."""
+    count, length = rows.shape
+    finest = cuts[-1]
+    symbols = finest.symbols(rows).astype(np.int64)
+    # Sums of whole numbers: the order of rows is the same on every machine.
+    order = np.argsort((symbols >> (finest.symbol - cuts[0].symbol)).sum(1), kind="stable")
+    rank = np.empty(count, np.int64)
+    rank[order] = np.arange(count)
+    most = _CLASSES if count >= _CLASSES else 1
+    size = 1 << finest.symbol
+    histogram = np.bincount(
+        ((rank * most // count)[:, None] * size + symbols).ravel(), minlength=most * size
+    ).reshape(most, size)
+    best = (math.inf, cuts[0], 1)
+    for cut in cuts:
+        by_class = histogram.reshape(most, 1 << cut.symbol, -1).sum(2)
+        classes = most
+        while classes:
+            merged = by_class.reshape(classes, -1, 1 << cut.symbol).sum(1)
+            bits = sum(_table(counts, cut.symbol)[3] for counts in merged)
+            blocks = classes * -(-count * length // (BLOCK * classes))
+            bits += count * length * cut.width(0) + count * (classes - 1).bit_length() + blocks * 1044
+            if bits < best[0]:
+                best = (bits, cut, classes)
+            classes //= 2
+    return best[1], rank * best[2] // count
+
+
+def _zero_bits(rows: np.ndarray, cut: _Cut, form: NumberFormat) -> tuple[int, np.ndarray]:
+    """How many low bits are worth leaving out, and the rows in which they are all zero."""
+    low = np.bitwise_or.reduce(rows, axis=1) & rows.dtype.type((1 << cut.shift) - 1)
+    zeros = np.full(len(rows), cut.shift)
+    for bit in range(cut.shift - 1, -1, -1):
+        zeros[(low >> rows.dtype.type(bit)) & rows.dtype.type(1) != 0] = bit
+    numbers, counts = np.unique(zeros, return_counts=True)
+    saved = [int(z) * int(counts[numbers >= z].sum()) for z in numbers]
+    drop = int(numbers[int(np.argmax(saved))])
+    return drop, (zeros >= drop) & (drop > 0)
+
+
+def _encode(rows: np.ndarray, form: NumberFormat) -> bytes:
+    rows, cuts = _cuts(rows, form)
+    cut, classes = _choose(rows, cuts)
+    drop, dropping = _zero_bits(rows, cut, form) if form.is_float else (0, np.zeros(len(rows), bool))
+    names, which = np.unique(classes * 2 + dropping, return_inverse=True)
+    groups, blocks, tables, body = [], [], [], []
+    for index, name in enumerate(names):
+        numbers = rows[which == index].ravel()
+        left_out = drop if name & 1 else 0
+        symbols = cut.symbols(numbers)
+        kept, frequencies, escapes, _ = _table(
+            np.bincount(symbols.astype(np.int64), minlength=1 << cut.symbol), cut.symbol
+        )
+        entry = np.full(1 << cut.symbol, len(kept), np.uint8)
+        entry[kept] = np.arange(len(kept))
+        coded = entry[symbols]
+        body.append(pack_bits(symbols[coded == len(kept)], cut.symbol) if escapes else b"")
+        body.append(pack_bits(cut.rest(numbers, left_out), cut.width(left_out)))
+        groups.append(_Group(left_out, kept, frequencies, escapes))
+        parts = [coded[i : i + BLOCK] for i in range(0, len(coded), BLOCK)]
+        blocks += parts
+        tables += [index] * len(parts)
+    width = max(len(g.frequencies) for g in groups)
+    frequencies = np.stack([np.pad(g.frequencies, (0, width - len(g.frequencies))) for g in groups])
+    streams = encode_symbols(blocks, frequencies, tables)
+    header = _write_header(cut, groups, [len(s.words) for s in streams])
+    class_bits = (len(groups) - 1).bit_length()
+    return b"".join(
+        [
+            bytes([CODED]),
+            struct.pack("<I", len(header)),
+            header,
+            pack_bits(which.astype(np.uint8), class_bits),
+            *body,
+            *(
+                part
+                for s in streams
+                for part in (s.states.astype("<u4").tobytes(), s.words.astype("<u2").tobytes())
+            ),
+        ]
+    )
+
+
+def _write_header(cut: _Cut, groups: list[_Group], words: list[int]) -> bytes:
+    writer = BitWriter()
+    writer.write(cut.shift, 6)
+    writer.write(cut.symbol, 5)
+    writer.write(cut.sign, 1)
+    if not cut.sign:
+        writer.write(cut.base & ((1 << 64) - 1), 64)
+    writer.write(len(groups) - 1, 4)
+    for group in groups:
+        writer.write(group.drop, 6)
+        writer.write(len(group.symbols), 8)
+        writer.write_gamma(group.escapes)
+        last = -1
+        for symbol, frequency in zip(group.symbols.tolist(), group.frequencies.tolist(), strict=False):
+            writer.write_gamma(symbol - last - 1)
+            writer.write_gamma(frequency - 1)
+            last = symbol
+    for count in words:
+        writer.write(count, 19)
+    return writer.finish()
+
+
+def decode(payload: memoryview | bytes, form: NumberFormat, shape: tuple[int, ...]) -> np.ndarray:
+    """The bits of the tensor, [count] of ``form.unsigned``.
+
+    Raises:
+      DamagedError: the payload is not what :func:`encode` writes for this type and shape. What is allocated before that
+        is known is bounded by the payload's own size, at 2¹⁸ numbers for each 128 bytes.
+    """
+    data = np.frombuffer(payload, np.uint8)
+    count = math.prod(shape)
+    if len(data) == 0 or data[0] > CODED:
+        raise DamagedError("a tensor's payload has no known beginning: the file is damaged")
+    if data[0] == STORED:
+        if len(data) != 1 + count * form.bits // 8:
+            raise DamagedError(f"a tensor of {count} numbers has {len(data) - 1} bytes: the file is damaged")
+        return np.frombuffer(data[1:].tobytes(), form.unsigned)
+    return _decode(_Cursor(data[1:]), form, count, row_length(shape))
+
+
+class _Cursor:
+    """Takes bytes off the front; asking for more than there are is damage."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, size: int) -> np.ndarray:
+        if size > len(self.data) - self.at:
+            raise DamagedError("a tensor's payload ends too early: the file is damaged")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+
+def _read_header(reader: BitReader, form: NumberFormat) -> tuple[_Cut, list[_Group]]:
+    shift, symbol, sign = reader.read(6), reader.read(5), bool(reader.read(1))
+    base = 0 if sign else reader.read(64)
+    if sign != form.is_float or symbol > 14 or shift + symbol + sign > form.bits:
+        raise DamagedError("a tensor's numbers are cut where they cannot be: the file is damaged")
+    cut, groups = _Cut(shift, symbol, sign, base), []
+    for _ in range(reader.read(4) + 1):
+        drop, entries, escapes = reader.read(6), reader.read(8), reader.read_gamma()
+        symbols, frequencies, last = [], [], -1
+        for _ in range(entries):
+            last += reader.read_gamma() + 1
+            symbols.append(last)
+            frequencies.append(reader.read_gamma() + 1)
+        left = 4096 - sum(frequencies)
+        if drop > shift or last >= 1 << symbol or left < 0 or (left > 0) != (escapes > 0):
+            raise DamagedError("a tensor's table of frequencies is none: the file is damaged")
+        groups.append(_Group(drop, np.array(symbols, np.int64), np.array([*frequencies, left]), escapes))
+    return cut, groups
+
+
+def _decode(cursor: _Cursor, form: NumberFormat, count: int, length: int) -> np.ndarray:
+    if count == 0 or -(-count // BLOCK) * 4 * LANES > len(cursor.data):
+        raise DamagedError(f"{len(cursor.data)} bytes cannot hold {count} numbers: the file is damaged")
+    reader = BitReader(cursor.take(int(cursor.take(4).view("<u4")[0])).tobytes())
+    cut, groups = _read_header(reader, form)
+    rows = count // length
+    which = unpack_bits(
+        cursor.take(packed_size(rows, (len(groups) - 1).bit_length())),
+        rows,
+        (len(groups) - 1).bit_length(),
+        np.dtype(np.uint8),
+    )
+    if int(which.max()) >= len(groups):
+        raise DamagedError("a row belongs to a group that there is not: the file is damaged")
+    sizes = np.bincount(which, minlength=len(groups)) * length
+    escaped, rest, counts, tables = [], [], [], []
+    for index, (group, size) in enumerate(zip(groups, sizes.tolist(), strict=True)):
+        if group.escapes > size:
+            raise DamagedError("more numbers are escaped than there are: the file is damaged")
+        escaped.append(
+            unpack_bits(
+                cursor.take(packed_size(group.escapes, cut.symbol)), group.escapes, cut.symbol, form.unsigned
+            )
+        )
+        width = cut.width(group.drop)
+        rest.append(unpack_bits(cursor.take(packed_size(size, width)), size, width, form.unsigned))
+        parts = [min(BLOCK, size - i) for i in range(0, size, BLOCK)]
+        counts += parts
+        tables += [index] * len(parts)
+    streams = list(_streams(cursor, reader, len(counts)))
+    reader.finish()
+    if cursor.at != len(cursor.data):
+        raise DamagedError("a tensor's payload is longer than what it says: the file is damaged")
+    width = max(len(g.frequencies) for g in groups)
+    frequencies = np.stack([np.pad(g.frequencies, (0, width - len(g.frequencies))) for g in groups])
+    blocks = decode_symbols(streams, counts, frequencies, tables)
+    out = np.empty((rows, length), form.unsigned)
+    for index, group in enumerate(groups):
+        coded = np.concatenate(
+            [b for b, t in zip(blocks, tables, strict=True) if t == index] or [np.empty(0, np.uint8)]
+        )
+        symbols = np.append(group.symbols, 0).astype(form.unsigned)[coded]
+        odd = np.flatnonzero(coded == len(group.symbols))
+        if len(odd) != group.escapes:
+            raise DamagedError(
+                "a block holds another number of escapes than its header says: the file is damaged"
+            )
+        symbols[odd] = escaped[index]
+        out[which == index] = cut.join(symbols, rest[index], group.drop).reshape(-1, length)
+    if not cut.sign:
+        out += form.unsigned.type(cut.base & ((1 << form.bits) - 1))
+    return out.reshape(-1)
+
+
+def _streams(cursor: _Cursor, reader: BitReader, count: int) -> Iterator[Stream]:
+    for _ in range(count):
+        words = reader.read(19)
+        states = np.frombuffer(cursor.take(4 * LANES).tobytes(), "<u4")
+        yield Stream(states, np.frombuffer(cursor.take(2 * words).tobytes(), "<u2"))

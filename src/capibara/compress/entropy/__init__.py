@@ -1,0 +1,23 @@
+"""Entropy coding: symbols of up to eight bits, in as many bits as their frequencies ask for."""
+
+from __future__ import annotations
+
+from capibara.compress.entropy.bits import BitReader, BitWriter, pack_bits, packed_size, unpack_bits
+from capibara.compress.entropy.frequencies import SCALE_BITS, cost_in_bits, normalise
+from capibara.compress.entropy.rans import BLOCK, LANES, Stream, decode, encode
+
+__all__ = [
+    "BLOCK",
+    "LANES",
+    "SCALE_BITS",
+    "BitReader",
+    "BitWriter",
+    "Stream",
+    "cost_in_bits",
+    "decode",
+    "encode",
+    "normalise",
+    "pack_bits",
+    "packed_size",
+    "unpack_bits",
+]

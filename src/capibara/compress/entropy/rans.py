@@ -1,0 +1,149 @@
+"""An asymmetric numeral system: symbols to bits, nearly as few as their frequencies allow.
+
+The state of a coder is one number x. Coding a symbol of frequency f (of 4096) takes x to about x · 4096 / f, so x grows
+by log₂(4096 / f) bits; decoding undoes it, last symbol first (J. Duda, arXiv 1311.2540). x is held in
+[2¹⁶, 2³²) by moving 16 bits to or from the stream, at most once a symbol (the "range" variant of F. Giesen,
+arXiv 1402.3392).
+
+A block of symbols is dealt out over 32 lanes, symbol i to lane i mod 32, each with a state of its own, all sharing one
+stream of 16-bit words: in a step each lane takes one symbol, and the lanes that need a word take theirs in order of
+lanes. So a step is the same arithmetic on 32 numbers, which vectors, XLA, PyTorch and NumPy do alike; many blocks go
+side by side. The bytes do not depend on who does it.
+
+A block's last state must be the first that its encoder began with, and its stream must be used up: damage shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from capibara.compress.entropy.frequencies import SCALE, SCALE_BITS
+from capibara.compress.errors import DamagedError
+
+__all__ = ["BLOCK", "LANES", "Stream", "decode", "encode"]
+
+LANES = 32
+BLOCK = 1 << 18  # symbols; 128 bytes of states for each
+LOWEST = 1 << 16  # a state is never below; encoding begins with it
+
+
+class Stream(NamedTuple):
+    """One block, coded.
+
+    Attributes:
+      states: uint32 [32], of the lanes when decoding begins.
+      words: uint16 [words], in the order in which decoding takes them.
+    """
+
+    states: np.ndarray
+    words: np.ndarray
+
+
+def _starts(frequencies: np.ndarray) -> np.ndarray:
+    """Where each symbol's part of the 4096 begins, a row a table."""
+    return np.cumsum(frequencies, axis=1) - frequencies
+
+
+def _tables(frequencies: np.ndarray) -> np.ndarray:
+    tables = np.asarray(frequencies, np.int64)
+    if tables.ndim != 2 or tables.shape[1] > 256 or (tables < 0).any() or (tables.sum(1) != SCALE).any():
+        raise ValueError(f"frequencies: expected rows of at most 256 whole numbers that add up to {SCALE}")
+    return tables
+
+
+def encode(symbols: Sequence[np.ndarray], frequencies: np.ndarray, tables: Sequence[int]) -> list[Stream]:
+    """Code blocks of symbols.
+
+    Args:
+      symbols: uint8 [at most 2¹⁸], a block each; every symbol has a frequency above 0.
+      frequencies: [tables, symbols], each row adds up to 4096.
+      tables: the row of ``frequencies`` for each block.
+    """
+    table = _tables(frequencies)
+    width = table.shape[1]
+    flat, start = table.ravel().astype(np.uint32), _starts(table).ravel().astype(np.uint32)
+    out: list[Stream | None] = [None] * len(symbols)
+    for chosen in _alike([len(s) for s in symbols]):
+        count = len(symbols[chosen[0]])
+        steps = -(-count // LANES)
+        grid = np.zeros((len(chosen), steps * LANES), np.uint32)
+        for row, i in enumerate(chosen):
+            grid[row, :count] = symbols[i]
+        grid += np.array([tables[i] * width for i in chosen], np.uint32)[:, None]
+        grid = grid.reshape(len(chosen), steps, LANES)
+        state = np.full((len(chosen), LANES), LOWEST, np.uint32)
+        emitted = np.zeros(grid.shape, bool)
+        low = np.zeros(grid.shape, np.uint16)
+        for step in range(steps - 1, -1, -1):
+            live = min(LANES, count - step * LANES)
+            x, entry = state[:, :live], grid[:, step, :live]
+            f = flat[entry]
+            if not f.all():
+                raise ValueError("symbols: one occurs whose frequency is 0")
+            # In 64 bits: for a symbol that is certain, f << 20 is 2³².
+            full = x >= f.astype(np.uint64) << np.uint64(32 - SCALE_BITS)
+            emitted[:, step, :live] = full
+            low[:, step, :live] = x
+            x = np.where(full, x >> np.uint32(16), x)
+            whole, part = np.divmod(x, f)
+            state[:, :live] = (whole << np.uint32(SCALE_BITS)) + part + start[entry]
+        for row, i in enumerate(chosen):
+            out[i] = Stream(state[row].copy(), low[row][emitted[row]])
+    return [stream for stream in out if stream is not None]
+
+
+def decode(
+    streams: Sequence[Stream], counts: Sequence[int], frequencies: np.ndarray, tables: Sequence[int]
+) -> list[np.ndarray]:
+    """The symbols of coded blocks, uint8 [count] each.
+
+    Raises:
+      DamagedError: the streams are not what ``counts`` symbols with these frequencies gave.
+    """
+    table = _tables(frequencies)
+    start = _starts(table)
+    # For each of the 4096 places of a table: the symbol, its frequency, and the place within its part.
+    symbol = np.repeat(np.tile(np.arange(table.shape[1]), len(table)), table.ravel()).astype(np.uint8)
+    rows = np.arange(len(table)).repeat(SCALE)
+    frequency = table[rows, symbol].astype(np.uint32)
+    within = (np.tile(np.arange(SCALE), len(table)) - start[rows, symbol]).astype(np.uint32)
+    out: list[np.ndarray | None] = [None] * len(streams)
+    for chosen in _alike(counts):
+        count = counts[chosen[0]]
+        steps = -(-count // LANES)
+        lengths = np.array([len(streams[i].words) for i in chosen])
+        words = np.concatenate([*(streams[i].words for i in chosen), np.zeros(LANES, np.uint16)])
+        begin = np.cumsum(lengths) - lengths
+        at, end = begin.copy(), begin + lengths
+        state = np.stack([streams[i].states for i in chosen]).astype(np.uint32)
+        base = np.array([tables[i] * SCALE for i in chosen], np.uint32)[:, None]
+        grid = np.empty((steps, len(chosen), LANES), np.uint8)
+        for step in range(steps):
+            live = min(LANES, count - step * LANES)
+            x = state[:, :live]
+            place = base + (x & np.uint32(SCALE - 1))
+            grid[step, :, :live] = symbol[place]
+            x = frequency[place] * (x >> np.uint32(SCALE_BITS)) + within[place]
+            empty = x < LOWEST
+            order = np.cumsum(empty, axis=1)
+            # A damaged stream may ask for more words than there are: the ends below tell.
+            index = np.minimum(at[:, None] + order - 1, len(words) - 1)
+            state[:, :live] = np.where(empty, (x << np.uint32(16)) | words[index], x)
+            at += order[:, -1]
+        if (at != end).any() or (state != LOWEST).any():
+            raise DamagedError("a block of coded symbols does not come out even: the file is damaged")
+        for row, i in enumerate(chosen):
+            out[i] = grid[:, row].reshape(-1)[:count].copy()
+    return [block for block in out if block is not None]
+
+
+def _alike(counts: Sequence[int]) -> list[list[int]]:
+    """Blocks of one length together (nearly all are full), in groups that bound the memory."""
+    groups: dict[int, list[int]] = {}
+    for i, count in enumerate(counts):
+        groups.setdefault(int(count), []).append(i)
+    most = 64
+    return [found[j : j + most] for found in groups.values() for j in range(0, len(found), most)]
