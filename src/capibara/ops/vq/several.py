@@ -220,4 +220,4 @@ def dequantise(codebook: jax.Array, indices: jax.Array, *, scheme: str = "single
             f"{codebook.shape[0]} codebooks"
         )
     codes = jax.vmap(lambda c, i: jnp.take(c, i, axis=0, mode="fill"), (0, -1), -2)(codebook, indices)
-    return codes.reshape(*codes.shape[:-2], -1) if scheme == "product" else jnp.sum(codes, -2)
+    return lax.collapse(codes, codes.ndim - 2) if scheme == "product" else jnp.sum(codes, -2)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from capibara.jax.tpu_v4.backend.attention import TpuV4AttentionOps
 from capibara.jax.tpu_v4.backend.collective import TpuV4CollectiveOps
+from capibara.jax.tpu_v4.backend.conv import TpuV4ConvOps
 from capibara.jax.tpu_v4.backend.linalg import TpuV4LinalgOps
 from capibara.jax.tpu_v4.backend.tropical import TpuV4TropicalOps
+from capibara.jax.tpu_v4.backend.vq import TpuV4VQOps
 
-__all__ = ["TpuV4AttentionOps", "TpuV4CollectiveOps", "TpuV4LinalgOps", "TpuV4TropicalOps"]
+__all__ = [
+    "TpuV4AttentionOps",
+    "TpuV4CollectiveOps",
+    "TpuV4ConvOps",
+    "TpuV4LinalgOps",
+    "TpuV4TropicalOps",
+    "TpuV4VQOps",
+]
