@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import pytest
 from attention_oracle import make, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import instruction_sets
 
 from capibara.measure import count_flops
 from capibara.ops import NoImplementationError, explain, native
@@ -268,12 +268,7 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def _instruction_sets() -> list[str]:
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return ["baseline", *(n for n, f in (("avx2", " avx2 "), ("avx512", " avx512dq ")) if f in flags)]
-
-
-@pytest.mark.parametrize("name", _instruction_sets())
+@pytest.mark.parametrize("name", instruction_sets())
 def test_every_instruction_set_of_this_processor(name):
     code = """
 got = jax.grad(loss("native"), (0, 1, 2))(q, k, v)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from instruction_sets import instruction_sets
 
 from capibara.ops import OpShapeError, OpTypeError, OpValueError, explain, native, tropical
 from capibara.ops.tropical.specs import SPECS
@@ -125,6 +126,90 @@ def test_nan_among_finite_numbers(implementation):
     a, b = draw(SPECS[2])
     a[3, 200], b[77, 5] = np.nan, np.nan
     np.testing.assert_array_equal(tropical.matmul(a, b, implementation=implementation), oracle(a, b)[0])
+
+
+def _signs(pattern):
+    """Operands of which the native kernel may compare the bits as integers, or may not, or finds out too late."""
+    rng = np.random.default_rng(3)
+    shapes = ((1301, 5), (5, 40)) if pattern == "more rows than a thread takes" else ((139, 261), (261, 275))
+    a, b = (rng.normal(size=shape).astype("float32") for shape in shapes)
+    if pattern != "any":
+        a, b = np.abs(a), np.abs(b)
+    if pattern.startswith("negative"):
+        a, b = -a, -b
+    if pattern == "negative, with zeros and infinities":
+        a[rng.random(a.shape) < 0.3], b[rng.random(b.shape) < 0.3] = -0.0, -0.0
+        a[rng.random(a.shape) < 0.3], b[rng.random(b.shape) < 0.3] = 0.0, 0.0
+        a[7], b[:, 9], a[rng.random(a.shape) < 0.3] = -np.inf, -np.inf, -np.inf
+    if pattern == "negative, but for the last":
+        a[-1, -1] = 3
+    if pattern == "positive, but for a column":
+        b[:, 99] = -100
+    if pattern == "positive, but for a row of the second block":
+        a[:, 256:] = -100
+        a[138] = -np.inf
+    if pattern == "zeros of both signs":
+        a, b = np.where(rng.random(a.shape) < 0.5, -0.0, 0.0), np.where(rng.random(b.shape) < 0.5, -0.0, 0.0)
+    if pattern == "both infinities, and NaN of both signs":
+        a[5], b[:, 8], b[30] = np.inf, -np.inf, -np.inf
+        a[9, 1], a[10, 3], b[4, 99] = -np.inf, np.nan, -np.nan
+    return a.astype("float32"), b.astype("float32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:1])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "any",
+        "more rows than a thread takes",
+        "negative",
+        "negative, with zeros and infinities",
+        "negative, but for the last",
+        "positive",
+        "positive, but for a column",
+        "positive, but for a row of the second block",
+        "zeros of both signs",
+        "both infinities, and NaN of both signs",
+    ],
+)
+def test_signs_decide_how_the_kernel_compares_and_not_what_it_finds(pattern, implementation):
+    a, b = _signs(pattern)
+    value, index = oracle(a, b)
+    np.testing.assert_array_equal(tropical.matmul(a, b, implementation=implementation), value)
+    got, at = tropical.matmul(a, b, implementation=implementation, return_argmax=True)
+    np.testing.assert_array_equal(got, value)
+    np.testing.assert_array_equal(at, index)
+
+
+SETS = """
+import numpy as np
+from capibara.ops import native, tropical
+rng = np.random.default_rng(0)
+for sign in (lambda x: x, abs, lambda x: -abs(x)):
+    for dtype in ("float32", "bfloat16"):
+        a, b = (sign(rng.integers(-9, 9, size)).astype("float32") for size in ((37, 300), (300, 41)))
+        b[:, 33] -= 99
+        terms = a[:, :, None] + b[None]
+        value, index = tropical.matmul(
+            a.astype(dtype), b.astype(dtype), return_argmax=True, implementation="native"
+        )
+        assert (np.asarray(value, "float32") == terms.max(1)).all()
+        assert (np.asarray(index) == terms.argmax(1)).all()
+        alone = tropical.matmul(a.astype(dtype), b.astype(dtype), implementation="native")
+        assert (np.asarray(alone, "float32") == terms.max(1)).all()
+print(native.isa())
+"""
+
+
+@pytest.mark.skipif(native.problem() is not None, reason=str(native.problem()))
+@pytest.mark.parametrize("name", instruction_sets())
+def test_every_instruction_set_of_this_processor(name):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CAPIBARA_NATIVE_ISA": name}
+    done = subprocess.run(
+        [sys.executable, "-c", SETS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == name
 
 
 def test_matvec():

@@ -1,8 +1,9 @@
 // The max-plus product as XLA sees it: shapes are read from the buffers, and checked.
-#include "tropical.h"
+#include <algorithm>
 
 #include "isa.h"
 #include "parallel.h"
+#include "tropical.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = ::xla::ffi;
@@ -37,10 +38,13 @@ ffi::Error product(ffi::ThreadPool& pool, const ffi::AnyBuffer& a, const ffi::An
   if (index != nullptr &&
       (index->element_type() != ffi::S32 || index->element_count() != out.element_count()))
     return ffi::Error::InvalidArgument("capibara max-plus: the indices must be int32, one for each result");
+  p.threads = std::max<int64_t>(pool.num_threads(), 1);
   p.a = a.untyped_data();
   p.b = b.untyped_data();
   p.out = out.untyped_data();
   p.index = index == nullptr ? nullptr : static_cast<int32_t*>(index->untyped_data());
+  int32_t some_negative = 0;
+  p.some_negative = &some_negative;
   const auto& kernels = *capibara::isa().tropical;
   const auto work = wide ? kernels.float64 : kernels.float32;
   if (!capibara::Crew::run(pool, kernels.items(p), kernels.scratch(p, wide ? 8 : 4),

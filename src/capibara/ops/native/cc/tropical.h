@@ -8,9 +8,11 @@ namespace capibara {
 // out[b, i, j] = max over k of a[b, i, k] + b[b, k, j], and the lowest k that reaches it; all arrays contiguous.
 struct Tropical {
   int64_t batch, rows, depth, columns;
+  int64_t threads;  // that share the items
   const void *a, *b;
   void* out;
   int32_t* index;  // null when it is not asked for
+  int32_t* some_negative;  // zero at first; set by an item whose comparison of integers failed for this reason
 };
 
 struct TropicalKernels {

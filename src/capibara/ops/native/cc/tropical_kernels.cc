@@ -4,7 +4,7 @@
 // the multiplication and the maximum that of the sum. A block of the right operand is packed into panels as wide as
 // the tile. The maximum ignores NaN, so that -inf + inf counts as nothing: the zero of the semiring wins. An entry
 // that reads a NaN has one anywhere in its row of the left operand or its column of the right one; these are found
-// apart, and marked at the end.
+// apart before, and marked at the end.
 #include "tropical.h"
 #include "vec.h"
 
@@ -14,8 +14,26 @@ using capibara::Tropical;
 
 constexpr int64_t kDepth = 256;         // of a packed block
 constexpr int64_t kColumns = 256;       // of an item
-constexpr int64_t kMostRows = 132;      // of an item, about
-constexpr int kArgRows = kRows < 6 ? 2 : kRows / 2;  // a tile with indices needs twice the registers
+constexpr int64_t kRowStep = kDepth + 16;  // not a power of two: rows of a tile would meet in the cache
+constexpr int64_t kChunk = 120;         // rows whose left operand stays in the second-level cache
+constexpr int64_t kMostRows = 5 * kChunk;  // of an item
+
+// How the greater of two sums is found. Where an addition competes with a floating-point maximum for the same ports and
+// an integer maximum has ports of its own, as on AMD's Zen, it pays to compare the bits as integers. Among numbers of
+// which one at least is not negative the greatest integer is the greatest number; among negative ones, the least is.
+// With 512-bit vectors this is not measured yet.
+enum class By { kFloat, kSigned, kNegative };
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kIntegers = true;
+constexpr int kSteps = 4;  // of the depth, in one turn of the innermost loop
+#else
+constexpr bool kIntegers = false;
+constexpr int kSteps = 1;
+#endif
+
+// Rows of a tile; one with indices needs twice the registers.
+template <By kBy, bool kIndex>
+constexpr int kTileRows = kBy == By::kFloat ? (kIndex ? (kRows < 6 ? 2 : kRows / 2) : kRows) : (kIndex ? 3 : 4);
 
 template <typename T>
 struct Lanes;
@@ -36,9 +54,18 @@ struct Lanes<double> {
   typedef int64_t Int;
 };
 
-template <typename T, int R, bool kIndex>
-static inline void max_plus(int64_t depth, const T* a, int64_t row_step, const T* panel, T* c,
-                            typename Lanes<T>::Int* index, int64_t c_step, int64_t first) {
+// Integer maxima are associative, and compilers put them in another order, for which there are not enough registers.
+template <typename V>
+static inline V opaque(V x) {
+#if defined(__x86_64__)
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+
+template <typename T, int R, By kBy, bool kIndex>
+static inline void max_plus(int64_t depth, const T* a, const T* panel, T* c, typename Lanes<T>::Int* index,
+                            int64_t c_step, int64_t first) {
   typedef typename Lanes<T>::V V;
   typedef typename Lanes<T>::I I;
   typedef typename Lanes<T>::L L;
@@ -53,19 +80,32 @@ static inline void max_plus(int64_t depth, const T* a, int64_t row_step, const T
       best[r][j] = *reinterpret_cast<const L*>(c + r * c_step + j * W);
       if (kIndex) at[r][j] = *reinterpret_cast<const LI*>(index + r * c_step + j * W);
     }
-  for (int64_t k = 0; k < depth; ++k) {
-    V row[kVectors];
+  for (int64_t turn = 0; turn < depth; turn += kSteps) {
+#pragma GCC unroll 8
+    for (int64_t k = turn; k < turn + kSteps; ++k) {
+      V row[kVectors];
 #pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) row[j] = *reinterpret_cast<const L*>(panel + k * kVectors * W + j * W);
-    const I here = (typename Lanes<T>::Int)(first + k) - (I){};
+      for (int j = 0; j < kVectors; ++j) row[j] = *reinterpret_cast<const L*>(panel + (k * kVectors + j) * W);
+      const I here = (typename Lanes<T>::Int)(first + k) - (I){};
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const V x = a[r * row_step + k] - (V){};
+      for (int r = 0; r < R; ++r) {
+        const V x = a[r * kRowStep + k] - (V){};
 #pragma GCC unroll 2
-      for (int j = 0; j < kVectors; ++j) {
-        const V term = x + row[j];
-        if (kIndex) at[r][j] = term > best[r][j] ? here : at[r][j];
-        best[r][j] = term > best[r][j] ? term : best[r][j];
+        for (int j = 0; j < kVectors; ++j) {
+          const V term = x + row[j], old = best[r][j];
+          I greater;
+          if (kBy == By::kFloat) {
+            greater = term > old;
+            best[r][j] = term > old ? term : old;
+          } else if (kBy == By::kSigned) {
+            greater = (I)term > (I)old;
+            best[r][j] = opaque((V)((I)term > (I)old ? (I)term : (I)old));
+          } else {
+            greater = (I)term < (I)old;
+            best[r][j] = opaque((V)((I)term < (I)old ? (I)term : (I)old));
+          }
+          if (kIndex) at[r][j] = greater ? here : at[r][j];
+        }
       }
     }
   }
@@ -78,27 +118,31 @@ static inline void max_plus(int64_t depth, const T* a, int64_t row_step, const T
     }
 }
 
-template <typename T, int R, bool kIndex>
+template <typename T, int R, By kBy, bool kIndex>
 struct UpTo {
-  static void run(int rows, int64_t depth, const T* a, int64_t row_step, const T* panel, T* c,
-                  typename Lanes<T>::Int* index, int64_t c_step, int64_t first) {
+  static void run(int rows, int64_t depth, const T* a, const T* panel, T* c, typename Lanes<T>::Int* index,
+                  int64_t c_step, int64_t first) {
     if (rows == R)
-      max_plus<T, R, kIndex>(depth, a, row_step, panel, c, index, c_step, first);
+      max_plus<T, R, kBy, kIndex>(depth, a, panel, c, index, c_step, first);
     else
-      UpTo<T, R - 1, kIndex>::run(rows, depth, a, row_step, panel, c, index, c_step, first);
+      UpTo<T, R - 1, kBy, kIndex>::run(rows, depth, a, panel, c, index, c_step, first);
   }
 };
-template <typename T, bool kIndex>
-struct UpTo<T, 0, kIndex> {
-  static void run(int, int64_t, const T*, int64_t, const T*, T*, typename Lanes<T>::Int*, int64_t, int64_t) {}
+template <typename T, By kBy, bool kIndex>
+struct UpTo<T, 0, kBy, kIndex> {
+  static void run(int, int64_t, const T*, const T*, T*, typename Lanes<T>::Int*, int64_t, int64_t) {}
 };
 
 static int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
+static int64_t whole_turns(int64_t depth) { return parts(depth, kSteps) * kSteps; }
 
-// Rows of an item: about equal shares, of whole tiles.
+// Rows of an item: as many as may be, since every item packs the right operand anew; but some items for each thread.
 static int64_t share(const Tropical& p) {
-  const int64_t count = parts(p.rows, kMostRows);
-  return parts(parts(p.rows, count), kRows) * kRows;
+  const int64_t others = p.batch * parts(p.columns, kColumns);
+  int64_t count = parts(p.rows, kMostRows);
+  const int64_t wanted = parts(4 * p.threads, others), most = parts(p.rows, kChunk);
+  if (count < wanted) count = wanted < most ? wanted : most;
+  return parts(p.rows, count);
 }
 
 static int64_t tropical_items(const Tropical& p) {
@@ -107,61 +151,179 @@ static int64_t tropical_items(const Tropical& p) {
 }
 
 static int64_t tropical_scratch(const Tropical& p, int64_t bytes) {
-  const int64_t room = kDepth * kColumns + 2 * (kMostRows + kRows) * kColumns + kColumns;
-  (void)p;
-  return room * (bytes / 4);
+  const int64_t rows = share(p);
+  const int64_t results = (p.index == nullptr ? 1 : 2) * rows * kColumns;
+  return (kDepth * kColumns + kChunk * kRowStep + results + kColumns + rows) * (bytes / 4);
 }
+
+// One item: a block of the result, and the scratch for it.
+template <typename T>
+struct Block {
+  typedef typename Lanes<T>::Int Int;
+  typedef typename Lanes<T>::V V;
+  typedef typename Lanes<T>::I I;
+  typedef typename Lanes<T>::L L;
+  static constexpr int64_t kWide = kVectors * kWidth * 4 / sizeof(T);
+  static constexpr T kZero = -static_cast<T>(__builtin_inf());
+  int64_t rows, columns, depth;
+  const T *a, *b;  // of the block's first row and column
+  int64_t b_step;
+  T *panels, *tiles, *c;
+  Int *index, *bad_columns, *bad_rows;
+
+  // Notes which rows and columns hold a NaN. True if no number is positive.
+  bool look() {
+    Int positive = 0;
+    for (int64_t j = 0; j < columns; ++j) bad_columns[j] = 0;
+    for (int64_t k = 0; k < depth; ++k) {
+      const T* row = b + k * b_step;
+      for (int64_t j = 0; j < columns; ++j) {
+        bad_columns[j] |= row[j] != row[j];
+        positive |= row[j] > 0;
+      }
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      Int bad = 0;
+      for (int64_t k = 0; k < depth; ++k) {
+        bad |= a[i * depth + k] != a[i * depth + k];
+        positive |= a[i * depth + k] > 0;
+      }
+      bad_rows[i] = bad;
+    }
+    return !positive;
+  }
+
+  // True if a few entries of the result, from three of its rows, are all at least 0.
+  bool sample_is_positive() const {
+    constexpr int64_t kTry = 16;
+    for (int64_t i = 0; i < rows; i += parts(rows, 3)) {
+      T best[kTry];
+      const int64_t count = columns < kTry ? columns : kTry;
+      for (int64_t j = 0; j < kTry; ++j) best[j] = -1;
+      for (int64_t k = 0; k < depth; ++k) {
+        const T x = a[i * depth + k];
+        for (int64_t j = 0; j < count; ++j) {
+          const T term = x + b[k * b_step + j];
+          best[j] = term > best[j] ? term : best[j];
+        }
+      }
+      for (int64_t j = 0; j < count; ++j)
+        if (best[j] < 0) return false;
+    }
+    return true;
+  }
+
+  // Zero is written as the integer comparison wants it: -0 among negative numbers, else +0.
+  template <By kBy, typename X>
+  static X as_packed(X x) {
+    if (kBy == By::kNegative) return (X)((I)x | (I)(V)(T(-0.0) - (V){}));
+    return kBy == By::kSigned ? x + T(0) : x;
+  }
+
+  // Copies `count` numbers, and fills up to `room` with the semiring's zero.
+  template <By kBy>
+  static void copy(const T* from, int64_t count, T* to, int64_t room) {
+    constexpr int W = kWidth * 4 / sizeof(T);
+    int64_t n = 0;
+    for (; n + W <= count; n += W)
+      *reinterpret_cast<L*>(to + n) = as_packed<kBy>(V(*reinterpret_cast<const L*>(from + n)));
+    for (; n < room; ++n) to[n] = n < count ? as_packed<kBy>(from[n] - (V){})[0] : kZero;
+  }
+
+  template <By kBy>
+  void pack_columns(int64_t k0, int64_t count) {
+    const int64_t turns = whole_turns(count);
+    for (int64_t k = 0; k < turns; ++k)
+      for (int64_t j = 0; j < columns; j += kWide) {
+        const int64_t there = k >= count ? 0 : columns - j < kWide ? columns - j : kWide;
+        copy<kBy>(b + (k0 + k) * b_step + j, there, panels + j * turns + k * kWide, kWide);
+      }
+  }
+
+  template <By kBy>
+  void pack_rows(int64_t i0, int64_t height, int64_t k0, int64_t count) {
+    for (int64_t i = 0; i < height; ++i)
+      copy<kBy>(a + (i0 + i) * depth + k0, count, tiles + i * kRowStep, whole_turns(count));
+  }
+
+  template <By kBy, bool kIndex>
+  void compute() {
+    constexpr int kTile = kTileRows<kBy, kIndex>;
+    for (int64_t n = 0; n < rows * kColumns; ++n) c[n] = kZero;
+    if (kIndex)
+      for (int64_t n = 0; n < rows * kColumns; ++n) index[n] = -1;
+    for (int64_t k0 = 0; k0 < depth; k0 += kDepth) {
+      const int64_t count = depth - k0 < kDepth ? depth - k0 : kDepth;
+      const int64_t turns = whole_turns(count);
+      pack_columns<kBy>(k0, count);
+      for (int64_t i0 = 0; i0 < rows; i0 += kChunk) {
+        const int64_t height = rows - i0 < kChunk ? rows - i0 : kChunk;
+        pack_rows<kBy>(i0, height, k0, count);
+        for (int64_t j = 0; j < columns; j += kWide)
+          for (int64_t i = 0; i < height; i += kTile) {
+            const int64_t at = (i0 + i) * kColumns + j;
+            UpTo<T, kTile, kBy, kIndex>::run(height - i < kTile ? int(height - i) : kTile, turns,
+                                             tiles + i * kRowStep, panels + j * turns, c + at,
+                                             kIndex ? index + at : nullptr, kColumns, k0);
+          }
+      }
+    }
+  }
+
+  // False if an entry is negative: the integers may then have chosen a wrong one.
+  bool all_positive() const {
+    Int negative = 0;
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < columns; ++j) negative |= !(c[i * kColumns + j] >= 0);
+    return !negative;
+  }
+};
 
 template <typename T, bool kIndex>
 static void compute(const Tropical& p, int64_t item, float* scratch) {
   typedef typename Lanes<T>::Int Int;
-  constexpr int64_t kWide = kVectors * kWidth * 4 / sizeof(T);
-  constexpr int kTile = kIndex ? kArgRows : kRows;
-  constexpr T kZero = -static_cast<T>(__builtin_inf());
   const int64_t size = share(p);
   const int64_t across = parts(p.columns, kColumns), down = parts(p.rows, size);
   const int64_t batch = item / (across * down);
   const int64_t i0 = item / across % down * size, j0 = item % across * kColumns;
-  const int64_t rows = p.rows - i0 < size ? p.rows - i0 : size;
-  const int64_t columns = p.columns - j0 < kColumns ? p.columns - j0 : kColumns;
-  const T* a = static_cast<const T*>(p.a) + (batch * p.rows + i0) * p.depth;
-  const T* b = static_cast<const T*>(p.b) + batch * p.depth * p.columns + j0;
-  T* panels = reinterpret_cast<T*>(scratch);
-  T* c = panels + kDepth * kColumns;
-  Int* index = reinterpret_cast<Int*>(c + (kMostRows + kRows) * kColumns);
-  Int* bad = index + (kMostRows + kRows) * kColumns;  // columns that hold a NaN
+  Block<T> block;
+  block.rows = p.rows - i0 < size ? p.rows - i0 : size;
+  block.columns = p.columns - j0 < kColumns ? p.columns - j0 : kColumns;
+  block.depth = p.depth;
+  block.a = static_cast<const T*>(p.a) + (batch * p.rows + i0) * p.depth;
+  block.b = static_cast<const T*>(p.b) + batch * p.depth * p.columns + j0;
+  block.b_step = p.columns;
+  block.panels = reinterpret_cast<T*>(scratch);
+  block.tiles = block.panels + kDepth * kColumns;
+  block.c = block.tiles + kChunk * kRowStep;
+  block.index = reinterpret_cast<Int*>(block.c + size * kColumns);
+  block.bad_columns = block.index + (kIndex ? size * kColumns : 0);
+  block.bad_rows = block.bad_columns + kColumns;
 
-  for (int64_t n = 0; n < rows * kColumns; ++n) c[n] = kZero;
-  if (kIndex)
-    for (int64_t n = 0; n < rows * kColumns; ++n) index[n] = -1;
-  for (int64_t j = 0; j < columns; ++j) bad[j] = 0;
-  for (int64_t k0 = 0; k0 < p.depth; k0 += kDepth) {
-    const int64_t depth = p.depth - k0 < kDepth ? p.depth - k0 : kDepth;
-    for (int64_t k = 0; k < depth; ++k) {
-      const T* from = b + (k0 + k) * p.columns;
-      for (int64_t j = 0; j < columns; ++j) bad[j] |= from[j] != from[j];
-      for (int64_t j = 0; j < columns; j += kWide) {
-        T* to = panels + j * depth + k * kWide;
-        if (columns - j >= kWide)
-          for (int64_t w = 0; w < kWide; ++w) to[w] = from[j + w];
-        else
-          for (int64_t w = 0; w < kWide; ++w) to[w] = j + w < columns ? from[j + w] : kZero;
-      }
+  const bool negative = block.look();
+  bool done = false;
+  if constexpr (kIntegers && sizeof(T) == 4) {
+    if (negative) {
+      block.template compute<By::kNegative, kIndex>();
+      done = true;
+    } else if (!__atomic_load_n(p.some_negative, __ATOMIC_RELAXED) && block.sample_is_positive()) {
+      block.template compute<By::kSigned, kIndex>();
+      done = block.all_positive();
+      // What is lost is lost once: the other items will not try.
+      if (!done) __atomic_store_n(p.some_negative, 1, __ATOMIC_RELAXED);
     }
-    for (int64_t j = 0; j < columns; j += kWide)
-      for (int64_t i = 0; i < rows; i += kTile)
-        UpTo<T, kTile, kIndex>::run(rows - i < kTile ? int(rows - i) : kTile, depth, a + i * p.depth + k0, p.depth,
-                                    panels + j * depth, c + i * kColumns + j, index + i * kColumns + j, kColumns, k0);
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    Int worse = 0;
-    for (int64_t k = 0; k < p.depth; ++k) worse |= a[i * p.depth + k] != a[i * p.depth + k];
+  if (!done) block.template compute<By::kFloat, kIndex>();
+  for (int64_t i = 0; i < block.rows; ++i) {
+    const Int worse = block.bad_rows[i];
     const int64_t at = (batch * p.rows + i0 + i) * p.columns + j0;
+    const T* c = block.c + i * kColumns;
     T* out = static_cast<T*>(p.out) + at;
-    for (int64_t j = 0; j < columns; ++j)
-      out[j] = worse | bad[j] ? static_cast<T>(__builtin_nan("")) : c[i * kColumns + j];
+    for (int64_t j = 0; j < block.columns; ++j)
+      out[j] = worse | block.bad_columns[j] ? static_cast<T>(__builtin_nan("")) : c[j] + T(0);
     if (kIndex)
-      for (int64_t j = 0; j < columns; ++j) p.index[at + j] = worse | bad[j] ? -1 : int32_t(index[i * kColumns + j]);
+      for (int64_t j = 0; j < block.columns; ++j)
+        p.index[at + j] = worse | block.bad_columns[j] ? -1 : int32_t(block.index[i * kColumns + j]);
   }
 }
 
