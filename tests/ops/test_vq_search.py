@@ -40,7 +40,7 @@ def distances(x, codebook, metric="euclidean"):
 
 def draw(spec, seed=0):
     rng = np.random.default_rng(seed)
-    return rng.normal(size=(*spec.tokens, spec.dim)), rng.normal(size=(spec.codes, spec.dim))
+    return tuple(rng.normal(size=shape) for shape in spec.shapes())
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
@@ -149,16 +149,14 @@ def test_the_distance_has_gradients_and_the_index_none(metric):
 
 def test_memory_stays_a_tenth_of_the_table():
     for spec in select("large"):
-        given = [
-            jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*spec.tokens, spec.dim), (spec.codes, spec.dim))
-        ]
+        given = [jax.ShapeDtypeStruct(s, jnp.float32) for s in spec.shapes()]
         for name in ("cpu", "xla"):
             program = jax.jit(partial(nearest_code, implementation=name), compiler_options=FAST)
             analysis = program.lower(*given).compile().memory_analysis()
             assert analysis is not None
-            table = 4 * spec.tokens[0] * spec.codes
+            table = 4 * spec.tokens * spec.codes
             # Beside the blocks there may be a copy of the vectors, padded or turned.
-            assert analysis.temp_size_in_bytes <= max(table / 10, 4 * spec.tokens[0] * spec.dim + (32 << 20))
+            assert analysis.temp_size_in_bytes <= max(table / 10, 4 * spec.tokens * spec.dim + (32 << 20))
             if spec.name == "large":
                 assert analysis.temp_size_in_bytes <= table / 10
 

@@ -84,7 +84,7 @@ def test_values_and_gradients_are_the_definition_s(spec):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-5), ("bfloat16", 3e-2), ("float16", 4e-3)])
 def test_narrow_types_sum_wide(dtype, tolerance):
-    spec = ConvSpec("", (1, 9, 9, 32), (3, 3, 32, 4))
+    spec = ConvSpec("", 1, 9, 9, 32, 4)
     x, w = (jnp.asarray(v, dtype) for v in draw(spec))
     want = oracle(np.asarray(x, np.float64), np.asarray(w, np.float64))
 

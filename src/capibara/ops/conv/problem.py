@@ -12,8 +12,18 @@ import jax.numpy as jnp
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.tuning import Tuned
 
-__all__ = ["Conv2dProblem", "Pads", "check_array", "explicit_padding", "prepare", "whole_numbers"]
+__all__ = [
+    "Conv2dProblem",
+    "Pads",
+    "alike_in_speed",
+    "check_array",
+    "check_precision",
+    "explicit_padding",
+    "prepare",
+    "whole_numbers",
+]
 
 TILES = (2, 4)
 Pads = tuple[tuple[int, int], ...]
@@ -34,6 +44,7 @@ class Conv2dProblem:
     dtype: str
     precision: jax.lax.Precision | None
     implementation: str
+    tuned: Tuned | None = None
 
     @property
     def out_size(self) -> tuple[int, int]:
@@ -47,6 +58,15 @@ class Conv2dProblem:
     def wide(self) -> Any:
         """The dtype of sums."""
         return jnp.promote_types(self.dtype, jnp.float32)
+
+
+def alike_in_speed(problem: Conv2dProblem) -> dict[str, int | str]:
+    """What decides which implementation is fast."""
+    names = ("batch", "in_channels", "out_channels")
+    pairs = ("size", "taps", "strides", "tile")
+    return {name: getattr(problem, name) for name in names} | {
+        f"{name}{i}": getattr(problem, name)[i] for name in pairs for i in range(2)
+    }
 
 
 def check_array(op: str, name: str, array: Any, rank: int, layout: str) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.ops.conv import specs
 from capibara.ops.conv import winograd_forms as forms
-from capibara.ops.conv.problem import Conv2dProblem, prepare
+from capibara.ops.conv.problem import Conv2dProblem, alike_in_speed, prepare
 from capibara.ops.explicit import automatic, explicit_sharding
 from capibara.ops.registry import Implementation, Op, public
+from capibara.ops.tuning import Tuning
 
 __all__ = ["winograd_conv2d"]
 
@@ -29,6 +31,7 @@ OP = Op(
         Implementation("xla", {"forward": forms.xla, "backward": forms.xla_backward}),
         Implementation("reference", {"forward": forms.reference, "backward": forms.reference_backward}),
     ],
+    Tuning(lambda: specs.SPECS, specs.arguments, alike_in_speed),
 )
 
 
@@ -100,7 +103,7 @@ def winograd_conv2d(
         "precision": precision,
         "implementation": implementation,
     }
-    problem, _ = prepare(inputs, filters, **options)
+    problem, _ = OP.prepare(inputs, filters, **options)
     if explicit_sharding(inputs, filters) is not None:
         return automatic(lambda x, w: winograd_conv2d(x, w, **options), (inputs, filters), kept=1)
     x, w = jnp.asarray(inputs), jnp.asarray(filters)

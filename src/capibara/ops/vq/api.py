@@ -10,19 +10,23 @@ from jax import lax
 
 from capibara.ops.explicit import automatic, explicit_sharding
 from capibara.ops.registry import Implementation, Op, public
-from capibara.ops.vq import nearest
-from capibara.ops.vq.problem import NearestProblem, prepare
+from capibara.ops.tuning import Tuning
+from capibara.ops.vq import nearest, specs
+from capibara.ops.vq.problem import NearestProblem, alike_in_speed, prepare
 
 __all__ = ["nearest_code"]
+
+BLOCKS = {"block_tokens": (64, 128, 256, 512, 1024, 2048, 4096)}
 
 OP = Op(
     "nearest_code",
     prepare,
     [
-        Implementation("cpu", {"forward": nearest.cpu}, ("cpu",)),
-        Implementation("xla", {"forward": nearest.xla}),
+        Implementation("cpu", {"forward": nearest.cpu}, ("cpu",), tunables=BLOCKS),
+        Implementation("xla", {"forward": nearest.xla}, tunables=BLOCKS),
         Implementation("reference", {"forward": nearest.reference}),
     ],
+    Tuning(lambda: specs.SPECS, specs.arguments, alike_in_speed, differentiable=False),
 )
 
 
@@ -71,7 +75,7 @@ def nearest_code(
     """
     OP.check_name(implementation)
     options: dict[str, Any] = {"metric": metric, "implementation": implementation}
-    problem, _ = prepare(x, codebook, return_distance=return_distance, **options)
+    problem, _ = OP.prepare(x, codebook, return_distance=return_distance, **options)
     shape = tuple(x.shape[:-1])
     x, codebook = jnp.asarray(x), jnp.asarray(codebook)
 

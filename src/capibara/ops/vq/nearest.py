@@ -125,7 +125,8 @@ def _blocked(
         index = _over_codes(problem, best, half, codes, vectors)
         return _settled(problem, vectors, index, first_nan)
 
-    blocks = _count(problem.tokens, max(1, limit // min(problem.codes, BLOCK_CODES)))
+    heuristic = max(1, limit // min(problem.codes, BLOCK_CODES))
+    blocks = _count(problem.tokens, problem.block_tokens or heuristic)
     if blocks == 1:
         return search(x)
     rows = -(-problem.tokens // blocks)

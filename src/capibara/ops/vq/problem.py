@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.tuning import Tuned
 
-__all__ = ["METRICS", "NearestProblem", "check_metric", "prepare"]
+__all__ = ["METRICS", "NearestProblem", "alike_in_speed", "check_metric", "prepare"]
 
 METRICS = ("euclidean", "cosine")
 
@@ -26,11 +27,19 @@ class NearestProblem:
     dtype: str
     metric: str
     implementation: str
+    block_tokens: int | None = None
+    """Vectors that are compared at a time."""
+    tuned: Tuned | None = None
 
     @property
     def wide(self) -> Any:
         """The dtype of products and sums."""
         return jnp.promote_types(self.dtype, jnp.float32)
+
+
+def alike_in_speed(problem: NearestProblem) -> dict[str, int | str]:
+    """What decides which blocks are fast."""
+    return {"tokens": problem.tokens, "codes": problem.codes, "dim": problem.dim, "metric": problem.metric}
 
 
 def check_metric(op: str, metric: Any) -> str:
