@@ -24,7 +24,6 @@ SPECS: tuple[TropicalSpec, ...] = (
     TropicalSpec("plain", (16, 8), (8, 12)),
     TropicalSpec("odd", (7, 13), (13, 19), ("small", "odd")),
     TropicalSpec("more than a block", (139, 261), (261, 275), ("small", "odd")),
-    TropicalSpec("tall", (1301, 5), (5, 40), ("small", "odd")),
     TropicalSpec("batch", (3, 1, 4, 6), (2, 6, 9)),
     TropicalSpec("one column", (9, 5), (5, 1), ("small", "odd")),
     TropicalSpec("length 1", (1, 1), (1, 1), ("small", "odd")),
