@@ -25,7 +25,12 @@ __all__ = ["VERBS", "main"]
 VERBS: dict[str, str] = {
     "train": "train a model on text; run again to resume",
     "generate": "write text from a trained model",
+    "compress": "make a safetensors file or a model's folder smaller, without loss",
+    "decompress": "write safetensors files from archives",
+    "inspect": "list the tensors of an archive",
+    "verify": "decode every tensor of archives and check their checksums",
     "doctor": "say what is installed, which devices there are and which implementations run",
+    "tune": "measure which block sizes and implementations are fast on this device",
     "migrate": "check source code against the installed JAX",
 }
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ from capibara.compress.entropy import (
 from capibara.compress.errors import DamagedError
 from capibara.compress.formats import NumberFormat
 
-__all__ = ["decode", "encode", "size_bound"]
+__all__ = ["LOSSLESS", "decode", "encode", "size_bound"]
 
 STORED, CODED = 0, 1
 _CLASSES = 8
@@ -106,6 +107,29 @@ def row_length(shape: tuple[int, ...]) -> int:
             if length >= 32:
                 return length
     return max(count, 1)
+
+
+class Lossless:
+    """The codec as an archive calls it."""
+
+    def encode(
+        self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
+    ) -> bytes:
+        return encode(bits, form, shape)
+
+    def decode(
+        self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
+    ) -> np.ndarray:
+        return decode(payload, form, shape)
+
+    def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
+        return size_bound(form, count)
+
+    def error_bound(self, settings: Mapping[str, Any]) -> float | None:
+        return 0.0
+
+
+LOSSLESS = Lossless()
 
 
 def encode(bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]) -> bytes:

@@ -1,0 +1,74 @@
+"""What the verbs that handle archives print."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from capibara.compress.container import Entry
+
+__all__ = ["print_table", "progress_bar"]
+
+
+@contextlib.contextmanager
+def progress_bar(
+    what: str, total: int | None, *, quiet: bool = False
+) -> Iterator[Callable[[str, int], None]]:
+    """A bar on standard error, in bytes; gives the function that moves it. ``quiet``: none."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[tensor]}", markup=False),
+        console=Console(stderr=True),
+        disable=quiet,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=total, tensor="")
+
+        def step(name: str, size: int) -> None:
+            bar.update(task, advance=size, tensor=name)
+
+        yield step
+
+
+def _short(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"
+
+
+def print_table(path: Path, entries: Sequence[Entry]) -> None:
+    """The tensors of an archive, and their sum."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, header_style="bold")
+    for column in ("tensor", "type", "shape", "codec"):
+        table.add_column(column, overflow="fold")
+    for column in ("original", "bytes", "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for e in entries:
+        ratio = f"{e.coded_bytes / e.original_bytes:.3f}" if e.original_bytes else ""
+        how = e.codec if e.same_as is None else f"= {e.same_as}"
+        shape = "×".join(map(str, e.shape)) or "scalar"
+        table.add_row(
+            e.name, e.format.name, shape, how, _short(e.original_bytes), _short(e.coded_bytes), ratio
+        )
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    original = sum(e.original_bytes for e in entries)
+    size = path.stat().st_size
+    share = f", {size / original:.4f} of them" if original else ""
+    console.print(f"{path}: {len(entries)} tensors, {_short(original)} as {_short(size)}{share}")

@@ -1,0 +1,125 @@
+"""From files to archives and back: a safetensors file, or a model's folder as Hugging Face lays it out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from capibara.compress.container import Archive, ArchiveWriter, Entry
+from capibara.compress.errors import ArchiveError, CompressError
+from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
+
+__all__ = ["Job", "compress_files", "decompress_files", "plan_compress", "plan_decompress"]
+
+SUFFIX = ".capi"
+Progress = Callable[[str, int], None]  # a tensor's name, and how many bytes of the original it takes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file to write: ``convert`` an archive or a safetensors file, or copy what is neither."""
+
+    source: Path
+    target: Path
+    convert: bool
+    size: int
+
+
+def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]:
+    if not source.exists():
+        raise CompressError(f"{source}: there is no such file or folder")
+    if source.is_file():
+        return [Job(source, target, True, source.stat().st_size)]
+    if target.exists() and not target.is_dir():
+        raise CompressError(
+            f"{target}: is a file, but {source} is a folder. Remedy: name a folder to write to."
+        )
+    if source.resolve() == target.resolve() or source.resolve() in target.resolve().parents:
+        raise CompressError(f"{target}: lies within {source}. Remedy: another folder.")
+    jobs = []
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            convert = path.name.endswith(suffix)
+            where = target / path.relative_to(source)
+            jobs.append(
+                Job(path, where.with_name(where.name.removesuffix(suffix) + new_suffix) if convert else where,
+                    convert, path.stat().st_size)
+            )  # fmt: skip
+    if not any(job.convert for job in jobs):
+        raise CompressError(f"{source}: no *{suffix} file in this folder")
+    return jobs
+
+
+def plan_compress(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> list[Job]:
+    """What compressing a file or a folder will write; other files of a folder (configuration, tokenizer) are copied.
+
+    Raises:
+      CompressError: nothing to compress there, or a target that cannot be.
+    """
+    return _plan(Path(source), Path(target), ".safetensors", SUFFIX)
+
+
+def plan_decompress(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> list[Job]:
+    """What decompressing an archive or a folder of them will write."""
+    return _plan(Path(source), Path(target), SUFFIX, ".safetensors")
+
+
+def _jobs(jobs: list[Job]) -> Iterator[Job]:
+    for job in jobs:
+        job.target.parent.mkdir(parents=True, exist_ok=True)
+        if job.convert:
+            yield job
+        else:
+            shutil.copyfile(job.source, job.target)
+
+
+def compress_files(jobs: list[Job], *, progress: Progress | None = None) -> list[list[Entry]]:
+    """Write the archives; returns the entries of each.
+
+    Tensors of the same bytes under two names are stored once.
+
+    Raises:
+      ArchiveError: a source is no safetensors file, or a damaged one.
+      OSError: reading or writing failed; files that were there stand.
+    """
+    written = []
+    for job in _jobs(jobs):
+        with SafetensorsFile(job.source) as source, ArchiveWriter(job.target, source.metadata) as archive:
+            seen: dict[tuple[object, ...], str] = {}
+            for name, form, shape in source:
+                bits = source.read(name)
+                key = (form.name, shape, hash(bits.tobytes()) if bits.size >= 1024 else name)
+                twin = seen.setdefault(key, name)
+                if twin != name and (source.read(twin) == bits).all():
+                    archive.add_twin(name, twin)
+                else:
+                    archive.add(name, bits, form, shape)
+                if progress is not None:
+                    progress(name, bits.nbytes)
+            written.append(archive.entries)
+    return written
+
+
+def decompress_files(jobs: list[Job], *, progress: Progress | None = None) -> None:
+    """Write safetensors files from archives.
+
+    Raises:
+      ArchiveError: a source is no archive, or a damaged one; nothing of it is written then.
+      OSError: reading or writing failed; files that were there stand.
+    """
+    for job in _jobs(jobs):
+        with Archive(job.source) as archive:
+
+            def read(name: str, archive: Archive = archive):
+                bits = archive.read(name)
+                if progress is not None:
+                    progress(name, bits.nbytes)
+                return bits
+
+            tensors = {e.name: (e.format, e.shape) for e in archive}
+            if not tensors:
+                raise ArchiveError(f"{job.source}: an archive without tensors")
+            write_safetensors(job.target, tensors, read, archive.metadata)

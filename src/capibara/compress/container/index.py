@@ -1,0 +1,221 @@
+"""What an archive says about itself, and the checks of it.
+
+A ``.capi`` file is, all numbers little-endian::
+
+    magic "\\x89CAPI\\r\\n\\x1a" · version u32 · zero u32          16 bytes
+    payloads of chunks, one after another
+    index: UTF-8 JSON
+    index offset u64 · index length u64 · CRC-32 of the index u32 · version u32 · "CAPI-END"     32 bytes
+
+The index stands at the end, so that a writer streams. It is an object with ``metadata`` (text by text) and ``tensors``:
+for each its ``name``, ``dtype`` (as in safetensors), ``shape``, ``codec``, the codec's ``settings``, and ``chunks``. A
+chunk is a run of rows along the first axis (or the whole of a scalar), coded on its own: ``[rows, offset, length,
+crc32]``. A tensor that is another one under a second name (tied weights) has ``same_as`` instead of chunks.
+
+Nothing of an index is believed: names are text of bounded length, sizes whole numbers that fit, chunks lie inside the
+file in order without overlapping, and their rows add up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from capibara.compress.errors import ArchiveError, DamagedError
+from capibara.compress.formats import FORMATS, NumberFormat
+
+__all__ = ["MAGIC", "VERSION", "Chunk", "Entry", "dump", "parse", "parse_footer"]
+
+MAGIC = b"\x89CAPI\r\n\x1a"
+VERSION = 1
+HEADER = struct.Struct("<8sII")
+FOOTER = struct.Struct("<QQII8s")
+END = b"CAPI-END"
+_MOST_INDEX = 64 << 20  # bytes
+_MOST_NUMBERS = 1 << 48  # of one tensor
+_MOST_NAME = 4096  # characters
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of a tensor that are coded together.
+
+    Attributes:
+      rows: how many, along the first axis; 1 for a scalar.
+      offset: of the payload in the file.
+      length: of the payload, in bytes.
+      crc32: of the payload.
+    """
+
+    rows: int
+    offset: int
+    length: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of an archive.
+
+    Attributes:
+      name: its key in the state dictionary.
+      format: of its numbers, once decoded.
+      shape: once decoded.
+      codec: which codec made the payloads.
+      settings: what its decoder must know beside the payload.
+      chunks: in order of rows.
+      same_as: the name of the tensor that this one is, or ``None``.
+    """
+
+    name: str
+    format: NumberFormat
+    shape: tuple[int, ...]
+    codec: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    chunks: tuple[Chunk, ...] = ()
+    same_as: str | None = None
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def original_bytes(self) -> int:
+        return self.count * self.format.bits // 8
+
+    @property
+    def coded_bytes(self) -> int:
+        return sum(c.length for c in self.chunks)
+
+    def chunk_shape(self, chunk: Chunk) -> tuple[int, ...]:
+        return (chunk.rows, *self.shape[1:]) if self.shape else ()
+
+
+def dump(entries: list[Entry], metadata: dict[str, str], offset: int) -> bytes:
+    """The index and the footer."""
+    tensors = []
+    for e in entries:
+        one: dict[str, Any] = {
+            "name": e.name,
+            "dtype": e.format.name,
+            "shape": list(e.shape),
+            "codec": e.codec,
+        }
+        if e.settings:
+            one["settings"] = e.settings
+        if e.same_as is not None:
+            one["same_as"] = e.same_as
+        else:
+            one["chunks"] = [[c.rows, c.offset, c.length, c.crc32] for c in e.chunks]
+        tensors.append(one)
+    text = json.dumps(
+        {"metadata": metadata, "tensors": tensors}, separators=(",", ":"), allow_nan=False
+    ).encode()
+    if len(text) > _MOST_INDEX:
+        raise ArchiveError(
+            f"the index takes {len(text)} bytes, at most {_MOST_INDEX} are read back. Remedy: several files."
+        )
+    return text + FOOTER.pack(offset, len(text), zlib.crc32(text), VERSION, END)
+
+
+def parse_footer(head: bytes, tail: bytes, size: int, path: object) -> tuple[int, int, int]:
+    """Offset, length and checksum of the index."""
+    if len(head) < HEADER.size or head[:8] != MAGIC:
+        raise ArchiveError(f"{path}: not a .capi archive (it begins with {head[:8]!r})")
+    version = HEADER.unpack(head)[1]
+    if version != VERSION:
+        raise ArchiveError(
+            f"{path}: format version {version}, this Capibara reads {VERSION}. Remedy: a newer Capibara."
+        )
+    if size < HEADER.size + FOOTER.size or len(tail) != FOOTER.size or tail[-8:] != END:
+        raise DamagedError(f"{path}: the file ends too early. Remedy: copy or write it again.")
+    offset, length, crc, again, _ = FOOTER.unpack(tail)
+    if (
+        again != version
+        or offset < HEADER.size
+        or offset + length + FOOTER.size != size
+        or length > _MOST_INDEX
+    ):
+        raise DamagedError(f"{path}: the footer does not fit the file of {size} bytes: it is damaged")
+    return offset, length, crc
+
+
+def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Entry]]:
+    """Metadata and entries of an index whose payloads lie before ``end``.
+
+    Raises:
+      DamagedError: it is not what :func:`dump` writes.
+    """
+
+    def check(good: bool, what: str) -> None:
+        if not good:
+            raise DamagedError(f"{path}: the index is damaged ({what})")
+
+    try:
+        index = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path}: the index is damaged ({error})") from None
+    check(isinstance(index, dict) and set(index) == {"metadata", "tensors"}, "its keys")
+    metadata, tensors = index["metadata"], index["tensors"]
+    check(
+        isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()),
+        "metadata is not text",
+    )
+    check(isinstance(tensors, list), "no list of tensors")
+    entries: dict[str, Entry] = {}
+    at = HEADER.size
+    for t in tensors:
+        check(isinstance(t, dict), "a tensor is no object")
+        name, shape, chunks, same_as = (t.get(k) for k in ("name", "shape", "chunks", "same_as"))
+        settings = t.get("settings", {})
+        check(
+            set(t) <= {"name", "dtype", "shape", "codec", "settings", "chunks", "same_as"}, "a tensor's keys"
+        )
+        check(
+            isinstance(name, str) and 0 < len(name) <= _MOST_NAME and name not in entries, "a tensor's name"
+        )
+        check(isinstance(t.get("dtype"), str) and t["dtype"] in FORMATS, f"dtype of {name!r}")
+        check(isinstance(t.get("codec"), str) and len(t["codec"]) <= 64, f"codec of {name!r}")
+        check(isinstance(settings, dict), f"settings of {name!r}")
+        check(
+            isinstance(shape, list) and len(shape) <= 32 and all(_is_size(n) for n in shape),
+            f"shape of {name!r}",
+        )
+        check(math.prod(n for n in shape if n) <= _MOST_NUMBERS, f"shape of {name!r}")
+        form = FORMATS[t["dtype"]]
+        if same_as is not None:
+            twin = entries.get(same_as) if isinstance(same_as, str) else None
+            check(twin is not None and chunks is None, f"what {name!r} is the same as")
+            assert twin is not None
+            check(
+                twin.same_as is None and (twin.format, twin.shape) == (form, tuple(shape)),
+                f"the twin of {name!r}",
+            )
+            entries[name] = Entry(name, form, tuple(shape), t["codec"], settings, (), same_as)
+            continue
+        check(isinstance(chunks, list), f"chunks of {name!r}")
+        read = []
+        for c in chunks:
+            check(isinstance(c, list) and len(c) == 4 and all(_is_size(n) for n in c), f"a chunk of {name!r}")
+            chunk = Chunk(*c)
+            check(
+                chunk.offset == at and chunk.offset + chunk.length <= end, f"where a chunk of {name!r} lies"
+            )
+            at = chunk.offset + chunk.length
+            read.append(chunk)
+        rows = shape[0] if shape else 1
+        check(
+            sum(c.rows for c in read) == rows and all(c.rows or not rows for c in read), f"rows of {name!r}"
+        )
+        check(len(read) >= 1, f"chunks of {name!r}")
+        entries[name] = Entry(name, form, tuple(shape), t["codec"], settings, tuple(read))
+    check(at == end, "bytes that belong to no tensor")
+    return metadata, list(entries.values())
+
+
+def _is_size(n: Any) -> bool:
+    return type(n) is int and 0 <= n < 1 << 62
