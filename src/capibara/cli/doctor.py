@@ -44,6 +44,7 @@ def examine() -> dict[str, Any]:
         "import_names": [vars(name) for name in import_names()],
         "backend_info": None,
         "optimization_status": None,
+        "tuning": None,
     }
     if report.jax_native_available:
         _examine_overlay(facts)
@@ -59,6 +60,7 @@ def _examine_overlay(facts: dict[str, Any]) -> None:
         facts.update(report.to_dict(), ok=report.jax_native_available)
         facts["backend_info"] = capibara.jax.get_backend_info()
         facts["optimization_status"] = capibara.jax.get_optimization_status()
+        facts["tuning"] = _examine_tuning()
     except Exception as error:
         # The doctor's work is to say what is broken, also when that is Capibara.
         failure = {
@@ -71,6 +73,27 @@ def _examine_overlay(facts: dict[str, Any]) -> None:
         facts["checks"] = [*facts["checks"], failure]
         facts["ok"] = False
         facts["error_message"] = facts["error_message"] or f"operations: {failure['detail']}"
+
+
+def _examine_tuning() -> dict[str, Any]:
+    """The file of measurements: where it is, how many there are, and with which JAX they were made."""
+    from capibara.ops.tuning import describe_tuning
+
+    return describe_tuning()
+
+
+def _tuning(found: dict[str, Any]) -> str:
+    """What `_examine_tuning` found, in a sentence."""
+    if found["file"] is None:
+        return "Tuning: switched off; every operation runs with its built-in choice"
+    if not found["entries"]:
+        return f"Tuning: nothing measured for {found['device']} yet; 'capibara tune' does ({found['file']})"
+    older = [version for version in found["jax"] if version != found["jax_here"]]
+    note = f"; measured with JAX {', '.join(older)}, here is {found['jax_here']}" if older else ""
+    return (
+        f"Tuning: {found['entries']} kinds of problems measured on {found['device']}, {found['faster']} with a choice "
+        f"faster than the built-in one{note} ({found['file']})"
+    )
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -88,6 +111,8 @@ def _show(facts: dict[str, Any]) -> None:
             console.print(
                 Text(f"{name}: "), Text("yes" if on else "no", style="green" if on else "yellow"), why
             )
+    if facts["tuning"] is not None:
+        console.print(_tuning(facts["tuning"]), soft_wrap=True)
     if facts["ok"]:
         console.print(Text("Everything that Capibara needs works here.", style="bold green"))
     else:

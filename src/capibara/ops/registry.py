@@ -168,6 +168,11 @@ class Op:
             )
         return implementation
 
+    def usable(self, problem: Problem, platform: str) -> list[str]:
+        """The implementations that take ``problem`` on ``platform``, without the reference, in order of preference."""
+        each = (one for one in self._implementations if one.name != "reference")
+        return [one.name for one in each if one.refusal(problem, platform) is None]
+
     def choose(self, problem: Problem, platform: str) -> tuple[Implementation, dict[str, str]]:
         """The implementation that runs ``problem`` on ``platform``, and why the ones not taken are not."""
         choice = self.select(problem, platform)

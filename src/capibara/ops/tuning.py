@@ -47,6 +47,7 @@ __all__ = [
     "Tuned",
     "Tuning",
     "bucket_key",
+    "describe_tuning",
     "forced",
     "local_device",
     "lookup",
@@ -136,11 +137,14 @@ class _Table:
         self.entries: dict[str, Entry] | None = None
         self.platform = ""
 
-    def get(self, key: str) -> tuple[str, Entry] | None:
+    def all(self) -> Mapping[str, Entry]:
         with self.lock:
             if self.entries is None:
                 self._read()
-        entry = (self.entries or {}).get(key)
+            return self.entries or {}
+
+    def get(self, key: str) -> tuple[str, Entry] | None:
+        entry = self.all().get(key)
         return None if entry is None else (self.platform, entry)
 
     def _read(self) -> None:
@@ -172,6 +176,28 @@ def tuning_file(folder: str | os.PathLike[str] | None = None) -> tuple[Path | No
     device = local_device()
     base = tuning_cache.cache_folder() if folder is None else Path(folder).expanduser() / __version__
     return None if base is None else tuning_cache.cache_file(base, device), device
+
+
+def describe_tuning() -> dict[str, Any]:
+    """The measurements that this process uses, ready for JSON.
+
+    Keys: ``file`` (None where they are switched off), ``device``, ``entries`` (how many kinds of problems),
+    ``faster`` (for how many something else than the heuristics is used), ``jax`` (the versions they were made with) and
+    ``jax_here``.
+    """
+    entries = _table.all()
+    try:
+        path, device = tuning_file(_table.folder)
+    except CacheError:
+        path, device = None, local_device()
+    return {
+        "file": None if path is None else str(path),
+        "device": device.kind,
+        "entries": len(entries),
+        "faster": sum(1 for each in entries.values() if each.fastest or each.parameters),
+        "jax": sorted({each.jax for each in entries.values()}),
+        "jax_here": jax.__version__,
+    }
 
 
 def use_tuning(folder: str | os.PathLike[str] | None = None) -> None:
