@@ -31,7 +31,6 @@ VERBS: dict[str, str] = {
     "verify": "decode every tensor of archives and check their checksums",
     "doctor": "say what is installed, which devices there are and which implementations run",
     "tune": "measure which block sizes and implementations are fast on this device",
-    "tune": "measure which block sizes and implementations are fast on this device",
     "migrate": "check source code against the installed JAX",
 }
 
