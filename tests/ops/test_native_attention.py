@@ -67,7 +67,7 @@ def _float32(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
 
 def test_the_library_is_there_and_says_its_instruction_set():
     assert native.problem() is None
-    assert native.isa() in ("avx512", "avx2", "baseline")
+    assert native.isa() in ("avx512", "avx2", "neon", "baseline")
 
 
 @pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)

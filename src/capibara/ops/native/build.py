@@ -12,7 +12,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["LIBRARY", "SOURCES", "NativeBuildError", "build", "source_digest"]
+__all__ = ["LIBRARY", "SOURCES", "NativeBuildError", "build", "compile_kernels", "source_digest"]
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "cc"
@@ -25,7 +25,9 @@ _SETS = {
         "avx2": ["-mavx2", "-mfma"],
         "avx512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
     },
+    "aarch64": {"neon": []},  # every such processor has it
 }
+_KINDS = ("attention", "tropical")
 # No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
 
@@ -70,54 +72,60 @@ def _run(command: list[str]) -> None:
         )
 
 
-def build(to: Path = LIBRARY) -> Path:
-    """Compile the library and put it at ``to``, at once or not at all; a few seconds.
+def _compile(compiler: str, jobs: list[tuple[list[str], str]], folder: Path) -> list[Path]:
+    """Compile each (arguments, name of the object) into ``folder``."""
+
+    def compile_one(job: tuple[list[str], str]) -> Path:
+        arguments, name = job
+        _run([compiler, *_FLAGS, *arguments, "-c", "-o", str(folder / name)])
+        return folder / name
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(compile_one, jobs))
+
+
+def compile_kernels(compiler: str, machine: str, folder: Path) -> list[Path]:
+    """Compile what knows nothing of XLA, kernels and the choice among them, for ``machine``; return the objects.
+
+    Raises:
+      NativeBuildError: the compiler's own error.
+    """
+    jobs = [
+        ([*flags, f"-DCAPIBARA_ISA={name}", str(SOURCES / f"{kind}_kernels.cc")], f"{kind}_{name}.o")
+        for kind in _KINDS
+        for name, flags in _SETS.get(machine, {"baseline": []}).items()
+    ]
+    jobs.append(([f'-DCAPIBARA_SOURCES="{source_digest()}"', str(SOURCES / "isa.cc")], "isa.o"))
+    return _compile(compiler, jobs, folder)
+
+
+def build(to: Path = LIBRARY, *, compiler: str | None = None, machine: str | None = None) -> Path:
+    """Compile the library and put it at ``to``, at once or not at all; some seconds.
+
+    Args:
+      compiler: by default ``$CXX``, else the first of g++, clang++ and c++ on the path. A cross compiler goes with
+        the ``machine`` it compiles for.
+      machine: ``"x86_64"``, ``"aarch64"`` or another; by default this one.
 
     Raises:
       NativeBuildError: no compiler, no headers, a platform other than Linux, or the compiler's own error.
     """
     if sys.platform != "linux":
         raise NativeBuildError(f"native kernels are built on Linux only, this is {sys.platform}")
-    compiler, headers = find_compiler(), find_headers()
+    compiler, headers = compiler or find_compiler(), find_headers()
     if compiler is None:
         raise NativeBuildError("no C++ compiler found. Remedy: install g++ or clang++, or set CXX.")
     if headers is None:
         raise NativeBuildError("jaxlib's FFI headers were not found. Remedy: pip install jaxlib.")
-    sets = _SETS.get(platform.machine(), {"baseline": []})
-    with tempfile.TemporaryDirectory(prefix="capibara-native-") as folder:
-        jobs = [
-            ([*flags, f"-DCAPIBARA_ISA={name}", str(SOURCES / f"{kind}_kernels.cc")], f"{kind}_{name}.o")
-            for kind in ("attention", "tropical")
-            for name, flags in sets.items()
-        ]
-        jobs.append(([f'-DCAPIBARA_SOURCES="{source_digest()}"', str(SOURCES / "isa.cc")], "isa.o"))
-        jobs += [
-            (["-isystem", str(headers), str(SOURCES / f"{kind}.cc")], f"{kind}.o")
-            for kind in ("attention", "tropical")
-        ]
-        objects = [str(Path(folder) / name) for _, name in jobs]
-
-        def compile_one(job: tuple[list[str], str]) -> None:
-            arguments, name = job
-            _run([compiler, *_FLAGS, *arguments, "-c", "-o", str(Path(folder) / name)])
-
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(compile_one, jobs))
-        made = Path(folder) / to.name
+    with tempfile.TemporaryDirectory(prefix="capibara-native-") as name:
+        folder = Path(name)
+        objects = compile_kernels(compiler, machine or platform.machine(), folder)
+        handlers = [(["-isystem", str(headers), str(SOURCES / f"{kind}.cc")], f"{kind}.o") for kind in _KINDS]
+        objects += _compile(compiler, handlers, folder)
+        made = folder / to.name
         # The C++ runtime goes in: the library must not depend on the one of the machine that loads it.
-        _run(
-            [
-                compiler,
-                "-shared",
-                "-s",
-                "-static-libstdc++",
-                "-static-libgcc",
-                "-Wl,--exclude-libs,ALL",
-                "-o",
-                str(made),
-                *objects,
-            ]
-        )
+        flags = ["-shared", "-s", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"]
+        _run([compiler, *flags, "-o", str(made), *map(str, objects)])
         # Beside its place first: only within one file system is a rename all or nothing.
         beside = to.with_name(f".{os.getpid()}-{to.name}")
         try:

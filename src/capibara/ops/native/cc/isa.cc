@@ -10,7 +10,11 @@
   extern const capibara::TropicalKernels kTropical;    \
   }
 
+#if defined(__aarch64__)
+CAPIBARA_DECLARE(neon)
+#else
 CAPIBARA_DECLARE(baseline)
+#endif
 #if defined(__x86_64__)
 CAPIBARA_DECLARE(avx2)
 CAPIBARA_DECLARE(avx512)
@@ -31,7 +35,11 @@ Isa choose() {
     return {&avx2::kAttention, &avx2::kTropical};
 #endif
   (void)wanted;
+#if defined(__aarch64__)
+  return {&neon::kAttention, &neon::kTropical};
+#else
   return {&baseline::kAttention, &baseline::kTropical};
+#endif
 }
 
 }  // namespace

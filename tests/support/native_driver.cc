@@ -1,0 +1,104 @@
+// Runs the native kernels without XLA: problems come in on standard input, results go out on standard output.
+//
+// A problem is its kind (0 attention, 4 and 8 max-plus products of that many bytes a number, -1 the end), its sizes as
+// int64, and its arrays. test_native_aarch64.py writes them, and has this run under an emulator.
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "isa.h"
+
+namespace {
+
+void need(bool fine, const char* what) {
+  if (fine) return;
+  std::fprintf(stderr, "native_driver: %s\n", what);
+  std::exit(1);
+}
+
+template <typename T>
+std::vector<T> read(int64_t count) {
+  std::vector<T> x(count);
+  need(std::fread(x.data(), sizeof(T), count, stdin) == static_cast<size_t>(count), "the input ends too soon");
+  return x;
+}
+
+template <typename T>
+void write(const std::vector<T>& x) {
+  need(std::fwrite(x.data(), sizeof(T), x.size(), stdout) == x.size(), "cannot write");
+}
+
+template <typename Work>
+void each(int64_t items, int64_t floats, Work work) {
+  const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 63) / 64 * 64;
+  float* scratch = static_cast<float*>(std::aligned_alloc(64, bytes));
+  need(scratch != nullptr, "no memory");
+  for (int64_t item = items; item-- > 0;) work(item, scratch);
+  std::free(scratch);
+}
+
+template <typename T>
+void max_plus() {
+  const auto n = read<int64_t>(5);
+  capibara::Tropical p{};
+  p.batch = n[0], p.rows = n[1], p.depth = n[2], p.columns = n[3], p.threads = 3;
+  const auto a = read<T>(p.batch * p.rows * p.depth), b = read<T>(p.batch * p.depth * p.columns);
+  std::vector<T> out(p.batch * p.rows * p.columns);
+  std::vector<int32_t> index(n[4] ? out.size() : 0);
+  int32_t some_negative = 0;
+  p.a = a.data(), p.b = b.data(), p.out = out.data(), p.some_negative = &some_negative;
+  p.index = n[4] ? index.data() : nullptr;
+  const auto& kernels = *capibara::isa().tropical;
+  const auto work = sizeof(T) == 4 ? kernels.float32 : kernels.float64;
+  each(kernels.items(p), kernels.scratch(p, sizeof(T)), [&](int64_t item, float* s) { work(p, item, s); });
+  write(out);
+  write(index);
+}
+
+capibara::Steps steps(int64_t heads, int64_t length, int64_t dim, bool heads_first) {
+  return {heads * length * dim, heads_first ? length * dim : dim, heads_first ? dim : heads * dim};
+}
+
+void attention() {
+  const auto n = read<int64_t>(10);
+  const auto scale = read<float>(1);
+  capibara::Attention a{};
+  a.batch = n[0], a.heads = n[1], a.kv_heads = n[2], a.q_len = n[3], a.kv_len = n[4], a.dim = n[5], a.value_dim = n[6];
+  a.left = n[7], a.right = n[8], a.scale = scale[0];
+  const bool heads_first = n[9];
+  a.query_steps = steps(a.heads, a.q_len, a.dim, heads_first);
+  a.key_steps = steps(a.kv_heads, a.kv_len, a.dim, heads_first);
+  a.value_steps = steps(a.kv_heads, a.kv_len, a.value_dim, heads_first);
+  a.out_steps = steps(a.heads, a.q_len, a.value_dim, heads_first);
+  const auto query = read<float>(a.batch * a.query_steps.batch), key = read<float>(a.batch * a.key_steps.batch),
+             value = read<float>(a.batch * a.value_steps.batch), grad = read<float>(a.batch * a.out_steps.batch);
+  std::vector<float> out(grad.size()), stat(a.batch * a.heads * a.q_len), query_grad(query.size()),
+      key_grad(key.size()), value_grad(value.size());
+  a.query = query.data(), a.key = key.data(), a.value = value.data(), a.out = out.data(), a.stat = stat.data();
+  const auto& kernels = *capibara::isa().attention;
+  each(kernels.forward_items(a), kernels.forward_scratch(a), [&](int64_t i, float* s) { kernels.forward(a, i, s); });
+  a.out_grad = grad.data(), a.query_grad = query_grad.data(), a.key_grad = key_grad.data();
+  a.value_grad = value_grad.data();
+  each(kernels.backward_items(a), kernels.backward_scratch(a), [&](int64_t i, float* s) { kernels.backward(a, i, s); });
+  write(out);
+  write(query_grad);
+  write(key_grad);
+  write(value_grad);
+}
+
+}  // namespace
+
+int main() {
+  std::fprintf(stderr, "%s\n", capibara::isa().attention->name);
+  for (;;) {
+    const int64_t kind = read<int64_t>(1)[0];
+    if (kind == 0)
+      attention();
+    else if (kind == 4)
+      max_plus<float>();
+    else if (kind == 8)
+      max_plus<double>();
+    else
+      return kind == -1 ? 0 : 1;
+  }
+}
