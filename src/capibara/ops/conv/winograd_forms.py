@@ -7,7 +7,8 @@ filter ``g`` and elementwise products ``*`` that become matrix products once the
     y = Aᵀ ( (G g Gᵀ) * (Bᵀ d B) ) A
 
 For 4 × 4 outputs that is 36 products of matrices for 144. The transforms are additions of whole arrays, which XLA
-fuses. The price is rounding: differences of large terms, with 4 × 4 outputs about ten times that of 2 × 2.
+fuses. The gradients of both operands are products of the same kind. The price is rounding, of differences of large
+terms.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from capibara.ops.conv.problem import Conv2dProblem
+from capibara.ops.one_device import alike
 
 __all__ = [
     "reference",
@@ -81,8 +83,12 @@ def _tiles(problem: Conv2dProblem) -> tuple[int, int]:
     return height, width
 
 
-def _products(problem: Conv2dProblem, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The convolution by Winograd's algorithm, as if every number were finite."""
+def _products(problem: Conv2dProblem, x: jax.Array, w: jax.Array, turned: bool = False) -> jax.Array:
+    """The convolution by Winograd's algorithm, as if every number were finite.
+
+    With ``turned`` the filters are ``[3, 3, out_channels, in_channels]`` and turned by half a circle, which leads from
+    the gradient of the outputs to that of the inputs: the products contract the other axis, nothing is moved.
+    """
     (mh, mw), (th, tw) = problem.tile, _tiles(problem)
     (bh, gh, ah), (bw, gw, aw) = TRANSFORMS[mh], TRANSFORMS[mw]
     batch, channels, out_channels = problem.batch, problem.in_channels, problem.out_channels
@@ -99,14 +105,16 @@ def _products(problem: Conv2dProblem, x: jax.Array, w: jax.Array) -> jax.Array:
         for i in range(mh + 2)
     ]
     rows = _combine(bh, cut)
-    filter_rows = _combine(gh, [w[i] for i in range(3)])
+    order = (2, 1, 0) if turned else (0, 1, 2)
+    filter_rows = _combine(gh, [w[i] for i in order])
     half = []
     for row, filter_row in zip(rows, filter_rows, strict=True):
         ends = [(batch, th, j + (tw - 1) * mw + 1, channels) for j in range(mw + 2)]
         tiles = _combine(bw, [lax.slice(row, (0, 0, j, 0), ends[j], (1, 1, mw, 1)) for j in range(mw + 2)])
-        taps = _combine(gw, [filter_row[i] for i in range(3)])
+        taps = _combine(gw, [filter_row[i] for i in order])
+        contracted = (((1,), (1 if turned else 0,)), ((), ()))
         sums = [
-            jnp.matmul(tile.reshape(-1, channels), tap, precision=problem.precision)
+            lax.dot_general(tile.reshape(-1, channels), tap, contracted, precision=problem.precision)
             for tile, tap in zip(tiles, taps, strict=True)
         ]
         half.append(_combine(aw, sums))
@@ -118,41 +126,17 @@ def _products(problem: Conv2dProblem, x: jax.Array, w: jax.Array) -> jax.Array:
     return y[:, : problem.out_size[0], : problem.out_size[1]].astype(problem.dtype)
 
 
-def _guarded(problem: Conv2dProblem, x: jax.Array, w: jax.Array) -> jax.Array:
-    # The transforms spread an infinity over its tile and overflow before a plain sum does. Either shows in the output,
-    # and the plain convolution then says what is right.
-    y = _products(problem, x, w)
-    return lax.cond(jnp.all(jnp.isfinite(y)), lambda x, w: y, lambda x, w: xla(problem, x, w), x, w)
+def _plain_inputs(problem: Conv2dProblem, grad: jax.Array, w: jax.Array) -> jax.Array:
+    x = jnp.zeros((problem.batch, *problem.size, problem.in_channels), problem.dtype)
+    return jax.vjp(lambda x: xla(problem, x, w), alike(x, grad))[1](grad)[0]
 
 
-def _folded(problem: Conv2dProblem, x: jax.Array, w: jax.Array) -> jax.Array:
-    # Under vmap the condition would become a choice between two results that are both computed.
-    guarded = jax.custom_batching.custom_vmap(partial(_guarded, problem))
-
-    @guarded.def_vmap
-    def _batched(count: int, batched: list[bool], x: jax.Array, w: jax.Array) -> tuple[jax.Array, bool]:
-        if not batched[1]:
-            more = dataclasses.replace(problem, batch=count * problem.batch)
-            y = _folded(more, x.reshape(-1, *x.shape[2:]), w)
-            return y.reshape(count, -1, *y.shape[1:]), True
-        if not batched[0]:
-            return lax.map(lambda w: _folded(problem, x, w), w), True
-        return lax.map(lambda both: _folded(problem, *both), (x, w)), True
-
-    return guarded(x, w)
+def _plain_filters(problem: Conv2dProblem, x: jax.Array, grad: jax.Array) -> jax.Array:
+    w = jnp.zeros((*problem.taps, problem.in_channels, problem.out_channels), problem.dtype)
+    return jax.vjp(lambda w: xla(problem, x, w), alike(w, grad))[1](grad)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _winograd(problem: Conv2dProblem, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _folded(problem, x, w)
-
-
-def winograd(problem: Conv2dProblem, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _winograd(problem, x, w)
-
-
-def winograd_backward(problem: Conv2dProblem, x: jax.Array, w: jax.Array, grad: jax.Array) -> Any:
-    """The gradient of the inputs is itself a convolution, of the turned filters; that of the filters is XLA's."""
+def _fast_inputs(problem: Conv2dProblem, grad: jax.Array, w: jax.Array) -> jax.Array:
     sizes = zip(problem.size, problem.out_size, problem.padding, strict=True)
     turned = dataclasses.replace(
         problem,
@@ -161,20 +145,71 @@ def winograd_backward(problem: Conv2dProblem, x: jax.Array, w: jax.Array, grad: 
         in_channels=problem.out_channels,
         out_channels=problem.in_channels,
     )
-    dx: Any = _winograd(turned, grad, jnp.swapaxes(w[::-1, ::-1], 2, 3))
-    (dw,) = jax.vjp(lambda w: xla(problem, x, w), w)[1](grad)
-    return dx.astype(x.dtype), dw
+    return _products(turned, grad, w, turned=True)
 
 
-def _winograd_forward(problem: Conv2dProblem, x: jax.Array, w: jax.Array) -> Any:
-    return _winograd(problem, x, w), (x, w)
+def _fast_filters(problem: Conv2dProblem, x: jax.Array, grad: jax.Array) -> jax.Array:
+    w = jnp.zeros((3, 3, problem.in_channels, problem.out_channels), problem.dtype)
+    return jax.vjp(lambda w: _products(problem, x, w), alike(w, grad))[1](grad)[0]
 
 
-def _winograd_backward(problem: Conv2dProblem, arrays: tuple[jax.Array, jax.Array], grad: jax.Array) -> Any:
-    return winograd_backward(problem, *arrays, grad)
+def _guarded(
+    fast: Any, plain: Any, fold: bool, problem: Conv2dProblem, a: jax.Array, b: jax.Array
+) -> jax.Array:
+    """``fast``, or ``plain`` where its result is not finite; ``fold``: the first axis of ``a`` is that of images."""
+
+    # The transforms spread an infinity over its tile and overflow before a plain sum does. Either shows in the result,
+    # and the plain convolution then says what is right.
+    @jax.custom_batching.custom_vmap
+    def one(a: jax.Array, b: jax.Array) -> jax.Array:
+        y = fast(problem, a, b)
+        return lax.cond(jnp.all(jnp.isfinite(y)), lambda a, b: y, lambda a, b: plain(problem, a, b), a, b)
+
+    # Under vmap the condition would become a choice between two results that are both computed.
+    @one.def_vmap
+    def _batched(count: int, batched: list[bool], a: jax.Array, b: jax.Array) -> tuple[jax.Array, bool]:
+        if fold and not batched[1]:
+            more = dataclasses.replace(problem, batch=count * problem.batch)
+            y = _guarded(fast, plain, fold, more, a.reshape(-1, *a.shape[2:]), b)
+            return y.reshape(count, -1, *y.shape[1:]), True
+        if all(batched):
+            return lax.map(lambda both: one(*both), (a, b)), True
+        return lax.map(lambda x: one(x, b) if batched[0] else one(a, x), a if batched[0] else b), True
+
+    return one(a, b)
 
 
-_winograd.defvjp(_winograd_forward, _winograd_backward)
+# The three forms of one function that is linear in images, filters and the gradient of the output: the gradients of
+# each are the two others.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def winograd(problem: Conv2dProblem, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _guarded(_products, xla, True, problem, x, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_inputs(problem: Conv2dProblem, grad: jax.Array, w: jax.Array) -> jax.Array:
+    return _guarded(_fast_inputs, _plain_inputs, True, problem, grad, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_filters(problem: Conv2dProblem, x: jax.Array, grad: jax.Array) -> jax.Array:
+    return _guarded(_fast_filters, _plain_filters, False, problem, x, grad)
+
+
+def winograd_backward(problem: Conv2dProblem, x: jax.Array, w: jax.Array, grad: jax.Array) -> Any:
+    return _of_inputs(problem, grad, w), _of_filters(problem, x, grad)
+
+
+def _rule(function: Any, backward: Any) -> None:
+    def forward(problem: Conv2dProblem, a: jax.Array, b: jax.Array) -> Any:
+        return function(problem, a, b), (a, b)
+
+    function.defvjp(forward, lambda problem, arrays, grad: backward(problem, *arrays, grad))
+
+
+_rule(winograd, winograd_backward)
+_rule(_of_inputs, lambda problem, grad, w, x: (winograd(problem, x, w), _of_filters(problem, x, grad)))
+_rule(_of_filters, lambda problem, x, grad, w: (_of_inputs(problem, grad, w), winograd(problem, x, w)))
 
 
 # Fitted to measurements of 43 sizes on two Zen 4 cores: for tiles of 2 and of 4, what one multiplication of XLA's
