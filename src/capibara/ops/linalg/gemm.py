@@ -7,7 +7,6 @@ included) are sent slab by slab, the next one while the last is being multiplied
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,9 +30,6 @@ __all__ = ["optimized_gemm"]
 PRECISIONS = ("bfloat16", "float16", "float32", "float64", "int8")
 # Operands on the host larger than this together are sent in slabs where the device does not say what it has.
 HOST_BYTES = 1 << 30
-EXACT = 1024
-
-Product = Callable[["GemmProblem", jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -155,19 +151,11 @@ def _product(problem: GemmProblem, a: jax.Array, b: jax.Array) -> jax.Array:
     )
 
 
-def _integers_as_floats(problem: GemmProblem, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An int8 product by way of float32: exact for slabs of ``EXACT``, whose sums stay within 2²⁴ (128·128·1024)."""
-    a, b = (x.astype("float32") for x in _turned(problem, a, b))
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST).astype("int32")
-
-
-def _slabs(
-    problem: GemmProblem, a: jax.Array, b: jax.Array, size: int | None, product: Product = _product
-) -> jax.Array:
-    """The sum over slabs of ``size`` of the contracted axis."""
-    inner = problem.inner
+def _slabs(problem: GemmProblem, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum over slabs of ``chunk_size`` of the contracted axis."""
+    size, inner = problem.chunk_size, problem.inner
     if size is None or size >= inner:
-        return product(problem, a, b)
+        return _product(problem, a, b)
     axes = _axes(problem)
 
     def slab(start: Any, length: int) -> jax.Array:
@@ -175,7 +163,7 @@ def _slabs(
             lax.dynamic_slice_in_dim(x, start, length, x.ndim + axis)
             for x, axis in zip((a, b), axes, strict=True)
         )
-        return product(problem, *parts)
+        return _product(problem, *parts)
 
     def step(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
         return total + slab(index * size, size), None
@@ -191,8 +179,11 @@ def _slabs(
 def _scale(x: Any, axis: int) -> Any:
     """What makes the largest entry along ``axis``, the contracted one, 127; an infinity or a NaN makes it NaN."""
     array = np if isinstance(x, np.ndarray) else jnp
-    scale = array.max(array.abs(x).astype("float32"), axis=axis, keepdims=True, initial=0.0) / np.float32(127)
-    return array.where(array.isfinite(scale), scale, np.float32(np.nan))
+    size = array.abs(x).astype("float32")
+    # Not left to the maximum: XLA's on CPUs may drop a NaN.
+    finite = array.all(array.isfinite(size), axis=axis, keepdims=True)
+    largest = array.max(size, axis=axis, keepdims=True, initial=0.0)
+    return array.where(finite, largest / np.float32(127), np.float32(np.nan))
 
 
 def _quantise(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -206,25 +197,23 @@ def _scaled(problem: GemmProblem, total: jax.Array, scale_a: Any, scale_b: Any) 
     return (total.astype("float32") * scale_a * scale_b).astype(problem.out_dtype)
 
 
-def _undifferentiated(
-    problem: GemmProblem, product: Product, size: int | None, a: jax.Array, b: jax.Array
-) -> jax.Array:
+def _undifferentiated(problem: GemmProblem, a: jax.Array, b: jax.Array) -> jax.Array:
     if not problem.quantised:
-        return _slabs(problem, a, b, size, product).astype(problem.out_dtype)
+        return _slabs(problem, a, b).astype(problem.out_dtype)
     scales = [_scale(x, axis) for x, axis in zip((a, b), _axes(problem), strict=True)]
     a, b = _quantise(a, scales[0]), _quantise(b, scales[1])
-    return _scaled(problem, _slabs(problem, a, b, size, product), *scales)
+    return _scaled(problem, _slabs(problem, a, b), *scales)
 
 
-_differentiated = jax.custom_jvp(_undifferentiated, nondiff_argnums=(0, 1, 2))
+_differentiated = jax.custom_jvp(_undifferentiated, nondiff_argnums=(0,))
 
 
-def _jvp(problem: GemmProblem, product: Product, size: int | None, primals: Any, tangents: Any) -> Any:
+def _jvp(problem: GemmProblem, primals: Any, tangents: Any) -> Any:
     # The derivative is two products, which need no slabs: their operands are there already. Rounding to integers has
     # derivative zero almost everywhere; what is of use is the derivative of the product it stands for.
     wide = replace(problem, precision="float32") if problem.quantised else problem
     (a, b), (da, db) = primals, tangents
-    out = _differentiated(problem, product, size, a, b)
+    out = _differentiated(problem, a, b)
     change = jnp.zeros_like(out)
     for changed, left, right in ((da, da, b), (db, a, db)):
         if not isinstance(changed, SymbolicZero):
@@ -237,17 +226,7 @@ _differentiated.defjvp(_jvp, symbolic_zeros=True)
 
 def _multiply(problem: GemmProblem, a: jax.Array, b: jax.Array) -> jax.Array:
     run = _undifferentiated if problem.out_dtype == "int32" else _differentiated
-    return run(problem, _product, problem.chunk_size, a, b)
-
-
-def _multiply_integers(problem: GemmProblem, a: jax.Array, b: jax.Array) -> jax.Array:
-    run = _undifferentiated if problem.out_dtype == "int32" else _differentiated
-    return run(problem, _integers_as_floats, min(problem.chunk_size or EXACT, EXACT), a, b)
-
-
-def _check_integers(problem: GemmProblem) -> None:
-    if problem.precision != "int8":
-        raise NotImplementedError(f"is for precision='int8', not {problem.precision!r}")
+    return run(problem, a, b)
 
 
 def _reference(problem: GemmProblem, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -267,7 +246,6 @@ OP = Op(
     "optimized_gemm",
     _prepare,
     [
-        Implementation("cpu", {"forward": _multiply_integers}, platforms=("cpu",), check=_check_integers),
         Implementation("xla", {"forward": _multiply}),
         Implementation("reference", {"forward": _reference}),
     ],
@@ -311,8 +289,7 @@ def optimized_gemm(
         that size. Slabs change the order in which is summed, no more.
       transpose_a: Multiply with the transpose of ``a``'s last two axes.
       transpose_b: The same for ``b``.
-      implementation: ``"auto"``, ``"cpu"`` (int8 by way of float32, exactly, which CPUs multiply faster), ``"xla"`` or
-        ``"reference"``.
+      implementation: ``"auto"``, ``"xla"`` or ``"reference"`` (no slabs).
 
     Returns:
       ``[..., rows, columns]`` in the operands' common dtype; int32 for int8 operands (exact up to 131,000 for
@@ -385,4 +362,4 @@ def _cut(x: Any, axis: int, start: int, stop: int) -> Any:
 def _scale_by_parts(x: Any, axis: int, size: int) -> Any:
     """:func:`_scale`, reading an operand slab by slab."""
     parts = [_scale(_cut(x, axis, i, i + size), axis) for i in range(0, x.shape[axis], size)]
-    return jnp.max(jnp.concatenate(parts, axis), axis=axis, keepdims=True)
+    return np.max(np.concatenate(parts, axis), axis=axis, keepdims=True)

@@ -167,4 +167,6 @@ def error_bound(matrix: jax.Array, u: jax.Array, s: jax.Array, vh: jax.Array, ke
         logarithm += jnp.log(size[..., 0])
         x /= jnp.where(size == 0, jnp.ones_like(size), size)
     factor = math.log(math.sqrt(2 * n / math.pi)) - math.log(FAILURE) / _PROBES
-    return jnp.exp((jnp.max(logarithm, axis=-1) + factor) / (2 * _POWERS))
+    # XLA's maximum on CPUs may drop a NaN.
+    largest = jnp.where(jnp.any(jnp.isnan(logarithm), axis=-1), jnp.nan, jnp.max(logarithm, axis=-1))
+    return jnp.exp((largest + factor) / (2 * _POWERS))
