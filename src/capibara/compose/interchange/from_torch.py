@@ -15,24 +15,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from capibara.compose.errors import ComposeError, WiringError
+from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Given
-from capibara.compose.interchange.from_torch_operations import TABLE, Refused
+from capibara.compose.interchange.from_torch_moves import Refused
+from capibara.compose.interchange.from_torch_recurrent import RECURRENT, Blank
+from capibara.compose.interchange.from_torch_step import Step, UnsupportedTorchError, kind_of, size_of
+from capibara.compose.interchange.from_torch_trace import (
+    entry_of,
+    is_getitem,
+    is_size,
+    name_of,
+    place_of,
+    trace,
+)
 from capibara.compose.logical.connections import Port
 from capibara.compose.logical.model import Model
 from capibara.compose.primitives import Buffer, ToTensor
 from capibara.errors import MissingExtraError
 
 __all__ = ["Imported", "UnsupportedTorchError", "from_torch"]
-
-
-class UnsupportedTorchError(ComposeError, NotImplementedError):
-    """A torch module does something that has no counterpart in compose; the message lists all of it."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,13 @@ class Imported:
         model: to be compiled or connected. Its inputs have the names of ``forward``'s parameters, its outputs are
             ``output``, or ``output_0``, ``output_1`` … where the module returns several.
         params: the weights as NumPy arrays, nested as the compiled model takes them.
+        state: with ``training=True`` the running statistics that the model starts from, such as
+            ``layers_0_norm_running_mean``; else nothing, since they are constants then.
     """
 
     model: Model
     params: dict[str, Any]
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 def from_torch(
@@ -55,6 +64,7 @@ def from_torch(
     example_keywords: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
+    training: bool = False,
 ) -> Imported:
     """A model that computes what a torch module computes in evaluation mode, and the module's weights.
 
@@ -68,10 +78,15 @@ def from_torch(
         example_keywords: the same for arguments by name.
         dynamic_shapes: as ``torch.export.export`` takes it: ``({0: torch.export.Dim("batch")},)`` leaves the first
             size of the first input open.
+        training: trace the module in training mode, for a model that trains as it does: with ``train=True`` its
+            dropout drops, and its batch normalisations use the batch and move their running statistics, which are
+            states then; without, both do what they do in evaluation. Python branches on ``self.training`` are
+            those of training.
 
     Raises:
         MissingExtraError: torch is not installed.
-        UnsupportedTorchError: operations without a counterpart, all of them, and the modules that use them.
+        UnsupportedTorchError: operations without a counterpart, all of them, the modules that use them and the
+            lines of code that call them; or ``forward`` changes other buffers than running statistics.
         WiringError: ``module`` is no module, or ``torch.export`` cannot trace it.
     """
     try:
@@ -84,30 +99,9 @@ def from_torch(
         raise WiringError(
             f"example_inputs ({type(example_inputs).__name__}) must be a tuple of the arguments, as in (x,)"
         )
-    return _Importer(_traced(module, example_inputs, example_keywords, dynamic_shapes)).imported()
-
-
-def _traced(module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any] | None, dynamic: Any) -> Any:
-    import warnings
-
-    import torch
-
-    training = [m for m in module.modules() if m.training]
-    try:
-        module.eval()
-        with warnings.catch_warnings(), torch.no_grad():
-            # torch.export warns of what it uses itself.
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            program = torch.export.export(module, inputs, dict(keywords or {}), dynamic_shapes=dynamic)
-            return program.run_decompositions()
-    except Exception as error:
-        raise WiringError(
-            f"torch.export cannot trace this {type(module).__name__}: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        for part in training:
-            part.training = True
+    if not isinstance(training, bool):
+        raise WiringError(f"training={training!r} must be True or False")
+    return _Importer(trace(module, example_inputs, example_keywords, dynamic_shapes, training)).imported()
 
 
 def _part(name: str) -> str:
@@ -124,36 +118,6 @@ def _array(tensor: Any) -> np.ndarray[Any, Any]:
     return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
 
 
-def _place(node: Any) -> str:
-    """The module that an operation comes from."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return (stack[-1][0] if stack else "") or "the module itself"
-
-
-def _name(node: Any) -> str:
-    target = node.target
-    return getattr(target, "_name", None) or str(target)  # "aten::add.Tensor"
-
-
-def _entry(node: Any) -> Any:
-    space, _, rest = _name(node).partition("::")
-    return TABLE.get(rest.split(".")[0]) if space == "aten" else None
-
-
-def _is_getitem(node: Any) -> bool:
-    import operator
-
-    return node.target is operator.getitem
-
-
-def _is_size(node: Any) -> bool:
-    """It computes a size or checks one: nothing is computed of that, sizes are read off the trace."""
-    value = node.meta.get("val")
-    if isinstance(value, int | float) or type(value).__name__ in ("SymInt", "SymBool", "SymFloat"):
-        return True
-    return value is None and ("assert" in _name(node) or "sym_constrain" in _name(node))
-
-
 class _Importer:
     """A traced program on its way to a model."""
 
@@ -161,25 +125,58 @@ class _Importer:
         self.program = program
         self.model = Model()
         self.params: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
         self._values: dict[Any, Any] = {}
         self._holders: dict[tuple[str, ...], Model] = {}
+        self._by_name = {n.name: n for n in program.graph.nodes}
+        self._statistics = self._moving()
+        self._updates: dict[str, Any] = {}
+        self._nodes = self._needed()
 
     def imported(self) -> Imported:
         self._check()
         self._inputs()
         for node in self.program.graph.nodes:
-            if node.op == "call_function" and not _is_size(node):
+            if node in self._nodes and node.op == "call_function" and not is_size(node):
                 self._run(node)
         self._outputs()
-        return Imported(self.model, self.params)
+        return Imported(self.model, self.params, self.state)
+
+    def _moving(self) -> dict[str, Any]:
+        """The running statistics that batch normalisation replaces, by name: what computes the new ones."""
+        found, bad = {}, []
+        for spec in self.program.graph_signature.output_specs:
+            if "MUTATION" not in spec.kind.name:
+                continue
+            node = self._by_name[spec.arg.name]
+            if is_getitem(node) and "_native_batch_norm_legit_functional" in name_of(node.args[0]):
+                found[spec.target] = node
+            elif not str(spec.target).endswith("num_batches_tracked"):  # a count that only torch reads
+                bad.append(str(spec.target))
+        if bad:
+            raise UnsupportedTorchError(f"from_torch: the module changes {', '.join(bad)} in place")
+        return found
+
+    def _needed(self) -> set[Any]:
+        """What outputs and statistics are computed from."""
+        specs = self.program.graph_signature.output_specs
+        row = [self._by_name.get(getattr(s.arg, "name", None)) for s in specs if s.kind.name == "USER_OUTPUT"]
+        row = [node for node in (*row, *self._statistics.values()) if node is not None]
+        seen: set[Any] = set(row)
+        while row:
+            for node in row.pop().all_input_nodes:
+                if node not in seen:
+                    seen.add(node)
+                    row.append(node)
+        return seen
 
     def _check(self) -> None:
         bad: dict[str, dict[str, None]] = {}
-        for node in self.program.graph.nodes:
-            if node.op == "call_function" and not (_is_size(node) or _is_getitem(node) or _entry(node)):
-                bad.setdefault(_name(node), {})[_place(node)] = None
+        for node in self._nodes:
+            if node.op == "call_function" and not (is_size(node) or is_getitem(node) or entry_of(node)):
+                bad.setdefault(name_of(node), {})[place_of(node)] = None
             elif node.op == "get_attr":
-                bad.setdefault(f"get_attr {node.target}", {})[_place(node)] = None
+                bad.setdefault(f"get_attr {node.target}", {})[place_of(node)] = None
         if bad:
             rows = "".join(f"\n  {name} in {', '.join(places)}" for name, places in sorted(bad.items()))
             raise UnsupportedTorchError(
@@ -195,7 +192,7 @@ class _Importer:
         seen: dict[int, tuple[tuple[str, ...], str]] = {}
         where: dict[str, tuple[tuple[str, ...], str]] = {}
         taken: set[tuple[str, ...]] = set()
-        used = {n.name for n in self.program.graph.nodes if n.op == "placeholder" and n.users}
+        used = {n.name for n in self._nodes if n.op == "placeholder"}
         constants: dict[str, Any] = {}
         for spec in signature.input_specs:
             kind, name = spec.kind.name, getattr(spec.arg, "name", "")
@@ -215,6 +212,8 @@ class _Importer:
                     seen[id(tensor)] = tuple(path), key
                     held.setdefault(tuple(path), {})[key] = _array(tensor)
                 where[name] = seen[id(tensor)]
+            elif spec.target in self._statistics and tensor is not None:
+                constants[name] = self._statistic(spec.target, _array(tensor))
             elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR") and tensor is not None:
                 array = _array(tensor)
                 constants[name] = array.astype("float64") if array.dtype.kind == "f" else array
@@ -236,6 +235,15 @@ class _Importer:
             }:
                 self._values[node] = self._input(node)
 
+    def _statistic(self, target: str, array: np.ndarray[Any, Any]) -> Port:
+        key = "_".join(map(_part, target.split(".")))
+        while key in self.model.wires:
+            key += "_"
+        self.state[key] = array
+        port = self.model.add_state(key, array.shape, Given(array))
+        self._updates[key] = self._statistics[target]
+        return port
+
     def _input(self, node: Any) -> Any:
         value = node.meta.get("val")
         if not hasattr(value, "shape"):
@@ -243,7 +251,7 @@ class _Importer:
         key = _part(node.name)
         while key in self.model.wires or key == "output" or key.startswith("output_"):
             key += "_in"
-        return self.model.add_input(key, tuple(_size(n) for n in value.shape), kind_of(value))
+        return self.model.add_input(key, tuple(size_of(n) for n in value.shape), kind_of(value))
 
     def _hold(self, held: Mapping[tuple[str, ...], Mapping[str, np.ndarray[Any, Any]]]) -> None:
         """A model of nothing but parameters for each module that has some, nested as the modules are."""
@@ -276,117 +284,45 @@ class _Importer:
 
         args = map_arg(node.args, value)
         keywords = map_arg(node.kwargs, value)
-        if _is_getitem(node):
+        if is_getitem(node):
             self._values[node] = args[0][args[1]]
             if self._values[node] is None and node.users:
                 raise UnsupportedTorchError(
-                    f"from_torch: result {args[1]} of {_name(node.args[0])} in {_place(node)} has no counterpart"
+                    f"from_torch: result {args[1]} of {name_of(node.args[0])} in {place_of(node)} has no counterpart"
                 )
             return
-        entry = _entry(node)
+        entry = entry_of(node)
         assert entry is not None
         try:
+            if name_of(node).split("::")[1].split(".")[0] not in RECURRENT and _blank((args, keywords)):
+                raise Refused("an array in a size that is left open")
             self._values[node] = entry(Step(self.model, node), *args, **keywords)
         except Refused as error:
-            raise UnsupportedTorchError(f"from_torch: {_name(node)} in {_place(node)}: {error}") from None
+            raise UnsupportedTorchError(f"from_torch: {name_of(node)} in {place_of(node)}: {error}") from None
 
     def _outputs(self) -> None:
         node = next(n for n in self.program.graph.nodes if n.op == "output")
         specs = [s for s in self.program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
-        changed = [s.target for s in self.program.graph_signature.output_specs if "MUTATION" in s.kind.name]
-        if changed:
-            raise UnsupportedTorchError(
-                f"from_torch: the module changes {', '.join(map(str, changed))} in place"
-            )
-        by_name = {n.name: n for n in self.program.graph.nodes}
-        names = [s.arg.name for s in specs if getattr(s.arg, "name", None) in by_name]
+        names = [s.arg.name for s in specs if getattr(s.arg, "name", None) in self._by_name]
         if not names:
             raise UnsupportedTorchError(f"from_torch: the module returns no array ({node.args!r:.80})")
         keys = ["output"] if len(names) == 1 else [f"output_{i}" for i in range(len(names))]
         for key, name in zip(keys, names, strict=True):
-            value = self._values[by_name[name]]
+            value = self._values[self._by_name[name]]
+            if isinstance(value, Blank):
+                raise UnsupportedTorchError(
+                    "from_torch: the module returns an array of one number in an open size"
+                )
             block = Buffer() if isinstance(value, Port) else ToTensor()
             self.model.add(block, input=value, output=key)
         self.model.expose(*keys)
+        for key, node in self._updates.items():
+            self.model.update_state(key, self._values[node])
 
 
-def _size(size: Any) -> int | None:
-    return size if isinstance(size, int) else None
-
-
-def kind_of(tensor: Any) -> str:
-    """The kind of a traced tensor."""
-    import torch
-
-    if tensor.dtype == torch.bool:
-        return "bool"
-    if tensor.is_complex():
-        raise UnsupportedTorchError("from_torch: complex numbers have no counterpart in compose")
-    return "float" if tensor.is_floating_point() else "int"
-
-
-class Step:
-    """One operation of the trace, as the functions of the table see it."""
-
-    def __init__(self, model: Model, node: Any) -> None:
-        self.model = model
-        self.node = node
-
-    def put(self, block: Any, **ports: Any) -> Port:
-        """Add a block; its (first) output."""
-        self.model.add(block, **ports)
-        return Port(block, block.output_keys[0])
-
-    def all(self, block: Any, **ports: Any) -> tuple[Port, ...]:
-        """Add a block; all of its outputs."""
-        self.model.add(block, **ports)
-        return tuple(Port(block, key) for key in block.output_keys)
-
-    @property
-    def result(self) -> Any:
-        """The traced result: its shape and dtype (of several: the first)."""
-        value = self.node.meta["val"]
-        return value[0] if isinstance(value, tuple | list) else value
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Of the result; None where a size is left open."""
-        return tuple(_size(n) for n in self.result.shape)
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.result)
-
-    def given(self, i: int = 0) -> Any:
-        """The traced argument ``i``: a tensor without values, or what was written."""
-        arg = self.node.args[i]
-        return arg.meta["val"] if hasattr(arg, "meta") else arg
-
-    def cast(self, i: int, value: Any, kind: str | None = None) -> Any:
-        """Argument ``i`` in the kind of the result (or ``kind``), as torch promotes it."""
-        return self.turned(value, self.kind_at(i), kind or self.kind)
-
-    def kind_at(self, i: int) -> str | None:
-        """The kind of argument ``i``."""
-        given = self.given(i)
-        if hasattr(given, "dtype"):
-            return kind_of(given)
-        return "bool" if isinstance(given, bool) else "float" if isinstance(given, float) else "int"
-
-    def turned(self, value: Any, have: str | None, want: str) -> Any:
-        from capibara.compose import primitives as p
-
-        if have == want or not isinstance(value, Port):
-            return _number(value, want)
-        if want == "float":  # in the compute dtype, whatever that will be
-            if have == "bool":
-                return self.put(p.Where(), cond=value, input1=1.0, input2=0.0)
-            return self.put(p.Divide(), left=value, right=1)
-        return self.put(p.Cast("int32" if want == "int" else "bool"), input=value)
-
-
-def _number(value: Any, want: str) -> Any:
-    make = {"float": float, "int": int, "bool": bool}[want]
-    if isinstance(value, np.ndarray):
-        return value.astype({"float": "float64", "int": "int64", "bool": "bool"}[want])
-    return make(value) if isinstance(value, bool | int | float) else value
+def _blank(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_blank, value.values()))
+    if isinstance(value, list | tuple) and not isinstance(value, Port):
+        return any(map(_blank, value))
+    return isinstance(value, Blank)

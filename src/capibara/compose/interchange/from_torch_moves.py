@@ -13,7 +13,7 @@ import numpy as np
 
 from capibara.compose import primitives as p
 
-__all__ = ["MOVES", "Refused"]
+__all__ = ["MOVES", "Refused", "cut"]
 
 
 class Refused(Exception):
@@ -51,13 +51,14 @@ def _slice(step: Any, x: Any, axis: int = 0, start: Any = None, end: Any = None,
     if not all(n is None or isinstance(n, int) for n in (start, end)):
         raise Refused("a bound that is left open")
     end = None if end is None or end >= sys.maxsize else end
-    return _cut(step, x, axis, slice(start or None, end, None if every == 1 else every))
+    return cut(step, x, axis, slice(start or None, end, None if every == 1 else every))
 
 
-def _cut(step: Any, x: Any, axis: int, entry: Any) -> Any:
+def cut(step: Any, x: Any, axis: int, entry: Any, rank: int | None = None) -> Any:
+    """A part along one dimension; ``rank``: of ``x``, if it is not that of the operation's first argument."""
     if entry == slice(None):
         return x
-    rank = len(step.given(0).shape)
+    rank = len(step.given(0).shape) if rank is None else rank
     return step.put(p.Indexer((*[slice(None)] * (axis % rank), entry)), input=x)
 
 
@@ -67,7 +68,7 @@ def _split(step: Any, x: Any, size: Any, axis: int = 0) -> Any:
         raise Refused("along a size that is left open")
     sizes = [size] * (whole // size) + [whole % size] * bool(whole % size) if isinstance(size, int) else size
     ends = np.cumsum([0, *sizes]).tolist()
-    return tuple(_cut(step, x, axis, slice(a, b)) for a, b in pairwise(ends))
+    return tuple(cut(step, x, axis, slice(a, b)) for a, b in pairwise(ends))
 
 
 def _cat(step: Any, arrays: Any, axis: int = 0) -> Any:
@@ -101,7 +102,7 @@ MOVES: dict[str, Any] = {
     "unsqueeze": lambda step, x, axis: step.put(p.ExpandDims(axis), input=x),
     "squeeze": _squeeze,
     "slice": _slice,
-    "select": lambda s, x, axis, i: _cut(s, x, axis, i),
+    "select": lambda s, x, axis, i: cut(s, x, axis, i),
     "split": _split,
     "split_with_sizes": _split,
     "cat": _cat,

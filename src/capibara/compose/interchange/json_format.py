@@ -8,6 +8,7 @@ from typing import Any
 from capibara.compose import initializers, primitives
 from capibara.compose.errors import ComposeError
 from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.custom import Operation
 from capibara.compose.logical.regions import Region, Remat, Repeat
 from capibara.compose.precision import FLOAT_DTYPES
 
@@ -24,6 +25,7 @@ MAX_ELEMENTS = 1 << 20  # of all arrays together
 
 PRIMITIVES = {n: getattr(primitives, n) for n in primitives.__all__}
 PRIMITIVES = {n: c for n, c in PRIMITIVES.items() if isinstance(c, type) and issubclass(c, Primitive)}
+OPERATIONS: dict[str, type[Primitive]] = {"Operation": Operation}  # of ml.op, looked up by name at compile
 REGIONS: dict[str, type[Region]] = {"Repeat": Repeat, "Remat": Remat}
 INITIALISERS: dict[str, Any] = {
     n: c for n, c in vars(initializers).items() if isinstance(c, type) and dataclasses.is_dataclass(c)

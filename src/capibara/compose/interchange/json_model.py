@@ -3,8 +3,9 @@
 What is written is the structure: blocks by the name of their class with the arguments they were made with, models
 as the blocks in them with their connections by name, shapes with their symbols, parameters and states with their
 initialisers by name. Text from outside is hostile until checked: classes come from a closed table (the primitives,
-``Model``, ``Repeat``, ``Remat``; initialisers likewise), nothing is evaluated or imported, and size, nesting, numbers
-and counts are bounded before anything is built from them.
+``Model``, ``Repeat``, ``Remat``, ``Operation``; initialisers likewise), nothing is evaluated or imported, and size,
+nesting, numbers and counts are bounded before anything is built from them. Of an operation of the user's own
+(``ml.op``) the name is written, not the function.
 
 The format (``"version": 1``)::
 
@@ -44,6 +45,7 @@ from capibara.compose.interchange.json_format import (
 )
 from capibara.compose.interchange.json_reading import from_json
 from capibara.compose.logical.block import Block
+from capibara.compose.logical.custom import Operation
 from capibara.compose.logical.model import Model
 from capibara.compose.logical.shapes import Dim, Shape
 from capibara.compose.logical.values import Numbers
@@ -87,6 +89,8 @@ class _Writer:
         name = type(block).__name__
         if isinstance(block, Model):
             return self._model(block, given, depth)
+        if isinstance(block, Operation):
+            return _operation(block)
         known = REGIONS.get(name) or PRIMITIVES.get(name)
         if type(block) is not known:
             raise ModelFormatError(
@@ -201,6 +205,28 @@ class _Writer:
             self._keep.append(node)
             self.symbols[self._names[id(node)]] = entry
         return self._names[id(node)]
+
+
+def _operation(block: Operation) -> dict[str, Any]:
+    """An operation of the user's own: what it is called and how its ports are named, not what it computes."""
+    if type(block) is not Operation:
+        raise ModelFormatError(
+            f"{block.label} wraps the function {getattr(block, 'function', block)!r:.120}, which cannot be written "
+            "down: register it with backend.register_op(name) and use op(name) in the model"
+        )
+    shapes, kinds, attributes, _ = block._given
+    arguments = {
+        "op": block.op,
+        "inputs": block.ports_in,
+        "outputs": block.output_keys,
+        "shapes": shapes,
+        "kinds": kinds,
+        "attributes": attributes,
+    }
+    return {
+        "class": "Operation",
+        "arguments": {key: _written(value, f"{block.label}: {key}") for key, value in arguments.items()},
+    }
 
 
 def _inside(name: str, block: Block) -> Any:

@@ -25,6 +25,7 @@ from capibara.compose.interchange.json_format import (
     MAX_REPEATS,
     MAX_SIZE,
     MAX_TEXT,
+    OPERATIONS,
     PRIMITIVES,
     REGIONS,
     VERSION,
@@ -39,6 +40,8 @@ from capibara.compose.logical.wires import KINDS, Wire
 from capibara.compose.physical.constants import array
 
 __all__ = ["from_json"]
+
+_KNOWN = {**PRIMITIVES, **REGIONS, **OPERATIONS}
 
 
 def from_json(text: str | bytes | Mapping[str, Any]) -> Any:
@@ -155,7 +158,7 @@ class _Reader:
         name = node.get("class") if isinstance(node, Mapping) else None
         if name == "Model":
             return self._model(node, depth)
-        kind: Any = (REGIONS.get(name) or PRIMITIVES.get(name)) if isinstance(name, str) else None
+        kind: Any = _KNOWN.get(name) if isinstance(name, str) else None
         if kind is None or not isinstance(name, str):
             raise ModelFormatError(f"{_short(name)} is no class of blocks that a model may hold")
         given = _fields(node, name, ("class", "arguments"))["arguments"]
