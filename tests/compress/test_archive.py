@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -271,3 +273,19 @@ def test_bad_arguments(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "in").mkdir()
     assert main([verb, str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     assert "no *." in capsys.readouterr().err
+
+
+def test_without_jax_and_without_torch(archive: Path) -> None:
+    program = (
+        "import sys\n"
+        "for name in ('jax', 'jaxlib', 'torch', 'ml_dtypes'):\n"
+        "    sys.modules[name] = None\n"
+        "from capibara.cli import main\n"
+        "sys.exit(main(['verify', sys.argv[1]]) or main(['decompress', sys.argv[1], sys.argv[1] + '.back'])\n"
+        "         or main(['compress', sys.argv[1] + '.back', sys.argv[1] + '.again']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(archive)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(f"{archive}.again").read_bytes() == archive.read_bytes()

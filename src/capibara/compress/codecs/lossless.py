@@ -23,23 +23,18 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compress.codecs.cut import Cut
+from capibara.compress.codecs.executors import Executor, NumpyExecutor
 from capibara.compress.entropy import (
     BLOCK,
     LANES,
     BitReader,
     BitWriter,
     Stream,
-    cost_in_bits,
     normalise,
     pack_bits,
     packed_size,
     unpack_bits,
-)
-from capibara.compress.entropy import (
-    decode as decode_symbols,
-)
-from capibara.compress.entropy import (
-    encode as encode_symbols,
 )
 from capibara.compress.errors import DamagedError
 from capibara.compress.formats import NumberFormat
@@ -52,39 +47,6 @@ _MOST_FRACTION = 3  # bits of the fraction that a symbol may take: the fourth ne
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """Where a number is cut: its lowest ``shift`` bits are in the rest, ``symbol`` bits above them in the symbol."""
-
-    shift: int
-    symbol: int
-    sign: bool
-    base: int  # subtracted first; integers only
-
-    def symbols(self, bits: np.ndarray) -> np.ndarray:
-        return (bits >> bits.dtype.type(self.shift)) & bits.dtype.type((1 << self.symbol) - 1)
-
-    def rest(self, bits: np.ndarray, drop: int) -> np.ndarray:
-        """The lowest bits without the last ``drop``, and above them the sign."""
-        kind = bits.dtype.type
-        low = (bits & kind((1 << self.shift) - 1)) >> kind(drop)
-        if self.sign:
-            low |= (bits >> kind(bits.itemsize * 8 - 1)) << kind(self.shift - drop)
-        return low
-
-    def width(self, drop: int) -> int:
-        return self.shift - drop + self.sign
-
-    def join(self, symbols: np.ndarray, rest: np.ndarray, drop: int) -> np.ndarray:
-        kind = rest.dtype.type
-        low = self.shift - drop
-        out = (rest & kind((1 << low) - 1)) << kind(drop)
-        out |= symbols.astype(rest.dtype) << kind(self.shift)
-        if self.sign:
-            out |= (rest >> kind(low)) << kind(rest.itemsize * 8 - 1)
-        return out
-
-
-@dataclass(frozen=True)
 class _Group:
     """Rows that share a table: its symbols, their frequencies (the last one is the escape), and zero bits left out."""
 
@@ -92,6 +54,11 @@ class _Group:
     symbols: np.ndarray
     frequencies: np.ndarray
     escapes: int
+
+
+def best_executor() -> Executor:
+    """Compiled code where the library is built, else NumPy."""
+    return NumpyExecutor()
 
 
 def size_bound(form: NumberFormat, count: int) -> int:
@@ -132,37 +99,52 @@ class Lossless:
 LOSSLESS = Lossless()
 
 
-def encode(bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]) -> bytes:
+def encode(
+    bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], executor: Executor | None = None
+) -> bytes:
     """The payload of a tensor.
 
     Args:
       bits: [count] of ``form.unsigned``, in C order.
       shape: with as many elements.
+      executor: who does it; the quickest one there is by default.
     """
     stored = bytes([STORED]) + bits.tobytes()
     if len(bits) < 64:
         return stored
-    coded = _encode(bits.reshape(-1, row_length(shape)), form)
+    coded = _encode(bits.reshape(-1, row_length(shape)), form, executor or best_executor())
     return coded if len(coded) < len(stored) else stored
 
 
-def _cuts(rows: np.ndarray, form: NumberFormat) -> tuple[np.ndarray, list[_Cut]]:
+def _cuts(rows: np.ndarray, form: NumberFormat) -> tuple[np.ndarray, list[Cut]]:
     """The numbers as they are cut, and the cuts to try, with the most bits in the symbol last."""
     if form.is_float:
         takes = range(min(_MOST_FRACTION, form.mantissa) + 1)
         top = min(form.exponent, 8)  # float64: the exponents in use are few, but may lie anywhere
         spare = form.exponent - top
-        return rows, [_Cut(form.mantissa - m, top + spare + m, True, 0) for m in takes]
+        return rows, [Cut(form.mantissa - m, top + spare + m, True, 0) for m in takes]
     values = rows.view(f"<i{form.bits // 8}") if form.signed else rows
     base = int(values.min())
     width = max((int(values.max()) - base).bit_length(), 1)
     shifted = rows - rows.dtype.type(base & ((1 << form.bits) - 1))
     symbol = min(width, 8)
-    return shifted, [_Cut(width - symbol, symbol, False, base)]
+    return shifted, [Cut(width - symbol, symbol, False, base)]
 
 
-def _table(counts: np.ndarray, symbol_bits: int) -> tuple[np.ndarray, np.ndarray, int, float]:
-    """Which symbols get an entry, their frequencies, how many others there are, and the cost of all in bits."""
+def _estimate(counts: np.ndarray, symbol_bits: int) -> float:
+    """About how many bits tables and symbols take, for counts [classes, symbols]; :func:`_table` does it exactly."""
+    total = counts.sum(1, keepdims=True)
+    kept = np.where(counts * 8192 >= total, counts, 0)
+    escapes = total - kept.sum(1, keepdims=True)
+    all_counts = np.concatenate([kept, escapes], axis=1).astype(np.float64)
+    logs = np.log2(np.maximum(all_counts, 1))
+    tables = 2 * np.log2(1 + 4096 * kept / np.maximum(total, 1)) + 2 * (kept > 0)
+    bits = (total * np.log2(np.maximum(total, 1))).sum() - (all_counts * logs).sum()
+    return float(bits + escapes.sum() * symbol_bits + tables.sum() + 40 * len(counts))
+
+
+def _table(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Which symbols get an entry, their frequencies (the last one is the escape's), and how many others there are."""
     total = int(counts.sum())
     used = np.flatnonzero(counts)
     # A symbol rarer than half an entry of 4096 costs less as an escape with its bits written out.
@@ -170,34 +152,27 @@ def _table(counts: np.ndarray, symbol_bits: int) -> tuple[np.ndarray, np.ndarray
     if len(kept) > 255:
         kept = np.sort(kept[np.argsort(-counts[kept], kind="stable")[:255]])
     escapes = total - int(counts[kept].sum())
-    all_counts = np.append(counts[kept], escapes)
-    frequencies = normalise(all_counts)
-    bits = cost_in_bits(all_counts, frequencies) + escapes * symbol_bits
-    bits += 40 + 2 * np.log2(frequencies + 1).sum() + 2 * len(kept)
-    return kept, frequencies, escapes, float(bits)
+    return kept, normalise(np.append(counts[kept], escapes)), escapes
 
 
-def _choose(rows: np.ndarray, cuts: list[_Cut]) -> tuple[_Cut, np.ndarray]:
+def _choose(
+    rows: np.ndarray, cuts: list[Cut], sums: np.ndarray, executor: Executor
+) -> tuple[Cut, np.ndarray]:
     """The cut and the class of each row that take the fewest bits."""
     count, length = rows.shape
     finest = cuts[-1]
-    symbols = finest.symbols(rows).astype(np.int64)
-    # Sums of whole numbers: the order of rows is the same on every machine.
-    order = np.argsort((symbols >> (finest.symbol - cuts[0].symbol)).sum(1), kind="stable")
     rank = np.empty(count, np.int64)
-    rank[order] = np.arange(count)
+    # Sums of whole numbers: the order of rows is the same on every machine.
+    rank[np.argsort(sums, kind="stable")] = np.arange(count)
     most = _CLASSES if count >= _CLASSES else 1
-    size = 1 << finest.symbol
-    histogram = np.bincount(
-        ((rank * most // count)[:, None] * size + symbols).ravel(), minlength=most * size
-    ).reshape(most, size)
+    histogram = executor.histogram(rows, finest, (rank * most // count).astype(np.uint8), most)
     best = (math.inf, cuts[0], 1)
     for cut in cuts:
         by_class = histogram.reshape(most, 1 << cut.symbol, -1).sum(2)
         classes = most
         while classes:
             merged = by_class.reshape(classes, -1, 1 << cut.symbol).sum(1)
-            bits = sum(_table(counts, cut.symbol)[3] for counts in merged)
+            bits = _estimate(merged, cut.symbol)
             blocks = classes * -(-count * length // (BLOCK * classes))
             bits += count * length * cut.width(0) + count * (classes - 1).bit_length() + blocks * 1044
             if bits < best[0]:
@@ -206,43 +181,39 @@ def _choose(rows: np.ndarray, cuts: list[_Cut]) -> tuple[_Cut, np.ndarray]:
     return best[1], rank * best[2] // count
 
 
-def _zero_bits(rows: np.ndarray, cut: _Cut, form: NumberFormat) -> tuple[int, np.ndarray]:
+def _zero_bits(ors: np.ndarray, cut: Cut) -> tuple[int, np.ndarray]:
     """How many low bits are worth leaving out, and the rows in which they are all zero."""
-    low = np.bitwise_or.reduce(rows, axis=1) & rows.dtype.type((1 << cut.shift) - 1)
-    zeros = np.full(len(rows), cut.shift)
+    low = ors & np.uint64((1 << cut.shift) - 1)
+    zeros = np.full(len(ors), cut.shift)
     for bit in range(cut.shift - 1, -1, -1):
-        zeros[(low >> rows.dtype.type(bit)) & rows.dtype.type(1) != 0] = bit
+        zeros[(low >> np.uint64(bit)) & np.uint64(1) != 0] = bit
     numbers, counts = np.unique(zeros, return_counts=True)
     saved = [int(z) * int(counts[numbers >= z].sum()) for z in numbers]
     drop = int(numbers[int(np.argmax(saved))])
     return drop, (zeros >= drop) & (drop > 0)
 
 
-def _encode(rows: np.ndarray, form: NumberFormat) -> bytes:
+def _encode(rows: np.ndarray, form: NumberFormat, executor: Executor) -> bytes:
     rows, cuts = _cuts(rows, form)
-    cut, classes = _choose(rows, cuts)
-    drop, dropping = _zero_bits(rows, cut, form) if form.is_float else (0, np.zeros(len(rows), bool))
+    sums, ors = executor.measure(rows, cuts[-1], cuts[-1].symbol - cuts[0].symbol)
+    cut, classes = _choose(rows, cuts, sums, executor)
+    drop, dropping = _zero_bits(ors, cut) if form.is_float else (0, np.zeros(len(rows), bool))
     names, which = np.unique(classes * 2 + dropping, return_inverse=True)
+    counted = executor.histogram(rows, cut, which.astype(np.uint8), len(names))
     groups, blocks, tables, body = [], [], [], []
     for index, name in enumerate(names):
-        numbers = rows[which == index].ravel()
         left_out = drop if name & 1 else 0
-        symbols = cut.symbols(numbers)
-        kept, frequencies, escapes, _ = _table(
-            np.bincount(symbols.astype(np.int64), minlength=1 << cut.symbol), cut.symbol
-        )
+        kept, frequencies, escapes = _table(counted[index])
         entry = np.full(1 << cut.symbol, len(kept), np.uint8)
         entry[kept] = np.arange(len(kept))
-        coded = entry[symbols]
-        body.append(pack_bits(symbols[coded == len(kept)], cut.symbol) if escapes else b"")
-        body.append(pack_bits(cut.rest(numbers, left_out), cut.width(left_out)))
+        chosen = np.flatnonzero(which == index)
+        coded, rest, escaped = executor.split(rows, chosen, cut, left_out, entry, len(kept))
+        body += [pack_bits(escaped, cut.symbol), rest]
         groups.append(_Group(left_out, kept, frequencies, escapes))
         parts = [coded[i : i + BLOCK] for i in range(0, len(coded), BLOCK)]
         blocks += parts
         tables += [index] * len(parts)
-    width = max(len(g.frequencies) for g in groups)
-    frequencies = np.stack([np.pad(g.frequencies, (0, width - len(g.frequencies))) for g in groups])
-    streams = encode_symbols(blocks, frequencies, tables)
+    streams = executor.encode(blocks, _stack(groups), tables)
     header = _write_header(cut, groups, [len(s.words) for s in streams])
     class_bits = (len(groups) - 1).bit_length()
     return b"".join(
@@ -261,7 +232,13 @@ def _encode(rows: np.ndarray, form: NumberFormat) -> bytes:
     )
 
 
-def _write_header(cut: _Cut, groups: list[_Group], words: list[int]) -> bytes:
+def _stack(groups: list[_Group]) -> np.ndarray:
+    """The groups' tables, a row each."""
+    width = max(len(g.frequencies) for g in groups)
+    return np.stack([np.pad(g.frequencies, (0, width - len(g.frequencies))) for g in groups])
+
+
+def _write_header(cut: Cut, groups: list[_Group], words: list[int]) -> bytes:
     writer = BitWriter()
     writer.write(cut.shift, 6)
     writer.write(cut.symbol, 5)
@@ -283,7 +260,9 @@ def _write_header(cut: _Cut, groups: list[_Group], words: list[int]) -> bytes:
     return writer.finish()
 
 
-def decode(payload: memoryview | bytes, form: NumberFormat, shape: tuple[int, ...]) -> np.ndarray:
+def decode(
+    payload: memoryview | bytes, form: NumberFormat, shape: tuple[int, ...], executor: Executor | None = None
+) -> np.ndarray:
     """The bits of the tensor, [count] of ``form.unsigned``.
 
     Raises:
@@ -298,7 +277,7 @@ def decode(payload: memoryview | bytes, form: NumberFormat, shape: tuple[int, ..
         if len(data) != 1 + count * form.bits // 8:
             raise DamagedError(f"a tensor of {count} numbers has {len(data) - 1} bytes: the file is damaged")
         return np.frombuffer(data[1:].tobytes(), form.unsigned)
-    return _decode(_Cursor(data[1:]), form, count, row_length(shape))
+    return _decode(_Cursor(data[1:]), form, count, row_length(shape), executor or best_executor())
 
 
 class _Cursor:
@@ -314,12 +293,12 @@ class _Cursor:
         return self.data[self.at - size : self.at]
 
 
-def _read_header(reader: BitReader, form: NumberFormat) -> tuple[_Cut, list[_Group]]:
+def _read_header(reader: BitReader, form: NumberFormat) -> tuple[Cut, list[_Group]]:
     shift, symbol, sign = reader.read(6), reader.read(5), bool(reader.read(1))
     base = 0 if sign else reader.read(64)
     if sign != form.is_float or symbol > 14 or shift + symbol + sign > form.bits:
         raise DamagedError("a tensor's numbers are cut where they cannot be: the file is damaged")
-    cut, groups = _Cut(shift, symbol, sign, base), []
+    cut, groups = Cut(shift, symbol, sign, base), []
     for _ in range(reader.read(4) + 1):
         drop, entries, escapes = reader.read(6), reader.read(8), reader.read_gamma()
         symbols, frequencies, last = [], [], -1
@@ -334,7 +313,7 @@ def _read_header(reader: BitReader, form: NumberFormat) -> tuple[_Cut, list[_Gro
     return cut, groups
 
 
-def _decode(cursor: _Cursor, form: NumberFormat, count: int, length: int) -> np.ndarray:
+def _decode(cursor: _Cursor, form: NumberFormat, count: int, length: int, executor: Executor) -> np.ndarray:
     if count == 0 or -(-count // BLOCK) * 4 * LANES > len(cursor.data):
         raise DamagedError(f"{len(cursor.data)} bytes cannot hold {count} numbers: the file is damaged")
     reader = BitReader(cursor.take(int(cursor.take(4).view("<u4")[0])).tobytes())
@@ -355,11 +334,14 @@ def _decode(cursor: _Cursor, form: NumberFormat, count: int, length: int) -> np.
             raise DamagedError("more numbers are escaped than there are: the file is damaged")
         escaped.append(
             unpack_bits(
-                cursor.take(packed_size(group.escapes, cut.symbol)), group.escapes, cut.symbol, form.unsigned
+                cursor.take(packed_size(group.escapes, cut.symbol)),
+                group.escapes,
+                cut.symbol,
+                np.dtype(np.uint16),
             )
         )
         width = cut.width(group.drop)
-        rest.append(unpack_bits(cursor.take(packed_size(size, width)), size, width, form.unsigned))
+        rest.append(cursor.take(packed_size(size, width)))
         parts = [min(BLOCK, size - i) for i in range(0, size, BLOCK)]
         counts += parts
         tables += [index] * len(parts)
@@ -367,24 +349,14 @@ def _decode(cursor: _Cursor, form: NumberFormat, count: int, length: int) -> np.
     reader.finish()
     if cursor.at != len(cursor.data):
         raise DamagedError("a tensor's payload is longer than what it says: the file is damaged")
-    width = max(len(g.frequencies) for g in groups)
-    frequencies = np.stack([np.pad(g.frequencies, (0, width - len(g.frequencies))) for g in groups])
-    blocks = decode_symbols(streams, counts, frequencies, tables)
+    blocks = executor.decode(streams, counts, _stack(groups), tables)
     out = np.empty((rows, length), form.unsigned)
     for index, group in enumerate(groups):
-        coded = np.concatenate(
-            [b for b, t in zip(blocks, tables, strict=True) if t == index] or [np.empty(0, np.uint8)]
-        )
-        symbols = np.append(group.symbols, 0).astype(form.unsigned)[coded]
-        odd = np.flatnonzero(coded == len(group.symbols))
-        if len(odd) != group.escapes:
-            raise DamagedError(
-                "a block holds another number of escapes than its header says: the file is damaged"
-            )
-        symbols[odd] = escaped[index]
-        out[which == index] = cut.join(symbols, rest[index], group.drop).reshape(-1, length)
-    if not cut.sign:
-        out += form.unsigned.type(cut.base & ((1 << form.bits) - 1))
+        coded = [b for b, t in zip(blocks, tables, strict=True) if t == index]
+        executor.join(
+            out, np.flatnonzero(which == index), cut, group.drop, group.symbols,
+            np.concatenate(coded) if len(coded) != 1 else coded[0], rest[index], escaped[index],
+        )  # fmt: skip
     return out.reshape(-1)
 
 

@@ -1,0 +1,51 @@
+"""Where a number is cut into a symbol, which is entropy-coded, and the rest, which is packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Cut"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The lowest ``shift`` bits are in the rest, the ``symbol`` bits above them are the symbol.
+
+    Attributes:
+      shift: bits below the symbol.
+      symbol: bits of the symbol, at most 14.
+      sign: the topmost bit is a sign and belongs to the rest.
+      base: the smallest number, which is subtracted from all before they are cut; 0 with a sign.
+    """
+
+    shift: int
+    symbol: int
+    sign: bool
+    base: int
+
+    def symbols(self, bits: np.ndarray) -> np.ndarray:
+        return (bits >> bits.dtype.type(self.shift)) & bits.dtype.type((1 << self.symbol) - 1)
+
+    def rest(self, bits: np.ndarray, drop: int) -> np.ndarray:
+        """The lowest bits without the last ``drop``, and above them the sign."""
+        kind = bits.dtype.type
+        low = (bits & kind((1 << self.shift) - 1)) >> kind(drop)
+        if self.sign:
+            low |= (bits >> kind(bits.itemsize * 8 - 1)) << kind(self.shift - drop)
+        return low
+
+    def width(self, drop: int) -> int:
+        """Bits of the rest."""
+        return self.shift - drop + self.sign
+
+    def join(self, symbols: np.ndarray, rest: np.ndarray, drop: int) -> np.ndarray:
+        """The numbers again, without the base."""
+        kind = rest.dtype.type
+        low = self.shift - drop
+        out = (rest & kind((1 << low) - 1)) << kind(drop)
+        out |= symbols.astype(rest.dtype) << kind(self.shift)
+        if self.sign:
+            out |= (rest >> kind(low)) << kind(rest.itemsize * 8 - 1)
+        return out
