@@ -193,7 +193,9 @@ def test_names_short_and_long() -> None:
 def test_verbose_prints_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
     compiled = ml.compile(two_layers(), shapes={"x": [3, 5]}, verbose=True)
     text = capsys.readouterr().out
-    assert text == compiled.summary() + "\n"
+    assert text == compiled.summary(verbose=False) + "\n"
+    assert capsys.readouterr().out == ""
+    assert compiled.summary() + "\n" == text == capsys.readouterr().out
     for part in ("x", "(3, 5)", "first.weight", "(5, 4)", "20", "operations: 5"):
         assert part in text, part
 

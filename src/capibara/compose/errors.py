@@ -18,6 +18,8 @@ __all__ = [
     "CycleError",
     "InputError",
     "KindError",
+    "MissingFileError",
+    "PicklingError",
     "ShapeError",
     "Site",
     "UnconnectedError",
@@ -56,6 +58,14 @@ class CompileError(ComposeError, ValueError):
 
 class InputError(ComposeError, ValueError):
     """Values handed to a compiled model do not fit it (a missing key, a wrong shape)."""
+
+
+class MissingFileError(InputError, FileNotFoundError):
+    """There is no file or folder of that name."""
+
+
+class PicklingError(ComposeError, TypeError):
+    """A model or a backend was to be pickled: it holds functions, and has a text format of its own."""
 
 
 class Site(NamedTuple):

@@ -1,8 +1,9 @@
 """``from capibara.compose.models import Linear, Model``: every block, under one roof, and under the guide's names.
 
 What other libraries call by another name is here too: ``Clamp`` (``Clip``), ``Exponential`` (``Exp``), ``SiLU``
-(``Silu``), ``LogicalXOr`` (``LogicalXor``), ``TensorToList`` (``Unstack``), ``ToList`` (``Stack``), ``Shape``
-(``ShapeOf``). ``Precision`` is the metric here; the precision policy is :class:`capibara.compose.Precision`.
+(``Silu``), ``LogicalXOr`` (``LogicalXor``), ``TensorToList`` (``Unstack``), ``ToList`` and ``ToTuple``
+(``Stack``), ``Shape`` (``ShapeOf``). ``Precision`` is the metric here; the precision policy is
+:class:`capibara.compose.Precision`.
 """
 
 from capibara.compose import library, primitives
@@ -19,6 +20,7 @@ from capibara.compose.primitives import LogicalXor as LogicalXOr
 from capibara.compose.primitives import ShapeOf as Shape
 from capibara.compose.primitives import Silu as SiLU
 from capibara.compose.primitives import Stack as ToList
+from capibara.compose.primitives import Stack as ToTuple
 from capibara.compose.primitives import Unstack as TensorToList
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "SiLU",
     "TensorToList",
     "ToList",
+    "ToTuple",
 ]
 __all__ += library.__all__
 __all__ += primitives.__all__

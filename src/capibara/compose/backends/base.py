@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import keyword
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from capibara.compose.backends.methods import Methods
+from capibara.compose.backends.refusals import refusal
 from capibara.compose.dtypes import dtype_name
-from capibara.compose.errors import CompileError, WiringError
+from capibara.compose.errors import CompileError, PicklingError, WiringError
 from capibara.compose.precision import FLOAT_DTYPES, Precision
 from capibara.errors import did_you_mean
 
 __all__ = ["Backend"]
+
+_REFUSALS = (TypeError, ValueError, RuntimeError, IndexError, OverflowError, AttributeError, MemoryError)
 
 
 class Backend(Methods):
@@ -34,6 +39,8 @@ class Backend(Methods):
     is_manualgrad = False
     inf = float("inf")
     nan = float("nan")
+    pi = math.pi
+    e = math.e
 
     policy: Precision
     jit_default: bool
@@ -85,6 +92,11 @@ class Backend(Methods):
     def _key(self, value: Any) -> None:
         self._random_state = value
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PicklingError(
+            f"{self!r} can be neither pickled nor copied: make another {type(self).__name__}(…) where it is needed"
+        )
+
     def scope(self) -> AbstractContextManager[Any]:
         """The settings that this backend needs, for as long as the ``with`` block lasts."""
         return contextlib.nullcontext()
@@ -126,8 +138,10 @@ class Backend(Methods):
         Raises:
             WiringError: the name is no identifier, or what is registered cannot be called.
         """
-        if not isinstance(name, str) or not name.isidentifier():
-            raise WiringError(f"register_op: name={name!r} must be an identifier, such as 'gelu'")
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            raise WiringError(
+                f"register_op: name={name!r:.80} must be an identifier and no word of Python's own, such as 'gelu'"
+            )
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
             if not callable(function):
@@ -157,13 +171,18 @@ class Backend(Methods):
         return self.policy.compute if dtype is None else dtype_name(dtype)
 
     def _given(self, value: Any) -> Any:
-        """An argument of a method as an array of this backend; what is no array stays as it is."""
         return value
 
     def _call(self, function: str, *args: Any, **options: Any) -> Any:
         run = self._function(function)
-        with self.scope():
-            return run(*[self._given(a) for a in args], **options)
+        try:
+            with self.scope():
+                return run(*[self._given(a) for a in args], **options)
+        except _REFUSALS as error:
+            refused = None if function.startswith("transform_") else refusal(function, args, options, error)
+            if refused is None:
+                raise
+            raise refused from error
 
     def _under_settings(self, fn: Callable[..., Any], *args: Any) -> Any:
         with self.scope():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from capibara.compose.dtypes import DTYPES
 from capibara.compose.errors import InputError
 
-__all__ = ["as_numbers", "kind_of_dtype"]
+__all__ = ["as_numbers", "kind_of_dtype", "of_pairs", "place_of"]
 
 
 def kind_of_dtype(dtype: Any) -> str | None:
@@ -46,3 +48,46 @@ def as_numbers(values: Any, dtype: str | None, default: str) -> np.ndarray:
                 )
         dtype = {"float": default, "int": "int32", "bool": "bool"}[kind]
     return np.array(found, DTYPES[dtype].dtype)
+
+
+def place_of(axis: int, rank: int) -> int:
+    """An axis counted from the front.
+
+    Raises:
+        InputError: there is no such axis.
+    """
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise InputError(f"axis={axis!r:.80} must be a whole number")
+    if not -rank <= axis < rank:
+        raise InputError(f"axis={axis}: an array of {rank} dimensions has no such axis")
+    return axis.__index__() % rank
+
+
+def of_pairs(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss of an input and a target, either broadcast to the other; not to a table of all pairs.
+
+    ``[n, 1]`` and ``[n]`` would make such a table, and are a mistake in a shape.
+
+    Raises:
+        InputError: what they broadcast to has neither's shape.
+    """
+
+    @functools.wraps(loss)
+    def run(x: Any, target: Any, *more: Any, **named: Any) -> Any:
+        given, wanted = tuple(getattr(x, "shape", ())), tuple(getattr(target, "shape", ()))
+        if given != wanted and given and wanted:
+            _check_pair(loss.__name__, given, wanted)
+        return loss(x, target, *more, **named)
+
+    return run
+
+
+def _check_pair(loss: str, given: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    rank = max(len(given), len(wanted))
+    left, right = ((1,) * (rank - len(s)) + s for s in (given, wanted))
+    whole = tuple(m if n == 1 else n for n, m in zip(left, right, strict=True))
+    if whole not in (given, wanted):
+        raise InputError(
+            f"{loss}: the input {list(given)} and the target {list(wanted)} would be compared all with all, as "
+            f"{list(whole)}: give the target the shape of the input, as with Reshape or Squeeze"
+        )

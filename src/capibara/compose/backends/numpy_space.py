@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compose.backends.conversion import place_of
 from capibara.compose.backends.numpy_linalg import cholesky, eigvalsh, solve_triangular, svd_rows  # noqa: F401 - part of this space
 from capibara.compose.backends.tape import record, value_of
 
@@ -180,7 +181,7 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     if axis is None:
         return tuple(range(ndim))
-    return tuple(a % ndim for a in ((axis,) if isinstance(axis, int) else axis))
+    return tuple(place_of(a, ndim) for a in ((axis,) if isinstance(axis, int) else axis))
 
 
 def _spread(g: Any, axes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
@@ -294,7 +295,7 @@ def reshape(x: Any, shape: Any) -> Any:
 
 def transpose(x: Any, axes: Any = None) -> Any:
     v = value_of(x)
-    row = tuple(range(v.ndim))[::-1] if axes is None else tuple(a % v.ndim for a in axes)
+    row = tuple(range(v.ndim))[::-1] if axes is None else tuple(place_of(a, v.ndim) for a in axes)
     return record(np.transpose(v, row), (x, lambda g: np.transpose(g, np.argsort(row))))
 
 
@@ -341,17 +342,20 @@ def getitem(x: Any, index: Any) -> Any:
 def take(x: Any, indices: Any, axis: int) -> Any:
     v = value_of(x)
     at = np.clip(value_of(indices), 0, v.shape[axis] - 1)
-    return getitem(x, (slice(None),) * (axis % v.ndim) + (at,))
+    return getitem(x, (slice(None),) * place_of(axis, v.ndim) + (at,))
 
 
 def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
     v = value_of(x)
     at = np.clip(value_of(indices), 0, v.shape[axis] - 1)
     shape = [
-        max(n, m) if i != axis % v.ndim else m for i, (n, m) in enumerate(zip(v.shape, at.shape, strict=True))
+        max(n, m) if i != place_of(axis, v.ndim) else m
+        for i, (n, m) in enumerate(zip(v.shape, at.shape, strict=True))
     ]
     grid: list[Any] = list(np.ogrid[tuple(slice(n) for n in shape)])
-    grid = [np.where(v.shape[i] == 1, 0, g) if i != axis % v.ndim else at for i, g in enumerate(grid)]
+    grid = [
+        np.where(v.shape[i] == 1, 0, g) if i != place_of(axis, v.ndim) else at for i, g in enumerate(grid)
+    ]
     return getitem(x, tuple(grid))
 
 

@@ -129,6 +129,7 @@ class PortableModel(CompiledModel):
             self.inputs,
             self.params,
             self.states,
+            left_out=self._program.left_out,
             shapes=self._program.check_shapes,
             library=self.backend.type,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -180,7 +180,7 @@ class TorchBackend(Backend):
         torch = _torch()
         flat, rebuild = _flat(params)
         with torch.enable_grad():
-            leaves = [self.as_input(p).detach().requires_grad_(True) for p in flat]
+            leaves = [torch.as_tensor(self.as_input(p)).detach().requires_grad_(True) for p in flat]
             outputs, after = self._function_of(model)(rebuild(leaves), inputs, state, key, train)
             roots, given = [], []
             for name, value in outputs.items():
@@ -211,7 +211,7 @@ def _flat(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     leaves: list[Any] = []
 
     def walk(node: Any) -> Any:
-        if isinstance(node, dict):
+        if isinstance(node, Mapping):
             return {k: walk(v) for k, v in node.items()}
         leaves.append(node)
         return len(leaves) - 1

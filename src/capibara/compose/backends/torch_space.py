@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from capibara.compose.backends.conversion import place_of
+
 Axis = int | tuple[int, ...] | None
 Tensor = torch.Tensor
 
@@ -104,7 +106,7 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     if axis is None:
         return tuple(range(ndim))
-    return tuple(a % ndim for a in ((axis,) if isinstance(axis, int) else axis))
+    return tuple(place_of(a, ndim) for a in ((axis,) if isinstance(axis, int) else axis))
 
 
 def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from capibara.compose.errors import CompileError, InputError
 from capibara.compose.physical.compiled import CompiledModel
+from capibara.compose.physical.params_file import file_to_read, file_to_write
 from capibara.compose.physical.specs import ArraySpec, nest
 from capibara.errors import MissingExtraError
 from capibara.files import replace_file
@@ -107,6 +107,7 @@ def export(
 
     if path is not None:
         _check_flatbuffers()
+        path = file_to_write(path)
     with backend.scope(), portable():
         try:
             exported = jax.export.export(jax.jit(function), platforms=names)(*arguments)
@@ -136,13 +137,13 @@ def load_exported(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -
         The ``jax.export.Exported``: ``.call``, ``.platforms``, ``.in_avals``.
 
     Raises:
-        FileNotFoundError: there is no such file. InputError: it is too large, or holds no such program.
+        MissingFileError: there is no such file. InputError: it is too large, or holds no such program.
         MissingExtraError: the package flatbuffers is missing.
     """
     import jax
 
     _check_flatbuffers()
-    file = Path(path)
+    file = file_to_read(path)
     size = file.stat().st_size
     if size > max_bytes:
         raise InputError(f"{str(file)!r} has {size:,} bytes, more than max_bytes={max_bytes:,}")

@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from capibara.compose.errors import KindError, ShapeError, WiringError
+from capibara.compose.errors import InputError, KindError, ShapeError, WiringError
 from capibara.compose.initializers import Given
+from capibara.compose.logical.arguments import choice, flag
 from capibara.compose.logical.block import Block
 from capibara.compose.logical.custom import Wrapped, ports
 from capibara.compose.logical.model import Model
 from capibara.compose.logical.shapes import Dim, Shape, unify
+from capibara.compose.logical.wires import KINDS
+from capibara.errors import did_you_mean
 
 __all__ = ["from_jax"]
 
@@ -32,6 +35,7 @@ def from_jax(
     outputs: Iterable[str] = ("output",),
     params: Mapping[str, Any] | None = None,
     kinds: Mapping[str, str] | None = None,
+    uses_key: bool = False,
     name: str | None = None,
 ) -> Block:
     """A block that runs a function written in JAX, for models compiled on a ``JaxBackend``::
@@ -48,6 +52,8 @@ def from_jax(
         params: arrays to train, in a dict that may be nested; they start as they are given. In the model a parameter
             has its path as its name: ``{"dense": {"w": …}}`` is ``dense_w``.
         kinds: "float", "int" or "bool" by port; by default inputs are of any kind, and outputs are floats.
+        uses_key: the function draws random numbers: it is called with ``key=``, a JAX key of its own, made from the
+            ``key`` that the model is called with.
         name: of the block.
 
     Raises:
@@ -57,15 +63,31 @@ def from_jax(
     """
     if not callable(function):
         raise WiringError(f"function={function!r} must be a function of JAX arrays")
+    flag("uses_key", uses_key)
     leaves = _leaves(params)
-    row = _signature(function, 1 if params is not None else 0) if inputs is None else ports("inputs", inputs)
+    row = (
+        _signature(function, 1 if params is not None else 0, uses_key)
+        if inputs is None
+        else ports("inputs", inputs)
+    )
     made = ports("outputs", outputs)
     names = ["_".join(path) for path in leaves]
     if len(set(names)) != len(names) or set(names) & {*row, *made}:
         raise WiringError(f"params: the names {names} must differ from each other and from {[*row, *made]}")
 
+    for key, kind in (kinds or {}).items():
+        choice(f"kinds[{key!r}]", kind, KINDS)
+        if key not in {*row, *made}:
+            raise WiringError(
+                f"kinds names {key!r}; the ports are {[*row, *made]}.{did_you_mean(str(key), [*row, *made])}"
+            )
+
     @functools.wraps(function, updated=())
-    def run(*values: Any) -> Any:
+    def run(*values: Any, **drawn: Any) -> Any:
+        if uses_key and drawn["key"] is None:
+            raise InputError(
+                f"{getattr(function, '__name__', 'a function')} draws random numbers: give the model a key="
+            )
         given = values[: len(row)]
         if params is not None:
             tree: dict[str, Any] = {}
@@ -75,16 +97,19 @@ def from_jax(
                     at = at.setdefault(key, {})
                 at[path[-1]] = value
             given = (tree, *given)
-        return _in_order(function(*given), made)
+        return _in_order(function(*given, **drawn), made)
 
     cells: list[Any] = []  # the kinds of the block's ports, which are there when the first shapes are
     block = Wrapped(
         run,
-        functools.partial(_follow, run, [*row, *names], made, cells),
+        functools.partial(
+            _follow, functools.partial(_with_key, run) if uses_key else run, [*row, *names], made, cells
+        ),
         [*row, *names],
         made,
         dict(kinds or {}),
         "jax",
+        uses_key=uses_key,
         name=name,
     )
     cells.extend(block.wires[key] for key in (*block._inputs, *block._outputs))
@@ -100,11 +125,17 @@ def from_jax(
     return model
 
 
+def _with_key(run: Any, *values: Any) -> Any:
+    import jax
+
+    return run(*values, key=jax.random.key(0))
+
+
 def _is_name(function: Any) -> bool:
     return str(getattr(function, "__name__", "")).isidentifier()
 
 
-def _signature(function: Any, skip: int) -> list[str]:
+def _signature(function: Any, skip: int, uses_key: bool) -> list[str]:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -113,6 +144,8 @@ def _signature(function: Any, skip: int) -> list[str]:
         ) from None
     row = []
     for p in parameters:
+        if uses_key and p.name == "key":
+            continue
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             if p.kind == p.VAR_POSITIONAL:
                 raise WiringError(f"{p} takes any number of arguments: name them with inputs=")
@@ -138,7 +171,13 @@ def _leaves(params: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], An
         if isinstance(value, Mapping):
             found |= _leaves(value, (*path, key))
             continue
-        data = np.asarray(value)
+        try:
+            data = np.asarray(value)
+        except (TypeError, ValueError):
+            place = ".".join((*path, key))
+            raise WiringError(
+                f"params[{place!r}] is {type(value).__name__}, which is no array: give dicts of arrays"
+            ) from None
         if data.dtype.kind != "f" and "float" not in data.dtype.name:
             place = ".".join((*path, key))
             raise WiringError(
@@ -146,6 +185,13 @@ def _leaves(params: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], An
             )
         found[*path, key] = value
     return found
+
+
+def _kind(dtype: Any) -> str | None:
+    import jax.numpy as jnp
+
+    groups = {"float": jnp.floating, "int": jnp.integer, "bool": jnp.bool_}
+    return next((kind for kind, group in groups.items() if jnp.issubdtype(dtype, group)), None)
 
 
 def _in_order(result: Any, names: list[str]) -> Any:
@@ -205,7 +251,11 @@ def _follow(run: Any, inputs: list[str], outputs: list[str], wires: list[Any], *
     row = found if isinstance(found, tuple) else (found,)
     done = True
     for name, value, wire, result in zip(outputs, row, wires[len(inputs) :], results, strict=True):
-        letter = {"f": "float", "i": "int", "u": "int", "b": "bool"}.get(np.dtype(value.dtype).kind, "float")
+        letter = _kind(value.dtype)
+        if letter is None:
+            raise KindError(
+                f"the function gives {value.dtype} as {name!r}, which models do not compute with: give its parts"
+            )
         said = wire.find().kind.find().value
         if said is not None and letter != said:
             raise KindError(

@@ -7,10 +7,11 @@ it with positional arguments gives its result as a connection, to go on with in 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
-from capibara.compose.errors import ShapeError, Site, WiringError
+from capibara.compose.errors import PicklingError, ShapeError, Site, WiringError
 from capibara.compose.logical.arguments import identifier
 from capibara.compose.logical.connections import Call, Connection, IOKey, Placement, Port
 from capibara.compose.logical.shapes import Constraint, Dim, Rest, Shape, as_shape, settle
@@ -130,6 +131,21 @@ class Block:
         from capibara.compose.logical.summary import summary
 
         return summary(self, shapes=shapes, types=types, depth=depth, verbose=verbose)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __copy__(self) -> Self:
+        """As deep as :func:`copy.deepcopy`: two blocks cannot hold the same ones."""
+        return copy.deepcopy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PicklingError(
+            f"{self.label} ({type(self).__name__}) cannot be pickled: write it as text with to_json(model) and read "
+            "that with from_json, or make it again where it is needed"
+        )
 
     def port(self, key: str) -> Port:
         """A port by name, also where the name is taken by an attribute (``block.port("name")``)."""

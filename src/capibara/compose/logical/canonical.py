@@ -83,6 +83,14 @@ class Canonical(Settings):
             if len(names) == 1:
                 put(self, "_last", Port(self, names[0]))
 
+    def set_cin(self, *keys: Any) -> None:
+        """:meth:`set_cins`."""
+        self.set_cins(*keys)
+
+    def set_cout(self, *keys: Any) -> None:
+        """:meth:`set_couts`."""
+        self.set_couts(*keys)
+
     def _chosen_input(self, given: Mapping[str, Any]) -> str | None:
         if self._cins is None:
             return self._main_input()

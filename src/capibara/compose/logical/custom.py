@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import keyword
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from capibara.compose.errors import WiringError
 from capibara.compose.logical.block import Primitive
 from capibara.compose.logical.broadcasting import broadcast_rule
 from capibara.compose.logical.shapes import Rest, Shape, unify
+from capibara.compose.logical.wires import KINDS
 from capibara.errors import did_you_mean
 
 __all__ = ["Operation", "Wrapped", "op", "ports"]
@@ -56,7 +58,15 @@ class Operation(Primitive):
                     raise WiringError(
                         f"op({op!r}): {what} names {key!r}; its ports are {', '.join(named)}.{did_you_mean(key, named)}"
                     )
+        for key, kind in kinds.items():
+            if not isinstance(kind, str) or (kind not in KINDS and not re.fullmatch("[A-Za-z]", kind)):
+                raise WiringError(
+                    f"op({op!r}): kinds[{key!r}]={kind!r:.80} must be 'float', 'int', 'bool' or a letter"
+                )
         for key, value in attributes.items():
+            # They stand in the source that is generated.
+            if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key):
+                raise WiringError(f"op({op!r}): {key!r:.80} is no name for an argument")
             if not _plain(value):
                 raise WiringError(
                     f"op({op!r}): {key}={value!r} must be a number, a string, None, or a tuple of such: what a model "
@@ -180,7 +190,7 @@ class Wrapped(Operation):
     Args:
         function: called with the values of ``inputs``; returns one value, or a tuple in the order of ``outputs``.
         rule: given the shapes of inputs and outputs in turn, as :class:`~.shapes.Constraint` calls it.
-        library: what the function is written in, for messages.
+        library: what the function is written in, for messages. uses_key: it takes ``key=``, a random key.
     """
 
     def __init__(
@@ -192,6 +202,7 @@ class Wrapped(Operation):
         kinds: Mapping[str, str],
         library: str,
         *,
+        uses_key: bool = False,
         name: str | None = None,
     ) -> None:
         self.function = function
@@ -209,6 +220,7 @@ class Wrapped(Operation):
             {k: ((Rest(k),), kinds.get(k, "float")) for k in made},
             {},
             [(rule, (*row, *made))],
+            uses_key=uses_key,
             name=name,
         )
 

@@ -176,6 +176,14 @@ class Model(Canonical):
         self._add(block, connections, name, origin_of(other))
         return self
 
+    def __add__(self, other: Placement | Connection | Block) -> Model:
+        """``model += other``, in an expression: the model itself, so that ``Model() + Linear(4) + Relu()`` is one."""
+        return self.__iadd__(other)
+
+    def __or__(self, other: Placement | Connection | Block) -> Model:
+        """``model |= other``, in an expression: the model itself."""
+        return self.__ior__(other)
+
     def add(self, block: Block | Placement | Connection, name: str | None = None, **connections: Any) -> Any:
         """Add a block under a name and join its ports; returns the block, whose ports are its attributes."""
         origin = origin_of(block)

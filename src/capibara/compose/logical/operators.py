@@ -310,6 +310,16 @@ class Operators:
     def cos(self) -> Connection:
         return self._one("Cosine")
 
+    def floor(self) -> Connection:
+        return self._one("Floor")
+
+    def atleast_1d(self) -> Connection:
+        return self._one("AtLeast1D")
+
+    def clamp(self, low: float | None = None, high: float | None = None) -> Connection:
+        """:meth:`clip`."""
+        return self.clip(low, high)
+
     def clip(self, low: float | None = None, high: float | None = None) -> Connection:
         return self._one("Clip", low, high)
 

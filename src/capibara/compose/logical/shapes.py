@@ -36,6 +36,9 @@ __all__ = [
     "unify",
 ]
 
+MAX_SIZE = 1 << 48
+"""Of one dimension: more than the memory of any machine holds."""
+
 
 class Dim:
     """One dimension: its size if known, a readable name, and the logical axis it belongs to."""
@@ -242,7 +245,10 @@ def _unify_resolved(a: Shape, b: Shape) -> bool:
             pa, ra, sa, pb, rb, sb = pb, rb, sb, pa, ra, sa
         fixed = pb + sb
         if len(fixed) < len(pa) + len(sa):
-            raise ShapeError(f"{len(fixed)} dimensions are fewer than the {len(pa) + len(sa)} needed")
+            raise ShapeError(
+                f"{len(fixed)} dimensions are fewer than the {len(pa) + len(sa)} needed (one of size 1 is added with "
+                "x[None, :], x[:, None] or ExpandDims(axis))"
+            )
         end = len(fixed) - len(sa)
         for x, y in zip(pa, fixed, strict=False):
             _unify_dims(x, y)
@@ -284,6 +290,20 @@ def unify(a: Shape, b: Shape, where: Callable[[ShapeError], ShapeError] | None =
         Constraint(_unify_resolved, (a, b), where).post()
 
 
+def _size(field: Any, spec: Any) -> int:
+    try:
+        if isinstance(field, bool):
+            raise TypeError
+        size: int = field.__index__() if not isinstance(field, str) else int(field[:40])
+    except (AttributeError, TypeError, ValueError):
+        raise ShapeError(f"{field!r:.80} in shape {spec!r:.200} is neither a size nor a name") from None
+    if not 0 <= size <= MAX_SIZE:
+        raise ShapeError(
+            f"size {size:.6g} in shape {spec!r:.200} is {'negative' if size < 0 else 'more than any array has'}"
+        )
+    return size
+
+
 def as_shape(
     spec: Iterable[Any] | str, symbols: dict[str, Dim | Rest], axes: Sequence[str | None] = ()
 ) -> Shape:
@@ -310,17 +330,8 @@ def as_shape(
             items.append(Dim())
         elif field is ...:
             items.append(Rest())
-        elif isinstance(field, bool) or not isinstance(field, int | str):
-            try:
-                size = field.__index__()
-            except (AttributeError, TypeError):
-                raise ShapeError(f"{field!r} in shape {spec!r} is neither a size nor a name") from None
-            items.append(Dim(size))
-        elif isinstance(field, int) or field.lstrip("-").isdigit():
-            size = int(field)
-            if size < 0:
-                raise ShapeError(f"size {size} in shape {spec!r} is negative")
-            items.append(Dim(size))
+        elif not isinstance(field, str) or field.lstrip("-").isdigit():
+            items.append(Dim(_size(field, spec)))
         elif field.startswith("*"):
             items.append(symbol(symbols, field, Rest(field[1:] or None)))
         else:

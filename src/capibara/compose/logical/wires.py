@@ -44,12 +44,22 @@ class Kind:
         return root_of(self)
 
 
+def _remedy(a: str, b: str) -> str:
+    """What makes two kinds one: nothing is converted without being asked for."""
+    if {a, b} == {"int", "float"}:
+        return ": make the int a float with Cast('float32'), or, of a connection, .cast('float32')"
+    if "bool" in (a, b):
+        other = a if b == "bool" else b
+        return f": make the bool a number with Cast('{'float32' if other == 'float' else 'int32'}')"
+    return ""
+
+
 def _unify_kinds(a: Kind, b: Kind) -> None:
     a, b = a.find(), b.find()
     if a is b:
         return
     if a.value is not None and b.value is not None and a.value != b.value:
-        raise KindError(f"{a.value} is not {b.value}")
+        raise KindError(f"{a.value} is not {b.value}{_remedy(a.value, b.value)}")
     if (a.numeric or b.numeric) and "bool" in (a.value, b.value):
         raise KindError("truth values are no numbers to compute with: make them such, as with Cast('int32')")
     put(b, "parent", a)

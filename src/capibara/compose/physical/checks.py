@@ -5,15 +5,15 @@ Only shapes, kinds and names are looked at, so the checks work while tracing, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from capibara.compose.dtypes import DTYPES
 from capibara.compose.errors import InputError
-from capibara.compose.physical.specs import ArraySpec, shape_text
+from capibara.compose.physical.specs import ArraySpec, nest, shape_text
 from capibara.errors import did_you_mean
 
-__all__ = ["check_call", "check_float64", "checked_cotangents", "cotangent"]
+__all__ = ["as_dicts", "check_call", "check_float64", "check_unknown", "checked_cotangents", "cotangent"]
 
 Path = tuple[str, ...]
 _DISCRETE = {"int32": "int", "bool": "bool"}
@@ -31,6 +31,7 @@ def check_call(
     param_specs: Mapping[Path, ArraySpec],
     state_specs: Mapping[Path, ArraySpec],
     *,
+    left_out: Iterable[Path] = (),
     shapes: bool = True,
     library: str = "jax",
 ) -> None:
@@ -38,11 +39,12 @@ def check_call(
 
     Args:
         inputs, params, state: as handed in; the specs say what the model has.
+        left_out: parameters that the logical model has and this one does not need; they may be there.
         shapes: compare shapes, too. library: whose arrays the model computes with: "jax", "torch" or "numpy".
 
     Raises:
-        InputError: for missing or unknown inputs, missing parameters or states, wrong shapes, and integers where
-            floats are needed or the other way round.
+        InputError: for missing or unknown inputs, parameters or states, wrong shapes, and integers where floats are
+            needed or the other way round.
     """
     _check_keys(inputs, input_specs)
     if state is None and state_specs:
@@ -72,6 +74,45 @@ def check_call(
                     continue
                 raise InputError(f"{place} is {type(leaf).__name__}, not an array; {_REMEDY[what]}")
             _check_kind(place, leaf, spec, library)
+    for what, tree, paths in (("params", params, (*param_specs, *left_out)), ("state", state, state_specs)):
+        if tree:
+            check_unknown(what, tree, nest(dict.fromkeys(paths)))
+
+
+def check_unknown(what: str, tree: Any, known: Mapping[str, Any], place: str | None = None) -> None:
+    """Refuse what the model would not look at: a misspelt name, or the arrays of another model.
+
+    Args:
+        what: "params" or "state". tree: what was given. known: nested dict of None by name. place: of ``tree``.
+
+    Raises:
+        InputError: there is something in ``tree`` that is not in ``known``.
+    """
+    place = place or what
+    if not isinstance(tree, Mapping):
+        given = "an array" if hasattr(tree, "dtype") else type(tree).__name__
+        raise InputError(f"{what} is {given}, not a dict; {_REMEDY[what]}")
+    for key, value in tree.items():
+        if key not in known:
+            there = list(known)
+            raise InputError(
+                f"{place} has {key!r}, which the model does not: it has {there[:12] or 'none'} there."
+                f"{did_you_mean(str(key), there)} Leave it out, or {_REMEDY[what]}"
+            )
+        if known[key] is not None:
+            check_unknown(what, value, known[key], f"{place}[{key!r}]")
+
+
+def as_dicts(tree: Any) -> Any:
+    """Nested mappings that JAX knows nothing of, such as ``types.MappingProxyType``, as dicts; all else as it is."""
+    if not isinstance(tree, Mapping):
+        return tree
+    if type(tree) is not dict:
+        import jax
+
+        if not jax.tree_util.all_leaves([tree]):  # registered, as flax's FrozenDict is: JAX keeps its type
+            return tree
+    return {key: as_dicts(value) for key, value in tree.items()}
 
 
 def check_float64(*trees: Any) -> None:

@@ -34,6 +34,7 @@ class Keys:
         self.compute = compute
         self.extra: dict[str, Wire] = {}
         self.fixed: list[str] = []
+        self.moved: set[int] = set()  # parameters that are inputs now, by the id of their wire
         self._used: dict[int, str] = {}
 
     def _find(self, argument: str, key: Any) -> _Found:
@@ -106,6 +107,7 @@ class Keys:
                         put(dim, "axis", axis)
                 put(found.wire, "role", None)
                 put(found.wire, "declaration", None)
+                self.moved.add(id(found.wire))
                 if self.model.wires.get(found.name, found.wire).find() is not found.wire:
                     raise CompileError(f"data_keys: {found.name!r} is already the name of something else")
                 if found.name not in self.model.wires:

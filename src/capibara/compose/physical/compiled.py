@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from capibara.compose.errors import InputError
+from capibara.compose.errors import InputError, PicklingError
 from capibara.compose.logical.model import Model
-from capibara.compose.physical.checks import check_call, check_float64, checked_cotangents
+from capibara.compose.physical.checks import as_dicts, check_call, check_float64, checked_cotangents
 from capibara.compose.physical.explicit import automatic_mesh, is_explicit, run_automatic
 from capibara.compose.physical.lowering import lower
 from capibara.compose.physical.misfit import explaining
@@ -50,6 +50,7 @@ class Program:
         effects: number of operations before and after the passes, and what each of these did.
         fixed: keys of the inputs that were given their value.
         functions: what blocks carry with them, by the name of the operation.
+        left_out: parameters of the logical model that the compiled one does not need.
     """
 
     source: str
@@ -61,6 +62,7 @@ class Program:
     effects: dict[str, int] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
     functions: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[tuple[str, ...], ...] = ()
 
 
 _counter = 0
@@ -153,9 +155,21 @@ class CompiledModel:
         """Inputs that were given their value by ``constant_keys``."""
         return self._program.fixed
 
-    def summary(self) -> str:
-        """What goes in, comes out and is held, with shapes, and what was simplified, as a table of text."""
-        return summary(self)
+    def summary(self, *, verbose: bool = True) -> str:
+        """Print what goes in, comes out and is held, with shapes, and what was simplified, as a table.
+
+        Args:
+            verbose: print the table (it is returned in any case), as :meth:`Model.summary` does.
+
+        Returns:
+            The table as text.
+        """
+        if not isinstance(verbose, bool):
+            raise InputError(f"verbose={verbose!r} must be True or False")
+        text = summary(self)
+        if verbose:
+            print(text)
+        return text
 
     @property
     def param_axes(self) -> dict[str, Any]:
@@ -218,7 +232,7 @@ class CompiledModel:
 
     def save_params(self, path: str | os.PathLike[str], params: Mapping[str, Any]) -> None:
         """Write parameters to a safetensors file, whole or not at all: :func:`.params_file.save_params`."""
-        save_params(path, params, self.params)
+        save_params(path, params, self.params, self._program.left_out)
 
     def load_params(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read the parameters that :meth:`save_params` wrote, checked against the model, on the backend.
@@ -345,9 +359,11 @@ class CompiledModel:
                 except ValueError:
                     if not is_explicit(params, inputs, output_gradients):
                         check_devices(self.backend.mesh, params=params, inputs=inputs)
+                        self._check(params, inputs, state, key)  # keys that JAX cannot sort
                         raise
         if self._in_jax and is_explicit(params, inputs, output_gradients, state, key):
             return self._evaluate_explicit(params, inputs, output_gradients, state, key, train)
+        params, state = as_dicts(params), as_dicts(state)
         self._check(params, inputs, state, key)
         self._check_inference(output_gradients, train)
         mode = (output_gradients is not None, train)
@@ -411,7 +427,14 @@ class CompiledModel:
 
     def _check(self, params: Any, inputs: Any, state: Any, key: Any) -> None:
         check_call(
-            inputs, params, state, self.inputs, self.params, self.states, shapes=self._program.check_shapes
+            inputs,
+            params,
+            state,
+            self.inputs,
+            self.params,
+            self.states,
+            left_out=self._program.left_out,
+            shapes=self._program.check_shapes,
         )
         if key is not None:
             check_key(key)
@@ -425,7 +448,7 @@ class CompiledModel:
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError(
+        raise PicklingError(
             "a compiled model cannot be pickled: write its logical model with to_json(model), its parameters with "
             "save_params, and compile it again; or keep its source with file_path"
         )

@@ -6,7 +6,7 @@ operation. A repeated or rematerialised block stays a graph of its own (:attr:`N
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from capibara.compose.errors import CycleError, UnconnectedError, WiringError
@@ -58,7 +58,10 @@ class Node:
 
 @dataclass
 class Graph:
-    """A pure function: inputs, parameters and states in; outputs and next states out."""
+    """A pure function: inputs, parameters and states in; outputs and next states out.
+
+    ``left_out``: parameters of the model that are none of the function.
+    """
 
     name: str
     inputs: dict[str, Wire]
@@ -67,6 +70,7 @@ class Graph:
     states: dict[Path, Leaf] = field(default_factory=dict)
     next_states: dict[Path, Wire] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
+    left_out: list[Path] = field(default_factory=list)
 
     def walk(self) -> Iterator[Node]:
         """All nodes, those inside regions too."""
@@ -85,6 +89,7 @@ def flatten(
     *,
     extra_inputs: Mapping[str, Wire] | None = None,
     safe_names: bool = True,
+    moved: Collection[int] = (),
 ) -> Graph:
     """Flatten a model.
 
@@ -92,6 +97,7 @@ def flatten(
         model: the model. name: of the function that it becomes.
         extra_inputs: values inside the model that are inputs of the graph too.
         safe_names: False makes inputs of what is connected to nothing, named by the place where it is read.
+        moved: values that were parameters, by the id of their wire.
 
     Raises:
         UnconnectedError: an operation needs a value that nothing gives.
@@ -117,6 +123,9 @@ def flatten(
                 seen.add(id(root))
                 table = graph.params if root.role == "param" else graph.states
                 table[(*path, key)] = Leaf(root)
+            elif id(root) in moved and id(root) not in seen:
+                seen.add(id(root))
+                graph.left_out.append((*path, key))
         for key, wire in block.state_updates.items():
             updates[id(block.wires[key].find())] = wire.find()
 

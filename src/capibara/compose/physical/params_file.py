@@ -11,18 +11,19 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 
-from capibara.compose.errors import InputError
-from capibara.compose.physical.specs import ArraySpec, shape_text
+from capibara.compose.errors import InputError, MissingFileError
+from capibara.compose.physical.checks import check_unknown
+from capibara.compose.physical.specs import ArraySpec, nest, shape_text
 from capibara.errors import MissingExtraError, did_you_mean
 from capibara.files import replace_file
 
-__all__ = ["VERSION", "load_params", "save_params"]
+__all__ = ["VERSION", "file_to_read", "file_to_write", "load_params", "save_params"]
 
 VERSION = "1"
 _FORMAT = "capibara.compose.params"
@@ -30,6 +31,44 @@ _HEADER_LIMIT = 64 << 20
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Path = tuple[str, ...]
+
+
+def _path(path: Any) -> FilePath:
+    try:
+        name = os.fsdecode(path)
+    except TypeError:
+        raise InputError(f"path={path!r:.80} must be the name of a file") from None
+    if not name or "\0" in name:
+        raise InputError(f"path={name!r:.80} is no name for a file")
+    return FilePath(name)
+
+
+def file_to_read(path: Any) -> FilePath:
+    """A file that is there.
+
+    Raises:
+        MissingFileError: it is not. InputError: it is a folder or another thing, or no name.
+    """
+    file = _path(path)
+    if file.is_file():
+        return file
+    if file.exists():
+        raise InputError(f"{str(file)!r} is no file")
+    raise MissingFileError(f"there is no file {str(file)!r}")
+
+
+def file_to_write(path: Any) -> FilePath:
+    """A file that may be there or not, in a folder that is.
+
+    Raises:
+        MissingFileError: the folder is not. InputError: it is a folder itself, or no name.
+    """
+    file = _path(path)
+    if file.is_dir():
+        raise InputError(f"{str(file)!r} is a folder: name a file in it")
+    if not file.parent.is_dir():
+        raise MissingFileError(f"there is no folder {str(file.parent)!r}")
+    return file
 
 
 def _library() -> Any:
@@ -42,17 +81,24 @@ def _library() -> Any:
 
 
 def save_params(
-    path: str | os.PathLike[str], params: Mapping[str, Any], specs: Mapping[Path, ArraySpec]
+    path: str | os.PathLike[str],
+    params: Mapping[str, Any],
+    specs: Mapping[Path, ArraySpec],
+    left_out: Iterable[Path] = (),
 ) -> None:
     """Write parameters, all or nothing: the file at ``path`` is the old one or the whole new one.
 
     Args:
         path: of the file, in a folder that exists. params: nested dict of arrays. specs: what the model has.
+        left_out: what may be there, and is not written.
 
     Raises:
-        InputError: parameters are missing or have another shape or dtype. MissingExtraError: safetensors is missing.
+        InputError: parameters are missing, unknown, or have another shape or dtype, or ``path`` is no name for a file.
+        MissingFileError: there is no such folder. MissingExtraError: safetensors is missing.
     """
     library = _library()
+    path = file_to_write(path)
+    check_unknown("params", params, nest(dict.fromkeys((*specs, *left_out))))
     arrays = {}
     for place, spec in specs.items():
         value: Any = params
@@ -84,12 +130,12 @@ def load_params(path: str | os.PathLike[str], specs: Mapping[Path, ArraySpec]) -
         NumPy arrays by path.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        MissingFileError: there is no such file (also a FileNotFoundError).
         InputError: it is no file of parameters, of another version, too large, or of another model.
         MissingExtraError: safetensors is missing.
     """
     library = _library()
-    file = FilePath(path)
+    file = file_to_read(path)
     header = _header(file, specs)
     names = {".".join(place): place for place in specs}
     unknown = [n for n in header if n not in names]

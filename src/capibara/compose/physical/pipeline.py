@@ -121,7 +121,7 @@ def compile(
         keys.trainable(trainable_keys)
         keys.shapes(shapes or {})
         keys.constants(constant_keys)
-        graph = flatten(whole, extra_inputs=keys.extra, safe_names=safe_names)
+        graph = flatten(whole, extra_inputs=keys.extra, safe_names=safe_names, moved=keys.moved)
         if discarded:
             _discard(graph, discarded)
         wires = [w for node in graph.walk() for w in node.inputs]
@@ -161,11 +161,12 @@ def compile(
         effects={"operations": before, **effects, "left": after},
         fixed=tuple(keys.fixed),
         functions=functions_of(graph),
+        left_out=tuple(graph.left_out),
     )
     compiled = backend.compiled_class()(whole, backend, program, file_path)
     _forget_lines(compiled)
     if verbose:
-        print(compiled.summary())
+        compiled.summary()
     return compiled
 
 
@@ -296,6 +297,7 @@ def _discard(graph: Graph, names: Iterable[str]) -> None:
         if id(leaf.wire) in gone or any(p[:i] in gone_regions for i in range(len(p)))
     ]:
         del graph.params[path]
+        graph.left_out.append(path)
 
 
 def _folder(backend: Any, ops_module: str) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from capibara.compose.errors import ShapeError, WiringError
 from capibara.compose.logical.arguments import choice, items, number, whole
 from capibara.compose.logical.block import Primitive
-from capibara.compose.logical.shapes import Shape, set_size, unify
+from capibara.compose.logical.shapes import Dim, Shape, set_size, unify
 from capibara.compose.primitives.rules import axis_of, broadcast_rule, scalar
 
 __all__ = [
@@ -29,8 +29,28 @@ def _flag(name: str, value: Any) -> None:
         raise WiringError(f"{name}={value!r} must be True or False")
 
 
+def _one_sided(given: Shape, target: Shape, output: Shape) -> bool:
+    """Broadcasting, of one to the other: two that make a table of all pairs are a mistake in a shape."""
+    done = broadcast_rule(given, target, output)
+    rows = given.dims(), target.dims(), output.dims()
+    left, right, whole = rows
+    if done and left and right and whole and not any(_equal(row, whole) for row in (left, right)):
+        raise ShapeError(
+            f"the input {given} and the target {target} would be compared all with all, as {output}: give the target "
+            "the shape of the input, as with Reshape or Squeeze"
+        )
+    return done
+
+
+def _equal(left: Sequence[Dim], right: Sequence[Dim]) -> bool:
+    roots = [(a.find(), b.find()) for a, b in zip(left, right, strict=False)]
+    return len(left) == len(right) and all(
+        a is b or (a.size is not None and a.size == b.size) for a, b in roots
+    )
+
+
 class _Loss(Primitive):
-    """``input`` and ``target`` (of any kind), broadcast → ``output``, one loss an element."""
+    """``input`` and ``target`` (of any kind) → ``output``, one loss an element; either is broadcast to the other."""
 
     def __init__(self, op: str, attributes: dict[str, Any], name: str | None) -> None:
         super().__init__(
@@ -38,7 +58,7 @@ class _Loss(Primitive):
             {"input": ("*l", "float"), "target": ("*r", None)},
             {"output": ("*o", "float")},
             attributes,
-            constraints=[(broadcast_rule, ("input", "target", "output"))],
+            constraints=[(_one_sided, ("input", "target", "output"))],
             name=name,
         )
 

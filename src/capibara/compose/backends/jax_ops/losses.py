@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from capibara.compose.backends.conversion import of_pairs
 from capibara.compose.backends.jax_ops.elementwise import absolute, robust_log
 
 __all__ = [
@@ -32,28 +33,34 @@ Array = jax.Array
 Weights = tuple[float, ...] | str | None
 
 
+@of_pairs
 def squared_error(x: Array, target: Array) -> Array:
     return jnp.square(x - jnp.asarray(target, x.dtype))
 
 
+@of_pairs
 def absolute_error(x: Array, target: Array) -> Array:
     return absolute(x - jnp.asarray(target, x.dtype))
 
 
+@of_pairs
 def huber_loss(x: Array, target: Array, delta: float) -> Array:
     size = jnp.abs(x - jnp.asarray(target, x.dtype))
     return jnp.where(size <= delta, 0.5 * jnp.square(size), delta * (size - 0.5 * delta))
 
 
+@of_pairs
 def quantile_loss(x: Array, target: Array, quantile: float) -> Array:
     error = jnp.asarray(target, x.dtype) - x
     return jnp.maximum(quantile * error, (quantile - 1) * error)
 
 
+@of_pairs
 def hinge_loss(x: Array, target: Array) -> Array:
     return jnp.maximum(1 - jnp.asarray(target, x.dtype) * x, 0)
 
 
+@of_pairs
 def quad_hinge_loss(x: Array, target: Array) -> Array:
     return jnp.square(hinge_loss(x, target))
 
@@ -116,6 +123,7 @@ def _picked_log(x: Array, target: Array, axis: int) -> Array:
     return jnp.log(jnp.where(picked, x, 1))
 
 
+@of_pairs
 def kl_divergence(x: Array, target: Array, robust: bool, threshold: float | None) -> Array:
     target = jnp.asarray(target, x.dtype)
     empty = target == 0
@@ -133,6 +141,7 @@ def _positive_weight(target: Array, weight: float | str) -> Array | float:
     return jnp.where(share > 0, (1 - share) / jnp.where(share > 0, share, 1), 1)
 
 
+@of_pairs
 def binary_cross_entropy(
     x: Array, target: Array, positive_weight: float | str, robust: bool, threshold: float | None
 ) -> Array:
@@ -146,6 +155,7 @@ def binary_cross_entropy(
     return -weight * first - second
 
 
+@of_pairs
 def binary_cross_entropy_logits(x: Array, target: Array, positive_weight: float | str) -> Array:
     target = jnp.asarray(target, x.dtype)
     weight = _positive_weight(target, positive_weight)

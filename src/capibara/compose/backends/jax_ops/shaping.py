@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.compose.backends.conversion import place_of
 from capibara.compose.errors import InputError
 
 __all__ = [
@@ -57,7 +58,7 @@ def reshape(x: Array, shape: tuple[int, ...]) -> Array:
 def flatten(x: Array, start: int, end: int) -> Array:
     if x.ndim == 0:
         return jnp.reshape(x, (1,))
-    start, end = start % x.ndim, end % x.ndim
+    start, end = place_of(start, x.ndim), place_of(end, x.ndim)
     count = 1
     for size in x.shape[start : end + 1]:
         count *= size

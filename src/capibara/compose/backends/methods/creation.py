@@ -9,10 +9,11 @@ dimension i is split over mesh axis i, or dimension ``tensor_split[i]`` (None: n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from capibara.compose.backends.methods.caller import Caller, as_shape
+from capibara.compose.backends.methods.caller import MAX_ELEMENTS, Caller, as_shape, is_number
 from capibara.compose.dtypes import dtype_name
 from capibara.compose.errors import InputError
 
@@ -46,6 +47,8 @@ class Creation(Caller):
         tensor_split: Split = None,
     ) -> Any:
         """``value`` everywhere."""
+        if isinstance(value, str | bytes | complex) or not (is_number(value) or hasattr(value, "shape")):
+            raise InputError(f"full: value={value!r:.80} must be a number")
         return self._make(
             "full",
             as_shape((shape,)),
@@ -108,8 +111,12 @@ class Creation(Caller):
         if not 1 <= len(bounds) <= 3:
             raise InputError(f"arange takes stop, or start and stop, or start, stop and step; got {bounds!r}")
         start, stop, step = (0, *bounds, 1)[:3] if len(bounds) == 1 else (*bounds, 1)[:3]
+        if not all(is_number(b) and math.isfinite(b) for b in (start, stop, step)):
+            raise InputError(f"arange: {bounds!r:.200} must be numbers")
         if step == 0:
             raise InputError("arange: step must not be 0")
+        if abs(stop - start) / abs(step) > MAX_ELEMENTS:
+            raise InputError(f"arange{bounds!r:.200}: an array has at most 2**48 elements")
         whole = all(isinstance(b, int) for b in bounds)
         name = "int32" if whole and dtype is None else self._float(dtype)
         return self._make(

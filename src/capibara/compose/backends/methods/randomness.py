@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from capibara.compose.backends import philox
-from capibara.compose.backends.methods.caller import Caller, as_shape
+from capibara.compose.backends.methods.caller import Caller, as_shape, is_number, is_whole
 from capibara.compose.backends.methods.creation import MeshShape, Split
-from capibara.compose.dtypes import dtype_name
+from capibara.compose.dtypes import DTYPES, dtype_name
 from capibara.compose.errors import InputError
 from capibara.compose.physical.randomness import check_key
 
@@ -98,12 +100,17 @@ class Randomness(Caller):
         *shape: Any,
         dtype: Any = None,
         prng_key: Any = None,
+        key: Any = None,
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
-        """Normal numbers with mean 0 and variance 1."""
+        """Normal numbers with mean 0 and variance 1. ``key`` and ``prng_key`` are one argument."""
         return self.random_normal(
-            prng_key, as_shape(shape), dtype=dtype, device_mesh=device_mesh, tensor_split=tensor_split
+            _one_key(prng_key, key),
+            as_shape(shape),
+            dtype=dtype,
+            device_mesh=device_mesh,
+            tensor_split=tensor_split,
         )
 
     def rand(
@@ -111,12 +118,17 @@ class Randomness(Caller):
         *shape: Any,
         dtype: Any = None,
         prng_key: Any = None,
+        key: Any = None,
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
         """Numbers spread evenly over [0, 1)."""
         return self.random_uniform(
-            prng_key, as_shape(shape), dtype=dtype, device_mesh=device_mesh, tensor_split=tensor_split
+            _one_key(prng_key, key),
+            as_shape(shape),
+            dtype=dtype,
+            device_mesh=device_mesh,
+            tensor_split=tensor_split,
         )
 
     def rand_uniform(
@@ -126,14 +138,17 @@ class Randomness(Caller):
         *shape: Any,
         dtype: Any = None,
         prng_key: Any = None,
+        key: Any = None,
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
         """Numbers spread evenly over [low, high)."""
+        if not (is_number(low) and is_number(high)):
+            raise InputError(f"rand_uniform: low={low!r:.80} and high={high!r:.80} must be numbers")
         if not low <= high:
-            raise InputError(f"rand_uniform: low={low!r} must not be above high={high!r}")
+            raise InputError(f"rand_uniform: low={low!r:.80} must not be above high={high!r:.80}")
         return self.random_uniform(
-            prng_key,
+            _one_key(prng_key, key),
             as_shape(shape),
             low,
             high,
@@ -149,19 +164,32 @@ class Randomness(Caller):
         *shape: Any,
         dtype: Any = None,
         prng_key: Any = None,
+        key: Any = None,
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
         """Whole numbers from ``low`` up to, but not including, ``high``; int32 unless ``dtype`` says otherwise."""
+        name = "int32" if dtype is None else dtype_name(dtype)
+        kind = DTYPES[name].kind
+        if kind != "int":
+            raise InputError(f"randint: dtype={name!r} is no dtype of whole numbers, such as 'int32'")
+        if not (is_whole(low) and is_whole(high)):
+            raise InputError(f"randint: low={low!r:.80} and high={high!r:.80} must be whole numbers")
         if not low < high:
-            raise InputError(f"randint: low={low!r} must be below high={high!r}")
+            raise InputError(f"randint: low={low!r:.80} must be below high={high!r:.80}")
+        limits = np.iinfo(name)
+        if low < limits.min or high - 1 > limits.max:
+            raise InputError(
+                f"randint: numbers from low={low:.6g} up to high={high:.6g} do not fit {name}, which goes from "
+                f"{limits.min} to {limits.max}"
+            )
         return self._make(
             "draw_integers",
-            self._key_or_next(prng_key),
+            self._key_or_next(_one_key(prng_key, key)),
             as_shape(shape),
             low,
             high,
-            dtype="int32" if dtype is None else dtype_name(dtype),
+            dtype=name,
             device_mesh=device_mesh,
             tensor_split=tensor_split,
         )
@@ -188,3 +216,9 @@ class Randomness(Caller):
         shape = (*probs.shape[:-1], num_samples, n) if replacement else tuple(probs.shape)
         uniform = self.random_uniform(prng_key, shape, 1e-20, 1.0, dtype="float32")
         return self._call("choose", probs, uniform, num_samples, replacement)
+
+
+def _one_key(first: Any, second: Any) -> Any:
+    if first is not None and second is not None:
+        raise InputError("prng_key= and key= are the same argument: give one of them")
+    return first if second is None else second

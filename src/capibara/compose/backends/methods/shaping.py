@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from capibara.compose.backends.methods.caller import Caller
+from capibara.compose.backends.conversion import place_of
+from capibara.compose.backends.methods.caller import MAX_ELEMENTS, Caller, as_shape, is_whole
 from capibara.compose.dtypes import dtype_name
 from capibara.compose.errors import InputError
 
@@ -18,8 +19,8 @@ class Shaping(Caller):
 
     def reshape(self, input: Any, shape: int | Sequence[int]) -> Any:
         """The same elements in another shape; one size may be -1."""
-        row = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self._call("reshape", input, row)
+        row = (shape,) if is_whole(shape) else shape
+        return self._call("reshape", input, _sizes(row, -1))
 
     def flatten(self, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
         """Dimensions ``start_dim`` to ``end_dim`` made one."""
@@ -43,11 +44,11 @@ class Shaping(Caller):
 
     def broadcast_to(self, input: Any, shape: Sequence[int]) -> Any:
         """Repeated along new and size-1 dimensions up to ``shape``."""
-        return self._call("broadcast_to", input, tuple(shape))
+        return self._call("broadcast_to", input, _sizes(shape, 0))
 
     def concat(self, inputs: Sequence[Any], axis: int | None = 0) -> Any:
         """Arrays joined along one dimension (None: all flattened)."""
-        return self._call("concat", *inputs, axis=axis)
+        return self._call("concat", *_row("concat", inputs), axis=axis)
 
     def concatenate(self, inputs: Sequence[Any], axis: int | None = 0) -> Any:
         """:meth:`concat`."""
@@ -59,7 +60,7 @@ class Shaping(Caller):
 
     def stack(self, inputs: Sequence[Any], axis: int = 0) -> Any:
         """Arrays of one shape joined along a new dimension."""
-        return self._call("stack", *inputs, axis=axis)
+        return self._call("stack", *_row("stack", inputs), axis=axis)
 
     def split(self, input: Any, split_size: int | Sequence[int], axis: int = 0) -> tuple[Any, ...]:
         """Cut into ``split_size`` equal parts, or at the indices given.
@@ -67,15 +68,17 @@ class Shaping(Caller):
         Raises:
             InputError: the size cannot be cut into that many equal parts.
         """
-        size = input.shape[axis]
+        input = self._ranked("split", input)
+        size = input.shape[place_of(axis, len(input.shape))]
         if isinstance(split_size, int):
+            as_shape((split_size,), "split_size")
             if split_size < 1 or size % split_size:
                 raise InputError(f"split: a size of {size} cannot be cut into {split_size} equal parts")
             step = size // split_size
             edges = [i * step for i in range(split_size + 1)]
         else:
             edges = [0, *split_size, size]
-        place = axis % len(input.shape)
+        place = place_of(axis, len(input.shape))
         before = (("slice", None, None, None),) * place
         return tuple(
             self._call("indexer", input, (*before, ("slice", a, b, None))) for a, b in pairwise(edges)
@@ -83,14 +86,20 @@ class Shaping(Caller):
 
     def pad(self, input: Any, pad_width: Any, value: float = 0) -> Any:
         """``pad_width`` is one number for all sides, a pair for all dimensions, or a pair for each of them."""
+        input = self._ranked("pad", input)
         rank = len(input.shape)
-        if isinstance(pad_width, int):
+        if is_whole(pad_width):
             pairs: Any = ((pad_width, pad_width),) * rank
-        elif len(pad_width) == 2 and all(isinstance(w, int) for w in pad_width):
+        elif not isinstance(pad_width, list | tuple):
+            pairs = ()
+        elif len(pad_width) == 2 and all(is_whole(w) for w in pad_width):
             pairs = (tuple(pad_width),) * rank
         else:
             pairs = tuple(tuple(pair) if isinstance(pair, list | tuple) else (-1, -1) for pair in pad_width)
-        if len(pairs) != rank or any(len(pair) != 2 or min(pair) < 0 for pair in pairs):
+        fits = len(pairs) == rank and all(
+            len(pair) == 2 and all(is_whole(w) and 0 <= w <= MAX_ELEMENTS for w in pair) for pair in pairs
+        )
+        if not fits:
             raise InputError(
                 f"pad_width={pad_width!r} must be one number, one pair, or a pair for each of {rank} dimensions"
             )
@@ -98,11 +107,11 @@ class Shaping(Caller):
 
     def take(self, input: Any, indices: Any, axis: int = 0) -> Any:
         """Elements by place along one dimension; negative indices count from the end, others outside are clipped."""
-        return self._call("take", input, indices, axis)
+        return self._call("take", input, _whole_numbers("take", indices), axis)
 
     def gather(self, input: Any, indices: Any, axis: int = 0) -> Any:
         """``indices`` has the rank of ``input``: its element i is taken at index i along ``axis``."""
-        return self._call("take_along_axis", input, indices, axis)
+        return self._call("take_along_axis", input, _whole_numbers("gather", indices), axis)
 
     def sort(self, input: Any, axis: int = -1, descending: bool = False) -> Any:
         """In rising (or falling) order along one dimension."""
@@ -114,7 +123,8 @@ class Shaping(Caller):
 
     def topk(self, input: Any, k: int) -> Any:
         """The ``k`` largest along the last dimension, largest first."""
-        if not 0 <= k <= (input.shape[-1] if len(input.shape) else 0):
+        input = self._ranked("topk", input)
+        if not is_whole(k) or not 0 <= k <= (input.shape[-1] if len(input.shape) else 0):
             raise InputError(f"topk: k={k!r} must be from 0 to the last size of shape {tuple(input.shape)}")
         return self._call("top_k", input, k)
 
@@ -127,7 +137,15 @@ class Shaping(Caller):
 
     def flip(self, input: Any, axis: int) -> Any:
         """In opposite order along one dimension."""
-        return self._call("reverse", input, axis % len(input.shape))
+        input = self._ranked("flip", input)
+        return self._call("reverse", input, place_of(axis, len(input.shape)))
+
+    def _ranked(self, name: str, input: Any) -> Any:
+        """An argument that has a shape."""
+        found = self._given(input)
+        if not hasattr(found, "shape"):
+            raise InputError(f"{name}: {input!r:.80} ({type(input).__name__}) is no array: use array(…)")
+        return found
 
     def atleast_1d(self, *inputs: Any) -> Any:
         """Scalars become arrays of one element. Several inputs give a list."""
@@ -154,3 +172,29 @@ class Shaping(Caller):
         if not hasattr(value, "dtype"):
             return value
         return self._call("cast", value, self._float(None) if dtype is None else dtype_name(dtype))
+
+
+def _row(name: str, inputs: Any) -> list[Any]:
+    """The arrays of a list, or the rows of an array."""
+    if isinstance(inputs, str | bytes | dict) or not hasattr(inputs, "__iter__"):
+        raise InputError(f"{name}: {inputs!r:.80} is no list of arrays")
+    row = list(inputs)
+    if not row:
+        raise InputError(f"{name}: there must be at least one array")
+    return row
+
+
+def _sizes(shape: Any, low: int) -> tuple[int, ...]:
+    """A shape whose sizes are at least ``low``."""
+    row = tuple(shape) if isinstance(shape, list | tuple) or hasattr(shape, "__iter__") else (shape,)
+    for size in row:
+        if not is_whole(size) or not low <= size.__index__() <= MAX_ELEMENTS:
+            raise InputError(f"shape={row!r:.200}: every size must be a whole number of at least {low}")
+    return tuple(size.__index__() for size in row)
+
+
+def _whole_numbers(name: str, indices: Any) -> Any:
+    dtype = str(getattr(indices, "dtype", ""))
+    if "float" in dtype or "bool" in dtype or isinstance(indices, float):
+        raise InputError(f"{name}: indices are {dtype or 'float'}, expected whole numbers")
+    return indices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from capibara.compose.backends.conversion import of_pairs
 from capibara.compose.backends.portable.elementwise import absolute, log_softmax, robust_log
 from capibara.compose.backends.portable.indexing import one_hot
 from capibara.compose.backends.portable.space import space
@@ -17,30 +18,36 @@ def _like(x: Array, target: Any) -> Array:
     return xp.astype(target, xp.dtype_of(x)) if hasattr(target, "shape") else xp.constant(target, x)
 
 
+@of_pairs
 def squared_error(x: Array, target: Array) -> Array:
     error = x - _like(x, target)
     return error * error
 
 
+@of_pairs
 def absolute_error(x: Array, target: Array) -> Array:
     return absolute(x - _like(x, target))
 
 
+@of_pairs
 def huber_loss(x: Array, target: Array, delta: float) -> Array:
     size = absolute(x - _like(x, target))
     return space(x).where(size <= delta, 0.5 * (size * size), delta * (size - 0.5 * delta))
 
 
+@of_pairs
 def quantile_loss(x: Array, target: Array, quantile: float) -> Array:
     error = _like(x, target) - x
     return space(x).maximum(quantile * error, (quantile - 1) * error)
 
 
+@of_pairs
 def hinge_loss(x: Array, target: Array) -> Array:
     xp = space(x)
     return xp.maximum(1 - _like(x, target) * x, xp.constant(0, x))
 
 
+@of_pairs
 def quad_hinge_loss(x: Array, target: Array) -> Array:
     loss = hinge_loss(x, target)
     return loss * loss
@@ -113,6 +120,7 @@ def cross_entropy(
     return cross_entropy_log_probs(logs, target, weights, categorical, axis)
 
 
+@of_pairs
 def kl_divergence(x: Array, target: Array, robust: bool, threshold: float | None) -> Array:
     xp = space(x)
     target = _like(x, target)
@@ -137,6 +145,7 @@ def _positive_weight(target: Array, weight: float | str) -> Any:
     return xp.where(share > 0, (1 - share) / xp.where(share > 0, share, one), one)
 
 
+@of_pairs
 def binary_cross_entropy(
     x: Array, target: Array, positive_weight: float | str, robust: bool, threshold: float | None
 ) -> Array:
@@ -152,6 +161,7 @@ def binary_cross_entropy(
     return -weight * first - second
 
 
+@of_pairs
 def binary_cross_entropy_logits(x: Array, target: Array, positive_weight: float | str) -> Array:
     xp = space(x)
     target = _like(x, target)

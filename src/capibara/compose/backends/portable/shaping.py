@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from capibara.compose.backends.conversion import place_of
 from capibara.compose.backends.portable.space import as_arrays, space
 from capibara.compose.errors import InputError
 
@@ -21,14 +22,14 @@ def stack(*arrays: Any, axis: int) -> Array:
 
 def split(x: Array, count: int, axis: int) -> Any:
     size = x.shape[axis] // count
-    before = (slice(None),) * (axis % x.ndim)
+    before = (slice(None),) * place_of(axis, x.ndim)
     xp = space(x)
     parts = tuple(xp.getitem(x, (*before, slice(i * size, (i + 1) * size))) for i in range(count))
     return parts if count > 1 else parts[0]
 
 
 def unstack(x: Array, count: int, axis: int) -> Any:
-    before = (slice(None),) * (axis % x.ndim)
+    before = (slice(None),) * place_of(axis, x.ndim)
     parts = tuple(space(x).getitem(x, (*before, i)) for i in range(count))
     return parts if count > 1 else parts[0]
 
@@ -42,7 +43,7 @@ def flatten(x: Array, start: int, end: int) -> Array:
     xp = space(x)
     if x.ndim == 0:
         return xp.reshape(x, (1,))
-    start, end = start % x.ndim, end % x.ndim
+    start, end = place_of(start, x.ndim), place_of(end, x.ndim)
     return xp.reshape(x, (*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]))
 
 
@@ -58,7 +59,7 @@ def squeeze(x: Array, axis: int | tuple[int, ...] | None) -> Array:
     if axis is None:
         gone = {i for i, n in enumerate(x.shape) if n == 1}
     else:
-        gone = {a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis)}
+        gone = {place_of(a, x.ndim) for a in ((axis,) if isinstance(axis, int) else axis)}
         for a in gone:
             if x.shape[a] != 1:
                 raise InputError(f"squeeze: dimension {a} of shape {tuple(x.shape)} is not 1")
@@ -69,7 +70,7 @@ def expand_dims(x: Array, axis: int | tuple[int, ...]) -> Array:
     xp, x = as_arrays(x)
     places = (axis,) if isinstance(axis, int) else axis
     rank = x.ndim + len(places)
-    new = {a % rank for a in places}
+    new = {place_of(a, rank) for a in places}
     sizes = iter(x.shape)
     return xp.reshape(x, tuple(1 if i in new else next(sizes) for i in range(rank)))
 
