@@ -312,6 +312,54 @@ def test_an_operation_that_onnx_lacks_is_named() -> None:
         export_onnx(compiled, {})
 
 
+def test_a_size_that_the_trace_has_written_in_is_found() -> None:
+    backend = ml.TorchBackend()
+
+    @backend.register_op("times_rows")
+    def times_rows(x: Any) -> Any:
+        return x * torch.from_numpy(np.full((), x.shape[0], "float32"))  # a number, as NumPy sees it
+
+    model = ml.Model()
+    model |= ml.op("times_rows")(input="x", output="y")
+    model.set_shapes(x=["rows", 2], y=["rows", 2])
+    model.set_types(x="float", y="float")
+    model.expose("y")
+    compiled = ml.compile(model, backend)
+    with pytest.raises(ml.CompileError, match="rows"):
+        export_onnx(compiled, {})
+    (got,) = ran(export_onnx(compiled, {}, rows=3), {"x": np.ones((3, 2), "float32")})
+    np.testing.assert_array_equal(got, np.full((3, 2), 3.0))
+
+
+def test_a_trace_that_computes_something_else_at_other_sizes_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the care that is taken of sizes as numbers, torch writes in half the width that was traced."""
+    from capibara.compose.interchange.onnx_ops import ExactNumbers
+
+    monkeypatch.setattr(
+        ExactNumbers,
+        "__torch_function__",
+        lambda self, run, types, args=(), kw=None: run(*args, **(kw or {})),
+    )
+    model = chain(ml.AvgPool1D(2), ml.Mean(2))
+    compiled = ml.compile(model, ml.TorchBackend(), shapes={"input": ["n", 2, "width"]})
+    with pytest.raises(
+        ml.CompileError, match=r"'output' depends on n, width in a way that a trace does not keep"
+    ):
+        export_onnx(compiled, {})
+
+
+def test_a_module_of_torch_goes_through() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU(), torch.nn.Linear(4, 2)).eval()
+    imported = ml.from_torch(module, (torch.zeros(2, 3),))
+    proto = export_onnx(ml.compile(imported.model, ml.NumpyBackend()), imported.params)
+    x = np.random.default_rng(0).normal(size=(2, 3)).astype("float32")
+    (got,) = ran(proto, {"input": x})
+    np.testing.assert_allclose(got, module(torch.tensor(x)).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_a_function_of_jax_has_no_counterpart() -> None:
     import jax.numpy as jnp
 

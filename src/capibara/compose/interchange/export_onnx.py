@@ -9,19 +9,17 @@ open stay open, under their names.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib.util
-import logging
 import os
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from capibara.compose.errors import CompileError, InputError
+from capibara.compose.errors import CompileError
+from capibara.compose.interchange.onnx_parts import Path, flat, quiet, rename, tensors_of
 from capibara.compose.logical.model import Model
 from capibara.compose.physical.compiled import CompiledModel
 from capibara.compose.physical.pipeline import compile
-from capibara.compose.physical.specs import ArraySpec, nest, shape_text
+from capibara.compose.physical.specs import ArraySpec, nest
 from capibara.errors import MissingExtraError
 from capibara.files import replace_file
 
@@ -32,8 +30,6 @@ MAX_BYTES = (1 << 31) - (1 << 20)
 
 OPEN_SIZE = 64
 """Open sizes are traced at this and the even numbers after it: large enough for windows, and no two alike."""
-
-Path = tuple[str, ...]
 
 
 def export_onnx(
@@ -79,8 +75,8 @@ def export_onnx(
     if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int) or opset < 1):
         raise CompileError(f"opset={opset!r} must be a version of ONNX' set of operations, such as 18")
     compiled = _in_torch(model)
-    tensors = _tensors(compiled, "parameter", params, compiled.params)
-    states = _tensors(compiled, "state", state, compiled.states)
+    tensors = tensors_of(compiled, "parameter", params, compiled.params)
+    states = tensors_of(compiled, "state", state, compiled.states)
     total = sum(t.numel() * t.element_size() for t in (*tensors.values(), *states.values()))
     if total > MAX_BYTES:
         raise CompileError(
@@ -143,62 +139,6 @@ def _in_torch(model: Any) -> CompiledModel:
     return compiled
 
 
-def _tensors(
-    compiled: CompiledModel, what: str, given: Mapping[str, Any] | None, specs: Mapping[Path, ArraySpec]
-) -> dict[Path, Any]:
-    """Copies of the arrays, by path, in the model's dtypes; exactly the model's."""
-    import torch
-
-    argument = {"parameter": "params", "state": "state"}[what]
-    if given is None:
-        given = {}
-    if not isinstance(given, Mapping):
-        raise InputError(
-            f"{argument} must be a dict of arrays nested as the model's, not {type(given).__name__}"
-        )
-    found: dict[Path, Any] = {}
-
-    def walk(at: Path, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                walk((*at, key), inner)
-        else:
-            found[at] = value
-
-    walk((), given)
-    missing = [".".join(p) for p in specs if p not in found]
-    unknown = [".".join(map(str, p)) for p in found if p not in specs]
-    if missing or unknown:
-        text = "; ".join(
-            f"{word} {', '.join(names[:8])}"
-            for word, names in (("missing", missing), ("unknown", unknown))
-            if names
-        )
-        raise InputError(
-            f"{argument} must hold the model's {len(specs)} {what}s, nested by name: {text}. "
-            + (
-                "Those of a new model are randomize_params()"
-                if what == "parameter"
-                else "A new one is init_state()"
-            )
-        )
-    out = {}
-    for path, spec in specs.items():
-        name = ".".join(path)
-        value = found[path]
-        tensor = compiled.backend.as_input(value)
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{what} {name!r} is {type(value).__name__}, expected an array of {spec.dtype}")
-        shape = tuple(tensor.shape)
-        if spec.shape is not None and (
-            len(shape) != len(spec.shape)
-            or any(isinstance(n, int) and n != m for n, m in zip(spec.shape, shape, strict=True))
-        ):
-            raise InputError(f"{what} {name!r} has shape {shape}, expected {shape_text(spec.shape)}")
-        out[path] = tensor.detach().cpu().to(getattr(torch, spec.dtype)).clone().contiguous()
-    return out
-
-
 class _Job:
     """One export: what goes in, under which names, at which sizes it is traced."""
 
@@ -248,7 +188,7 @@ class _Job:
 
         with torch.no_grad():
             _, after = self._run(self.params, self.inputs, self.states)
-        after = _flat(after)
+        after = flat(after)
         return [p for p, value in self.states.items() if after.get(p) is not value]
 
     def _run(self, params: dict[Path, Any], inputs: dict[str, Any], states: dict[Path, Any]) -> Any:
@@ -278,7 +218,7 @@ class _Job:
                 states = dict(zip(job.changing, arrays[len(inputs) :], strict=True))
                 all_states = {p: states.get(p, own.get(p)) for p in job.states}
                 given, after = job._run({p: own[p] for p in job.params}, inputs, all_states)
-                after = _flat(after)
+                after = flat(after)
                 # Copies, because an output of a graph is a value of its own.
                 return tuple(
                     x.clone() for x in (*(given[k] for k in outputs), *(after[p] for p in job.changing))
@@ -289,7 +229,7 @@ class _Job:
         shapes = [self.compiled.inputs[k].shape for k in self.inputs]
         dynamic = [{i: n for i, n in enumerate(s or ()) if n in self.open} for s in shapes]
         try:
-            with _quiet(), torch.no_grad():
+            with quiet(), torch.no_grad():
                 program = torch.onnx.export(
                     Whole().eval(),
                     example,
@@ -306,7 +246,7 @@ class _Job:
         assert program is not None
         self._compare(program.exported_program)
         proto = program.model_proto
-        _rename(proto, {slot: ".".join(path) for path, slot in slots.items()})
+        rename(proto, {slot: ".".join(path) for path, slot in slots.items()})
         return self._checked(proto)
 
     def _compare(self, traced: Any) -> None:
@@ -324,7 +264,7 @@ class _Job:
                     found = traced.module()(*inputs.values(), *(self.states[p] for p in self.changing))
             except Exception:
                 continue  # those sizes do not fit the model
-            after = _flat(after)
+            after = flat(after)
             for name, got, want in zip(
                 [*self.compiled.outputs, *self.changing],
                 found,
@@ -382,62 +322,3 @@ def _function(compiled: CompiledModel) -> Any:
         if name in compiled.namespace:
             namespace[name] = compiled.namespace[name]
     return namespace["forward"]
-
-
-def _flat(tree: Any, at: Path = ()) -> dict[Path, Any]:
-    if not isinstance(tree, Mapping):
-        return {at: tree}
-    return {p: v for key, value in tree.items() for p, v in _flat(value, (*at, key)).items()}
-
-
-def _rename(proto: Any, names: Mapping[str, str]) -> None:
-    """Give initialisers other names; values of the graph that have those already get a number."""
-    graph = proto.graph
-    fixed = {v.name for v in (*graph.input, *graph.output)}
-    taken = fixed | {n for node in graph.node for n in node.output} | {i.name for i in graph.initializer}
-    there = {i.name for i in graph.initializer}
-    table: dict[str, str] = {}
-    for old, new in names.items():
-        if old not in there:
-            continue
-        if new in fixed:  # it cannot be given away: the weight gets a longer name
-            new = f"{new}.weight"
-        if new in taken:
-            other = new
-            while other in taken:
-                other += "_"
-            table[new] = other
-            taken.add(other)
-        table[old] = new
-
-    def walk(part: Any) -> None:
-        for value in (*part.initializer, *part.value_info):
-            value.name = table.get(value.name, value.name)
-        for node in part.node:
-            node.input[:] = [table.get(n, n) for n in node.input]
-            node.output[:] = [table.get(n, n) for n in node.output]
-            for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    walk(attribute.g)
-                for inner in attribute.graphs:
-                    walk(inner)
-
-    walk(graph)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what torch says of itself: a type that it still uses, packages that it could use."""
-    loggers = {logging.getLogger(name): 0 for name in ("torch.onnx", "onnxscript", "onnx_ir")}
-    try:
-        for logger in loggers:
-            loggers[logger] = logger.level
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r".*LeafSpec", category=FutureWarning)
-            # A size that two inputs share has one name, which is what was asked for.
-            warnings.filterwarnings("ignore", message=r"# The axis name", category=UserWarning)
-            yield
-    finally:
-        for logger, level in loggers.items():
-            logger.setLevel(level)
