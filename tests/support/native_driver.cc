@@ -64,7 +64,7 @@ void attention() {
   const auto scale = read<float>(1);
   capibara::Attention a{};
   a.batch = n[0], a.heads = n[1], a.kv_heads = n[2], a.q_len = n[3], a.kv_len = n[4], a.dim = n[5], a.value_dim = n[6];
-  a.left = n[7], a.right = n[8], a.scale = scale[0];
+  a.left = n[7], a.right = n[8], a.scale = scale[0], a.threads = 3;
   const bool heads_first = n[9];
   a.query_steps = steps(a.heads, a.q_len, a.dim, heads_first);
   a.key_steps = steps(a.kv_heads, a.kv_len, a.dim, heads_first);

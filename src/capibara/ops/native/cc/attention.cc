@@ -85,6 +85,7 @@ ffi::Error forward(ffi::ThreadPool pool, Floats query, Floats key, Floats value,
   if (bad.failure()) return bad;
   a.out = out->typed_data();
   a.stat = stat->typed_data();
+  a.threads = std::max<int64_t>(pool.num_threads(), 1);
   const auto& kernels = *capibara::isa().attention;
   return done(capibara::Crew::run(pool, kernels.forward_items(a), kernels.forward_scratch(a),
                                   [&](int64_t item, float* scratch) { kernels.forward(a, item, scratch); }));
@@ -104,6 +105,7 @@ ffi::Error backward(ffi::ThreadPool pool, Floats query, Floats key, Floats value
   a.query_grad = query_grad->typed_data();
   a.key_grad = key_grad->typed_data();
   a.value_grad = value_grad->typed_data();
+  a.threads = std::max<int64_t>(pool.num_threads(), 1);
   const auto& kernels = *capibara::isa().attention;
   return done(capibara::Crew::run(pool, kernels.backward_items(a), kernels.backward_scratch(a),
                                   [&](int64_t item, float* scratch) { kernels.backward(a, item, scratch); }));

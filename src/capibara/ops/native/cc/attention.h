@@ -12,6 +12,7 @@ struct Steps {
 
 struct Attention {
   int64_t batch, heads, kv_heads, q_len, kv_len, dim, value_dim;
+  int64_t threads;      // that share the items
   int64_t left, right;  // query i sees keys i - left ... i + right
   float scale;
   Steps query_steps, key_steps, value_steps, out_steps;

@@ -14,7 +14,7 @@ using capibara::Steps;
 
 constexpr int64_t kKeys = 128;              // keys of a tile
 constexpr int64_t kQueryRows = 4 * kRows;   // query rows of a tile
-constexpr int64_t kChunk = 256 / kQueryRows * kQueryRows;  // query rows of one forward item
+constexpr int64_t kChunk = 512 / kQueryRows * kQueryRows;  // most query rows of one forward item
 constexpr float kLog2E = 1.44269504f;
 constexpr float kFloor = -1e29f;  // a row whose best score lies below sees no key
 
@@ -93,7 +93,17 @@ static void hide(const Attention& a, const Span& s, int64_t row, int64_t rows, i
   }
 }
 
-static int64_t forward_items(const Attention& a) { return a.batch * a.heads * ceil_div(a.q_len, kChunk); }
+// Query rows of a forward item: as many as may be, since every item packs its keys anew; but some items for every
+// thread.
+static int64_t chunk_rows(const Attention& a) {
+  const int64_t others = most(a.batch * a.heads, 1), most_chunks = most(ceil_div(a.q_len, 4 * kQueryRows), 1);
+  const int64_t wanted = least(ceil_div(4 * a.threads, others), most_chunks);
+  return ceil_div(ceil_div(a.q_len, most(ceil_div(a.q_len, kChunk), wanted)), kQueryRows) * kQueryRows;
+}
+
+static int64_t forward_items(const Attention& a) {
+  return a.q_len == 0 ? 0 : a.batch * a.heads * ceil_div(a.q_len, chunk_rows(a));
+}
 
 static int64_t forward_scratch(const Attention& a) {
   const int64_t dim = padded(a.dim), wide = padded(a.value_dim);
@@ -102,11 +112,11 @@ static int64_t forward_scratch(const Attention& a) {
 
 static void forward(const Attention& a, int64_t item, float* scratch) {
   // The last rows first: under a causal mask they are the most work, and what starts late should be short.
-  const int64_t chunks = ceil_div(a.q_len, kChunk);
+  const int64_t size = chunk_rows(a), chunks = ceil_div(a.q_len, size);
   const int64_t chunk = chunks - 1 - item / (a.batch * a.heads);
   const int64_t b = item % (a.batch * a.heads) / a.heads, h = item % a.heads;
   const int64_t kv = h / (a.heads / a.kv_heads);
-  const int64_t first = chunk * kChunk, count = least(kChunk, a.q_len - first);
+  const int64_t first = chunk * size, count = least(size, a.q_len - first);
   const int64_t dim = padded(a.dim), wide = padded(a.value_dim);
   float* query = scratch;
   float* out = query + kChunk * dim;

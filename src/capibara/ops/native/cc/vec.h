@@ -51,12 +51,11 @@ static inline float max_across(Vec x) {
   return best;
 }
 
-// 2^x with a relative error below 2e-7; exactly 0 below -126, NaN for NaN. x must not pass 127.
+// 2^x with a relative error below 2e-7 above -126; exactly 0 from -127 down, NaN for NaN. x must not pass 127.
 static inline Vec exp2(Vec x) {
-  const Vec low = splat(-126.0f);
+  const Vec low = splat(-127.0f);
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const IntVec tiny = x < low;
-  x = select(tiny, low, x);
+  x = max(low, x);  // in this order a NaN stays one
   const Vec shifted = x + magic;
   const IntVec whole = (IntVec)shifted - (IntVec)magic;
   const Vec f = x - (shifted - magic);
@@ -70,7 +69,7 @@ static inline Vec exp2(Vec x) {
   p = p * f + splat(6.93147181e-1f);
   p = p * f + splat(1.0f);
   // A product with the power, not a sum of exponents: a NaN stays one.
-  return select(tiny, (Vec){}, p * (Vec)((whole + 127) << 23));
+  return p * (Vec)((whole + 127) << 23);
 }
 
 template <int R, int C>
