@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.jax.tpu_v4 import kernels
-from capibara.jax.tpu_v4.backend import TpuV4LinalgOps
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
 from capibara.ops.linalg import cholesky_update, fast_svd, gemm, optimized_gemm, qr
 from capibara.ops.linalg.orthogonal import orthonormal_rows
@@ -397,18 +395,6 @@ def test_cholesky_downdate_that_leaves_no_positive_matrix_is_nan():
 
 
 # -- everything
-
-
-def test_the_documented_class():
-    assert kernels.TpuV4LinalgOps is TpuV4LinalgOps
-    ops = TpuV4LinalgOps()
-    a, b = jnp.ones((100, 100)), jnp.ones((100, 100))
-    np.testing.assert_array_equal(
-        ops.optimized_gemm(a=a, b=b, precision="bfloat16", use_async=True, chunk_size=1024),
-        100 * np.ones((100, 100)),
-    )
-    u, s, v = ops.fast_svd(a, compute_uv=True, use_randomized=True)
-    np.testing.assert_allclose((u * s) @ v, a, atol=1e-4)
 
 
 def test_inside_shard_map():

@@ -1,0 +1,153 @@
+"""Truncated singular values against scikit-learn's and JAX's, Cholesky updates and products against plain JAX, on CPU.
+
+float32. The matrix to decompose has singular values ``j^-0.5``, a slow decay, so the smallest possible error of a rank
+is known; what each reaches of it stands beside its time. ``jnp.linalg.svd`` takes minutes and is timed once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["run"]
+
+SIZE, RANK = 4096, 64
+SKLEARN = "sklearn.utils.extmath.randomized_svd"
+
+
+def _matrix(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix and its singular values, largest first."""
+    from scipy.linalg import hadamard
+
+    rng = np.random.default_rng(0)
+    values = (np.arange(1, size + 1) ** -0.5).astype(np.float32)
+    turn = hadamard(size).astype(np.float32) / np.float32(size**0.5)
+    left, right = (turn * rng.choice(np.asarray([-1, 1], np.float32), size)[:, None] for _ in range(2))
+    return (left * values) @ right[:, rng.permutation(size)].T, values
+
+
+def _error(matrix: np.ndarray, u: Any, s: Any, vh: Any) -> float:
+    """The spectral norm of what is missing."""
+    from scipy.sparse import linalg
+
+    sparse: Any = linalg
+    u, s, vh = (np.asarray(x) for x in (u, s, vh))
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        x = x.ravel()
+        return matrix @ x - u @ (s * (vh @ x))
+
+    def backward(x: np.ndarray) -> np.ndarray:
+        x = x.ravel()
+        return matrix.T @ x - vh.T @ (s * (u.T @ x))
+
+    rest = sparse.LinearOperator(matrix.shape, matvec=forward, rmatvec=backward, dtype=matrix.dtype)
+    return float(sparse.svds(rest, k=1, return_singular_vectors=False, tol=1e-3)[0])
+
+
+def _row(what: str, shape: str, table: Any, peer: str, **more: Any) -> dict[str, Any]:
+    return {
+        "what": what,
+        "shape": shape,
+        "ours_ms": 1e3 * statistics.median(table["capibara"].seconds),
+        "peer": peer,
+        "peer_ms": 1e3 * statistics.median(table[peer].seconds),
+        "ratio": table.ratio(peer, "capibara"),
+        **more,
+    }
+
+
+def _decompositions(rounds: int, whole: bool) -> list[dict[str, Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    from capibara.measure import interleaved
+    from capibara.ops.linalg import fast_svd
+
+    matrix, values = _matrix(SIZE)
+    there = jnp.asarray(matrix)
+    sides: dict[str, Callable[[], Any]] = {"capibara": lambda: fast_svd(there, RANK)}
+    try:
+        from sklearn.utils.extmath import randomized_svd
+    except ImportError:
+        print("scikit-learn is not installed: left out")
+    else:
+        sides[SKLEARN] = lambda: randomized_svd(matrix, RANK, random_state=0)
+    table = interleaved(sides, rounds)
+    print(f"{table}\n")
+    error = {name: _error(matrix, *side()) / float(values[RANK]) for name, side in sides.items()}
+    what, shape = f"fast_svd, rank {RANK}", f"{SIZE} × {SIZE}"
+    ours = {"error_over_optimal": error["capibara"]}
+    rows = []
+    if SKLEARN in sides:
+        rows.append(_row(what, shape, table, SKLEARN, **ours, peer_error_over_optimal=error[SKLEARN]))
+    if whole:
+        plain = jax.jit(lambda a: jnp.linalg.svd(a, full_matrices=False)).lower(there).compile()
+        start = time.perf_counter()
+        jax.block_until_ready(plain(there))
+        seconds = time.perf_counter() - start
+        median = statistics.median(table["capibara"].seconds)
+        rows.append(
+            {"what": what, "shape": shape, "ours_ms": 1e3 * median, "peer": "jnp.linalg.svd"}
+            | {"peer_ms": 1e3 * seconds, "ratio": seconds / median, **ours}
+        )
+    return rows
+
+
+def _others(rounds: int) -> list[dict[str, Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    from capibara.measure import interleaved
+    from capibara.ops.linalg import cholesky_update, optimized_gemm
+
+    rng = np.random.default_rng(1)
+
+    def normal(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    n = 1024
+    root = normal(n, n)
+    factor, vector = jnp.linalg.cholesky(root @ root.T / n + jnp.eye(n)), normal(n)
+    again = jax.jit(lambda f, v: jnp.linalg.cholesky(f @ f.T + jnp.outer(v, v)))
+    peer = "jnp.linalg.cholesky"
+    table = interleaved(
+        {"capibara": lambda: cholesky_update(factor, vector), peer: lambda: again(factor, vector)}, rounds
+    )
+    print(f"{table}\n")
+    rows = [_row("cholesky_update", f"{n} × {n}", table, peer)]
+
+    a, b = normal(2048, 4096), normal(4096, 1024)
+    for precision in ("float32", "bfloat16"):
+        peer = f"jnp.matmul in {precision}"
+        left, right = a.astype(precision), b.astype(precision)
+        plain = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type="float32"))
+        sides = {
+            "capibara": lambda x=left, y=right: optimized_gemm(x, y, chunk_size=1024),
+            peer: lambda x=left, y=right, f=plain: f(x, y),
+        }
+        table = interleaved(sides, rounds)
+        print(f"{table}\n")
+        rows.append(_row("optimized_gemm, four slabs", "2048 × 4096 × 1024", table, peer))
+    return rows
+
+
+def run(rounds: int = 5, whole: bool = True) -> list[dict[str, Any]]:
+    """Rows of ratios: time of the peer / time of Capibara, so that above 1 Capibara is the faster."""
+    return _others(rounds) + _decompositions(rounds, whole)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--without-jax-svd", action="store_true", help="leave out jnp.linalg.svd, which takes minutes"
+    )
+    args = parser.parse_args()
+    for row in run(args.rounds, not args.without_jax_svd):
+        print(row)
