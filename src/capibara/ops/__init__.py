@@ -6,7 +6,7 @@ for given arguments, and why the others do not.
 
 from __future__ import annotations
 
-from capibara.ops import attention, collective, conv, linalg, scan, tropical, vq
+from capibara.ops import attention, collective, conv, fft, linalg, scan, tropical, vq
 from capibara.ops.errors import NoImplementationError, OpShapeError, OpTypeError, OpValueError
 from capibara.ops.explaining import Explanation, explain
 from capibara.ops.registry import list_ops
@@ -22,6 +22,7 @@ __all__ = [
     "collective",
     "conv",
     "explain",
+    "fft",
     "linalg",
     "list_ops",
     "scan",
