@@ -105,3 +105,33 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ml.InputError, match="params has 'extra'"):
         compiled.save_params(path, {**params, "extra": jnp.ones(1)})
     assert not path.exists()
+
+
+@pytest.mark.parametrize("backend", [ml.JaxBackend, ml.NumpyBackend])
+def test_initialisers_that_give_other_shapes(backend: Any) -> None:
+    compiled = ml.compile(ml.Linear(2), backend(), shapes={"input": [3, 4]})
+    for init in (lambda k, s, d: np.ones((1,), "float32"), lambda k, s, d: np.ones((*s, 1), "float32")):
+        with pytest.raises(ml.CompileError, match=r"the initialiser of the parameter 'weight' gives shape"):
+            compiled.randomize_params(init={"weight": init})
+    params = compiled.randomize_params(init={"weight": lambda k, s, d: np.full(s, 3, "float32")})
+    assert params["weight"].tolist() == [[3, 3]] * 4
+
+
+def test_arrays_larger_than_any_machine_are_not_compiled() -> None:
+    huge = 10**8
+    model = ml.Model()
+    model |= ml.Zeros((huge, huge))(output="y")
+    with pytest.raises(ml.CompileError, match=r"at most 2\*\*48 elements"):
+        ml.compile(ml.from_json(ml.to_json(model)))
+    model = ml.Model()
+    model |= ml.BroadcastTo((huge, huge, 2))(input="x", output="y")
+    with pytest.raises(ml.CompileError, match=r"output has shape"):
+        ml.compile(model, shapes={"x": [2]})
+    with pytest.raises(ml.CompileError, match=r"'weight' has shape"):
+        ml.compile(ml.Linear(huge), shapes={"input": [1, huge]})
+    assert ml.compile(ml.Zeros((0, huge, huge))).evaluate({}, {})["output"].shape == (0, huge, huge)
+
+
+def test_a_device_and_a_mesh_are_two_answers_to_one_question() -> None:
+    with pytest.raises(ml.CompileError, match="give one of them"):
+        ml.JaxBackend(device="cpu:0", device_mesh=(1,))

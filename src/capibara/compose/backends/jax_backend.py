@@ -76,6 +76,10 @@ class JaxBackend(Backend):
             raise CompileError(
                 f"platform={platform!r} is none of {', '.join(_PLATFORMS)}.{did_you_mean(str(platform), _PLATFORMS)}"
             )
+        if device is not None and device_mesh is not None:
+            raise CompileError(
+                f"device={device!r} and device_mesh={device_mesh!r:.80} both say where: give one of them"
+            )
         found = [] if platform is None else _devices(platform)
         self._absent = platform is not None and not found
         if device is None and device_mesh is None and found and found[0] != _devices(None)[0]:

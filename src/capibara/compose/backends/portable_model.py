@@ -11,7 +11,7 @@ from capibara.compose.physical.checks import check_call
 from capibara.compose.physical.compiled import CompiledModel
 from capibara.compose.physical.misfit import explaining
 from capibara.compose.physical.specs import ArraySpec, nest
-from capibara.compose.physical.starting import check_sizes, own_name, with_initialisers
+from capibara.compose.physical.starting import check_sizes, check_start, own_name, with_initialisers
 from capibara.errors import did_you_mean
 
 __all__ = ["PortableModel"]
@@ -56,6 +56,8 @@ class PortableModel(CompiledModel):
             count = int(np.prod(shape[: spec.stack], dtype=np.int64))
             inner = shape[spec.stack :]
             rows = [start(spec.init, k, inner) for k in (philox.split(own, count) if spec.stack else [own])]
+            for row in rows:
+                check_start(f"the {what} {'.'.join(path)!r}", row, inner)
             whole = np.stack(rows).reshape(shape) if spec.stack else rows[0]
             arrays[path] = self.backend.array(whole, dtype=spec.dtype)
         return nest(arrays)

@@ -26,6 +26,7 @@ from capibara.compose.errors import ShapeError
 from capibara.compose.logical.trail import building, put, root_of, symbol
 
 __all__ = [
+    "MAX_SIZE",
     "Constraint",
     "Dim",
     "Rest",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 MAX_SIZE = 1 << 48
-"""Of one dimension: more than the memory of any machine holds."""
+"""Of one dimension, or of an array: more than the memory of any machine holds."""
 
 
 class Dim:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import linecache
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ from capibara.compose.errors import CompileError, KindError
 from capibara.compose.logical.block import Primitive
 from capibara.compose.logical.model import Block, Model, Placement
 from capibara.compose.logical.regions import Repeat
+from capibara.compose.logical.shapes import MAX_SIZE
 from capibara.compose.logical.trail import building_alone, what_if
 from capibara.compose.logical.values import settle_numbers
 from capibara.compose.physical.codegen import generate, module_source
@@ -126,6 +128,7 @@ def compile(
             _discard(graph, discarded)
         wires = [w for node in graph.walk() for w in node.inputs]
         settle_numbers([*wires, *graph.outputs.values(), *graph.next_states.values()], backend.policy.compute)
+        _check_elements(graph)
         check_registered(graph, backend)
         _check_powers(graph)
         specs = ModelSpecs(graph, backend.policy)
@@ -200,6 +203,23 @@ def _check_powers(graph: Graph) -> None:
                 f"{node.label}: whole numbers to the power of {exponent!r:.40} are not whole: make the base a float "
                 "with Cast('float32')"
             )
+
+
+def _check_elements(graph: Graph) -> None:
+    """No array is larger than any machine: XLA ends the process where a number of elements overflows."""
+
+    def check(place: str, wire: Any) -> None:
+        sizes = wire.find().shape.known
+        if sizes and math.prod(n for n in sizes if n) > MAX_SIZE and 0 not in sizes:
+            raise CompileError(f"{place} has shape {sizes}: an array has at most 2**48 elements")
+
+    for key, wire in graph.inputs.items():
+        check(f"the input {key!r}", wire)
+    for path, leaf in (*graph.params.items(), *graph.states.items()):
+        check(f"the parameter or state {'.'.join(path)!r}", leaf.wire)
+    for node in graph.walk():
+        for key, wire in zip(node.block.output_keys, node.outputs, strict=True):
+            check(f"{node.label}.{key}", wire)
 
 
 def _check_flags(**flags: Any) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_sizes",
+    "check_start",
     "fresh",
     "on_backend",
     "own_name",
@@ -87,6 +88,17 @@ def check_sizes(specs: Mapping[Path, ArraySpec], sizes: Mapping[str, int], what:
             )
 
 
+def check_start(place: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Raises a CompileError if what an initialiser gave has another shape than it was asked for."""
+    found = getattr(value, "shape", None)
+    if found is None or tuple(found) != tuple(shape):
+        given = type(value).__name__ if found is None else f"shape {tuple(found)}"
+        raise CompileError(
+            f"the initialiser of {place} gives {given}, expected an array of shape {tuple(shape)}: it is called as "
+            "init(key, shape, dtype)"
+        )
+
+
 def own_name(path: Path, spec: ArraySpec) -> int:
     """A number for an array's own randomness, from its path."""
     salt = getattr(spec.init, "salt", None)
@@ -120,6 +132,7 @@ def fresh(
             for count in reversed(shape[: spec.stack]):
                 init = _stacked(init, count)
             arrays[path] = init(own, shape[spec.stack :], spec.dtype)
+            check_start(f"the {what} {'.'.join(path)!r}", arrays[path], shape)
         return nest(arrays)
 
     with backend.scope():
