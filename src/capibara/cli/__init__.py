@@ -25,7 +25,7 @@ __all__ = ["VERBS", "main"]
 VERBS: dict[str, str] = {
     "train": "train a model on text; run again to resume",
     "generate": "write text from a trained model",
-    "compress": "make a safetensors file or a model's folder smaller, without loss",
+    "compress": "make a safetensors file or a model's folder smaller, without loss or to a ratio",
     "decompress": "write safetensors files from archives",
     "inspect": "list the tensors of an archive",
     "verify": "decode every tensor of archives and check their checksums",

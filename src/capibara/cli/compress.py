@@ -9,18 +9,22 @@ from pathlib import Path
 
 from capibara.errors import CapibaraError
 
-HELP = "make a safetensors file or a model's folder smaller, without loss"
+HELP = "make a safetensors file or a model's folder smaller, without loss or to a ratio"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``capibara compress``."""
     parser.description = (
         "Write a .capi archive from a safetensors file, or a folder of them from a model's folder as Hugging Face "
-        "lays it out (other files are copied). Every bit comes back with 'capibara decompress'. "
+        "lays it out (other files are copied). Every bit comes back with 'capibara decompress'; with --ratio numbers "
+        "are rounded, to the same step in all matrices, so that the archive is that many times smaller. "
         "Exit code: 0 written, 2 bad input; a file that was there stands until the new one is whole."
     )
     parser.add_argument("source", metavar="IN", type=Path, help="a .safetensors file, or a folder")
     parser.add_argument("target", metavar="OUT", type=Path, help="the archive or the folder to write")
+    parser.add_argument(
+        "--ratio", type=float, metavar="N", help="how many times smaller (default: what is lossless)"
+    )
     parser.add_argument("--json", action="store_true", help="print the table of tensors as JSON")
 
 
@@ -32,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         jobs = plan_compress(args.source, args.target)
         with progress_bar("compressing", sum(j.size for j in jobs if j.convert), quiet=args.json) as step:
-            written = compress_files(jobs, progress=step)
+            written = compress_files(jobs, ratio=args.ratio, progress=step)
     except (CapibaraError, OSError) as error:
         print(f"capibara compress: {error}", file=sys.stderr)
         return 2

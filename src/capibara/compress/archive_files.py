@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from capibara.compress.allocation import choose_steps
 from capibara.compress.container import Archive, ArchiveWriter, Entry
 from capibara.compress.errors import ArchiveError, CompressError
 from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
@@ -76,18 +77,27 @@ def _jobs(jobs: list[Job]) -> Iterator[Job]:
             shutil.copyfile(job.source, job.target)
 
 
-def compress_files(jobs: list[Job], *, progress: Progress | None = None) -> list[list[Entry]]:
+def compress_files(
+    jobs: list[Job], *, ratio: float | None = None, progress: Progress | None = None
+) -> list[list[Entry]]:
     """Write the archives; returns the entries of each.
 
     Tensors of the same bytes under two names are stored once.
 
+    Args:
+      jobs: of :func:`plan_compress`.
+      ratio: how many times smaller than its source each archive is to be; without one nothing is lost.
+      progress: called after each tensor.
+
     Raises:
+      CompressError: ``ratio`` is not a number above 1, or more than what these tensors can be shrunk by.
       ArchiveError: a source is no safetensors file, or a damaged one.
       OSError: reading or writing failed; files that were there stand.
     """
     written = []
     for job in _jobs(jobs):
         with SafetensorsFile(job.source) as source, ArchiveWriter(job.target, source.metadata) as archive:
+            steps = {} if ratio is None else choose_steps(source, ratio)
             seen: dict[tuple[object, ...], str] = {}
             for name, form, shape in source:
                 bits = source.read(name)
@@ -95,6 +105,8 @@ def compress_files(jobs: list[Job], *, progress: Progress | None = None) -> list
                 twin = seen.setdefault(key, name)
                 if twin != name and (source.read(twin) == bits).all():
                     archive.add_twin(name, twin)
+                elif name in steps:
+                    archive.add(name, bits, form, shape, codec="uniform", settings={"step": steps[name]})
                 else:
                     archive.add(name, bits, form, shape)
                 if progress is not None:

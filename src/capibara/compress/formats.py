@@ -7,13 +7,14 @@ that knows them, and NaN payloads and the sign of zero are bits like any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from capibara.compress.errors import CompressError
 from capibara.errors import did_you_mean
 
-__all__ = ["FORMATS", "NumberFormat", "get_format"]
+__all__ = ["FORMATS", "NumberFormat", "from_float", "get_format", "to_float"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,63 @@ def get_format(name: str) -> NumberFormat:
             "Remedy: convert the tensor first."
         )
     return found
+
+
+def to_float(bits: np.ndarray, form: NumberFormat) -> np.ndarray:
+    """The numbers that the bits stand for: float64 of F64, else float32, which holds all of them exactly.
+
+    Raises:
+      CompressError: the format is one of integers.
+    """
+    if not form.is_float:
+        raise CompressError(
+            f"dtype: got {form.name}, expected numbers with a fraction. Remedy: codec='lossless'."
+        )
+    if form.numpy is not None:
+        values = bits.view(form.numpy)
+        return values if form.bits == 64 else values.astype(np.float32)
+    if form.name == "BF16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return _small_floats(form)[bits]
+
+
+def from_float(values: np.ndarray, form: NumberFormat) -> np.ndarray:
+    """The bits of the nearest numbers of a float format; of two that are equally near, the even one."""
+    if form.numpy is not None:
+        with np.errstate(over="ignore"):
+            return values.astype(form.numpy).view(form.unsigned)
+    if form.name == "BF16":
+        wide = values.astype(np.float32).view(np.uint32)
+        rounded = wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))
+        nan = np.isnan(values)
+        return np.where(nan, (wide >> np.uint32(16)) | np.uint32(0x40), rounded >> np.uint32(16)).astype(
+            np.uint16
+        )
+    table = _small_floats(form)
+    finite = np.flatnonzero(np.isfinite(table[:128]))
+    positive = table[finite].astype(np.float64)
+    # Halfway points: above one the next number is nearer; at one, the number with an even last bit.
+    edges = (positive[1:] + positive[:-1]) / 2
+    size = np.abs(np.asarray(values, np.float64))
+    index = np.searchsorted(edges, size, side="left")
+    tie = (index < len(edges)) & (size == edges[np.minimum(index, len(edges) - 1)])
+    index = np.where(tie & (index % 2 == 1), index + 1, index)
+    out = finite[index].astype(np.uint8)
+    out = np.where(np.isnan(values), np.flatnonzero(np.isnan(table[:128]))[0], out)
+    return (out | (np.signbit(values).astype(np.uint8) << np.uint8(7))).astype(np.uint8)
+
+
+@cache
+def _small_floats(form: NumberFormat) -> np.ndarray:
+    """All 256 numbers of an eight-bit format."""
+    codes = np.arange(256)
+    exponent = (codes >> form.mantissa) & ((1 << form.exponent) - 1)
+    fraction = (codes & ((1 << form.mantissa) - 1)) / (1 << form.mantissa)
+    bias = (1 << (form.exponent - 1)) - 1
+    size = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
+    last = (1 << form.exponent) - 1
+    if form.name == "F8_E4M3":  # no infinity; one NaN of each sign
+        size = np.where(codes & 127 == 127, np.nan, size)
+    else:
+        size = np.where(exponent == last, np.where(fraction == 0, np.inf, np.nan), size)
+    return np.where(codes >> 7, -size, size).astype(np.float32)

@@ -18,12 +18,14 @@ class Cut:
       symbol: bits of the symbol, at most 14.
       sign: the topmost bit is a sign and belongs to the rest.
       base: the smallest number, which is subtracted from all before they are cut; 0 with a sign.
+      alternating: the numbers are 0, -1, 1, -2, 2 … counted from 0.
     """
 
     shift: int
     symbol: int
     sign: bool
-    base: int
+    base: int = 0
+    alternating: bool = False
 
     def symbols(self, bits: np.ndarray) -> np.ndarray:
         return (bits >> bits.dtype.type(self.shift)) & bits.dtype.type((1 << self.symbol) - 1)

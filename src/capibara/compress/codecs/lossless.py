@@ -8,7 +8,8 @@ more frequent) and the *rest* (the sign and what remains of the fraction). Symbo
 Rows differ in scale, and a table of frequencies that fits all fits none well: rows are sorted into up to eight classes
 by their mean exponent, and each class has a table of its own. Rows whose fractions end in zeros were converted from a
 narrower type; those bits are not stored. How many bits go into the symbol and how many classes there are is what
-comes out smallest, counted for each tensor. Integers are their distance from the smallest one, cut in the same way.
+comes out smallest, counted for each tensor. Integers are cut in the same way: their distance from the smallest one, or
+where there are some of both signs, their size with the sign as the lowest bit.
 
 Every choice is in the payload's header, so that a reader needs no more than the tensor's type and shape.
 """
@@ -124,17 +125,25 @@ def _cuts(rows: np.ndarray, form: NumberFormat) -> tuple[np.ndarray, list[Cut]]:
         spare = form.exponent - top
         return rows, [Cut(form.mantissa - m, top + spare + m, True, 0) for m in takes]
     values = rows.view(f"<i{form.bits // 8}") if form.signed else rows
-    base = int(values.min())
-    width = max((int(values.max()) - base).bit_length(), 1)
-    shifted = rows - rows.dtype.type(base & ((1 << form.bits) - 1))
-    symbol = min(width, 8)
-    return shifted, [Cut(width - symbol, symbol, False, base)]
+    base, last = int(values.min()), int(values.max())
+    if base < 0 < last:
+        # 0, -1, 1, -2, 2 … as 0, 1, 2, 3, 4 …: then rows of small numbers have small sums.
+        shifted, base = ((values << 1) ^ (values >> (form.bits - 1))).view(form.unsigned), None
+        width = int(shifted.max()).bit_length()
+    else:
+        shifted = rows - rows.dtype.type(base & ((1 << form.bits) - 1))
+        width = max((last - base).bit_length(), 1)
+    return shifted, [
+        Cut(width - n, n, False, base or 0, base is None) for n in range(min(width, 8), min(width, 12) + 1)
+    ]
 
 
 def _estimate(counts: np.ndarray, symbol_bits: int) -> float:
     """About how many bits tables and symbols take, for counts [classes, symbols]; :func:`_table` does it exactly."""
     total = counts.sum(1, keepdims=True)
     kept = np.where(counts * 8192 >= total, counts, 0)
+    if kept.shape[1] > 255:
+        kept = -np.partition(-kept, 255, axis=1)[:, :255]
     escapes = total - kept.sum(1, keepdims=True)
     all_counts = np.concatenate([kept, escapes], axis=1).astype(np.float64)
     logs = np.log2(np.maximum(all_counts, 1))
@@ -244,7 +253,8 @@ def _write_header(cut: Cut, groups: list[_Group], words: list[int]) -> bytes:
     writer.write(cut.symbol, 5)
     writer.write(cut.sign, 1)
     if not cut.sign:
-        writer.write(cut.base & ((1 << 64) - 1), 64)
+        writer.write(cut.alternating, 1)
+        writer.write(0 if cut.alternating else cut.base & ((1 << 64) - 1), 0 if cut.alternating else 64)
     writer.write(len(groups) - 1, 4)
     for group in groups:
         writer.write(group.drop, 6)
@@ -295,10 +305,11 @@ class _Cursor:
 
 def _read_header(reader: BitReader, form: NumberFormat) -> tuple[Cut, list[_Group]]:
     shift, symbol, sign = reader.read(6), reader.read(5), bool(reader.read(1))
-    base = 0 if sign else reader.read(64)
+    alternating = not sign and bool(reader.read(1))
+    base = 0 if sign or alternating else reader.read(64)
     if sign != form.is_float or symbol > 14 or shift + symbol + sign > form.bits:
         raise DamagedError("a tensor's numbers are cut where they cannot be: the file is damaged")
-    cut, groups = Cut(shift, symbol, sign, base), []
+    cut, groups = Cut(shift, symbol, sign, base, alternating), []
     for _ in range(reader.read(4) + 1):
         drop, entries, escapes = reader.read(6), reader.read(8), reader.read_gamma()
         symbols, frequencies, last = [], [], -1
@@ -357,6 +368,8 @@ def _decode(cursor: _Cursor, form: NumberFormat, count: int, length: int, execut
             out, np.flatnonzero(which == index), cut, group.drop, group.symbols,
             np.concatenate(coded) if len(coded) != 1 else coded[0], rest[index], escaped[index],
         )  # fmt: skip
+    if cut.alternating:
+        out = (out >> out.dtype.type(1)) ^ (~(out & out.dtype.type(1)) + out.dtype.type(1))
     return out.reshape(-1)
 
 

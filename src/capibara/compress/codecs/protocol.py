@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from capibara.compress.codecs import lossless
+from capibara.compress.codecs import lossless, uniform
 from capibara.compress.errors import ArchiveError
 from capibara.compress.formats import NumberFormat
 
@@ -38,7 +38,7 @@ class Codec(Protocol):
         ...
 
 
-CODECS: dict[str, Codec] = {"lossless": lossless.LOSSLESS}
+CODECS: dict[str, Codec] = {"lossless": lossless.LOSSLESS, "uniform": uniform.UNIFORM}
 
 
 def get_codec(name: str) -> Codec:

@@ -1,0 +1,96 @@
+"""Numbers rounded to multiples of a step, and the multiples entropy-coded: the smallest files at a given error.
+
+At moderate and high rates, uniform steps with an entropy coder come within a quarter of a bit of what any
+quantiser of single numbers or of vectors can reach (H. Gish and J. Pierce, "Asymptotically efficient quantizing", IEEE
+Trans. Inf. Theory, 1968), whatever the numbers' distribution; a coder that knows how rows differ in scale, as the
+lossless one does, keeps that for weights. The least squared error for a number of bits has one step for all numbers
+that count alike; a tensor that counts more takes a smaller one.
+
+A decoded number is not the middle of its step but the mean of what fell into it, which lies nearer to zero: that mean
+is kept for the sixteen smallest multiples.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.codecs import lossless
+from capibara.compress.errors import CompressError, DamagedError
+from capibara.compress.formats import NumberFormat, from_float, get_format, to_float
+
+__all__ = ["UNIFORM", "Uniform"]
+
+_MEANS = 16
+_HEAD = struct.Struct(
+    f"<d{_MEANS}bB"
+)  # the step, the means' offsets in 1/256 of it, and the bytes of a multiple
+_WHOLE = {2: "I16", 4: "I32", 8: "I64"}
+
+
+class Uniform:
+    """The codec ``"uniform"``. Settings: ``step``, a finite number above 0."""
+
+    def encode(
+        self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
+    ) -> bytes:
+        """The payload.
+
+        Raises:
+          CompressError: no ``step``, integers, or numbers that are not finite.
+        """
+        step = settings.get("step")
+        if not isinstance(step, float | int) or isinstance(step, bool) or not 0 < step < math.inf:
+            raise CompressError(f"step: got {step!r}, expected a finite number above 0")
+        values = to_float(bits, form).astype(np.float64)
+        if not np.isfinite(values).all():
+            raise CompressError("values: NaN or infinite. Remedy: codec='lossless' for this tensor.")
+        multiples = np.rint(values / step)
+        largest = float(np.abs(multiples).max(initial=0))
+        size = 2 if largest < 1 << 15 else 4 if largest < 1 << 31 else 8
+        if largest >= 1 << 62:
+            raise CompressError(
+                f"step: got {step!r}, which is too small for numbers up to {np.abs(values).max()!r}"
+            )
+        whole = multiples.astype(f"<i{size}")
+        magnitude = np.abs(whole).ravel()
+        small = magnitude < _MEANS
+        offset = np.abs(values.ravel()[small]) / step - magnitude[small]
+        # Where nothing fell there is nothing to move; 0 has two sides.
+        count = np.maximum(np.bincount(magnitude[small], minlength=_MEANS), 1)
+        means = np.bincount(magnitude[small], offset, minlength=_MEANS) / count
+        means[0] = 0
+        means = np.clip(np.rint(means * 256), -127, 127).astype(int)
+        head = _HEAD.pack(step, *means.tolist(), size)
+        inner = get_format(_WHOLE[size])
+        return head + lossless.encode(whole.view(inner.unsigned).reshape(-1), inner, shape)
+
+    def decode(
+        self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
+    ) -> np.ndarray:
+        if len(payload) < _HEAD.size:
+            raise DamagedError("a tensor's payload ends too early: the file is damaged")
+        step, *means, size = _HEAD.unpack(payload[: _HEAD.size])
+        if not 0 < step < math.inf or size not in _WHOLE or not form.is_float:
+            raise DamagedError("a tensor's step or type is none: the file is damaged")
+        inner = get_format(_WHOLE[size])
+        whole = lossless.decode(payload[_HEAD.size :], inner, shape).view(f"<i{size}")
+        magnitude = np.abs(whole)
+        offsets = np.append(np.array(means) / 256, 0.0)[np.minimum(magnitude, _MEANS)]
+        with np.errstate(over="ignore"):
+            values = np.copysign((magnitude + offsets) * step, whole)
+            return from_float(values if form.bits == 64 else values.astype(np.float32), form)
+
+    def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
+        return _HEAD.size + 1 + 8 * count
+
+    def error_bound(self, settings: Mapping[str, Any]) -> float | None:
+        """Relative errors are not bounded: a number below half a step becomes 0. The absolute one is a step."""
+        return None
+
+
+UNIFORM = Uniform()
