@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import decimal
 import math
+import re
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -324,20 +325,25 @@ def test_bad_input(change, error, match):
         radix_optimized_fft(**call)
 
 
-def test_the_documented_call():
-    from capibara.jax.tpu_v4.backend import TpuV4FFTOps
+def instructions(function, *arrays):
+    """What a compiled program does, without the names of where it comes from."""
+    text = str(jax.jit(function).lower(*arrays).compile().as_text())
+    entry = text[text.index("ENTRY") :]
+    return re.findall(r"= (\S+ [a-z-]+)\(.*?\)(?:, (fft_type=\w+, fft_length=\{[0-9,]+\}))?", entry)
 
-    signal = draw((2, 64)).astype(np.complex64)
-    fft_ops = TpuV4FFTOps()
-    fft_result = fft_ops.radix_optimized_fft(
-        signal,
-        radix_factors=[2, 4, 8],
-        use_parallel=True,
-        precision="bfloat16",
-    )
-    assert distance(fft_result, np.fft.fft(signal)) < 3 * BOUND["bfloat16"]
-    under_jit = jax.jit(lambda x: fft_ops.radix_optimized_fft(x, [2, 4, 8], True, "bfloat16"))(signal)
-    np.testing.assert_allclose(under_jit, fft_result, atol=1e-4)
+
+@pytest.mark.parametrize("spec", select("large"), ids=lambda s: s.name)
+def test_auto_on_cpus_is_the_program_of_jax_numpy_fft(spec):
+    """So it is as fast."""
+    for plain, dtype, options in (
+        (jnp.fft.fftn, jnp.complex64, {}),
+        (jnp.fft.ifftn, jnp.complex64, {"inverse": True}),
+        (jnp.fft.rfftn, jnp.float32, {"real": True}),
+    ):
+        x = jax.ShapeDtypeStruct(spec.shape, dtype)
+        ours = instructions(partial(radix_optimized_fft, **spec.options, **options), x)
+        assert ours == instructions(partial(plain, axes=spec.axes), x)
+        assert sum(bool(kind) for _, kind in ours) == 1
 
 
 def test_specs_are_as_they_say():
