@@ -3,13 +3,20 @@
 float32, the large shapes of ``capibara.ops.attention.specs``, timed in alternation in one process. The peers are
 ``jax.nn.dot_product_attention`` and ``torch.nn.functional.scaled_dot_product_attention``; each gets its arrays in
 the spec's layout and gives its result in it, so that a transpose one of them needs is part of its time.
+
+``peak_mib`` is how far the process's resident memory rises during a call, its results included: XLA's own figures
+know nothing of what a native kernel or PyTorch allocates. The kernel resets the mark on request, on Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import re
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +66,28 @@ def _torch_pair(bhsd: bool, arrays: list[np.ndarray]) -> dict[str, Callable[[], 
     return {"forward": forward, "forward + backward": backward}
 
 
+def _resident(name: str) -> float:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def _peak(call: Callable[[], Any]) -> float | None:
+    """MiB by which resident memory rises during a call; ``None`` where the system does not say."""
+    import jax
+
+    marks = Path("/proc/self/clear_refs")
+    if not marks.exists():
+        return None
+    jax.block_until_ready(call())
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later would hide what a call takes
+    marks.write_text("5")
+    before = _resident("VmRSS")
+    jax.block_until_ready(call())
+    return max(_resident("VmHWM") - before, 0.0)
+
+
 def run(rounds: int = 9) -> list[dict[str, Any]]:
     """Rows of ratios: time of the peer / time of Capibara, so that above 1 Capibara is the faster."""
     import jax
@@ -92,7 +121,8 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
         }
         for what in ("forward", "forward + backward"):
             table = interleaved({name: side[what] for name, side in sides.items()}, rounds)
-            print(f"{spec.name}, {what}\n{table}\n")
+            peaks = {name: _peak(side[what]) for name, side in sides.items()}
+            print(f"{spec.name}, {what}\n{table}\npeaks in MiB: {peaks}\n")
             rows += [
                 {
                     "what": f"causal attention, {what} ({spec.name})",
@@ -102,6 +132,8 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
                     "peer": peer,
                     "peer_ms": 1e3 * statistics.median(table[peer].seconds),
                     "ratio": table.ratio(peer, "capibara"),
+                    "peak_mib": peaks["capibara"],
+                    "peer_peak_mib": peaks[peer],
                 }
                 for peer in (JAX, TORCH)
             ]

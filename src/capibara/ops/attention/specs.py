@@ -85,6 +85,7 @@ SPECS: tuple[AttentionSpec, ...] = (
         "model 8 heads, bshd", 16, 8, 256, 32, options={**_CAUSAL, "layout": "bshd"}, tags=("large",)
     ),
     AttentionSpec("longer", 4, 8, 1024, 64, options=_CAUSAL, tags=("large",)),
+    AttentionSpec("longest", 1, 8, 4096, 64, options=_CAUSAL, tags=("large",)),
 )
 
 
