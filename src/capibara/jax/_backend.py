@@ -75,6 +75,7 @@ TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] =
     "cholesky_update": lambda: ((_array(256, 256), _array(256)), {}),
     "winograd_conv2d": lambda: ((_array(8, 28, 28, 128), _array(3, 3, 128, 128)), {}),
     "tropical_matmul": lambda: ((_array(512, 512), _array(512, 512)), {}),
+    "radix_optimized_fft": lambda: ((_array(64, 4096),), {"real": True}),
 }
 
 # The documents' names for capabilities, and the operation that each one speaks of.
