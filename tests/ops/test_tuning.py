@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -588,6 +589,44 @@ def test_every_operation_that_declares_it_can_be_measured(name):
         for each in op._implementations:
             for parameter in each.tunables:
                 assert getattr(problem, parameter) is None, (spec.name, parameter)
+
+
+def _prepared(op: Op) -> Iterator[tuple[Any, Any, Any]]:
+    """Problem and arguments of the small specs, in float32, with the heuristics."""
+    assert op.tuning is not None
+    for case in tuner.cases(op, "small"):
+        args, kwargs = jax.tree.map(
+            lambda x: x.astype("float32") if isinstance(x, np.ndarray) and x.dtype == "float64" else x,
+            op.tuning.arguments(case.spec, np.random.default_rng(0)),
+        )
+        with forced(op.name, None):
+            yield op.prepare(*args, **kwargs)[0], args, kwargs
+
+
+@pytest.mark.parametrize("name", sorted(n for n, op in list_ops().items() if op.tuning is not None))
+def test_a_choice_reaches_the_program_of_every_such_operation(name):
+    """The public function prepares its calls with what was measured, and each tunable value makes its own problem."""
+    op = list_ops()[name]
+    assert op.tuning is not None
+    assert op.face is not None
+    face = op.face
+    problem, args, kwargs = next(each for each in _prepared(op) if op.tuning.bucket(each[0]) is not None)
+    for each in op.usable(problem, "cpu"):
+        values = {parameter: numbers[0] for parameter, numbers in op.tunables(each).items()}
+        chosen = Tuned("cpu", each, ((each, tuple(sorted(values.items()))),) if values else ())
+        with forced(name, chosen):
+            (part,) = explain(lambda *a, **k: face(*a, **k), *args, platform="cpu", **kwargs).parts
+        assert part.chosen == each
+        assert part.parameters in (values, {})  # one that refuses these values runs with its own
+
+
+def test_without_a_backend_the_heuristics_answer(folder, monkeypatch):
+    def none() -> int:
+        raise RuntimeError("Unable to initialize backend 'tpu'")
+
+    monkeypatch.setattr(jax, "process_count", none)
+    use_tuning()
+    assert explain("flash_attention", X, X, X, platform="tpu").chosen == "pallas_tpu"
 
 
 def test_importing_the_operations_reads_no_file(tmp_path):

@@ -150,10 +150,13 @@ class _Table:
     def _read(self) -> None:
         self.entries = {}  # whatever happens below: the file is looked at once
         given = self.folder is not None or os.environ.get("CAPIBARA_TUNING_DIR")
-        if jax.process_count() > 1 and not given:
-            return
         try:
+            if jax.process_count() > 1 and not given:
+                return
             path, device = tuning_file(self.folder)
+        except RuntimeError:
+            # JAX has no backend here. What only lowers for another platform does not need one; what computes will say.
+            return
         except CacheError as error:
             warnings.warn(f"measurements are left out: {error}", TuningWarning, stacklevel=2)
             return
