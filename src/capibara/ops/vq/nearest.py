@@ -22,9 +22,10 @@ from capibara.ops.vq.problem import NearestProblem
 
 __all__ = ["cpu", "reference", "unit", "xla"]
 
-# Scores alive at a time: 1 MiB in float32 on CPUs, which stays near the cores, and 16 MiB elsewhere.
+# Scores alive at a time: 1 MiB in float32 on CPUs, which stays near the cores, and 4 MiB elsewhere. Compilers for TPUs
+# keep them on the chip; larger blocks only took them longer to compile.
 CPU_BLOCK_SCORES = 1 << 18
-BLOCK_SCORES = 1 << 22
+BLOCK_SCORES = 1 << 20
 # A product needs some rows to be fast: with more codes than this they are searched piece by piece.
 BLOCK_CODES = 4096
 
