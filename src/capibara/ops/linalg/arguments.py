@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import automatic, explicit_sharding
 
-__all__ = ["FLOATS", "WIDE", "check_bool", "check_count", "check_matrix"]
+__all__ = ["FLOATS", "WIDE", "check_bool", "check_count", "check_matrix", "on_any_mesh"]
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 WIDE = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
@@ -44,3 +46,10 @@ def check_count(op: str, name: str, value: Any, least: int) -> int:
     if value < least:
         raise OpValueError(f"{op}: {name} must be at least {least}, got {value}")
     return int(value)
+
+
+def on_any_mesh(function: Callable[..., Any], arrays: tuple[Any, ...], kept: int) -> Any:
+    """``function(*arrays)``; over explicit mesh axes the results lie as the first array does in ``kept`` batch axes."""
+    if explicit_sharding(*arrays) is None:
+        return function(*arrays)
+    return automatic(function, arrays, kept)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError
-from capibara.ops.linalg.arguments import WIDE, check_bool, check_matrix
+from capibara.ops.linalg.arguments import WIDE, check_bool, check_matrix, on_any_mesh
 from capibara.ops.linalg.orthogonal import product, t
 from capibara.ops.registry import Implementation, Op, public
 
@@ -121,4 +121,4 @@ def cholesky_update(
     problem, arrays = _prepare(factor, vector, downdate=downdate, implementation=implementation)
     if 0 in factor.shape:
         return jnp.zeros(factor.shape, problem.dtype)
-    return _run(problem, *(jnp.asarray(x) for x in arrays))
+    return on_any_mesh(partial(_run, problem), tuple(jnp.asarray(x) for x in arrays), len(problem.batch))

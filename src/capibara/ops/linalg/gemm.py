@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
-from capibara.ops.linalg.arguments import FLOATS, check_bool, check_count, check_matrix
+from capibara.ops.linalg.arguments import FLOATS, check_bool, check_count, check_matrix, on_any_mesh
 from capibara.ops.linalg.orthogonal import t
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
@@ -314,7 +314,8 @@ def optimized_gemm(
     size = _host_slab(problem, a, b)
     if size is not None and size < problem.inner:
         return _stream(problem, a, b, size)
-    return _run(problem, jnp.asarray(a), jnp.asarray(b))
+    kept = len(problem.batch) if np.ndim(a) - 2 == len(problem.batch) else 0
+    return on_any_mesh(partial(_run, problem), (jnp.asarray(a), jnp.asarray(b)), kept)
 
 
 def _host_slab(problem: GemmProblem, a: Any, b: Any) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from capibara.ops.linalg.arguments import WIDE, check_matrix
+from capibara.ops.linalg.arguments import WIDE, check_matrix, on_any_mesh
 from capibara.ops.linalg.orthogonal import orthonormal_rows, product, t
 from capibara.ops.registry import Implementation, Op, public
 
@@ -123,4 +123,4 @@ def qr(matrix: jax.Array, *, implementation: str = "auto") -> tuple[jax.Array, j
     if 0 in matrix.shape:
         k = min(p.rows, p.columns)
         return jnp.zeros((*p.batch, p.rows, k), p.wide), jnp.zeros((*p.batch, k, p.columns), p.wide)
-    return _run(problem, jnp.asarray(matrix))
+    return on_any_mesh(partial(_run, problem), (jnp.asarray(matrix),), len(p.batch))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpTypeError, OpValueError
-from capibara.ops.linalg.arguments import WIDE, check_bool, check_count, check_matrix
+from capibara.ops.linalg.arguments import WIDE, check_bool, check_count, check_matrix, on_any_mesh
 from capibara.ops.linalg.svd_randomized import error_bound, randomized, randomized_values
 from capibara.ops.registry import Implementation, Op, public
 
@@ -198,8 +198,7 @@ def fast_svd(
     if not with_error_bound:
         return _compute(problem, matrix, key)
     u, s, vh = _compute(replace(problem, compute_uv=True), matrix, key)
-    held = {"matrix": matrix, "u": u, "s": s, "vh": vh}
-    bound = _bound(held, key)
+    bound = on_any_mesh(_bound, (matrix, u, s, vh, key), len(problem.batch))
     return (u, s, vh, bound) if compute_uv else (s, bound)
 
 
@@ -210,7 +209,7 @@ def _run(problem: SVDProblem, matrix: jax.Array, key: jax.Array) -> Any:
 
 def _compute(problem: SVDProblem, matrix: jax.Array, key: jax.Array) -> Any:
     if problem.rank and math.prod(problem.batch):
-        return _run(problem, matrix, key)
+        return on_any_mesh(partial(_run, problem), (matrix, key), len(problem.batch))
     s = jnp.zeros((*problem.batch, problem.rank), problem.wide)
     if not problem.compute_uv:
         return s
@@ -219,7 +218,8 @@ def _compute(problem: SVDProblem, matrix: jax.Array, key: jax.Array) -> Any:
 
 
 @jax.jit
-def _bound(held: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    if 0 in held["matrix"].shape:
-        return jnp.zeros(held["matrix"].shape[:-2], held["s"].dtype)
-    return error_bound(**lax.stop_gradient(held), key=jax.random.fold_in(key, 1))
+def _bound(matrix: jax.Array, u: jax.Array, s: jax.Array, vh: jax.Array, key: jax.Array) -> jax.Array:
+    if 0 in matrix.shape:
+        return jnp.zeros(matrix.shape[:-2], s.dtype)
+    matrix, u, s, vh = lax.stop_gradient((matrix, u, s, vh))
+    return error_bound(matrix, u, s, vh, jax.random.fold_in(key, 1))
