@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capibara.ops import OpShapeError, OpTypeError, OpValueError, explain
+from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
 from capibara.ops.fft import plan, radix_optimized_fft
 from capibara.ops.fft.specs import SPECS, FFTSpec, select
 
@@ -283,6 +283,15 @@ def test_explain_is_what_is_lowered():
                 assert answer.chosen == ("matmul" if platform == "tpu" else "xla")
                 if platform == "cpu":
                     assert "is for tpu, not cpu" in answer.reasons["matmul"]
+
+
+def test_lengths_past_what_is_counted_are_left_to_xla():
+    x = jax.ShapeDtypeStruct(((1 << 28) + 2,), jnp.complex64)
+    answer = explain(radix_optimized_fft, x, platform="tpu")
+    assert answer.chosen == "xla"
+    assert "up to 268435456" in answer.reasons["matmul"]
+    with pytest.raises(NoImplementationError, match="up to 268435456"):
+        jax.eval_shape(partial(radix_optimized_fft, implementation="matmul"), x)
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,18 @@ from jax import lax
 from capibara.ops.fft.plan import chirp, dft_matrix, padded_length, radices, roots
 from capibara.ops.fft.problem import FFTProblem
 
-__all__ = ["fit", "forward", "join"]
+__all__ = ["check", "fit", "forward", "join"]
 
 # Twiddles of longer transforms are computed where they are used: as constants they would fill the program.
 MOST_TABLE = 1 << 16
+# Their exponents are 32-bit numbers, and so are those of a convolution of twice the length.
+MOST_LENGTH = 1 << 28
+
+
+def check(problem: FFTProblem) -> None:
+    """Refuse lengths whose roots of unity would be counted past 32 bits."""
+    if max(problem.lengths) > MOST_LENGTH:
+        raise NotImplementedError(f"is for lengths up to {MOST_LENGTH}, not {max(problem.lengths)}")
 
 
 def fit(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -7,7 +7,8 @@ A device has a block of the signal. Two ways lead to a transform in which each d
 * a single long signal ``n = r · s`` is a matrix of ``r`` rows. Columns are transformed, multiplied with roots of
   unity, then rows: three all-to-alls, of which the last one puts the spectrum in order.
 
-Where neither divides evenly every device gathers the whole signal and keeps its block of the spectrum.
+Where neither divides evenly (or a long signal has more than 2²⁸ numbers) every device gathers the whole signal and
+keeps its block of the spectrum.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.collective.rings import Axis
+from capibara.ops.fft.matmul import MOST_LENGTH
 from capibara.ops.fft.plan import roots
 
 __all__ = ["along_split", "way"]
@@ -37,7 +39,7 @@ def way(shape: tuple[int, ...], axis: int, devices: int) -> tuple[str, int]:
         if other != axis and shape[other] and shape[other] % devices == 0:
             return "slabs", other
     n = shape[axis] * devices
-    if n % devices**2:
+    if n % devices**2 or n > MOST_LENGTH:
         return "gather", 0
     # Rows and columns are multiples of the devices, and about as many of the one as of the other.
     rest = n // devices**2
