@@ -68,8 +68,8 @@ def run(rounds: int = 15) -> list[dict[str, Any]]:
                         "implementation": name
                         if name == "winograd"
                         else explain(winograd_conv2d, x, w, **spec.options).chosen,
-                        "largest_error": float(np.abs(compiled[name](x, w) - wanted).max()),
-                        "peer_error": float(np.abs(compiled[PEER](x, w) - wanted).max()),
+                        "largest_error": float(np.abs(np.asarray(compiled[name](x, w)) - wanted).max()),
+                        "peer_error": float(np.abs(np.asarray(compiled[PEER](x, w)) - wanted).max()),
                         "ours_ms": 1e3 * statistics.median(table[name].seconds),
                         "peer": PEER,
                         "peer_ms": 1e3 * statistics.median(table[PEER].seconds),
