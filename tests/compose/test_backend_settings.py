@@ -153,3 +153,17 @@ def test_device_of_the_backend_and_the_arguments_device() -> None:
         check=False,
     )
     assert done.stdout.strip() == "same", done.stderr
+
+
+def test_a_narrow_input_does_not_narrow_wide_parameters() -> None:
+    model = ml.Model()
+    model |= ml.Linear(3)(input="x", output="y")
+    model |= ml.MatrixMultiply()(left="y", right="w", output="z")
+    x = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
+    w = np.random.default_rng(1).normal(size=(3, 2))
+    compiled = ml.compile(model, ml.JaxBackend(dtype="float64"), shapes={"x": (4, 5), "w": (3, 2)})
+    params = compiled.randomize_params(seed=0)
+    weight, bias = (np.asarray(params["linear"][k]) for k in ("weight", "bias"))
+    expected = (x.astype(np.float64) @ weight + bias) @ w
+    found = compiled.evaluate(params, {"x": x, "w": w})["z"]
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-12)

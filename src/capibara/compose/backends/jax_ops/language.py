@@ -39,12 +39,12 @@ Array = jax.Array
 
 
 def _dot(x: Array, w: Array, accumulate: str) -> Array:
-    """``x [*b, k] @ w [k, n]``, summed in ``accumulate``, returned in x's dtype."""
+    """``x [*b, k] @ w [k, n]``, summed in ``accumulate``, returned in the wider of their dtypes."""
     # Two axes, not three: the gradient of w then is one plain product, where XLA's CPU compiler would first copy
     # the (fused) gradient of the output into transposed order.
     flat = _joined(x, 0, x.ndim - 1)
     out = lax.dot_general(flat, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.dtype(accumulate))
-    return out.astype(x.dtype).reshape(*x.shape[:-1], w.shape[1])
+    return out.astype(jnp.result_type(x, w)).reshape(*x.shape[:-1], w.shape[1])
 
 
 def dense(x: Array, weight: Array, accumulate: str) -> Array:
@@ -70,7 +70,8 @@ def merge(x: Array, weight: Array, accumulate: str) -> Array:
 
 def unembed(x: Array, table: Array, accumulate: str) -> Array:
     dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, table, dims, preferred_element_type=jnp.dtype(accumulate)).astype(x.dtype)
+    out = lax.dot_general(x, table, dims, preferred_element_type=jnp.dtype(accumulate))
+    return out.astype(jnp.result_type(x, table))
 
 
 def lookup(table: Array, indices: Array) -> Array:

@@ -30,7 +30,9 @@ Array = jax.Array
 
 
 def matmul(left: Array, right: Array, accumulate: str) -> Array:
-    return jnp.matmul(left, right, preferred_element_type=jnp.dtype(accumulate)).astype(left.dtype)
+    product = jnp.matmul(left, right, preferred_element_type=jnp.dtype(accumulate))
+    # Of both: a narrow input must not narrow what wide parameters make of it.
+    return product.astype(jnp.result_type(left, right))
 
 
 def cholesky(x: Array) -> Array:
