@@ -163,7 +163,8 @@ def _slabs(problem: GemmProblem, a: jax.Array, b: jax.Array) -> jax.Array:
             lax.dynamic_slice_in_dim(x, start, length, x.ndim + axis)
             for x, axis in zip((a, b), axes, strict=True)
         )
-        return _product(problem, *parts)
+        # So that a compiler does not round whole operands before the loop. (The one for v5p does so even then.)
+        return _product(problem, *lax.optimization_barrier(tuple(parts)))
 
     def step(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
         return total + slab(index * size, size), None
