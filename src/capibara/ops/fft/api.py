@@ -223,7 +223,7 @@ def radix_optimized_fft(
       signal: an array of real or complex numbers, or a pair ``(real part, imaginary part)`` of arrays of one
         floating-point dtype, which gives a pair: JAX has no complex numbers of 16 bits.
       radix_factors: the radices that may be used, each as often as need be; if their product is the length, these and
-        in this order. ``None``: the cheapest by a model of a TPU's matrix unit, at most 512. Form ``"matmul"`` only.
+        in this order. ``None``: the cheapest by a model of a TPU, at most 256. Form ``"matmul"`` only.
       use_parallel: whether a transformed dimension that is split over devices is transformed where it lies, by
         all-to-alls. Inside ``jax.shard_map`` that is dimension ``split_axis``, split evenly over ``axis_name``; each
         device gets its block of the spectrum. Elsewhere it is what the sharding of ``signal`` says, and the spectrum

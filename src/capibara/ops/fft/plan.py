@@ -2,8 +2,7 @@
 
 A transform of length ``n = r · m`` is ``m`` transforms of length ``r``, each a product with the matrix of roots of
 unity, a multiplication with roots of unity (the *twiddles*), and ``r`` transforms of length ``m``. Large radices mean
-few passes over memory and much arithmetic: what is cheap depends on how fast products are. The cost model is that of a
-TPU's matrix unit, which multiplies with tiles of 128 × 128; complex numbers are pairs, so a radix of 64 fills a tile.
+few passes over memory and much arithmetic: what is cheap depends on how fast products are. The cost model is a TPU's.
 """
 
 from __future__ import annotations
@@ -18,20 +17,19 @@ import numpy as np
 
 __all__ = ["chirp", "dft_matrix", "padded_length", "radices", "roots", "transform_cost"]
 
-# The largest radix that is chosen here: its matrix has 2 · 512² numbers.
-MOST = 512
-# Per complex number, in picoseconds of a TPU v4 by its data sheet: a pass over memory, and the pass of one pair of
-# numbers through a tile in float32 (six passes in bfloat16).
-_PASS, _TILE = 13.0, 11.2
-
-
-def _stage_cost(radix: int) -> float:
-    return _PASS + _TILE * 64 / radix * math.ceil(radix / 64) ** 2
+# The largest radix that is chosen here: its matrix has 4 · 256² numbers.
+MOST = 256
 
 
 def transform_cost(stages: Sequence[int]) -> float:
-    """The model's cost of a transform for each of its numbers."""
-    return sum(_stage_cost(r) for r in stages)
+    """The model's cost of a transform for each of its numbers.
+
+    Fitted to the TPU compiler's estimates for v4: a stage costs its pass over memory and little for its products, and
+    more where the first one's frequencies do not fill the 128 lanes of a register.
+    """
+    if not stages:
+        return 0.0
+    return sum(1 + r / 1024 for r in stages) + 0.25 * max(0.0, 1 - stages[0] / 128)
 
 
 def _divisors(n: int, most: int) -> list[int]:
@@ -45,7 +43,7 @@ def radices(n: int, factors: tuple[int, ...] | None = None) -> tuple[int, ...] |
     Args:
       n: The length.
       factors: The radices to choose from, each as often as need be. If their product is ``n`` they are taken as they
-        stand. None: all up to 512.
+        stand. None: all up to 256.
     """
     if factors is not None and math.prod(factors) == n:
         return factors
@@ -53,18 +51,21 @@ def radices(n: int, factors: tuple[int, ...] | None = None) -> tuple[int, ...] |
 
     @functools.cache
     def best(rest: int) -> tuple[float, tuple[int, ...]] | None:
+        """The cheapest stages after the first one, the largest before."""
         if rest == 1:
             return 0.0, ()
         found = None
         for r in allowed:
             if rest % r == 0 and (inner := best(rest // r)) is not None:
-                cost = inner[0] + _stage_cost(r)
+                cost = inner[0] + 1 + r / 1024
                 if found is None or cost < found[0]:
-                    found = cost, (r, *inner[1])
+                    found = cost, tuple(sorted((r, *inner[1]), reverse=True))
         return found
 
-    answer = best(n)
-    return None if answer is None else tuple(sorted(answer[1], reverse=True))
+    if n == 1:
+        return ()
+    rows = [(r, *rest[1]) for r in allowed if (rest := best(n // r)) is not None]
+    return min(rows, key=transform_cost, default=None)
 
 
 @functools.lru_cache(maxsize=1024)
