@@ -42,6 +42,14 @@ def _selective_scan() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x, dt, a, _array(1, 1024, 1, 32), _array(1, 1024, 1, 32)), {}
 
 
+def _parallel_scan() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def decay(h: Any, x: Any) -> tuple[Any, Any]:
+        h = 0.9 * h + x
+        return h, h
+
+    return (decay, _array(256), _array(1024, 256)), {}
+
+
 def _causal_conv1d() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (_array(1, 1024, 256), _array(4, 256)), {}
 
@@ -65,6 +73,9 @@ TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] =
     "flash_attention": _attention,
     "cached_attention": _cached_attention,
     "selective_scan": _selective_scan,
+    "parallel_scan": _parallel_scan,
+    "linear_recurrence": lambda: ((_array(1024, 256), _array(1024, 256)), {}),
+    "matrix_linear_recurrence": lambda: ((_array(32, 32), _array(1024, 32)), {}),
     "causal_conv1d": _causal_conv1d,
     "nearest_code": _nearest_code,
     "paged_attention": _paged_attention,
@@ -81,7 +92,7 @@ TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] =
 # The documents' names for capabilities, and the operation that each one speaks of.
 CAPABILITIES = {
     "flash_attention": "flash_attention",
-    "parallel_scan": "selective_scan",
+    "parallel_scan": "parallel_scan",
     "vq_kernels": "nearest_code",
     "cached_attention": "cached_attention",
     "causal_conv1d": "causal_conv1d",

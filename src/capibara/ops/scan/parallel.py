@@ -1,0 +1,440 @@
+"""``lax.scan`` for any step, in parallel where the step is found to be affine in its carry.
+
+The step is traced by ``lax.scan`` itself, so arguments, results, promotions and errors are its own; the loop is then
+taken out of the trace and run otherwise. The parts of the carry are solved one after the other: a part whose new
+value is affine in itself (see :mod:`capibara.ops.scan.affine`) is a linear recurrence, and is computed for all
+steps of a segment at once; from then on it counts as an input, which may enter the other parts in any way. The
+outputs are then computed for all steps of a segment at once, whatever they do with the carry.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.ops.errors import OpTypeError
+from capibara.ops.registry import Implementation, Op, public
+from capibara.ops.scan.affine import Affine, Other, bind, carried, interpret
+from capibara.ops.scan.linear import check_segments
+from capibara.ops.scan.recurrence import previous, recurrence
+
+__all__ = ["parallel_scan"]
+
+SEGMENT_BYTES = 1 << 24  # of the states of one segment, where the caller does not say how many segments
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the carry that can be solved when those before it are: its place and the kind of its recurrence."""
+
+    leaf: int
+    kind: str  # "given" | "diagonal" | "matrix"
+    mixed: tuple[int, ...]  # the axes that a matrix acts on
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelProblem:
+    """A traced scan. ``refusal`` says why the step is not taken for affine; then there are no ``stages``."""
+
+    outer: Any  # the jaxpr around the scan
+    loop: Any  # the scan's equation in it, or None
+    out_tree: Any
+    stages: tuple[Stage, ...]
+    refusal: str | None
+    effects: bool
+    num_segments: int | None
+    use_checkpointing: bool
+    implementation: str
+
+    @property
+    def body(self) -> Any:
+        return self.loop.params["jaxpr"]
+
+
+def _recognise(loop: Any) -> tuple[tuple[Stage, ...], str | None]:
+    """The order in which the carry can be solved, or why it cannot."""
+    body, consts, carry = (loop.params[name] for name in ("jaxpr", "num_consts", "num_carry"))
+    avals = [v.aval for v in body.jaxpr.invars]
+    stages: list[Stage] = []
+    while len(stages) < carry:
+        known = {stage.leaf for stage in stages}
+        kinds: dict[int, Stage] = {}
+        reasons: list[str] = []
+
+        def step(*given: Any, known: Any = known, kinds: Any = kinds, reasons: Any = reasons) -> Any:
+            new = _new_carry(body, consts, carry, given, known)
+            for leaf in range(carry):
+                if leaf not in known:
+                    found = _stage(leaf, new[leaf])
+                    if isinstance(found, str):
+                        reasons.append(found)
+                    else:
+                        kinds[leaf] = found
+            return ()
+
+        jax.eval_shape(step, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        if not kinds:
+            return (), reasons[0]
+        stages += kinds.values()
+    return tuple(stages), None
+
+
+def _new_carry(body: Any, consts: int, carry: int, given: Sequence[Any], known: Any) -> list[Any]:
+    """The new carry of a step, as values that say how they depend on the parts of it that are not yet known."""
+    values = list(given)
+    for leaf in range(carry):
+        if leaf not in known:
+            values[consts + leaf] = carried(leaf, body.jaxpr.invars[consts + leaf].aval)
+    return interpret(body.jaxpr, body.consts, values)[:carry]
+
+
+def _stage(leaf: int, value: Any) -> Stage | str:
+    """How a part of the carry can be solved now, or why it cannot."""
+    if isinstance(value, Other):
+        return value.reason
+    if not isinstance(value, Affine) or not value.terms:
+        return Stage(leaf, "given", ())
+    if set(value.terms) != {leaf}:
+        return "parts of the carry depend on one another in a circle"
+    term = value.terms[leaf]
+    mixed = tuple(axis for axis, link in enumerate(term.links) if link != axis)
+    if not mixed and not term.inner:
+        return Stage(leaf, "diagonal", ())
+    every = tuple(range(len(term.shape)))
+    apart = all(term.links[axis] is None for axis in mixed)
+    if apart and term.inner == mixed and (len(mixed) == 1 or mixed == every):
+        return Stage(leaf, "matrix", mixed)
+    return "an axis of the carry takes the place of another, or some of several are mixed"
+
+
+def _dependent(jaxpr: Any, moving: Sequence[bool]) -> list[bool]:
+    """Which results depend on inputs that change from step to step."""
+    env: dict[Any, bool] = dict(zip(jaxpr.invars, moving, strict=True))
+    for eqn in jaxpr.eqns:
+        found = any(env.get(v, False) for v in eqn.invars if not hasattr(v, "val"))
+        env.update(dict.fromkeys(eqn.outvars, found))
+    return [not hasattr(v, "val") and env.get(v, False) for v in jaxpr.outvars]
+
+
+def _over_steps(step: Callable[..., Any], fixed: Sequence[Any], moving: Sequence[Any]) -> list[Any]:
+    """``step`` of every step at once; what is the same for all steps has one only."""
+    if not moving:
+        return [jnp.asarray(v)[None] for v in step(*fixed)]
+    count = len(fixed)
+    closed = jax.make_jaxpr(lambda *v: step(*v[:count], *(m[0] for m in v[count:])))(*fixed, *moving)
+    depends = _dependent(closed.jaxpr, [False] * count + [True] * len(moving))
+    out = jax.vmap(
+        step, in_axes=(None,) * count + (0,) * len(moving), out_axes=[0 if d else None for d in depends]
+    )(*fixed, *moving)
+    return [v if d else v[None] for v, d in zip(out, depends, strict=True)]
+
+
+def _solve(
+    p: ParallelProblem, steps: int, consts: list[Any], first: list[Any], xs: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """One segment of an affine scan: the last carry and the outputs."""
+    body, n, carry = p.body, len(consts), len(first)
+    before: dict[int, Any] = {}
+    after: dict[int, Any] = {}
+    for stage in p.stages:
+        order = list(before)
+
+        def step(*values: Any, leaf: int = stage.leaf, order: list[int] = order) -> Any:
+            given: list[Any] = [*values[:n], *[None] * carry, *values[n + len(order) :]]
+            for k, v in zip(order, values[n : n + len(order)], strict=True):
+                given[n + k] = v
+            found = _new_carry(body, n, carry, given, order)[leaf]
+            if not isinstance(found, Affine):
+                return [found]
+            offset = jnp.zeros(found.shape, found.dtype) if found.offset is None else found.offset
+            if not found.terms:
+                return [offset]
+            c = found.terms[leaf].coefficients
+            return [offset, jnp.ones((1,) * len(found.shape), found.dtype) if c is None else c]
+
+        found = _over_steps(step, consts, [*(before[k] for k in order), *xs])
+        h = _states(stage, body.jaxpr.invars[n + stage.leaf].aval, found, first[stage.leaf], steps)
+        after[stage.leaf] = h
+        before[stage.leaf] = previous(h, first[stage.leaf])
+    new_vars = body.jaxpr.outvars[:carry]
+
+    def outputs(*values: Any) -> Any:
+        # The new carry is known already: what the outputs take from it is not computed again.
+        mine = dict(zip(new_vars, values[n + carry : n + 2 * carry], strict=True))
+        inputs = [*values[: n + carry], *values[n + 2 * carry :]]
+        return _evaluate(body, inputs, mine)[carry:]
+
+    leaves = range(carry)
+    moving = [*(before[k] for k in leaves), *(after[k] for k in leaves), *xs]
+    ys = _over_steps(outputs, consts, moving)
+    ys = [jnp.broadcast_to(y, (steps, *y.shape[1:])) for y in ys]
+    return [after[k][-1] for k in leaves], ys
+
+
+def _evaluate(body: Any, inputs: Sequence[Any], known: dict[Any, Any]) -> list[Any]:
+    """The results of a jaxpr in which some variables are known."""
+    jaxpr = body.jaxpr
+    env = dict(zip(jaxpr.constvars, body.consts, strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+    # A variable that goes in cannot be replaced: where a part of the carry is handed on its old value is meant.
+    known = {v: value for v, value in known.items() if not hasattr(v, "val") and v not in env}
+
+    def read(v: Any) -> Any:
+        return v.val if hasattr(v, "val") else env[v]
+
+    for eqn in jaxpr.eqns:
+        out = (
+            [known[v] for v in eqn.outvars]
+            if all(v in known for v in eqn.outvars)
+            else bind(eqn, *map(read, eqn.invars))
+        )
+        for v, value in zip(eqn.outvars, out, strict=True):
+            env[v] = known.get(v, value)
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _states(stage: Stage, aval: Any, found: list[Any], first: Any, steps: int) -> Any:
+    offset = jnp.broadcast_to(found[0], (steps, *aval.shape)).astype(aval.dtype)
+    if stage.kind == "given":
+        return offset
+    a = found[1].astype(aval.dtype)
+    if stage.kind == "diagonal":
+        return recurrence(a, offset, first)[0]
+    if len(stage.mixed) > 1 or len(aval.shape) == 1:  # the leaf is one vector
+        size = math.prod(aval.shape)
+        a = a.reshape(a.shape[0], size, size)
+        h = recurrence(a, offset.reshape(steps, size, 1), first.reshape(size, 1), matrix=True)[0]
+        return h.reshape(offset.shape)
+    axis = min(stage.mixed)
+    size = aval.shape[axis]
+    a = jnp.moveaxis(a, 1 + axis, -2)
+    x, begin = jnp.moveaxis(offset, 1 + axis, -1), jnp.moveaxis(first, axis, -1)
+    if all(s == 1 for s in a.shape[1:-2]):  # one matrix for all: the other axes are columns of one product
+        columns = jnp.swapaxes(x.reshape(steps, -1, size), 1, 2)
+        begin = jnp.swapaxes(begin.reshape(-1, size), 0, 1)
+        h = recurrence(a.reshape(a.shape[0], size, size), columns, begin, matrix=True)[0]
+        h = jnp.swapaxes(h, 1, 2).reshape(x.shape)
+    else:
+        h = recurrence(a, x[..., None], begin[..., None], matrix=True)[0][..., 0]
+    return jnp.moveaxis(h, -1, 1 + axis)
+
+
+def _default_segments(p: ParallelProblem) -> int:
+    length, carry = p.loop.params["length"], p.loop.params["num_carry"]
+    if not p.stages:
+        return max(1, math.isqrt(length))
+    first = p.loop.params["num_consts"]
+    avals = [v.aval for v in p.body.jaxpr.invars[first : first + carry]]
+    size = length * sum(a.size * a.dtype.itemsize for a in avals)
+    return max(1, min(-(-size // SEGMENT_BYTES), length))
+
+
+def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any) -> Any:
+    """The traced scan, segment by segment; ``segment(steps, consts, first, xs)`` gives the last carry and outputs."""
+    params = p.loop.params
+    n, carry, length = params["num_consts"], params["num_carry"], params["length"]
+    count = 1 if not p.use_checkpointing else p.num_segments or _default_segments(p)
+    count = min(count, length)
+    size = length // count
+
+    def run(*values: Any) -> list[Any]:
+        consts, first, xs = list(values[:n]), list(values[n : n + carry]), list(values[n + carry :])
+        if params["reverse"]:
+            xs = [jnp.flip(x, 0) for x in xs]
+        kept = [v.aval.dtype for v in p.body.jaxpr.outvars[:carry]]
+
+        def one(steps: int, consts: Any, first: Any, xs: Any) -> Any:
+            last, ys = segment(steps, consts, first, xs)
+            return [v.astype(d) for v, d in zip(last, kept, strict=True)], ys
+
+        if count == 1:
+            last, ys = one(length, consts, first, xs)
+        else:
+            whole = count * size
+            cut = [x[:whole].reshape(count, size, *x.shape[1:]) for x in xs]
+            part = jax.checkpoint(functools.partial(one, size))
+            last, ys = lax.scan(lambda h, x: part(consts, h, x), first, cut, length=count)
+            ys = [y.reshape(whole, *y.shape[2:]) for y in ys]
+            if whole < length:
+                rest = jax.checkpoint(functools.partial(one, length - whole))
+                last, more = rest(consts, last, [x[whole:] for x in xs])
+                ys = [jnp.concatenate(pair) for pair in zip(ys, more, strict=True)]
+        if params["reverse"]:
+            ys = [jnp.flip(y, 0) for y in ys]
+        return [*last, *ys]
+
+    return _around(p, run, *arrays)
+
+
+def _around(p: ParallelProblem, run: Callable[..., list[Any]], *arrays: Any) -> Any:
+    """What stands around the scan in the trace, with ``run`` in its place."""
+    jaxpr = p.outer.jaxpr
+    arrays = tuple(v if isinstance(v, jax.Array) else jnp.asarray(v) for v in arrays)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), arrays, strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if hasattr(v, "val") else env[v]
+
+    for eqn in jaxpr.eqns:
+        values = [read(v) for v in eqn.invars]
+        out = run(*values) if eqn is p.loop else bind(eqn, *values)
+        env.update(zip(eqn.outvars, out, strict=True))
+    return jax.tree.unflatten(p.out_tree, [read(v) for v in jaxpr.outvars])
+
+
+def _affine(p: ParallelProblem, *arrays: Any) -> Any:
+    return _segmented(functools.partial(_solve, p), p, *arrays)
+
+
+def _sequential(p: ParallelProblem, *arrays: Any) -> Any:
+    run: Any = jax.extend.core.jaxpr_as_fun(p.body)
+
+    def segment(steps: int, consts: Any, first: Any, xs: Any) -> Any:
+        def step(h: Any, x: Any) -> Any:
+            out = run(*consts, *h, *x)
+            return out[: len(h)], out[len(h) :]
+
+        return lax.scan(step, first, xs, length=steps)
+
+    return _segmented(segment, p, *arrays)
+
+
+def _reference(p: ParallelProblem, *arrays: Any) -> Any:
+    return _around(p, lambda *values: bind(p.loop, *values) if p.loop is not None else [], *arrays)
+
+
+def _takes_affine(p: ParallelProblem) -> None:
+    _takes_segments(p)
+    if p.refusal is not None:
+        raise NotImplementedError(f"does not find the step affine in its carry: {p.refusal}")
+
+
+def _takes_segments(p: ParallelProblem) -> None:
+    if p.loop is None:
+        raise NotImplementedError("needs a traced loop, and there is none (jax.disable_jit)")
+    if p.effects:
+        raise NotImplementedError("does not take steps with side effects, whose order it would change")
+    if p.loop.params["length"] == 0:
+        raise NotImplementedError("has nothing to do for no steps")
+
+
+def _prepare(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    *,
+    num_segments: int | None = None,
+    use_checkpointing: bool = True,
+    length: int | None = None,
+    reverse: bool = False,
+    implementation: str = "auto",
+) -> tuple[ParallelProblem, tuple[Any, ...]]:
+    op = "parallel_scan"
+    if not callable(f):
+        raise OpTypeError(f"{op}: f must be a function (carry, x) -> (carry, y), got {type(f).__name__}")
+    num_segments = check_segments(op, num_segments)
+    for name, value in (("use_checkpointing", use_checkpointing), ("reverse", reverse)):
+        if not isinstance(value, bool):
+            raise OpTypeError(f"{op}: {name} must be True or False, got {value!r}")
+
+    def whole(init: Any, xs: Any) -> Any:
+        return lax.scan(f, init, xs, length=length, reverse=reverse)
+
+    outer, shapes = jax.make_jaxpr(whole, return_shape=True)(init, xs)
+    loop = next((e for e in outer.jaxpr.eqns if e.primitive.name == "scan"), None)
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        loop = None
+    stages, refusal = _recognise(loop) if loop is not None else ((), None)
+    effects = loop is not None and bool(loop.params["jaxpr"].effects)
+    problem = ParallelProblem(
+        outer,
+        loop,
+        jax.tree.structure(shapes),
+        stages,
+        refusal,
+        effects,
+        num_segments,
+        use_checkpointing,
+        implementation,
+    )
+    return problem, (*outer.consts, *jax.tree.leaves((init, xs)))
+
+
+OP = Op(
+    "parallel_scan",
+    _prepare,
+    [
+        # On CPUs XLA's loop costs nanoseconds a step: measured, the composition takes up to twice its time there.
+        Implementation("affine", {"forward": _affine}, ("tpu", "cuda", "rocm"), _takes_affine),
+        Implementation("sequential", {"forward": _sequential}, check=_takes_segments),
+        Implementation("reference", {"forward": _reference}),
+    ],
+)
+
+
+@public(OP)
+def parallel_scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    *,
+    num_segments: int | None = None,
+    use_checkpointing: bool = True,
+    length: int | None = None,
+    reverse: bool = False,
+    implementation: str = "auto",
+) -> tuple[Any, Any]:
+    """``jax.lax.scan(f, init, xs)``, parallel on accelerators if ``f`` is affine in its carry.
+
+    Whether it is follows from the primitives that ``f`` is made of, never from samples: additions, products with what
+    does not depend on the carry (elementwise, or matrices along one axis), selections, sums, changes of shape.
+    Parts of the carry may depend on others, in any way if those can be solved before. The outputs may be any
+    function of the carry. Everything else runs step by step; ``capibara.ops.explain(parallel_scan, f, init, xs)``
+    says which, and why.
+
+    Affine steps are computed in another order than one by one: sums and products of floats are rounded differently
+    (the states of a growing recurrence can differ as much as they are sensitive to rounding), and the states of
+    narrow floats are kept in float32. Integers are exact; any other step is exact.
+
+    Args:
+      f: ``(carry, x) -> (carry, y)``, as for ``lax.scan``.
+      init: the first carry, a pytree. xs: a pytree of arrays ``[steps, …]``, or None with ``length``.
+      num_segments: pieces of the sequence that are computed one after the other; the carry between them is kept,
+        what is inside is computed again for gradients, so that these take memory in proportion to ``steps /
+        num_segments`` (and to ``num_segments`` carries). ``None``: about the square root of the steps for steps one
+        by one; for affine ones as few as keep a piece's states below 16 MiB. It need not divide the steps.
+      use_checkpointing: False keeps everything for the gradient, in one piece, whatever ``num_segments``.
+      length, reverse: as for ``lax.scan``.
+      implementation: ``"auto"`` (``"affine"`` on TPUs and GPUs where it can, else ``"sequential"``: on CPUs
+        a plain loop is the faster), ``"affine"``, ``"sequential"`` or ``"reference"`` (``lax.scan``).
+
+    Returns:
+      the last carry and the outputs ``[steps, …]``, as ``lax.scan``.
+
+    Raises:
+      OpTypeError, OpValueError: an option does not fit, by name. NoImplementationError: ``"affine"`` was asked for,
+      and the step is not. What ``lax.scan`` raises for ``f``, ``init`` and ``xs`` that do not fit.
+
+    Source: Blelloch 1990, "Prefix Sums and Their Applications"; Griewank 1992, "Achieving logarithmic growth of
+    temporal and spatial complexity in reverse automatic differentiation", for the pieces.
+    """
+    OP.check_name(implementation)
+    problem, arrays = OP.prepare(
+        f,
+        init,
+        xs,
+        num_segments=num_segments,
+        use_checkpointing=use_checkpointing,
+        length=length,
+        reverse=reverse,
+        implementation=implementation,
+    )
+    return OP.run("forward", problem, *arrays)
