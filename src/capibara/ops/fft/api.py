@@ -28,7 +28,7 @@ OP = Op(
     NAME,
     prepare,
     [
-        # By the compiler's own estimates for a TPU v4 it takes between 1.2 (some powers of 2) and 0.03 (primes) of the
+        # By the compiler's own estimates for a TPU v4 it takes between 0.9 (some powers of 2) and 0.03 (primes) of the
         # cycles of XLA's transform; on CPUs it was measured to take several times as long.
         Implementation("matmul", {"forward": matmul.forward}, ("tpu",), matmul.check),
         Implementation("xla", {"forward": plain.xla}),
