@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
-LIBRARY := src/capibara/ops/native/libcapibara.so
+LIBRARY := src/capibara/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py
 
 .PHONY: demo test test-all bench lint format docs setup setup-dev help clean
@@ -14,13 +14,13 @@ $(VENV)/.pip:
 	$(PIP) -U "pip>=25.1"
 	@touch $@
 
-$(VENV)/.capibara: $(VENV)/.pip pyproject.toml constraints.txt hatch_build.py $(wildcard src/capibara/ops/native/cc/*)
+$(VENV)/.capibara: $(VENV)/.pip pyproject.toml constraints.txt hatch_build.py $(wildcard src/capibara/native/cc/*)
 	$(PIP) -c constraints.txt -e '.[train]'
 	@touch $@
 
 # The environment may outlive the library, which is built into the tree. Where it cannot be built XLA's forms run.
 $(LIBRARY): | $(VENV)/.capibara
-	-$(BIN)/python -m capibara.ops.native
+	-$(BIN)/python -m capibara.native
 
 $(VENV)/.capibara-dev: $(VENV)/.capibara
 	$(PIP) -c constraints.txt -e '.[train,docs]' --group dev

@@ -12,7 +12,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-BUILD = "src/capibara/ops/native/build.py"
+BUILD = "src/capibara/native/build.py"
 
 
 class NativeKernels(BuildHookInterface):

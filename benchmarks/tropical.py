@@ -154,8 +154,9 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
+    from capibara import native
     from capibara.measure import interleaved
-    from capibara.ops import explain, native
+    from capibara.ops import explain
     from capibara.ops.tropical import matmul
 
     rng = np.random.default_rng(0)

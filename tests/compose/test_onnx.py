@@ -335,7 +335,7 @@ def test_a_trace_that_computes_something_else_at_other_sizes_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without the care that is taken of sizes as numbers, torch writes in half the width that was traced."""
-    from capibara.compose.interchange.onnx_ops import ExactNumbers
+    from capibara.compose.interchange.torch_onnx_ops import ExactNumbers
 
     monkeypatch.setattr(
         ExactNumbers,

@@ -18,11 +18,11 @@ from attention_oracle import make, oracle
 from tropical_oracle import PATTERNS, signed
 from tropical_oracle import oracle as product
 
+from capibara.native import build
+from capibara.native.library import TARGETS
 from capibara.ops.attention import flash_attention
 from capibara.ops.attention.problem import prepare
 from capibara.ops.attention.specs import AttentionSpec
-from capibara.ops.native import build
-from capibara.ops.native.library import TARGETS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 HERE = platform.machine() == "aarch64"

@@ -19,11 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import instruction_sets
 
+from capibara import native
 from capibara.measure import count_flops
-from capibara.ops import NoImplementationError, explain, native
+from capibara.native import build, library
+from capibara.ops import NoImplementationError, explain
 from capibara.ops.attention import flash_attention
 from capibara.ops.attention.specs import SPECS, AttentionSpec
-from capibara.ops.native import build, library
 
 pytestmark = pytest.mark.skipif(
     build.find_compiler() is None, reason="no C++ compiler: there is no native library to test"
@@ -244,7 +245,8 @@ def test_arrays_that_do_not_fit_together_are_an_error_not_a_crash():
 SCRIPT = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
-from capibara.ops import explain, native
+from capibara import native
+from capibara.ops import explain
 from capibara.ops.attention import flash_attention
 
 rng = np.random.default_rng(0)
@@ -313,7 +315,7 @@ def test_a_library_from_other_sources_is_refused(monkeypatch):
     assert found is None
     assert reason is not None
     assert "other sources" in reason
-    assert "python -m capibara.ops.native" in reason
+    assert "python -m capibara.native" in reason
 
 
 @pytest.mark.parametrize(("here", "said"), [(None, "unknown"), (2, r"0\.2"), (1003, r"1\.3")])

@@ -10,7 +10,8 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 
-from capibara.ops import NoImplementationError, OpTypeError, OpValueError, explain, list_ops, native
+from capibara import native
+from capibara.ops import NoImplementationError, OpTypeError, OpValueError, explain, list_ops
 from capibara.ops import registry as registry_module
 from capibara.ops.attention import flash_attention
 from capibara.ops.registry import Implementation, Op, public

@@ -192,7 +192,7 @@ class _Job:
         return [p for p, value in self.states.items() if after.get(p) is not value]
 
     def _run(self, params: dict[Path, Any], inputs: dict[str, Any], states: dict[Path, Any]) -> Any:
-        from capibara.compose.interchange.onnx_ops import ExactNumbers
+        from capibara.compose.interchange.torch_onnx_ops import ExactNumbers
 
         with ExactNumbers():
             return self.function(nest(params), inputs, nest(states), None, False)
@@ -312,12 +312,12 @@ class _Job:
 
 
 def _function(compiled: CompiledModel) -> Any:
-    """The generated source once more, with the operations of :mod:`.onnx_ops`."""
-    from capibara.compose.interchange import onnx_ops
+    """The generated source once more, with the operations of :mod:`.torch_onnx_ops`."""
+    from capibara.compose.interchange import torch_onnx_ops
 
     namespace: dict[str, Any] = {"__name__": "capibara_onnx"}
     exec(builtins.compile(compiled.source, "<capibara.compose.export_onnx>", "exec"), namespace)
-    namespace["ops"] = onnx_ops
+    namespace["ops"] = torch_onnx_ops
     for name in ("constants", "registered"):
         if name in compiled.namespace:
             namespace[name] = compiled.namespace[name]

@@ -20,12 +20,14 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from capibara.compress.codecs.cut import Cut
 from capibara.compress.codecs.executors import Executor, NumpyExecutor
+from capibara.compress.codecs.native import NativeExecutor
 from capibara.compress.entropy import (
     BLOCK,
     LANES,
@@ -39,6 +41,7 @@ from capibara.compress.entropy import (
 )
 from capibara.compress.errors import DamagedError
 from capibara.compress.formats import NumberFormat
+from capibara.native.loading import open_library
 
 __all__ = ["LOSSLESS", "decode", "encode", "size_bound"]
 
@@ -57,9 +60,11 @@ class _Group:
     escapes: int
 
 
+@cache
 def best_executor() -> Executor:
     """Compiled code where the library is built, else NumPy."""
-    return NumpyExecutor()
+    library, _ = open_library()
+    return NumpyExecutor() if library is None else NativeExecutor(library)
 
 
 def size_bound(form: NumberFormat, count: int) -> int:

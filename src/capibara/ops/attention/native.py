@@ -1,4 +1,4 @@
-"""Attention by the compiled kernels of :mod:`capibara.ops.native` (float32 on CPUs)."""
+"""Attention by the compiled kernels of :mod:`capibara.native` (float32 on CPUs)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara import native
 from capibara.measure.flops import register_foreign_call
-from capibara.ops import native
 from capibara.ops.attention import cpu, xla
 from capibara.ops.attention.problem import AttentionProblem
 

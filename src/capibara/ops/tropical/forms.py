@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from capibara import native
 from capibara.measure.flops import register_foreign_call
-from capibara.ops import native
 from capibara.ops.tropical.problem import TropicalProblem, times
 
 __all__ = [

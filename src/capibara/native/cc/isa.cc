@@ -8,6 +8,7 @@
   namespace set {                                      \
   extern const capibara::AttentionKernels kAttention;  \
   extern const capibara::TropicalKernels kTropical;    \
+  extern const capibara::CodecKernels kCodec;          \
   }
 
 #if defined(__aarch64__)
@@ -30,15 +31,15 @@ Isa choose() {
   __builtin_cpu_init();
   if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
-    return {&avx512::kAttention, &avx512::kTropical};
+    return {&avx512::kAttention, &avx512::kTropical, &avx512::kCodec};
   if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    return {&avx2::kAttention, &avx2::kTropical};
+    return {&avx2::kAttention, &avx2::kTropical, &avx2::kCodec};
 #endif
   (void)wanted;
 #if defined(__aarch64__)
-  return {&neon::kAttention, &neon::kTropical};
+  return {&neon::kAttention, &neon::kTropical, &neon::kCodec};
 #else
-  return {&baseline::kAttention, &baseline::kTropical};
+  return {&baseline::kAttention, &baseline::kTropical, &baseline::kCodec};
 #endif
 }
 

@@ -1,9 +1,9 @@
-"""``python -m capibara.ops.native``: build the library in place and load it."""
+"""``python -m capibara.native``: build the library in place and load it."""
 
 import sys
 
-from capibara.ops.native import library
-from capibara.ops.native.build import NativeBuildError, build
+from capibara.native import library
+from capibara.native.build import NativeBuildError, build
 
 
 def main() -> int:

@@ -1,9 +1,8 @@
-"""Finding, checking and loading the library, once a process and not before it is needed."""
+"""The library's functions as XLA calls them: registered once a process, and not before they are needed."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -13,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from capibara.ops.native.build import LIBRARY, source_digest
+from capibara.native.build import LIBRARY, source_digest
+from capibara.native.loading import REMEDY, open_library
 
 __all__ = ["TARGETS", "call", "isa", "problem"]
 
@@ -23,7 +23,6 @@ TARGETS = (
     "capibara_max_plus",
     "capibara_max_plus_argmax",
 )
-_REMEDY = "python -m capibara.ops.native builds it (a C++ compiler is needed)"
 
 
 def _interface() -> int | None:
@@ -39,27 +38,20 @@ def _interface() -> int | None:
 @cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
     """The library with its targets registered, or the reason why there is none."""
-    if os.environ.get("CAPIBARA_NATIVE", "1") == "0":
-        return None, "CAPIBARA_NATIVE=0 is set"
-    if not LIBRARY.is_file():
-        return None, f"the native library is not built: {_REMEDY}"
+    library, reason = open_library(LIBRARY, source_digest())
+    if library is None:
+        return None, reason
     try:
-        library = ctypes.CDLL(str(LIBRARY))
-        library.capibara_native_sources.restype = ctypes.c_char_p
-        library.capibara_native_isa.restype = ctypes.c_char_p
-        built_from = library.capibara_native_sources().decode()
         speaks = library.capibara_native_interface()
-    except (OSError, AttributeError) as error:
-        return None, f"the native library {LIBRARY} does not load ({error}): {_REMEDY} anew"
-    if built_from != source_digest():
-        return None, f"the native library was built from other sources than these: {_REMEDY} anew"
+    except AttributeError as error:
+        return None, f"the native library {LIBRARY} does not load ({error}): {REMEDY} anew"
     here = _interface()
     # Checked here and not left to XLA, which would fail to start at all with a target it cannot take.
     if here is None or speaks // 1000 != here // 1000 or speaks > here:
         said = "unknown" if here is None else f"{here // 1000}.{here % 1000}"
         return None, (
             f"the native library was built for version {speaks // 1000}.{speaks % 1000} of XLA's foreign function "
-            f"interface, this jaxlib's is {said}: {_REMEDY} anew"
+            f"interface, this jaxlib's is {said}: {REMEDY} anew"
         )
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "codec.h"
 #include "tropical.h"
 
 namespace capibara {
@@ -9,6 +10,7 @@ namespace capibara {
 struct Isa {
   const AttentionKernels* attention;
   const TropicalKernels* tropical;
+  const CodecKernels* codec;
 };
 
 const Isa& isa();
