@@ -173,7 +173,7 @@ def test_an_index_that_does_not_lie(tmp_path: Path) -> None:
 
 def test_a_shape_too_large_for_its_payload_allocates_nothing(tmp_path: Path) -> None:
     def huge(index: Any) -> None:
-        index["tensors"][0].update(shape=[1 << 40], chunks=[[1 << 40, *index["tensors"][0]["chunks"][0][1:]]])
+        index["tensors"][0].update(shape=[1, 1 << 40], chunks=[[1, *index["tensors"][0]["chunks"][0][1:]]])
 
     with Archive(forged(tmp_path / "a.capi", huge)) as opened, pytest.raises(DamagedError):
         opened.read("x")

@@ -71,4 +71,6 @@ def print_table(path: Path, entries: Sequence[Entry]) -> None:
     original = sum(e.original_bytes for e in entries)
     size = path.stat().st_size
     share = f", {size / original:.4f} of them" if original else ""
-    console.print(f"{path}: {len(entries)} tensors, {_short(original)} as {_short(size)}{share}", soft_wrap=True)
+    console.print(
+        f"{path}: {len(entries)} tensors, {_short(original)} as {_short(size)}{share}", soft_wrap=True
+    )

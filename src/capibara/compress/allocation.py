@@ -11,7 +11,9 @@ Vectors (biases, scales of norms) are a thousandth of a model and its most sensi
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -48,12 +50,13 @@ def _rounded(source: Source) -> list[str]:
     return out
 
 
-def choose_steps(source: Source, ratio: float) -> dict[str, float]:
+def choose_steps(source: Source, ratio: float, twins: Mapping[str, str] | None = None) -> dict[str, float]:
     """The step of each tensor that is rounded, so that the file becomes ``ratio`` times smaller, within 2 %.
 
     Args:
       source: the tensors.
       ratio: original bytes over the archive's.
+      twins: names of tensors that are stored as others, and take no bytes of their own.
 
     Returns:
       name → step; empty where lossless coding is small enough already.
@@ -63,12 +66,16 @@ def choose_steps(source: Source, ratio: float) -> dict[str, float]:
     """
     if not isinstance(ratio, float | int) or isinstance(ratio, bool) or not 1 < ratio < math.inf:
         raise CompressError(f"ratio: got {ratio!r}, expected a number above 1, such as 4")
-    names = _rounded(source)
+    twins = twins or {}
+    names = [name for name in _rounded(source) if name not in twins]
     total = sum(math.prod(s) * f.bits // 8 for f, s, _, _ in source.tensors.values())
     target = total / ratio
-    rest = 200.0 * len(source.tensors)  # the index
+    # The index, as good as to the byte for tensors of one chunk.
+    rest = 70.0 + sum(155 + len(json.dumps(n)) + 5 * len(s) for n, (_, s, _, _) in source.tensors.items())
     exact, count, squares = 0.0, 0, 0.0
     for name, (form, shape, _, _) in source.tensors.items():
+        if name in twins:
+            continue
         bits = source.read(name)
         size = len(lossless.encode(bits, form, shape))
         if name in names:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from capibara.compress.allocation import choose_steps
 from capibara.compress.container import Archive, ArchiveWriter, Entry
-from capibara.compress.errors import ArchiveError, CompressError
+from capibara.compress.errors import CompressError
 from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
+from capibara.files import replace_file
 
 __all__ = ["Job", "compress_files", "decompress_files", "plan_compress", "plan_decompress"]
 
@@ -33,6 +38,12 @@ def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]
     if not source.exists():
         raise CompressError(f"{source}: there is no such file or folder")
     if source.is_file():
+        if target.is_dir():
+            raise CompressError(
+                f"{target}: is a folder, but {source} is a file. Remedy: name a file to write."
+            )
+        if target.exists() and target.samefile(source):
+            raise CompressError(f"{target}: is the source itself. Remedy: another file to write.")
         return [Job(source, target, True, source.stat().st_size)]
     if target.exists() and not target.is_dir():
         raise CompressError(
@@ -42,6 +53,10 @@ def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]
         raise CompressError(f"{target}: lies within {source}. Remedy: another folder.")
     jobs = []
     for path in sorted(source.rglob("*")):
+        if path.is_symlink() and not path.is_file():
+            raise CompressError(
+                f"{path}: a link to a folder, or to nothing. Remedy: copy what it should lead to."
+            )
         if path.is_file():
             convert = path.name.endswith(suffix)
             where = target / path.relative_to(source)
@@ -51,6 +66,13 @@ def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]
             )  # fmt: skip
     if not any(job.convert for job in jobs):
         raise CompressError(f"{source}: no *{suffix} file in this folder")
+    taken = {job.source.resolve() for job in jobs}
+    for job in jobs:
+        if (where := job.target.resolve()) in taken:
+            raise CompressError(
+                f"{job.target}: {job.source} would overwrite another file. Remedy: rename one of them."
+            )
+        taken.add(where)
     return jobs
 
 
@@ -74,7 +96,21 @@ def _jobs(jobs: list[Job]) -> Iterator[Job]:
         if job.convert:
             yield job
         else:
-            shutil.copyfile(job.source, job.target)
+            with open(job.source, "rb") as source:
+                replace_file(job.target, functools.partial(shutil.copyfileobj, source))
+
+
+def _twins(source: SafetensorsFile) -> dict[str, str]:
+    """Names of tensors whose bytes an earlier one has, and that one's name."""
+    twins: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for name, form, shape in source:
+        bits = source.read(name)
+        if bits.size >= 1024:
+            first = seen.setdefault((form.name, shape, zlib.crc32(bits.data)), name)
+            if first != name and np.array_equal(source.read(first), bits):
+                twins[name] = first
+    return twins
 
 
 def compress_files(
@@ -97,14 +133,12 @@ def compress_files(
     written = []
     for job in _jobs(jobs):
         with SafetensorsFile(job.source) as source, ArchiveWriter(job.target, source.metadata) as archive:
-            steps = {} if ratio is None else choose_steps(source, ratio)
-            seen: dict[tuple[object, ...], str] = {}
+            twins = _twins(source)
+            steps = {} if ratio is None else choose_steps(source, ratio, twins)
             for name, form, shape in source:
                 bits = source.read(name)
-                key = (form.name, shape, hash(bits.tobytes()) if bits.size >= 1024 else name)
-                twin = seen.setdefault(key, name)
-                if twin != name and (source.read(twin) == bits).all():
-                    archive.add_twin(name, twin)
+                if name in twins:
+                    archive.add_twin(name, twins[name])
                 elif name in steps:
                     archive.add(name, bits, form, shape, codec="uniform", settings={"step": steps[name]})
                 else:
@@ -132,6 +166,4 @@ def decompress_files(jobs: list[Job], *, progress: Progress | None = None) -> No
                 return bits
 
             tensors = {e.name: (e.format, e.shape) for e in archive}
-            if not tensors:
-                raise ArchiveError(f"{job.source}: an archive without tensors")
             write_safetensors(job.target, tensors, read, archive.metadata)

@@ -14,7 +14,7 @@ import numpy as np
 from capibara.compress.errors import CompressError
 from capibara.errors import did_you_mean
 
-__all__ = ["FORMATS", "NumberFormat", "from_float", "get_format", "to_float"]
+__all__ = ["FORMATS", "NumberFormat", "from_float", "get_format", "largest", "to_float"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,16 @@ def from_float(values: np.ndarray, form: NumberFormat) -> np.ndarray:
     out = finite[index].astype(np.uint8)
     out = np.where(np.isnan(values), np.flatnonzero(np.isnan(table[:128]))[0], out)
     return (out | (np.signbit(values).astype(np.uint8) << np.uint8(7))).astype(np.uint8)
+
+
+@cache
+def largest(form: NumberFormat) -> float:
+    """The largest finite number of a float format."""
+    if form.bits == 8:
+        table = _small_floats(form)
+        return float(table[np.isfinite(table)].max())
+    bias = (1 << (form.exponent - 1)) - 1
+    return (2 - 2.0**-form.mantissa) * 2.0**bias
 
 
 @cache

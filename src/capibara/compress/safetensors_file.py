@@ -6,6 +6,7 @@ through without a framework, one at a time. The format: the header's length (u64
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from capibara.compress.container.index import check_name, check_shape
 from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.compress.formats import FORMATS, NumberFormat
 from capibara.files import replace_file
@@ -74,9 +76,11 @@ class SafetensorsFile:
         out, at = {}, begin
         for name, one in found:
             kind, shape, offsets = (one.get(k) for k in ("dtype", "shape", "data_offsets"))
-            whole = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
-            if any(type(n) is not int or not 0 <= n < 1 << 48 for n in whole) or len(offsets) != 2:
-                raise DamagedError(f"{self.path}: {name}: shape {shape!r} or offsets {offsets!r} are none")
+            if (wrong := check_name(name) or check_shape(shape)) is not None:
+                raise DamagedError(f"{self.path}: {name!a:.200}: {wrong}")
+            pair = isinstance(offsets, list) and len(offsets) == 2
+            if not pair or any(type(n) is not int or not 0 <= n < 1 << 62 for n in offsets):
+                raise DamagedError(f"{self.path}: {name}: its offsets are none")
             if (form := FORMATS.get(kind) if isinstance(kind, str) else None) is None:
                 raise ArchiveError(
                     f"{self.path}: {name}: numbers of type {kind!r} are not known here ({', '.join(FORMATS)} are)"
@@ -99,17 +103,18 @@ class SafetensorsFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
-        self._map.close()
+        """Let go of the file, or leave that to the last tensor of it that is in use."""
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
     def __iter__(self) -> Iterator[tuple[str, NumberFormat, tuple[int, ...]]]:
         for name, (form, shape, _, _) in self.tensors.items():
             yield name, form, shape
 
     def read(self, name: str) -> np.ndarray:
-        """The bits of a tensor, [count] of ``form.unsigned``; a copy of the part of the map."""
+        """The bits of a tensor, [count] of ``form.unsigned``; a view of the map, which stays while the view does."""
         form, _, start, end = self.tensors[name]
-        return np.frombuffer(self._map[start:end], form.unsigned)
+        return np.frombuffer(self._map, form.unsigned, (end - start) // (form.bits // 8), start)
 
 
 def write_safetensors(

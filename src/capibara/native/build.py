@@ -39,7 +39,7 @@ class NativeBuildError(RuntimeError):
 def source_digest() -> str:
     """A digest of the C++ sources, which the library carries too."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

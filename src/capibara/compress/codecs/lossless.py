@@ -47,6 +47,7 @@ __all__ = ["LOSSLESS", "decode", "encode", "size_bound"]
 
 STORED, CODED = 0, 1
 _CLASSES = 8
+_MOST_HEADER = 1 << 15  # bytes, beside what it says of each block; sixteen full tables take less
 _MOST_FRACTION = 3  # bits of the fraction that a symbol may take: the fourth never paid for its tables
 
 
@@ -115,6 +116,7 @@ def encode(
       shape: with as many elements.
       executor: who does it; the quickest one there is by default.
     """
+    bits = np.ascontiguousarray(bits, form.unsigned)
     stored = bytes([STORED]) + bits.tobytes()
     if len(bits) < 64:
         return stored
@@ -291,7 +293,7 @@ def decode(
     if data[0] == STORED:
         if len(data) != 1 + count * form.bits // 8:
             raise DamagedError(f"a tensor of {count} numbers has {len(data) - 1} bytes: the file is damaged")
-        return np.frombuffer(data[1:].tobytes(), form.unsigned)
+        return np.frombuffer(data[1:].tobytes(), form.unsigned).copy()
     return _decode(_Cursor(data[1:]), form, count, row_length(shape), executor or best_executor())
 
 
@@ -312,7 +314,7 @@ def _read_header(reader: BitReader, form: NumberFormat) -> tuple[Cut, list[_Grou
     shift, symbol, sign = reader.read(6), reader.read(5), bool(reader.read(1))
     alternating = not sign and bool(reader.read(1))
     base = 0 if sign or alternating else reader.read(64)
-    if sign != form.is_float or symbol > 14 or shift + symbol + sign > form.bits:
+    if sign != form.is_float or not 1 <= symbol <= 14 or shift + symbol + sign > form.bits:
         raise DamagedError("a tensor's numbers are cut where they cannot be: the file is damaged")
     cut, groups = Cut(shift, symbol, sign, base, alternating), []
     for _ in range(reader.read(4) + 1):
@@ -332,7 +334,10 @@ def _read_header(reader: BitReader, form: NumberFormat) -> tuple[Cut, list[_Grou
 def _decode(cursor: _Cursor, form: NumberFormat, count: int, length: int, executor: Executor) -> np.ndarray:
     if count == 0 or -(-count // BLOCK) * 4 * LANES > len(cursor.data):
         raise DamagedError(f"{len(cursor.data)} bytes cannot hold {count} numbers: the file is damaged")
-    reader = BitReader(cursor.take(int(cursor.take(4).view("<u4")[0])).tobytes())
+    size = int(cursor.take(4).view("<u4")[0])
+    if size > _MOST_HEADER + 3 * -(-count // BLOCK):
+        raise DamagedError(f"a tensor's header has {size} bytes: the file is damaged")
+    reader = BitReader(cursor.take(size).tobytes())
     cut, groups = _read_header(reader, form)
     rows = count // length
     which = unpack_bits(
@@ -344,6 +349,8 @@ def _decode(cursor: _Cursor, form: NumberFormat, count: int, length: int, execut
     if int(which.max()) >= len(groups):
         raise DamagedError("a row belongs to a group that there is not: the file is damaged")
     sizes = np.bincount(which, minlength=len(groups)) * length
+    if not sizes.all():
+        raise DamagedError("no row belongs to one of the groups: the file is damaged")
     escaped, rest, counts, tables = [], [], [], []
     for index, (group, size) in enumerate(zip(groups, sizes.tolist(), strict=True)):
         if group.escapes > size:

@@ -36,6 +36,10 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="capibara-codec")
 
 
+# Threads do not survive a fork: a child that inherited the pool would wait for them for ever.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 def _each(work: Callable[[int], Any], count: int, size: int) -> list[Any]:
     """``work`` of 0 to count - 1, over the cores if it is about enough numbers to be worth waking them."""
     if count == 1 or size < 1 << 17:

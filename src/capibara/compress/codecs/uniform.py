@@ -21,7 +21,7 @@ import numpy as np
 
 from capibara.compress.codecs import lossless
 from capibara.compress.errors import CompressError, DamagedError
-from capibara.compress.formats import NumberFormat, from_float, get_format, to_float
+from capibara.compress.formats import NumberFormat, from_float, get_format, largest, to_float
 
 __all__ = ["UNIFORM", "Uniform"]
 
@@ -44,15 +44,21 @@ class Uniform:
           CompressError: no ``step``, integers, or numbers that are not finite.
         """
         step = settings.get("step")
-        if not isinstance(step, float | int) or isinstance(step, bool) or not 0 < step < math.inf:
-            raise CompressError(f"step: got {step!r}, expected a finite number above 0")
+        if (
+            not isinstance(step, float | int | np.floating | np.integer)
+            or isinstance(step, bool)
+            or not 1e-300 < step < 1e300
+        ):
+            raise CompressError(f"step: got {step!r}, expected a number between 1e-300 and 1e300")
+        step = float(step)
         values = to_float(bits, form).astype(np.float64)
         if not np.isfinite(values).all():
             raise CompressError("values: NaN or infinite. Remedy: codec='lossless' for this tensor.")
-        multiples = np.rint(values / step)
-        largest = float(np.abs(multiples).max(initial=0))
-        size = 2 if largest < 1 << 15 else 4 if largest < 1 << 31 else 8
-        if largest >= 1 << 62:
+        with np.errstate(over="ignore"):
+            multiples = np.rint(values / step)
+        top = float(np.abs(multiples).max(initial=0))
+        size = 2 if top < 1 << 15 else 4 if top < 1 << 31 else 8
+        if not top < 1 << 62:
             raise CompressError(
                 f"step: got {step!r}, which is too small for numbers up to {np.abs(values).max()!r}"
             )
@@ -79,10 +85,14 @@ class Uniform:
             raise DamagedError("a tensor's step or type is none: the file is damaged")
         inner = get_format(_WHOLE[size])
         whole = lossless.decode(payload[_HEAD.size :], inner, shape).view(f"<i{size}")
+        if whole.size and int(whole.min()) == np.iinfo(whole.dtype).min:
+            raise DamagedError("a multiple is out of range: the file is damaged")
         magnitude = np.abs(whole)
         offsets = np.append(np.array(means) / 256, 0.0)[np.minimum(magnitude, _MEANS)]
         with np.errstate(over="ignore"):
             values = np.copysign((magnitude + offsets) * step, whole)
+            # Only finite numbers were rounded: what rounding took past the largest one comes back as that.
+            values = np.clip(values, -largest(form), largest(form))
             return from_float(values if form.bits == 64 else values.astype(np.float32), form)
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:

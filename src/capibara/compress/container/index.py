@@ -28,14 +28,26 @@ from typing import Any
 from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.compress.formats import FORMATS, NumberFormat
 
-__all__ = ["MAGIC", "VERSION", "Chunk", "Entry", "dump", "parse", "parse_footer"]
+__all__ = [
+    "CHUNK",
+    "MAGIC",
+    "VERSION",
+    "Chunk",
+    "Entry",
+    "check_name",
+    "check_shape",
+    "dump",
+    "parse",
+    "parse_footer",
+]
 
 MAGIC = b"\x89CAPI\r\n\x1a"
 VERSION = 1
 HEADER = struct.Struct("<8sII")
 FOOTER = struct.Struct("<QQII8s")
 END = b"CAPI-END"
-_MOST_INDEX = 64 << 20  # bytes
+CHUNK = 1 << 24  # numbers of a chunk of several rows
+_MOST_INDEX = 16 << 20  # bytes; as Python's objects it may take thirty times as much
 _MOST_NUMBERS = 1 << 48  # of one tensor
 _MOST_NAME = 4096  # characters
 
@@ -93,6 +105,27 @@ class Entry:
 
     def chunk_shape(self, chunk: Chunk) -> tuple[int, ...]:
         return (chunk.rows, *self.shape[1:]) if self.shape else ()
+
+
+def check_name(name: object) -> str | None:
+    """What is wrong with the name of a tensor; ``None`` if nothing is."""
+    if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME:
+        return f"a name has 1 to {_MOST_NAME} characters"
+    if name == "__metadata__":
+        return "'__metadata__' is not the name of a tensor"
+    # A lone surrogate cannot be written anywhere, a control character acts on the terminal that shows it.
+    if any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000 for c in name):
+        return "a name has no control characters and no halves of surrogate pairs"
+    return None
+
+
+def check_shape(shape: object) -> str | None:
+    """What is wrong with a shape (a list or tuple); ``None`` if nothing is."""
+    if not isinstance(shape, list | tuple) or len(shape) > 32 or not all(_is_size(n) for n in shape):
+        return "a shape is at most 32 whole numbers, none below 0"
+    if math.prod(n for n in shape if n) > _MOST_NUMBERS:
+        return f"a tensor has at most {_MOST_NUMBERS} numbers"
+    return None
 
 
 def dump(entries: list[Entry], metadata: dict[str, str], offset: int) -> bytes:
@@ -175,17 +208,11 @@ def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Ent
         check(
             set(t) <= {"name", "dtype", "shape", "codec", "settings", "chunks", "same_as"}, "a tensor's keys"
         )
-        check(
-            isinstance(name, str) and 0 < len(name) <= _MOST_NAME and name not in entries, "a tensor's name"
-        )
+        check(check_name(name) is None and name not in entries, "a tensor's name")
         check(isinstance(t.get("dtype"), str) and t["dtype"] in FORMATS, f"dtype of {name!r}")
         check(isinstance(t.get("codec"), str) and len(t["codec"]) <= 64, f"codec of {name!r}")
         check(isinstance(settings, dict), f"settings of {name!r}")
-        check(
-            isinstance(shape, list) and len(shape) <= 32 and all(_is_size(n) for n in shape),
-            f"shape of {name!r}",
-        )
-        check(math.prod(n for n in shape if n) <= _MOST_NUMBERS, f"shape of {name!r}")
+        check(isinstance(shape, list) and check_shape(shape) is None, f"shape of {name!r}")
         form = FORMATS[t["dtype"]]
         if same_as is not None:
             twin = entries.get(same_as) if isinstance(same_as, str) else None
@@ -206,6 +233,11 @@ def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Ent
                 chunk.offset == at and chunk.offset + chunk.length <= end, f"where a chunk of {name!r} lies"
             )
             at = chunk.offset + chunk.length
+            # The writer makes none such; it bounds what a small payload may claim to become.
+            check(
+                chunk.rows <= 1 or chunk.rows * math.prod(shape[1:]) <= CHUNK,
+                f"the size of a chunk of {name!r}",
+            )
             read.append(chunk)
         rows = shape[0] if shape else 1
         check(

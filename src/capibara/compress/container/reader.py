@@ -113,15 +113,16 @@ class Archive:
 
     def _decode(self, entry: Entry, chunk: Chunk) -> np.ndarray:
         codec = get_codec(entry.codec)
-        with memoryview(self._map)[chunk.offset : chunk.offset + chunk.length] as view:
-            if zlib.crc32(view) != chunk.crc32:
-                raise DamagedError(
-                    f"{self.path}: {entry.name} does not have its checksum. Remedy: copy or write the file again."
-                )
-            try:
-                return codec.decode(view, entry.format, entry.chunk_shape(chunk), entry.settings)
-            except DamagedError as error:
-                raise DamagedError(f"{self.path}: {entry.name}: {error}") from None
+        # A copy: the traceback of an error would hold on to a view of the map, which then could not be closed.
+        payload = memoryview(self._map[chunk.offset : chunk.offset + chunk.length])
+        if zlib.crc32(payload) != chunk.crc32:
+            raise DamagedError(
+                f"{self.path}: {entry.name} does not have its checksum. Remedy: copy or write the file again."
+            )
+        try:
+            return codec.decode(payload, entry.format, entry.chunk_shape(chunk), entry.settings)
+        except DamagedError as error:
+            raise DamagedError(f"{self.path}: {entry.name}: {error}") from None
 
     def verify(self) -> Iterator[tuple[Entry, str | None]]:
         """Decode every tensor, one after another: each entry with ``None``, or with what is wrong."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import operator
 import os
 import secrets
 import zlib
@@ -15,13 +17,21 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from capibara.compress.codecs.protocol import get_codec
-from capibara.compress.container.index import HEADER, MAGIC, VERSION, Chunk, Entry, dump
+from capibara.compress.container.index import (
+    CHUNK,
+    HEADER,
+    MAGIC,
+    VERSION,
+    Chunk,
+    Entry,
+    check_name,
+    check_shape,
+    dump,
+)
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
 
 __all__ = ["ArchiveWriter"]
-
-CHUNK = 1 << 24  # numbers
 
 
 class ArchiveWriter:
@@ -45,7 +55,8 @@ class ArchiveWriter:
             if not isinstance(key, str) or not isinstance(value, str):
                 raise CompressError(f"metadata[{key!r}]: got {value!r}, expected text under a name")
         self.entries: list[Entry] = []
-        self._temporary = self.path.with_name(f".{self.path.name[:100]}.{secrets.token_hex(6)}.tmp")
+        self._by_name: dict[str, Entry] = {}
+        self._temporary = self.path.with_name(f".{self.path.name[:40]}.{secrets.token_hex(6)}.tmp")
         self._file: BinaryIO | None = None
         self._at = 0
 
@@ -69,7 +80,7 @@ class ArchiveWriter:
                 os.unlink(self._temporary)
 
     def _write(self, data: bytes) -> None:
-        if self._file is None:
+        if self._file is None or self._file.closed:
             raise CompressError("the archive is not open. Remedy: with ArchiveWriter(path) as archive: …")
         self._file.write(data)
         self._at += len(data)
@@ -97,9 +108,16 @@ class ArchiveWriter:
         Raises:
           CompressError: a name that was there, or sizes that do not fit.
         """
-        shape, settings = tuple(shape), dict(settings or {})
-        if not isinstance(name, str) or not name or any(e.name == name for e in self.entries):
-            raise CompressError(f"name: got {name!r}, expected text that no earlier tensor has")
+        shape, settings = tuple(operator.index(n) for n in shape), dict(settings or {})
+        self._check_name(name)
+        if (wrong := check_shape(shape)) is not None:
+            raise CompressError(f"{name}: shape: got {shape}: {wrong}")
+        try:
+            json.dumps(settings, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CompressError(
+                f"{name}: settings: got {settings!r}, expected plain values ({error})"
+            ) from None
         if math.prod(shape) != bits.size or bits.dtype != form.unsigned:
             raise CompressError(
                 f"{name}: got {bits.size} numbers of {bits.dtype} for the shape {shape} of {form.name}, "
@@ -117,20 +135,39 @@ class ArchiveWriter:
             part = np.ascontiguousarray(bits[start * length : (start + some) * length])
             return some, how.encode(part, form, (some, *shape[1:]) if shape else (), settings)
 
-        chunks = []
-        for some, payload in _in_order(encode, starts):
-            chunks.append(Chunk(some, self._at, len(payload), zlib.crc32(payload)))
-            self._write(payload)
-        self.entries.append(Entry(name, form, shape, codec, settings, tuple(chunks)))
-        return self.entries[-1]
+        chunks, begin = [], self._at
+        try:
+            for some, payload in _in_order(encode, starts):
+                chunks.append(Chunk(some, self._at, len(payload), zlib.crc32(payload)))
+                self._write(payload)
+        except BaseException:
+            # What was written of this tensor belongs to none: the caller may go on with another codec.
+            if self._file is not None and not self._file.closed:
+                self._file.seek(begin)
+                self._file.truncate()
+                self._at = begin
+            raise
+        return self._keep(Entry(name, form, shape, codec, settings, tuple(chunks)))
+
+    def _keep(self, entry: Entry) -> Entry:
+        self.entries.append(entry)
+        self._by_name[entry.name] = entry
+        return entry
+
+    def _check_name(self, name: str) -> None:
+        if (wrong := check_name(name)) is not None:
+            raise CompressError(f"name: got {name!a}: {wrong}")
+        if name in self._by_name:
+            raise CompressError(f"name: got {name!r}, expected text that no earlier tensor has")
 
     def add_twin(self, name: str, same_as: str) -> Entry:
         """A second name of a tensor that was added: tied weights are stored once."""
-        twin = next((e for e in self.entries if e.name == same_as), None)
-        if twin is None or any(e.name == name for e in self.entries):
-            raise CompressError(f"{name}: {same_as!r} was not added before, or the name {name!r} was")
-        self.entries.append(Entry(name, twin.format, twin.shape, twin.codec, twin.settings, (), same_as))
-        return self.entries[-1]
+        self._check_name(name)
+        if (twin := self._by_name.get(same_as)) is None or twin.same_as is not None:
+            raise CompressError(
+                f"same_as: got {same_as!r}, expected a tensor that was added before under this name"
+            )
+        return self._keep(Entry(name, twin.format, twin.shape, twin.codec, twin.settings, (), same_as))
 
 
 def _in_order(work: Any, items: Iterable[Any]) -> Iterable[Any]:
