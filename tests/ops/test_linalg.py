@@ -479,3 +479,11 @@ def test_inside_shard_map_and_over_explicit_axes():
 def test_bad_input(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1.0, 1e12, 1e25])
+def test_the_error_bound_holds_at_any_scale(scale: float) -> None:
+    matrix = (np.random.default_rng(0).normal(size=(60, 50)) * scale).astype(np.float32)
+    true = np.linalg.svd(matrix.astype(np.float64) / scale, compute_uv=False)[3]
+    bound = float(fast_svd(jnp.asarray(matrix), 3, with_error_bound=True)[3]) / scale
+    assert true * 0.999 < bound < 3 * true

@@ -294,6 +294,8 @@ def test_bad_input_says_what_is_wrong():
         tropical.matmul(a, a.T, semiring="max-plus")
     with pytest.raises(OpValueError, match="temperature"):
         tropical.matmul(a, a.T, temperature=-1.0)
+    with pytest.raises(OpValueError, match="temperature must be 0 or at least"):
+        tropical.matmul(a, a.T, temperature=1e-40)
     with pytest.raises(OpShapeError, match="square"):
         tropical.closure(a)
     with pytest.raises(OpShapeError, match="one shape"):

@@ -280,6 +280,10 @@ def radix_optimized_fft(
         if bound is not None:
             out = _inside(problem, arrays, bound, split_axis, length)
         else:
+            if split_axis is not None:
+                raise OpValueError(
+                    f"{NAME}: split_axis={split_axis!r} is for inside jax.shard_map; here the array's sharding says it"
+                )
             out = _on_mesh(problem, arrays, names, length)
     elif axis_name is not None or split_axis is not None:
         raise OpValueError(f"{NAME}: axis_name and split_axis are for use_parallel=True, which is False")

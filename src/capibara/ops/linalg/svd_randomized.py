@@ -155,6 +155,10 @@ def error_bound(matrix: jax.Array, u: jax.Array, s: jax.Array, vh: jax.Array, ke
     "Estimating extremal eigenvalues and condition numbers of matrices"; the density of x₁ is at most √(n/2π).)
     """
     wide = matrix.astype(s.dtype)
+    # Powers of very large or small numbers leave the range of the type, so all of it is done on numbers near 1.
+    scale = jnp.max(jnp.abs(wide), axis=(-2, -1), initial=0)
+    scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.ones_like(scale))
+    wide, s = wide / scale[..., None, None], s / scale[..., None]
     n = wide.shape[-1]
     x = jax.random.normal(key, (*wide.shape[:-2], _PROBES, n), wide.dtype)
     x /= jnp.linalg.norm(x, axis=-1, keepdims=True)
@@ -169,4 +173,4 @@ def error_bound(matrix: jax.Array, u: jax.Array, s: jax.Array, vh: jax.Array, ke
     factor = math.log(math.sqrt(2 * n / math.pi)) - math.log(FAILURE) / _PROBES
     # XLA's maximum on CPUs may drop a NaN.
     largest = jnp.where(jnp.any(jnp.isnan(logarithm), axis=-1), jnp.nan, jnp.max(logarithm, axis=-1))
-    return jnp.exp((largest + factor) / (2 * _POWERS))
+    return scale * jnp.exp((largest + factor) / (2 * _POWERS))

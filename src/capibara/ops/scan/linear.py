@@ -50,7 +50,7 @@ def _prepare(
     num_segments: Any,
     implementation: str,
 ) -> tuple[RecurrenceProblem, tuple[Any, ...]]:
-    named = {"a": a, "x": x} | ({} if initial_state is None else {"initial_state": initial_state})
+    named = {"x": x, "a": a} | ({} if initial_state is None else {"initial_state": initial_state})
     for name, array in named.items():
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise OpTypeError(f"{op}: {name} must be an array, got {type(array).__name__}")

@@ -97,6 +97,8 @@ def prepare(
         raise OpTypeError(f"{op}: temperature must be a number, got {temperature!r}")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise OpValueError(f"{op}: temperature must be finite and at least 0, got {temperature}")
+    if 0 < temperature < (least := float(jnp.finfo(jnp.float32).tiny)):
+        raise OpValueError(f"{op}: temperature must be 0 or at least {least:.3g}, got {temperature}")
     if not isinstance(return_argmax, bool):
         raise OpTypeError(f"{op}: return_argmax must be True or False, got {return_argmax!r}")
     if return_argmax and temperature:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from capibara.errors import did_you_mean
@@ -83,7 +84,7 @@ def prepare(
         tokens=math.prod(x.shape[:-1]),
         codes=codebook.shape[0],
         dim=codebook.shape[1],
-        dtype=str(jnp.promote_types(x.dtype, codebook.dtype)),
+        dtype=str(jax.dtypes.canonicalize_dtype(jnp.promote_types(x.dtype, codebook.dtype))),
         metric=metric,
         implementation=implementation,
     )
