@@ -402,8 +402,8 @@ def parallel_scan(
 
     Affine steps are computed in another order than one by one: sums and products of floats are rounded differently
     (the states of a growing recurrence can differ as much as they are sensitive to rounding), and the states of
-    narrow floats are kept in float32. A carry that has become infinite is not cleared by a selection (there the selection
-    is a product with 0): ``implementation="sequential"`` for those. Integers are exact; any other step is exact.
+    narrow floats are kept in float32. A carry that has become infinite is not cleared by a selection, which there is a
+    product with 0: ``implementation="sequential"`` is for those. Integers are exact; any other step is exact.
 
     Args:
       f: ``(carry, x) -> (carry, y)``, as for ``lax.scan``.
