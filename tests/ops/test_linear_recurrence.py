@@ -240,7 +240,7 @@ def test_bad_input():
         lif(x, reset="none")
     with pytest.raises(OpShapeError, match="decay must broadcast"):
         lif(x, decay=np.ones(2, "float32"))
-    with pytest.raises(OpValueError, match="slope must be above 0"):
+    with pytest.raises(OpValueError, match="slope must be finite and above 0"):
         lif(x, slope=0)
     with pytest.raises(OpTypeError, match="inputs must be an array of floating point"):
         lif(np.zeros((4, 3), "int32"))

@@ -19,11 +19,14 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from capibara.errors import did_you_mean
 from capibara.ops.errors import OpTypeError, OpValueError
 from capibara.ops.registry import Op, get_op, list_ops, recording
 from capibara.ops.tuning import lowering_platform
 
 __all__ = ["Explanation", "explain"]
+
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 _calls = itertools.count()
 
@@ -79,10 +82,14 @@ def explain(
     """
     if platform is not None and not isinstance(platform, str):
         raise OpTypeError(f"explain: platform must be a string or None, got {platform!r}")
+    if platform is not None and platform not in _PLATFORMS:
+        known, hint = ", ".join(_PLATFORMS), did_you_mean(platform, _PLATFORMS)
+        raise OpValueError(f"explain: platform must be one of {known}, got {platform!r}.{hint}")
     where = lowering_platform() if platform is None else {"gpu": "cuda"}.get(platform, platform)
     name = op if isinstance(op, str) else getattr(op, "__capibara_op__", None)
     if name is not None:
         found = get_op(name)
+        found.check_call(*args, **kwargs)
         return _answer(found, found.prepare(*args, **kwargs)[0], where)
     if not callable(op):
         raise OpTypeError(f"explain: op must be an operation's name or its public function, got {op!r}")

@@ -27,12 +27,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from capibara.errors import did_you_mean
 from capibara.ops import tuning as measured
@@ -145,6 +148,13 @@ class Op:
         tuned = measured.lookup(self, problem)
         return (problem if tuned is None else dataclasses.replace(problem, tuned=tuned)), arrays
 
+    def check_call(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse arguments that a call of the operation cannot have."""
+        try:
+            inspect.signature(self._prepare).bind(*args, **kwargs)
+        except TypeError as error:
+            raise OpTypeError(f"{self.name} cannot be called with these arguments: {error}") from None
+
     def tunables(self, implementation: str) -> Mapping[str, tuple[int | str, ...]]:
         """The tunable parameters of an implementation; none where there is no such implementation."""
         return next((each.tunables for each in self._implementations if each.name == implementation), {})
@@ -237,6 +247,8 @@ class Op:
         recorder = _recorder.get()
         if recorder is not None:
             recorder(self, problem)
+        # NumPy's float64 becomes JAX's default silently here, as in `jnp` functions; `astype` would warn of it.
+        arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arrays)
         platforms = PLATFORMS
         if problem.implementation != "auto":
             here = measured.lowering_platform()

@@ -59,9 +59,10 @@ def _prepare(
                 f"causal_conv1d: {name} must have shape {shape} to go with x {tuple(x.shape)} and weight "
                 f"{tuple(weight.shape)}, got {tuple(named[name][0].shape)}"
             )
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if state is None:
-        state = jnp.zeros((batch, taps - 1, channels), x.dtype)
-    problem = CausalConvProblem(batch, length, channels, taps, str(x.dtype), implementation)
+        state = jnp.zeros((batch, taps - 1, channels), dtype)
+    problem = CausalConvProblem(batch, length, channels, taps, str(dtype), implementation)
     return problem, (x, weight, bias, state)
 
 

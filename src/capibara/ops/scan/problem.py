@@ -6,6 +6,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
@@ -102,7 +103,7 @@ def prepare(
         groups=groups,
         states=states,
         chunk_length=None if chunk_length is None else int(chunk_length),
-        dtype=str(x.dtype),
+        dtype=str(jax.dtypes.canonicalize_dtype(x.dtype)),
         implementation=implementation,
     )
     if initial_state is None:

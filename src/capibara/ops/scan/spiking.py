@@ -8,6 +8,8 @@ computed again for gradients.
 
 from __future__ import annotations
 
+import math
+import numbers
 from functools import partial
 from typing import Any
 
@@ -88,10 +90,15 @@ def lif(
         if value not in options:
             hint = did_you_mean(value, options) if isinstance(value, str) else ""
             raise OpValueError(f"lif: {name} must be one of {', '.join(options)}; got {value!r}.{hint}")
-    if isinstance(slope, bool) or not isinstance(slope, int | float):
+    if isinstance(slope, bool) or not isinstance(slope, numbers.Real):
         raise OpTypeError(f"lif: slope must be a number, got {slope!r}")
-    if not slope > 0:
-        raise OpValueError(f"lif: slope must be above 0, got {slope}")
+    if not 0 < slope < math.inf:
+        raise OpValueError(f"lif: slope must be finite and above 0, got {slope}")
+    for name, value in (("decay", decay), ("threshold", threshold)):
+        if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "dtype")):
+            raise OpTypeError(f"lif: {name} must be a number or an array, got {value!r}")
+    if isinstance(decay, numbers.Real) and not 0 <= decay <= 1:
+        raise OpValueError(f"lif: decay must lie in [0, 1], got {decay}")
     inputs = jnp.asarray(inputs)
     dtype, shape = inputs.dtype, inputs.shape[1:]
     sized: dict[str, jax.Array] = {}

@@ -35,9 +35,9 @@ def _sizes(op: str, name: str, value: Any, count: int) -> tuple[int, ...]:
 def _padding(
     op: str, padding: Any, sizes: Sequence[int], taps: Sequence[int], strides: Sequence[int]
 ) -> list[Any]:
-    if padding == "VALID":
+    if isinstance(padding, str) and padding == "VALID":
         return [(0, 0)] * len(sizes)
-    if padding != "SAME":
+    if not isinstance(padding, str) or padding != "SAME":
         raise OpValueError(f"{op}: padding must be 'SAME' or 'VALID', got {padding!r}")
     lacks = [max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in zip(sizes, taps, strides, strict=True)]
     return [(lack // 2, lack - lack // 2) for lack in lacks]

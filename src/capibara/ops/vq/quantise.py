@@ -13,6 +13,7 @@ comes in and goes out. For several codebooks (:mod:`capibara.ops.vq.several`) it
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,9 @@ def check_state(op: str, state: Any, axes: int) -> tuple[int, ...]:
             f"{op}: state must be a dict with the keys {', '.join(STATE_KEYS)}, got {found}. "
             "Remedy: initial_codebook_state(key, codebook_size, dim)."
         )
+    for name in STATE_KEYS:
+        if not hasattr(state[name], "shape") or not hasattr(state[name], "dtype"):
+            raise OpTypeError(f"{op}: state[{name!r}] must be an array, got {type(state[name]).__name__}")
     shape = tuple(state["codebook"].shape)
     if len(shape) != axes or 0 in shape[:-1]:
         raise OpShapeError(
@@ -98,7 +102,12 @@ def check_options(op: str, **options: Any) -> None:
     limits = {"decay": 1.0}
     for name, value in options.items():
         high = limits.get(name, math.inf)
-        if not 0.0 <= value <= high:
+        # Numbers of NumPy and JAX, arrays without axes, are numbers too.
+        if isinstance(value, bool) or not (
+            isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
+        ):
+            raise OpTypeError(f"{op}: {name} must be a number, got {value!r}")
+        if not 0.0 <= float(value) <= high:
             raise OpValueError(f"{op}: {name} must lie in [0.0, {high}], got {value!r}")
 
 
