@@ -1,0 +1,194 @@
+"""What goes into each linear layer: the second moments of its inputs, which say what an error in a weight costs.
+
+A layer computes y = W x. An error D in its weight changes the output by D x, and over the inputs of a calibration
+set the mean square of that is tr(D S Dᵀ), with S = E[x xᵀ]: the *second moments* [features, features]. That one matrix
+is all that an activation-aware method needs of the data: a truncated SVD in its metric (ASVD, SVD-LLM), the order and
+feedback of GPTQ (there it is called the Hessian), and the scores of Wanda, |W| times the root of its diagonal.
+
+A weight may be kept as torch does, [out, in], as JAX does, [in, out], or as a convolution [out, in, height, width];
+``axes`` are those of its axes along which the inputs run. Features are counted in C order over these axes, in their
+order in the weight, whatever lies between them.
+
+Inputs are found by watching a model run, not by the names of its layers: of a torch module every matrix product and
+convolution with a parameter is seen (:mod:`.torch_watch`), of a JAX function every ``dot_general`` with a leaf of its
+parameters (:mod:`.jax_watch`). All rows count alike, those of padding tokens too: leave them out of the batches.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.errors import CompressError
+from capibara.errors import MissingExtraError
+
+__all__ = ["Moments", "as_matrix", "collect", "from_matrix", "moments"]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What is known of a layer's inputs.
+
+    Attributes:
+      second: E[x xᵀ], float64 [features, features], symmetric; the mean over ``count`` inputs.
+      count: how many inputs were seen.
+      axes: the axes of the weight along which inputs run, ascending: ``(1,)`` of torch's [out, in], ``(0,)`` of JAX's
+        [in, out], ``(1, 2, 3)`` of a convolution [out, in, height, width].
+    """
+
+    second: np.ndarray
+    count: int
+    axes: tuple[int, ...] = (1,)
+
+    def settings(self) -> dict[str, Any]:
+        """For a codec that knows calibration: ``hessian`` and ``input_axes``, used in encoding and not stored."""
+        return {"hessian": self.second, "input_axes": list(self.axes)}
+
+    def error(self, weight: np.ndarray, other: np.ndarray) -> float:
+        """The relative error of the layer's output, sqrt(tr(D S Dᵀ) / tr(W S Wᵀ)); 0 where the output is 0 too."""
+        w = as_matrix(np.asarray(weight, np.float64), self.axes)
+        d = as_matrix(np.asarray(other, np.float64), self.axes) - w
+        whole = float(((w @ self.second) * w).sum())
+        wrong = max(float(((d @ self.second) * d).sum()), 0.0)
+        return math.sqrt(wrong / whole) if whole > 0 else 0.0 if wrong == 0 else math.inf
+
+
+def as_matrix(weight: np.ndarray, axes: Iterable[int]) -> np.ndarray:
+    """A weight as [out, features]: ``axes`` last, the others before them, both in their order."""
+    axes = tuple(axes)
+    others = [a for a in range(weight.ndim) if a not in axes]
+    features = math.prod(weight.shape[a] for a in axes)
+    return weight.transpose(*others, *axes).reshape(-1 if features else 0, features)
+
+
+def from_matrix(matrix: np.ndarray, shape: tuple[int, ...], axes: Iterable[int]) -> np.ndarray:
+    """The reverse of :func:`as_matrix`: [out, features] in the shape of the weight."""
+    axes = tuple(axes)
+    order = [a for a in range(len(shape)) if a not in axes] + list(axes)
+    return matrix.reshape([shape[a] for a in order]).transpose(np.argsort(order))
+
+
+def moments(inputs: Any, axes: Iterable[int] = (1,)) -> Moments:
+    """The moments of inputs at hand.
+
+    Equivalent NumPy: ``x = inputs.reshape(-1, features).astype("float64"); x.T @ x / len(x)``.
+
+    Args:
+      inputs: [..., features], a NumPy, JAX or torch array, or an iterable of such arrays.
+      axes: as in :class:`Moments`.
+
+    Raises:
+      CompressError: no inputs, different numbers of features, or numbers that are not finite.
+    """
+    summed = Sums()
+    for x in [inputs] if hasattr(inputs, "shape") else inputs:
+        summed.add("inputs", np.asarray(x), tuple(axes))
+    found = summed.result()
+    if "inputs" not in found:
+        raise CompressError("inputs: got no rows, expected arrays [..., features]")
+    return found["inputs"]
+
+
+class Sums:
+    """Adds up x xᵀ for layers by name; for the watchers."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, np.ndarray] = {}
+        self._counts: dict[str, int] = {}
+        self._axes: dict[str, tuple[int, ...]] = {}
+        self._twofold: set[str] = set()
+
+    def add(self, name: str, inputs: np.ndarray, axes: tuple[int, ...]) -> None:
+        """Take in inputs [..., features]."""
+        if inputs.ndim < 1 or inputs.shape[-1] < 1:
+            raise CompressError(f"{name}: got inputs of the shape {inputs.shape}, expected [..., features]")
+        x = inputs.reshape(-1, inputs.shape[-1]).astype(np.float64)
+        if not np.isfinite(x).all():
+            raise CompressError(
+                f"{name}: its inputs are NaN or infinite. Remedy: calibrate with finite data."
+            )
+        if self._axes.setdefault(name, axes) != axes:
+            # A tied weight that one layer uses along rows and another along columns: neither's moments are its own.
+            self._twofold.add(name)
+        if name in self._twofold or not len(x):
+            return
+        if (old := self._sums.get(name)) is not None and len(old) != x.shape[1]:
+            raise CompressError(f"{name}: got inputs of {x.shape[1]} features after some of {len(old)}")
+        self._sums[name] = x.T @ x if old is None else old + x.T @ x
+        self._counts[name] = self._counts.get(name, 0) + len(x)
+
+    def result(self) -> dict[str, Moments]:
+        return {
+            name: Moments((total + total.T) / (2 * self._counts[name]), self._counts[name], self._axes[name])
+            for name, total in self._sums.items()
+            if name not in self._twofold
+        }
+
+
+def collect(
+    model: Any, batches: Iterable[Any], params: Any = None, *, names: Any = None
+) -> dict[str, Moments]:
+    """The moments of every linear layer of a model, by the name of its weight.
+
+    Args:
+      model: a ``torch.nn.Module`` (called without gradients, in evaluation mode; afterwards in the mode it was in); a
+        model compiled by :func:`capibara.compose.compile` for JAX or torch; or a JAX function ``model(params, batch)``.
+      batches: what to call it with, one after another. Of a module: a tensor, a tuple of positional arguments, or a
+        mapping of keyword arguments. Of a composed model: its ``data``. Of a function: its second argument.
+      params: the parameters, nested dictionaries, lists or any pytree; not for a torch module, which has its own.
+      names: ``names(path) -> str`` for a pytree's leaves, of a tuple of their keys; by default joined by dots.
+
+    Returns:
+      name → moments; as in ``state_dict()``, or the path in ``params`` joined by dots. Weights that met no input, and
+      those that are used along different axes in different places, are not there. A weight that a ``scan`` goes
+      through, and one with a batch axis (experts), has one entry with the inputs of all of them.
+
+    Raises:
+      CompressError: no batches, ``params`` that are missing or not asked for, inputs that are not finite.
+      MissingExtraError: the model needs a package that is not installed.
+    """
+    batches = iter(batches)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        if params is not None:
+            raise CompressError("params: a torch module has its own. Remedy: leave params out.")
+        from capibara.compress.calibration.torch_watch import watch_module
+
+        return _some(watch_module(model, batches))
+    if params is None:
+        raise CompressError(
+            f"params: got None for a {type(model).__name__}, expected its parameters "
+            "(only a torch.nn.Module has its own)"
+        )
+    backend = getattr(getattr(model, "backend", None), "type", None)
+    run = model if backend is None else model.evaluate
+    if backend == "torch":
+        from capibara.compress.calibration.torch_watch import watch_function
+
+        return _some(watch_function(run, params, batches, names or join))
+    if backend not in (None, "jax"):
+        raise CompressError(
+            f"model: got one compiled for {backend!r}. Remedy: ml.compile(model, ml.JaxBackend()) or ml.TorchBackend()."
+        )
+    try:
+        from capibara.compress.calibration.jax_watch import watch_jax
+    except ImportError:
+        raise MissingExtraError("jax", "jax", "Calibrating with a JAX function") from None
+
+    return _some(watch_jax(run, params, batches, names or join))
+
+
+def join(path: tuple[Any, ...]) -> str:
+    """The keys to a leaf as a name: ``layers.0.weight``."""
+    return ".".join(map(str, path))
+
+
+def _some(found: tuple[int, dict[str, Moments]]) -> dict[str, Moments]:
+    if not found[0]:
+        raise CompressError("batches: got none, expected at least one to call the model with")
+    return found[1]
