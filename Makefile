@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 LIBRARY := src/capibara/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py
 
-.PHONY: demo test test-all bench lint format docs setup setup-dev help clean
+.PHONY: demo test test-all gpu-compiler bench lint format docs setup setup-dev help clean
 
 # `--group` needs pip 25.1; the pip that comes with a Python may be older.
 $(VENV)/.pip:
@@ -49,6 +49,9 @@ test: setup-dev $(VENV)/.capibara-tpu  ## the tests that finish in minutes
 
 test-all: setup-dev $(VENV)/.capibara-tpu  ## every test
 	$(BIN)/python -m pytest -n 2 --durations=10 --durations-min=5
+
+gpu-compiler: setup-dev  ## the compiler for NVIDIA GPUs (130 MB), for the tests that compile for an H100 without one
+	$(PIP) --no-deps --upgrade --target $(VENV)/cuda -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt
 
 bench: $(VENV)/.capibara-bench $(LIBRARY)  ## measured ratios against named peers, written to bench-results/
 	$(BIN)/python -m benchmarks

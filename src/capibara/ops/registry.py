@@ -69,6 +69,8 @@ class Implementation:
       platforms: The platforms where ``"auto"`` may take it; ``None`` means every one.
       check: Raises ``NotImplementedError`` with the reason when the problem cannot be taken.
       portable: False for what runs only where this installation is: see :func:`portable`.
+      unmeasured: ``"auto"`` takes it only where ``capibara tune`` has found it to be the fastest: for what nobody has
+        timed on the devices it is for.
       tunables: Fields of the problem that ``capibara tune`` may set where they are None, and the values to try; see
         :mod:`capibara.ops.tuning`.
     """
@@ -78,6 +80,7 @@ class Implementation:
     platforms: tuple[str, ...] | None = None
     check: Callable[[Any], None] | None = None
     portable: bool = True
+    unmeasured: bool = False
     tunables: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
 
     def refusal(self, problem: Any, platform: str | None) -> str | None:
@@ -207,6 +210,9 @@ class Op:
         for each in order:
             if asked != "auto" and each.name != asked:
                 reasons[each.name] = f"implementation={asked!r} was asked for"
+            elif each.unmeasured and asked == "auto" and each.name != fastest:
+                why = each.refusal(problem, platform)
+                reasons[each.name] = why or "was not measured to be faster here (capibara tune measures it)"
             elif choice is not None:
                 chosen = choice.implementation.name
                 slower = chosen == fastest and self._before(each.name, chosen)

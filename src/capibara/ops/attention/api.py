@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from capibara.ops.attention import cpu, native, pallas_tpu, reference, specs, xla
+from capibara.ops.attention import cpu, native, pallas_gpu, pallas_tpu, reference, specs, xla
 from capibara.ops.attention.problem import AttentionProblem, alike_in_speed, prepare
 from capibara.ops.explicit import automatic, explicit_sharding
 from capibara.ops.one_device import alike
@@ -62,6 +62,14 @@ OP = Op(
             ("tpu",),
             pallas_tpu.check,
             tunables={"block_size": (128, 256, 512, 1024)},
+        ),
+        Implementation(
+            "pallas_gpu",
+            {"forward": pallas_gpu.forward, "backward": pallas_gpu.backward},
+            ("cuda",),
+            pallas_gpu.check,
+            unmeasured=True,
+            tunables={"block_size": (16, 32, 64, 128)},
         ),
         Implementation(
             "xla",
@@ -146,8 +154,10 @@ def flash_attention(
         bias.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       layout: Order of the axes of all four arrays.
-      implementation: ``"auto"``, ``"native"``, ``"cpu"``, ``"pallas_tpu"`` (which other platforms interpret,
-        slowly), ``"xla"`` or ``"reference"``; see :func:`capibara.ops.explain`.
+      implementation: ``"auto"``, ``"native"``, ``"cpu"``, ``"pallas_tpu"``, ``"pallas_gpu"`` (for NVIDIA GPUs; both
+        are interpreted, slowly, on other platforms), ``"xla"`` or ``"reference"``; see
+        :func:`capibara.ops.explain`. No GPU has been measured yet: there ``"auto"`` takes ``"pallas_gpu"`` only where
+        ``capibara tune`` has found it to be the fastest.
 
     Returns:
       The output, in the query's layout and dtype, with the value's last axis. A query that sees no key gets

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,97 +22,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from capibara.ops.attention.pallas_plan import Plan, bend, results
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
 
 __all__ = ["LANES", "Plan", "key_value_gradients", "output", "query_gradient"]
 
 LANES = 128
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is static in the kernels. ``rows``/``keys``: the block sizes; ``kv_len``: keys before padding."""
-
-    rows: int
-    keys: int
-    kv_len: int
-    left: int | None
-    right: int | None
-    scale: float
-    softcap: float | None
-    precision: Any
-    dtype: str
-    """Of the results; the operands may be narrower."""
-    interpret: bool
-
-    def key_blocks(self, total: int) -> _Range:
-        """Key blocks that a block of queries sees."""
-        return _Range(self.rows, self.keys, total, self.left, self.right)
-
-    def row_blocks(self, total: int) -> _Range:
-        """Blocks of queries that see a block of keys."""
-        return _Range(self.keys, self.rows, total, self.right, self.left)
-
-    def hides(self, i: Any, j: Any) -> Any:
-        """Whether some pair of row block ``i`` and key block ``j`` is hidden."""
-        hidden = (j + 1) * self.keys > self.kv_len
-        if self.left is not None:
-            hidden |= j * self.keys < (i + 1) * self.rows - 1 - self.left
-        if self.right is not None:
-            hidden |= (j + 1) * self.keys - 1 > i * self.rows + self.right
-        return hidden
-
-    def visible(self, i: Any, j: Any, transposed: bool) -> jax.Array:
-        """Which pairs of row block ``i`` and key block ``j`` see each other."""
-        shape = (self.keys, self.rows) if transposed else (self.rows, self.keys)
-        rows = i * self.rows + lax.broadcasted_iota(jnp.int32, shape, int(transposed))
-        columns = j * self.keys + lax.broadcasted_iota(jnp.int32, shape, 1 - int(transposed))
-        seen = columns < self.kv_len
-        if self.left is not None:
-            seen &= columns >= rows - self.left
-        if self.right is not None:
-            seen &= columns <= rows + self.right
-        return seen
-
-
-@dataclass(frozen=True)
-class _Range:
-    """The blocks of size ``inner`` (``total`` of them) that block ``i`` of size ``outer`` reaches."""
-
-    outer: int
-    inner: int
-    total: int
-    back: int | None
-    ahead: int | None
-
-    @property
-    def steps(self) -> int:
-        """The most blocks that any block reaches."""
-        if self.back is None or self.ahead is None:
-            return self.total
-        span = self.outer + self.back + self.ahead
-        return min(self.total, (span - 1) // self.inner + 2)
-
-    def first(self, i: Any) -> Any:
-        return (
-            0
-            if self.back is None
-            else lax.div(jnp.maximum(i * self.outer - self.back, 0), jnp.int32(self.inner))
-        )
-
-    def last(self, i: Any) -> Any:
-        if self.ahead is None:
-            return self.total - 1
-        return jnp.minimum(
-            lax.div((i + 1) * self.outer - 1 + self.ahead, jnp.int32(self.inner)), self.total - 1
-        )
-
-    def at(self, i: Any, step: Any) -> Any:
-        """The block of this step; past the last one the last again, so that nothing more is fetched."""
-        return jnp.clip(jnp.minimum(self.first(i) + step, self.last(i)), 0, self.total - 1)
-
-    def live(self, i: Any, step: Any) -> Any:
-        return self.first(i) + step <= self.last(i)
 
 
 def _column(row: jax.Array) -> jax.Array:
@@ -129,15 +43,6 @@ def _row(column: jax.Array) -> jax.Array:
 def _dot(plan: Plan, a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
     contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
     return lax.dot_general(a, b, contract, precision=plan.precision, preferred_element_type=jnp.float32)
-
-
-def _bend(plan: Plan, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The scores scaled and soft-capped, and the cap's slope."""
-    scores = scores * plan.scale
-    if plan.softcap is None:
-        return scores, None
-    bent = jnp.tanh(scores * (1.0 / plan.softcap))
-    return plan.softcap * bent, 1.0 - bent * bent
 
 
 def _steps(plan: Plan, i: Any, j: Any, live: Any, always: bool, work: Callable[[bool], None]) -> None:
@@ -166,7 +71,7 @@ def _output_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
             column[0][...] = _column(ids[0][...])
 
     def work(masked: bool) -> None:
-        scores, _ = _bend(plan, _dot(plan, query[...], key[...], transpose_b=True))
+        scores, _ = bend(plan, _dot(plan, query[...], key[...], transpose_b=True))
         if masked:
             seen = plan.visible(i, reach.at(i, step), transposed=False)
             if segments:
@@ -205,7 +110,7 @@ def _query_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
             column[0][...] = _column(ids[0][...])
 
     def work(masked: bool) -> None:
-        scores, slope = _bend(plan, _dot(plan, query[...], key[...], transpose_b=True))
+        scores, slope = bend(plan, _dot(plan, query[...], key[...], transpose_b=True))
         if masked:
             seen = plan.visible(i, reach.at(i, step), transposed=False)
             if segments:
@@ -239,7 +144,7 @@ def _key_value_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> No
             column[0][...] = _column(ids[1][...])
 
     def work(masked: bool) -> None:
-        scores, slope = _bend(plan, _dot(plan, key[...], query[...], transpose_b=True))
+        scores, slope = bend(plan, _dot(plan, key[...], query[...], transpose_b=True))
         if masked:
             seen = plan.visible(reach.at(j, step), j, transposed=True)
             if segments:
@@ -258,16 +163,6 @@ def _key_value_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> No
     def _finish() -> None:
         key_grad[...] = (key_acc[...] * plan.scale).astype(key_grad.dtype)
         value_grad[...] = value_acc[...].astype(value_grad.dtype)
-
-
-def _results(arrays: tuple[Any, ...], *shapes: tuple[tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of results; inside ``shard_map`` they vary over every mesh axis that an operand varies over."""
-    kinds = [kind for x in arrays if (kind := getattr(jax.typeof(x), "mat", None)) is not None]
-    varying = frozenset().union(*(kind.varying for kind in kinds))
-    more: dict[str, Any] = (
-        {"manual_axis_type": jax.sharding.ManualAxisType(varying=varying)} if varying else {}
-    )
-    return [jax.ShapeDtypeStruct(shape, dtype, **more) for shape, dtype in shapes]
 
 
 def _call(
@@ -319,7 +214,7 @@ def output(plan: Plan, query: Any, key: Any, value: Any, *ids: Any) -> tuple[jax
         1,
         in_specs=[of_rows(dim), of_keys(dim), of_keys(value_dim), *(ids_specs if ids else [])],
         out_specs=[of_rows(value_dim), stat],
-        out_shape=_results(
+        out_shape=results(
             (query, key, value, *ids),
             ((*query.shape[:4], value_dim), plan.dtype),
             ((*query.shape[:3], 1, query.shape[3]), jnp.float32),
@@ -364,7 +259,7 @@ def query_gradient(
             *(ids_specs if ids else []),
         ],
         out_specs=of_rows(dim),
-        out_shape=_results((query, key, value, out_grad, *ids), (query.shape, plan.dtype))[0],
+        out_shape=results((query, key, value, out_grad, *ids), (query.shape, plan.dtype))[0],
         scratch_shapes=scratch,
     )(query, key, value, out_grad, stat, delta, *ids)
 
@@ -407,7 +302,7 @@ def key_value_gradients(
             *(ids_specs if ids else []),
         ],
         out_specs=[of_keys(dim), of_keys(value_dim)],
-        out_shape=_results(
+        out_shape=results(
             (query, key, value, out_grad, *ids), (key.shape, plan.dtype), (value.shape, plan.dtype)
         ),
         scratch_shapes=scratch,

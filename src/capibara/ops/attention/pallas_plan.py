@@ -1,0 +1,121 @@
+"""What the Pallas kernels of attention share: which blocks see each other, and how scores are bent.
+
+A kernel sees its arrays cut into blocks of queries (``rows``) and of keys. A causal mask or a window hides some pairs
+of blocks altogether, which are then neither fetched nor computed, and some in part, which are masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["Plan", "Range", "bend", "results"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is static in the kernels. ``rows``/``keys``: the block sizes; ``kv_len``: keys before padding."""
+
+    rows: int
+    keys: int
+    kv_len: int
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float | None
+    precision: Any
+    dtype: str
+    """Of the results; the operands may be narrower."""
+    interpret: bool
+
+    def key_blocks(self, total: int) -> Range:
+        """Key blocks that a block of queries sees."""
+        return Range(self.rows, self.keys, total, self.left, self.right)
+
+    def row_blocks(self, total: int) -> Range:
+        """Blocks of queries that see a block of keys."""
+        return Range(self.keys, self.rows, total, self.right, self.left)
+
+    def hides(self, i: Any, j: Any) -> Any:
+        """Whether some pair of row block ``i`` and key block ``j`` is hidden."""
+        hidden = (j + 1) * self.keys > self.kv_len
+        if self.left is not None:
+            hidden |= j * self.keys < (i + 1) * self.rows - 1 - self.left
+        if self.right is not None:
+            hidden |= (j + 1) * self.keys - 1 > i * self.rows + self.right
+        return hidden
+
+    def visible(self, i: Any, j: Any, transposed: bool) -> jax.Array:
+        """Which pairs of row block ``i`` and key block ``j`` see each other."""
+        shape = (self.keys, self.rows) if transposed else (self.rows, self.keys)
+        rows = i * self.rows + lax.broadcasted_iota(jnp.int32, shape, int(transposed))
+        columns = j * self.keys + lax.broadcasted_iota(jnp.int32, shape, 1 - int(transposed))
+        seen = columns < self.kv_len
+        if self.left is not None:
+            seen &= columns >= rows - self.left
+        if self.right is not None:
+            seen &= columns <= rows + self.right
+        return seen
+
+
+@dataclass(frozen=True)
+class Range:
+    """The blocks of size ``inner`` (``total`` of them) that block ``i`` of size ``outer`` reaches."""
+
+    outer: int
+    inner: int
+    total: int
+    back: int | None
+    ahead: int | None
+
+    @property
+    def steps(self) -> int:
+        """The most blocks that any block reaches."""
+        if self.back is None or self.ahead is None:
+            return self.total
+        span = self.outer + self.back + self.ahead
+        return min(self.total, (span - 1) // self.inner + 2)
+
+    def first(self, i: Any) -> Any:
+        return (
+            0
+            if self.back is None
+            else lax.div(jnp.maximum(i * self.outer - self.back, 0), jnp.int32(self.inner))
+        )
+
+    def last(self, i: Any) -> Any:
+        if self.ahead is None:
+            return self.total - 1
+        return jnp.minimum(
+            lax.div((i + 1) * self.outer - 1 + self.ahead, jnp.int32(self.inner)), self.total - 1
+        )
+
+    def at(self, i: Any, step: Any) -> Any:
+        """The block of this step; past the last one the last again, so that nothing more is fetched."""
+        return jnp.clip(jnp.minimum(self.first(i) + step, self.last(i)), 0, self.total - 1)
+
+    def live(self, i: Any, step: Any) -> Any:
+        return self.first(i) + step <= self.last(i)
+
+
+def bend(plan: Plan, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The scores scaled and soft-capped, and the cap's slope."""
+    scores = scores * plan.scale
+    if plan.softcap is None:
+        return scores, None
+    bent = jnp.tanh(scores * (1.0 / plan.softcap))
+    return plan.softcap * bent, 1.0 - bent * bent
+
+
+def results(arrays: tuple[Any, ...], *shapes: tuple[tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of results; inside ``shard_map`` they vary over every mesh axis that an operand varies over."""
+    kinds = [kind for x in arrays if (kind := getattr(jax.typeof(x), "mat", None)) is not None]
+    varying = frozenset().union(*(kind.varying for kind in kinds))
+    more: dict[str, Any] = (
+        {"manual_axis_type": jax.sharding.ManualAxisType(varying=varying)} if varying else {}
+    )
+    return [jax.ShapeDtypeStruct(shape, dtype, **more) for shape, dtype in shapes]
