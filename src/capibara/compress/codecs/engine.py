@@ -1,0 +1,44 @@
+"""Which engine codecs do their arithmetic on, for a while: ``with use_engine("jax"): …``.
+
+Bytes do not depend on it, only who makes them. A codec that has several executors asks :func:`wanted_engine` where no
+executor was given to it; one that has none of that name takes its own choice. Threads that a codec or an archive starts
+have to be started in a copy of the context (``contextvars.copy_context().run``) to see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from capibara.compress.errors import CompressError
+from capibara.errors import did_you_mean
+
+__all__ = ["ENGINES", "use_engine", "wanted_engine"]
+
+ENGINES = ("auto", "native", "numpy", "torch", "jax")
+
+_wanted: ContextVar[str] = ContextVar("capibara_codec_engine", default="auto")
+
+
+def wanted_engine() -> str:
+    """One of :data:`ENGINES`; ``"auto"`` is the codec's own choice."""
+    return _wanted.get()
+
+
+@contextlib.contextmanager
+def use_engine(name: str) -> Iterator[None]:
+    """Have codecs use that engine inside the block, in this thread.
+
+    Raises:
+      CompressError: no such engine.
+    """
+    if name not in ENGINES:
+        raise CompressError(
+            f"engine: got {name!r:.200}, expected one of {', '.join(ENGINES)}.{did_you_mean(str(name), ENGINES)}"
+        )
+    token = _wanted.set(name)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
