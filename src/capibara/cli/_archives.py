@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +48,8 @@ def _short(size: float) -> str:
     return f"{size:.4g} TB"
 
 
-def print_table(path: Path, entries: Sequence[Entry]) -> None:
-    """The tensors of an archive, and their sum."""
+def print_table(path: Path, entries: Sequence[Entry], errors: Mapping[str, float] | None = None) -> None:
+    """The tensors of an archive, and their sum; with a column of relative errors, if there are any."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -59,13 +59,16 @@ def print_table(path: Path, entries: Sequence[Entry]) -> None:
         table.add_column(column, overflow="fold")
     for column in ("original", "bytes", "ratio"):
         table.add_column(column, justify="right", no_wrap=True)
+    if errors is not None:
+        table.add_column("error", justify="right", no_wrap=True)
     for e in entries:
         ratio = f"{e.coded_bytes / e.original_bytes:.3f}" if e.original_bytes else ""
         how = e.codec if e.same_as is None else f"= {e.same_as}"
         shape = "×".join(map(str, e.shape)) or "scalar"
-        table.add_row(
-            e.name, e.format.name, shape, how, _short(e.original_bytes), _short(e.coded_bytes), ratio
-        )
+        cells = [e.name, e.format.name, shape, how, _short(e.original_bytes), _short(e.coded_bytes), ratio]
+        if errors is not None:
+            cells.append(f"{errors[e.name]:.4g}" if e.name in errors else "")
+        table.add_row(*cells)
     console = Console(markup=False, highlight=False)
     console.print(table)
     original = sum(e.original_bytes for e in entries)

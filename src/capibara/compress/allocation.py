@@ -1,129 +1,283 @@
-"""How many bits each tensor gets, so that a whole file meets a ratio at the least error.
+"""Which codec and how many bits each tensor gets, so that a whole file meets a ratio at the least error.
 
-With numbers rounded to multiples of a step, the squared error of a tensor is close to step² / 12 for each number, and
-halving the step costs one bit for each. The sum of squared errors over a file of given size is least where the last
-bit buys as much everywhere: with one step for all numbers. So there is one unknown. A file's size is measured by
-coding it, not estimated, and the step that meets the size is found by the secant of log₂ step and size, which is nearly
-a straight line.
+Of all ways to store every tensor, those that no other beats are found with a price of a byte (Y. Shoham and A. Gersho,
+"Efficient bit allocation for an arbitrary set of quantizers", IEEE Trans. Acoust. Speech Signal Process., 1988): for a
+price, each tensor on its own takes the way with the least ``weight · squared error + price · bytes``, and the price is
+raised until the file is small enough. Nothing is better at that size, as far as the ways were measured.
+
+Sizes of the codec ``uniform``, whose step may be any number, are estimated from some rows first; the tensors are then
+coded with the steps that were chosen, the estimates corrected, and the price found again, until the file's real size
+fits within half a percent.
 
 Vectors (biases, scales of norms) are a thousandth of a model and its most sensitive part: they stay exact.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from capibara.compress.codecs import lossless, uniform
+from capibara.compress.codecs.protocol import CODECS, get_codec, stored_settings
+from capibara.compress.container.index import CHUNK, Chunk, Entry, dump
+from capibara.compress.curves import Curve, Point, measure_curve
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
+from capibara.compress.models.source import TensorSource
 
-__all__ = ["Source", "choose_steps"]
+__all__ = ["Allocation", "Survey", "allocate", "check_ratio", "estimate", "survey"]
 
-_TOLERANCE = 0.005  # of the size of a file; a quarter of what is promised
-_SMALLEST = 4096  # numbers of a tensor that is worth a step of its own
+_TOLERANCE = 0.004  # of the size of a file; a fifth of what is promised
+_PROMISED = 0.02
 
 
-class Source(Protocol):
-    """Named tensors, one in memory at a time."""
+@dataclass
+class Survey:
+    """What is known of tensors before a ratio is chosen.
+
+    Attributes:
+      curves: the ways to store each tensor that may lose something.
+      exact: payload bytes of the others.
+      total: bytes of all as they are.
+      index: bytes of the archive beside payloads.
+    """
+
+    source: TensorSource
+    curves: dict[str, Curve]
+    exact: dict[str, int]
+    total: int
+    index: float
 
     @property
-    def tensors(self) -> dict[str, tuple[NumberFormat, tuple[int, ...], int, int]]: ...
+    def fixed(self) -> float:
+        """Bytes that no choice changes."""
+        return self.index + sum(self.exact.values())
 
-    def read(self, name: str) -> np.ndarray:
-        """The bits of a tensor."""
-        ...
+    def choose(self, price: float) -> dict[str, Point]:
+        """The best way for each tensor at a price of a byte."""
+        return {name: curve.best(price) for name, curve in self.curves.items()}
+
+    def size(self, chosen: Mapping[str, Point]) -> float:
+        """About how many bytes the archive takes."""
+        return self.fixed + sum(p.size + _settings_size(p.settings) for p in chosen.values())
+
+    def error(self, chosen: Mapping[str, Point]) -> float:
+        """The relative error: weighted, of all numbers that may lose something."""
+        lost = sum(self.curves[n].weight * p.error for n, p in chosen.items())
+        whole = sum(c.weight * c.square for c in self.curves.values())
+        return math.sqrt(lost / whole) if whole else 0.0
 
 
-def _rounded(source: Source) -> list[str]:
-    """The tensors that may be rounded."""
-    out = []
-    for name, (form, shape, _, _) in source.tensors.items():
-        if form.is_float and form.bits > 8 and len(shape) >= 2 and math.prod(shape) >= _SMALLEST:
-            values = to_float(source.read(name), form)
-            if np.isfinite(values).all() and values.any():
-                out.append(name)
-    return out
+@dataclass(frozen=True)
+class Allocation:
+    """What was decided.
+
+    Attributes:
+      points: how each tensor that loses something is stored; the others are ``lossless``.
+      size: bytes of the archive, coded and counted.
+      error: the estimated relative error, each tensor's squared error weighted by its sensitivity.
+    """
+
+    points: dict[str, Point]
+    size: float
+    error: float
 
 
-def choose_steps(source: Source, ratio: float, twins: Mapping[str, str] | None = None) -> dict[str, float]:
-    """The step of each tensor that is rounded, so that the file becomes ``ratio`` times smaller, within 2 %.
-
-    Args:
-      source: the tensors.
-      ratio: original bytes over the archive's.
-      twins: names of tensors that are stored as others, and take no bytes of their own.
-
-    Returns:
-      name → step; empty where lossless coding is small enough already.
+def check_ratio(ratio: object) -> float:
+    """The ratio as a float.
 
     Raises:
-      CompressError: ``ratio`` is no number above 1, or cannot be met by rounding matrices.
+      CompressError: no number above 1.
     """
     if not isinstance(ratio, float | int) or isinstance(ratio, bool) or not 1 < ratio < math.inf:
         raise CompressError(f"ratio: got {ratio!r}, expected a number above 1, such as 4")
-    twins = twins or {}
-    names = [name for name in _rounded(source) if name not in twins]
-    total = sum(math.prod(s) * f.bits // 8 for f, s, _, _ in source.tensors.values())
-    target = total / ratio
-    # The index, as good as to the byte for tensors of one chunk.
-    rest = 70.0 + sum(155 + len(json.dumps(n)) + 5 * len(s) for n, (_, s, _, _) in source.tensors.items())
-    exact, count, squares = 0.0, 0, 0.0
-    for name, (form, shape, _, _) in source.tensors.items():
+    return float(ratio)
+
+
+def _settings_size(settings: Mapping[str, Any]) -> int:
+    plain = stored_settings(settings)
+    return len(json.dumps(plain, separators=(",", ":"))) + 12 if plain else 0
+
+
+def _may_lose(
+    name: str, form: NumberFormat, shape: tuple[int, ...], exclude: Iterable[str], smallest: int
+) -> bool:
+    if not form.is_float or form.bits <= 8 or len(shape) < 2 or math.prod(shape) < smallest:
+        return False
+    return not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def survey(
+    source: TensorSource,
+    *,
+    codecs: Iterable[str] | None = None,
+    twins: Mapping[str, str] | None = None,
+    exclude: Iterable[str] = (),
+    smallest: int = 4096,
+    metadata: int = 0,
+    moments: Mapping[str, Mapping[str, Any]] | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> Survey:
+    """Measure the ways to store each tensor.
+
+    Args:
+      source: the tensors.
+      codecs: names of those to choose from beside ``lossless``; all by default.
+      twins: names of tensors that are stored as others, and take no bytes of their own.
+      exclude: patterns of names that stay exact.
+      smallest: tensors of fewer numbers stay exact.
+      metadata: bytes of the archive's metadata.
+      moments: ``hessian`` and ``input_axes`` of layers, by the names of their weights.
+      progress: called after each tensor, with the bytes it takes as it is.
+
+    Raises:
+      CompressError: an unknown codec.
+    """
+    names = list(CODECS) if codecs is None else list(codecs)
+    for name in names:
+        get_codec(name)
+    twins, exclude = twins or {}, tuple(exclude)
+    curves: dict[str, Curve] = {}
+    exact: dict[str, int] = {}
+    total, entries = 0, []
+    for name, form, shape in source:
+        count = math.prod(shape)
+        total += count * form.bits // 8
+        rows = shape[0] if shape else 1
+        step = max(CHUNK // max(math.prod(shape[1:]), 1), 1)
+        chunks = [Chunk(min(step, rows), total + 1000, step, 1 << 31)] * max(-(-rows // step), 1)
+        same = twins.get(name)
+        entries.append(Entry(name, form, shape, "uniform", {}, () if same else tuple(chunks), same))
         if name in twins:
             continue
         bits = source.read(name)
-        size = len(lossless.encode(bits, form, shape))
-        if name in names:
-            exact += size
-            count += bits.size
-            squares += float((to_float(bits, form).astype(np.float64) ** 2).sum())
+        plain = len(get_codec("lossless").encode(bits, form, shape, {}))
+        if _may_lose(name, form, shape, exclude, smallest) and _is_plain(bits, form):
+            known = (moments or {}).get(name)
+            curves[name] = measure_curve(bits, form, shape, names, lossless=plain, moments=known)
         else:
-            rest += size
-    if exact + rest <= target:
-        return {}
-    if rest + count / 64 >= target:
+            exact[name] = plain
+        if progress is not None:
+            progress(name, count * form.bits // 8)
+    index = len(dump(entries, {}, total)) + metadata + 16
+    return Survey(source, curves, exact, total, index)
+
+
+def _is_plain(bits: np.ndarray, form: NumberFormat) -> bool:
+    values = to_float(bits, form)
+    return bool(np.isfinite(values).all() and values.any())
+
+
+def estimate(found: Survey, ratio: float, *, weights: Mapping[str, float]) -> Allocation | None:
+    """About what :func:`allocate` would decide, without coding anything; ``None`` where the ratio cannot be met."""
+    target = found.total / check_ratio(ratio)
+    _weigh(found, weights)
+    lossless = {name: curve.points[0] for name, curve in found.curves.items()}
+    if found.size(lossless) <= target:
+        return Allocation({}, found.size(lossless), 0.0)
+    if found.fixed + sum(c.smallest for c in found.curves.values()) > target:
+        return None
+    chosen = _fill(found, _find_price(found, target), target)
+    lossy = {name: point for name, point in chosen.items() if point.codec != "lossless"}
+    return Allocation(lossy, found.size(chosen), found.error(chosen))
+
+
+def _weigh(found: Survey, weights: Mapping[str, float] | None) -> None:
+    for name, curve in found.curves.items():
+        curve.weight = float((weights or {}).get(name, 1.0))
+
+
+def allocate(found: Survey, ratio: float, *, weights: Mapping[str, float] | None = None) -> Allocation:
+    """Decide how each tensor is stored, so that the file becomes ``ratio`` times smaller, within 2 %.
+
+    Args:
+      found: of :func:`survey`.
+      ratio: original bytes over the archive's.
+      weights: what a squared error of a tensor counts; the same everywhere by default.
+
+    Raises:
+      CompressError: ``ratio`` is no number above 1, or cannot be met with these codecs.
+    """
+    target = found.total / check_ratio(ratio)
+    _weigh(found, weights)
+    lossless = {name: curve.points[0] for name, curve in found.curves.items()}
+    if found.size(lossless) <= target * (1 + _TOLERANCE):
+        return Allocation({}, found.size(lossless), 0.0)
+    least = found.fixed + sum(c.smallest for c in found.curves.values())
+    if least > target * (1 + _PROMISED):
         raise CompressError(
-            f"ratio: {ratio} cannot be met: of {total} bytes, {target:.0f} would be left, and what is not rounded "
-            f"(vectors, integers, small tensors) takes {rest:.0f}. Remedy: one below {total / (rest + count / 32):.2f}."
+            f"ratio: {ratio} cannot be met: of {found.total} bytes, {target:.0f} would be left, and these tensors take "
+            f"{least:.0f} with the codecs at hand (vectors, integers and small tensors stay exact: {found.fixed:.0f}). "
+            f"Remedy: one up to {found.total / least * 0.99:.2f}."
         )
-
-    def size_at(step: float) -> float:
-        sizes = (
-            len(uniform.UNIFORM.encode(source.read(n), *source.tensors[n][:2], {"step": step})) for n in names
-        )
-        return rest + sum(sizes)
-
-    # The entropy of a Gaussian in steps is log2(4.13 · deviation / step), with 4.13 = sqrt(2πe).
-    bits = 8 * (target - rest) / count
-    log_step = math.log2(math.sqrt(squares / count) * 4.13) - max(bits, 0.05)
-    points: list[tuple[float, float]] = []
-    for _ in range(16):
-        points.append((log_step, size_at(2.0**log_step)))
-        if abs(points[-1][1] - target) <= _TOLERANCE * target:
-            step = 2.0**log_step
-            return dict.fromkeys(names, float(step))
-        log_step = _next(points, target, count)
-    nearest = min(points, key=lambda p: abs(p[1] - target))
-    if abs(nearest[1] - target) > 4 * _TOLERANCE * target:
+    sizes: dict[tuple[str, float], int] = {}
+    best: dict[str, Point] | None = None
+    for _ in range(8):
+        chosen = _fill(found, _find_price(found, target), target)
+        chosen = _coded(found, chosen, sizes)
+        size = found.size(chosen)
+        if best is None or abs(size - target) < abs(found.size(best) - target):
+            best = chosen
+        if abs(size - target) <= _TOLERANCE * target:
+            break
+    assert best is not None
+    if found.size(best) > target * (1 + _PROMISED):
         raise CompressError(
-            f"ratio: {ratio} cannot be met; the nearest is {total / nearest[1]:.2f}. Remedy: another ratio."
+            f"ratio: {ratio} cannot be met; the nearest is {found.total / found.size(best):.2f}. Remedy: another ratio."
         )
-    step = 2.0 ** nearest[0]
-    return dict.fromkeys(names, float(step))
+    lossy = {name: point for name, point in best.items() if point.codec != "lossless"}
+    return Allocation(lossy, found.size(best), found.error(best))
 
 
-def _next(points: list[tuple[float, float]], target: float, count: int) -> float:
-    """Where the line through the nearest point below the target and the nearest above it meets the target."""
-    small = max((p for p in points if p[1] <= target), key=lambda p: p[1], default=None)
-    large = min((p for p in points if p[1] > target), key=lambda p: p[1], default=None)
-    if small is None or large is None:
-        at, size = points[-1]
-        # One bit for each number a halving at high rates; less at low ones, so the step goes on from there.
-        return at + min(max(8 * (size - target) / count, -4.0), 4.0) * (1.0 if len(points) < 3 else 2.0)
-    share = (large[1] - target) / (large[1] - small[1])
-    return large[0] + min(max(share, 0.02), 0.98) * (small[0] - large[0])
+def _find_price(found: Survey, target: float) -> float:
+    """The lowest price of a byte at which the file is small enough, as far as is known."""
+    low, high = -200.0, 200.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if found.size(found.choose(2.0**middle)) > target:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _fill(found: Survey, log_price: float, target: float) -> dict[str, Point]:
+    """The choice at a price, and what is left of the file given to the tensors that gain most by it."""
+    chosen = found.choose(2.0**log_price)
+    dearer = found.choose(2.0 ** (log_price - 1e-6))
+    left = target - found.size(chosen)
+
+    def gain(name: str) -> float:
+        more = max(dearer[name].size - chosen[name].size, 1e-9)
+        return found.curves[name].weight * (chosen[name].error - dearer[name].error) / more
+
+    for name in sorted(chosen, key=gain, reverse=True):
+        more = dearer[name].size - chosen[name].size
+        if 0 < more <= left:
+            chosen[name] = dearer[name]
+            left -= more
+    return chosen
+
+
+def _coded(
+    found: Survey, chosen: Mapping[str, Point], sizes: dict[tuple[str, float], int]
+) -> dict[str, Point]:
+    """The same with the sizes of ``uniform`` measured; estimates are corrected by them."""
+    forms = {name: (form, shape) for name, form, shape in found.source}
+    out = dict(chosen)
+    for name, point in chosen.items():
+        if point.codec != "uniform":
+            continue
+        key = (name, point.settings["step"])
+        if key not in sizes:
+            payload = get_codec("uniform").encode(found.source.read(name), *forms[name], point.settings)
+            sizes[key] = len(payload)
+        curve = found.curves[name]
+        curve.scale *= sizes[key] / max(point.size, 1e-9)
+        out[name] = Point("uniform", point.settings, sizes[key], point.error)
+    return out

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from capibara.compress.allocation import choose_steps
+from capibara.compress.allocation import Allocation, allocate, check_ratio, survey
+from capibara.compress.analysis import Compressibility, analyse
+from capibara.compress.codecs.protocol import CODECS
 from capibara.compress.container import Archive, ArchiveWriter, Entry
 from capibara.compress.errors import CompressError
+from capibara.compress.formats import NumberFormat
+from capibara.compress.models.source import find_twins
 from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
+from capibara.compress.sensitivity import by_scale
+from capibara.compress.writing import add_tensors, compare
+from capibara.errors import did_you_mean
 from capibara.files import replace_file
 
-__all__ = ["Job", "compress_files", "decompress_files", "plan_compress", "plan_decompress"]
+__all__ = ["Job", "Written", "compress_files", "decompress_files", "plan_compress", "plan_decompress"]
 
 SUFFIX = ".capi"
 Progress = Callable[[str, int], None]  # a tensor's name, and how many bytes of the original it takes
@@ -100,52 +108,123 @@ def _jobs(jobs: list[Job]) -> Iterator[Job]:
                 replace_file(job.target, functools.partial(shutil.copyfileobj, source))
 
 
-def _twins(source: SafetensorsFile) -> dict[str, str]:
-    """Names of tensors whose bytes an earlier one has, and that one's name."""
-    twins: dict[str, str] = {}
-    seen: dict[tuple[object, ...], str] = {}
-    for name, form, shape in source:
-        bits = source.read(name)
-        if bits.size >= 1024:
-            first = seen.setdefault((form.name, shape, zlib.crc32(bits.data)), name)
-            if first != name and np.array_equal(source.read(first), bits):
-                twins[name] = first
-    return twins
+class _Together:
+    """Several files as one source of tensors: their names begin with the file's number."""
+
+    def __init__(self, sources: list[SafetensorsFile]) -> None:
+        self._sources = sources
+
+    def __iter__(self) -> Iterator[tuple[str, NumberFormat, tuple[int, ...]]]:
+        for i, source in enumerate(self._sources):
+            for name, form, shape in source:
+                yield f"{i}:{name}", form, shape
+
+    def read(self, name: str) -> np.ndarray:
+        index, _, name = name.partition(":")
+        return self._sources[int(index)].read(name)
+
+
+def _allocate(
+    sources: list[SafetensorsFile],
+    twins: list[dict[str, str]],
+    ratio: float,
+    strategy: str,
+    progress: Progress | None,
+    analysed: Callable[[Compressibility], None] | None,
+) -> list[Allocation]:
+    """What becomes of each file's tensors, with one budget for all files."""
+    together = {f"{i}:{a}": f"{i}:{b}" for i, found in enumerate(twins) for a, b in found.items()}
+    metadata = sum(len(json.dumps(s.metadata)) + 70 for s in sources)
+    found = survey(
+        _Together(sources),
+        codecs=None if strategy == "auto" else [strategy],
+        twins=together,
+        metadata=metadata,
+        progress=None if progress is None else lambda name, size: progress(name.partition(":")[2], size),
+    )
+    weights = by_scale(found)
+    if analysed is not None:
+        analysed(analyse(found, weights))
+    chosen = allocate(found, ratio, weights=weights)
+    return [
+        Allocation({n.partition(":")[2]: p for n, p in chosen.points.items() if n.startswith(f"{i}:")},
+                   chosen.size, chosen.error)
+        for i in range(len(sources))
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """An archive that was written.
+
+    Attributes:
+      path: the file.
+      entries: its tensors.
+      errors: the relative error of each tensor of floats, measured by decoding; 0 where nothing was lost.
+      error: of all of them together, √(Σ(w′ − w)² / Σw²).
+    """
+
+    path: Path
+    entries: list[Entry]
+    errors: dict[str, float]
+    error: float
 
 
 def compress_files(
-    jobs: list[Job], *, ratio: float | None = None, progress: Progress | None = None
-) -> list[list[Entry]]:
-    """Write the archives; returns the entries of each.
+    jobs: list[Job],
+    *,
+    ratio: float | None = None,
+    strategy: str = "auto",
+    progress: Progress | None = None,
+    analysed: Callable[[Compressibility], None] | None = None,
+) -> list[Written]:
+    """Write the archives, and with a ratio decode them to see what was lost.
 
     Tensors of the same bytes under two names are stored once.
 
     Args:
       jobs: of :func:`plan_compress`.
-      ratio: how many times smaller than its source each archive is to be; without one nothing is lost.
-      progress: called after each tensor.
+      ratio: how many times smaller than all sources together the archives together are to be, within 2 %; without one
+        nothing is lost.
+      strategy: ``"auto"``, or the name of the one codec that may lose something.
+      progress: called after each tensor, with the bytes it takes as it is; with a ratio twice, when it is measured and
+        when it is written.
+      analysed: called with what to expect at other ratios, with a ratio only.
 
     Raises:
-      CompressError: ``ratio`` is not a number above 1, or more than what these tensors can be shrunk by.
+      CompressError: ``ratio`` is not a number above 1, or more than these tensors can be shrunk by; a strategy that
+        is none, or that has nothing to do without a ratio.
       ArchiveError: a source is no safetensors file, or a damaged one.
       OSError: reading or writing failed; files that were there stand.
     """
-    written = []
-    for job in _jobs(jobs):
-        with SafetensorsFile(job.source) as source, ArchiveWriter(job.target, source.metadata) as archive:
-            twins = _twins(source)
-            steps = {} if ratio is None else choose_steps(source, ratio, twins)
-            for name, form, shape in source:
-                bits = source.read(name)
-                if name in twins:
-                    archive.add_twin(name, twins[name])
-                elif name in steps:
-                    archive.add(name, bits, form, shape, codec="uniform", settings={"step": steps[name]})
-                else:
-                    archive.add(name, bits, form, shape)
-                if progress is not None:
-                    progress(name, bits.nbytes)
-            written.append(archive.entries)
+    if strategy not in ("auto", *CODECS):
+        raise CompressError(
+            f"strategy: got {strategy!r}, expected one of auto, {', '.join(CODECS)}."
+            f"{did_you_mean(str(strategy), ['auto', *CODECS])}"
+        )
+    if ratio is None and strategy not in ("auto", "lossless"):
+        raise CompressError(f"strategy: {strategy} loses something. Remedy: say how much, with a ratio.")
+    if ratio is not None:
+        check_ratio(ratio)
+        if strategy == "lossless":
+            raise CompressError(f"ratio: got {ratio}, but without loss a file is as small as it is")
+    with contextlib.ExitStack() as stack:
+        work = list(_jobs(jobs))
+        sources = [stack.enter_context(SafetensorsFile(job.source)) for job in work]
+        twins = [find_twins(source) for source in sources]
+        chosen: list[Allocation | None] = [None] * len(work)
+        if ratio is not None:
+            chosen[:] = _allocate(sources, twins, ratio, strategy, progress, analysed)
+        written = []
+        for job, source, same, how in zip(work, sources, twins, chosen, strict=True):
+            with ArchiveWriter(job.target, source.metadata) as archive:
+                add_tensors(archive, source, same, how, progress)
+                entries = archive.entries
+            if how is None:
+                errors, lost, whole = {n: 0.0 for n, form, _ in source if form.is_float}, 0.0, 0.0
+            else:
+                errors, lost, whole = compare(job.target, source)
+            written.append(Written(job.target, entries, errors, (lost / whole) ** 0.5 if whole else 0.0))
     return written
 
 

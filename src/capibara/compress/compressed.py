@@ -1,0 +1,249 @@
+"""A model that was compressed: its archive, and the model again when it is asked for.
+
+The archive is the model's only lasting form; it is decoded when the model is first run or taken out. One that was just
+made lies in a temporary folder, which goes with the object; ``save`` copies it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.container import Archive
+from capibara.compress.errors import ArchiveError, CompressError
+from capibara.compress.models.adapters import STRUCTURE, Adapter, adapt, assemble
+from capibara.compress.models.numbers import from_bits
+from capibara.compress.profile import CompressionProfile
+from capibara.compress.statistics import CompressionStats, stats_of
+from capibara.files import replace_file
+
+__all__ = ["PROFILE", "STATS", "CompressedModel"]
+
+PROFILE, STATS = "capibara.profile", "capibara.stats"  # keys of an archive's metadata
+
+
+class CompressedModel:
+    """A compressed model, made by :class:`ModelCompressionAPI` or by :meth:`load`.
+
+    Of a ``torch.nn.Module`` it is one itself: it has ``parameters``, ``state_dict`` with the original's names, ``to``,
+    and gradients, and can be a part of another module.
+
+    Attributes:
+      path: the archive.
+      stats: sizes and errors, :class:`CompressionStats`.
+      profile: what was aimed at; ``None`` for an archive that was made otherwise.
+    """
+
+    path: Path
+    stats: CompressionStats
+    profile: CompressionProfile | None
+    _adapter: Adapter | None
+    _owned: Any
+
+    def __init__(
+        self, path: str | os.PathLike[str], adapter: Adapter | None = None, *, owned: Any = None
+    ) -> None:
+        with Archive(path) as archive:
+            known = _object(archive.metadata.get(STATS, "{}"), path)
+            profile = _object(archive.metadata.get(PROFILE, "null"), path)
+            stats = stats_of(archive, known)
+            if adapter is not None:
+                _check_fit(archive, adapter)
+        self.path, self.stats = Path(path), stats
+        try:
+            self.profile = None if not profile else CompressionProfile(**profile)
+        except TypeError:
+            raise ArchiveError(f"{path}: its profile has fields that are not known here") from None
+        self._adapter, self._owned, self._decoded = adapter, owned, None
+
+    @property
+    def model(self) -> Any:
+        """The model with decoded numbers, of the same kind as the original; decoded once.
+
+        Of ``params`` with an ``apply`` it is the parameters. Without the original (after ``load(path)``) it is a nested
+        dict of NumPy arrays where the archive knows how they were nested, else a flat one.
+
+        Raises:
+          DamagedError: a tensor is damaged.
+        """
+        if self._decoded is None:
+            self._decoded = self.decompress()
+        return self._decoded
+
+    def decompress(self) -> Any:
+        """As :attr:`model`, decoded anew: what is changed in it does not change this object."""
+        with Archive(self.path) as archive:
+            if self._adapter is not None:
+                return self._adapter.rebuild(lambda name: archive.read(name).reshape(-1))
+
+            @functools.cache
+            def make(name: str) -> np.ndarray:
+                entry = archive[name]
+                if entry.same_as is not None:
+                    return make(entry.same_as)
+                return from_bits(archive.read(name), entry.format, entry.shape)
+
+            if (text := archive.metadata.get(STRUCTURE)) is not None:
+                return assemble(_object(text, self.path), make)
+            return {entry.name: make(entry.name) for entry in archive}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it: a module with its own arguments, anything else with its inputs.
+
+        Raises:
+          CompressError: it is not known how it runs.
+        """
+        if self._adapter is None:
+            raise CompressError(
+                f"{self.path}: an archive holds tensors, not the code that runs them. Remedy: "
+                "CompressedModel.load(path, model), with the model whose weights these are."
+            )
+        if len(args) != 1 or kwargs:
+            raise CompressError(f"inputs: got {len(args)} and {sorted(kwargs)}, expected one argument")
+        return self._adapter.run(self.model, args[0])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the archive, in one step.
+
+        Raises:
+          OSError: the folder is missing, the disk is full …; a file that was there stands.
+        """
+        target = Path(path)
+        if not (target.exists() and target.samefile(self.path)):
+            with open(self.path, "rb") as source:
+                replace_file(target, functools.partial(shutil.copyfileobj, source))
+        return target
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any = None,
+        *,
+        apply: Callable[[Any, Any], Any] | None = None,
+    ) -> CompressedModel:
+        """Open an archive.
+
+        Args:
+          path: of :meth:`save`, of ``capibara compress`` …
+          model: one of the same kind as the original, whose numbers do not matter: then it can be run.
+          apply: runs a tree of arrays.
+
+        Raises:
+          ArchiveError: no archive, or a damaged one.
+          CompressError: its tensors are not those of ``model``.
+          OSError: it cannot be read.
+        """
+        if model is None:
+            if apply is not None:
+                raise CompressError(
+                    "apply: got a function, but no model. Remedy: load(path, model, apply=…)."
+                )
+            return CompressedModel(path)
+        return open_compressed(path, adapt(model, apply))
+
+    def __repr__(self) -> str:
+        s = self.stats
+        return (
+            f"CompressedModel({len(s.tensors)} tensors, {s.original_bytes:,} bytes as {s.compressed_bytes:,}, "
+            f"ratio {s.compression_ratio:.2f})"
+        )
+
+
+def open_compressed(path: str | os.PathLike[str], adapter: Adapter, owned: Any = None) -> CompressedModel:
+    """A compressed model that can be run, of the class that fits the original."""
+    kind = _torch_class() if adapter.kind == "torch" else CompressedModel
+    return kind(path, adapter, owned=owned)
+
+
+def _object(text: str, path: object) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ArchiveError(f"{path}: its metadata is not what Capibara writes") from None
+    if value is not None and not isinstance(value, dict | str):
+        raise ArchiveError(f"{path}: its metadata is not what Capibara writes")
+    return value
+
+
+def _check_fit(archive: Archive, adapter: Adapter) -> None:
+    forms = adapter.tensors.forms
+    missing = [n for n in forms if n not in archive.entries]
+    unknown = [n for n in archive.entries if n not in forms]
+    if missing or unknown:
+        raise CompressError(
+            f"model: {archive.path} does not hold its tensors: missing {missing[:5]}, unknown {unknown[:5]}. "
+            "Remedy: the model that was compressed."
+        )
+    for name, (form, shape) in forms.items():
+        entry = archive[name]
+        if (entry.format, entry.shape) != (form, shape):
+            raise CompressError(
+                f"model: {name} is {form.name} {shape}, in {archive.path} {entry.format.name} {entry.shape}"
+            )
+
+
+def make_folder() -> tuple[Path, Any]:
+    """A temporary folder, and what keeps it."""
+    folder = tempfile.TemporaryDirectory(prefix="capibara-", ignore_cleanup_errors=True)
+    keeper = _Keeper()
+    weakref.finalize(keeper, folder.cleanup)
+    return Path(folder.name), keeper
+
+
+class _Keeper:
+    """Lives as long as the models whose file it keeps."""
+
+
+@functools.cache
+def _torch_class() -> type[CompressedModel]:
+    """The class of compressed modules; made when torch is there for certain."""
+    torch = sys.modules["torch"]
+
+    class CompressedTorchModel(CompressedModel, torch.nn.Module):
+        __doc__ = CompressedModel.__doc__
+
+        def __init__(self, path: Any, adapter: Adapter | None = None, *, owned: Any = None) -> None:
+            torch.nn.Module.__init__(self)
+            CompressedModel.__init__(self, path, adapter, owned=owned)
+            self.module = CompressedModel.decompress(self)
+            self.train(adapter.model.training if adapter is not None else False)
+            self.register_load_state_dict_pre_hook(_prefixed)
+
+        @property
+        def model(self) -> Any:
+            return self.module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.nn.Module.__call__(self, *args, **kwargs)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module.state_dict(*args, **kwargs)
+
+        def __repr__(self) -> str:
+            return CompressedModel.__repr__(self)
+
+    CompressedTorchModel.__qualname__ = CompressedTorchModel.__name__
+    return CompressedTorchModel
+
+
+def _prefixed(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Names as the original has them, as ``state_dict`` gives them, on their way to the module inside."""
+    for name in [n for n in state if n.startswith(prefix) and not n.startswith(prefix + "module.")]:
+        state[f"{prefix}module.{name[len(prefix) :]}"] = state.pop(name)

@@ -1,0 +1,245 @@
+"""What each codec makes of a tensor: bytes and squared error at the settings worth trying, measured by doing it.
+
+The codec ``uniform`` has a step that may be any number, so its points lie on a curve: it is measured at steps an
+octave apart on some rows of the tensor, and between them log₂ error and bytes are nearly straight in log₂ step. Other
+codecs name their settings (``candidates``). Where they compete with ``uniform``, they are tried on the same rows first,
+and those that come near it are measured on the whole tensor.
+
+Where the second moments S = E[x xᵀ] of a layer's inputs are known, what counts is not the error D of its weights, but
+that of its outputs, tr(D S Dᵀ).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.codecs.protocol import CODECS, get_codec
+from capibara.compress.errors import CompressError
+from capibara.compress.formats import NumberFormat, to_float
+
+__all__ = ["Curve", "Point", "candidates", "measure", "measure_curve"]
+
+_SAMPLE = 1 << 17  # numbers of a tensor on which the codec "uniform" is measured
+_FINE = 16  # steps to choose from in an octave
+_RATES = (0.1, 12.0)  # bits of a number between which that is done
+
+
+@dataclass(frozen=True)
+class Point:
+    """A way to store one tensor.
+
+    Attributes:
+      codec: its name.
+      settings: of the codec.
+      size: bytes of the payload.
+      error: sum of squared errors of the numbers.
+    """
+
+    codec: str
+    settings: Mapping[str, Any]
+    size: float
+    error: float
+
+
+@dataclass
+class Curve:
+    """The ways to store one tensor.
+
+    Attributes:
+      count: numbers of the tensor.
+      square: the sum of their squares.
+      points: measured on the whole tensor; the first is ``lossless``.
+      log_steps, sizes, errors: of ``uniform`` at those log₂ steps, estimated; none where it is not to be used.
+      weight: what a squared error of this tensor counts.
+      scale: bytes that ``uniform`` really took, over those that were estimated; learnt while coding.
+    """
+
+    count: int
+    square: float
+    points: list[Point]
+    log_steps: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    sizes: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    errors: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    weight: float = 1.0
+    scale: float = 1.0
+
+    def best(self, price: float) -> Point:
+        """The point with the least ``weight · error + price · size``."""
+        points = list(self.points)
+        if len(self.log_steps):
+            cost = self.weight * self.errors + price * self.scale * self.sizes
+            i = int(np.argmin(cost))
+            step = float(2.0 ** self.log_steps[i])
+            points.append(
+                Point("uniform", {"step": step}, float(self.scale * self.sizes[i]), float(self.errors[i]))
+            )
+        return min(points, key=lambda p: self.weight * p.error + price * p.size)
+
+    @property
+    def smallest(self) -> float:
+        """The fewest bytes."""
+        sizes = [p.size for p in self.points]
+        return min([*sizes, *(self.scale * self.sizes[-1:])])
+
+
+def candidates(codec: str, form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The settings of a codec that are worth trying on such a tensor, from large to small; none, if it cannot be used.
+
+    A codec says so itself, by a function ``candidates(form, shape)`` in its module or as a method.
+    """
+    how = CODECS[codec]
+    function: Callable[..., Iterable[dict[str, Any]]] | None = getattr(how, "candidates", None)
+    if function is None:
+        function = getattr(sys.modules[type(how).__module__], "candidates", None)
+    return [] if function is None else list(function(form, shape))
+
+
+def squared_error(
+    a: np.ndarray, b: np.ndarray, form: NumberFormat, second: np.ndarray | None = None
+) -> float:
+    """The sum of squared differences of numbers that are given as bits.
+
+    With ``second`` (S [features, features], of inputs that run along the last axis) it is tr(D S Dᵀ), scaled so that it
+    is the same for S = 1.
+    """
+    difference = to_float(a, form).astype(np.float64) - to_float(b, form).astype(np.float64)
+    if second is None:
+        return float(np.dot(difference.ravel(), difference.ravel()))
+    return weighted_square(difference, second)
+
+
+def weighted_square(values: np.ndarray, second: np.ndarray) -> float:
+    """tr(W S Wᵀ) of W [..., features], over the mean of S's diagonal."""
+    rows = values.reshape(-1, len(second))
+    scale = float(np.trace(second)) / len(second) or 1.0
+    return max(float(((rows @ second) * rows).sum()), 0.0) / scale
+
+
+def measure(
+    codec: str,
+    settings: Mapping[str, Any],
+    bits: np.ndarray,
+    form: NumberFormat,
+    shape: tuple[int, ...],
+    second: np.ndarray | None = None,
+) -> Point:
+    """Encode, decode, and look at what came out.
+
+    Args:
+      second: as in :func:`squared_error`.
+
+    Raises:
+      CompressError: the codec cannot take this tensor.
+    """
+    how = get_codec(codec)
+    payload = how.encode(bits, form, shape, settings)
+    decoded = how.decode(memoryview(payload), form, shape, settings)
+    return Point(codec, settings, len(payload), squared_error(bits, decoded, form, second))
+
+
+def _sample(bits: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Rows from all over the tensor, as another tensor."""
+    if bits.size <= 2 * _SAMPLE:
+        return bits, shape
+    length = shape[-1] if len(shape) >= 2 and shape[-1] >= 32 else bits.size // shape[0]
+    rows = bits.reshape(-1, length)
+    every = max(len(rows) * length // _SAMPLE, 1)
+    some = np.ascontiguousarray(rows[::every])
+    return some.reshape(-1), some.shape
+
+
+def measure_curve(
+    bits: np.ndarray,
+    form: NumberFormat,
+    shape: tuple[int, ...],
+    codecs: Iterable[str],
+    *,
+    lossless: int,
+    moments: Mapping[str, Any] | None = None,
+) -> Curve:
+    """The ways to store a tensor.
+
+    Args:
+      bits, form, shape: of the tensor, whose numbers are finite.
+      codecs: names of those that may be used beside ``lossless``.
+      lossless: bytes that this one takes.
+      moments: settings of calibration, ``hessian`` and ``input_axes``, of a layer whose inputs run along the last axis.
+    """
+    codecs = list(codecs)
+    second = None if moments is None else np.asarray(moments["hessian"], np.float64)
+    values = to_float(bits, form).astype(np.float64).ravel()
+    square = float(np.dot(values, values)) if second is None else weighted_square(values, second)
+    curve = Curve(bits.size, square, [Point("lossless", {}, lossless, 0.0)])
+    some = _sample(bits, shape)
+    if "uniform" in codecs:
+        _measure_uniform(curve, *some, form, second)
+    for codec in codecs:
+        if codec in ("lossless", "uniform"):
+            continue
+        if "uniform" in codecs and not _gains(codec, bits, form, shape, second):
+            continue
+        for settings in candidates(codec, form, shape):
+            given = {**settings, **(moments or {})}
+            try:
+                if "uniform" in codecs and not _competes(curve, codec, given, *some, form, second, bits.size):
+                    continue
+                curve.points.append(measure(codec, given, bits, form, shape, second))
+            except CompressError:
+                continue  # this codec is not for this tensor
+    return curve
+
+
+def _gains(
+    codec: str, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], second: np.ndarray | None
+) -> bool:
+    """Whether a codec that can tell from the whole tensor alone does not rule itself out."""
+    guess = getattr(sys.modules[type(CODECS[codec]).__module__], "estimated_gain", None)
+    if guess is None:
+        return True
+    matrix = to_float(bits, form).astype(np.float64).reshape(-1, shape[-1] if second is None else len(second))
+    return any(guess(matrix, rate, second) > 0 for rate in (2.0, 4.0))
+
+
+def _competes(
+    curve: Curve,
+    codec: str,
+    settings: Mapping[str, Any],
+    bits: np.ndarray,
+    shape: tuple[int, ...],
+    form: NumberFormat,
+    second: np.ndarray | None,
+    count: int,
+) -> bool:
+    """Whether some rows come out at an error that is not far above that of ``uniform`` in as many bytes."""
+    if hasattr(sys.modules[type(CODECS[codec]).__module__], "estimated_gain"):
+        return True  # what rows share is not seen in some of them
+    point = measure(codec, settings, bits, form, shape, second)
+    share = count / bits.size
+    # Sizes fall along the curve.
+    expected = np.interp(point.size * share, curve.sizes[::-1], np.log2(curve.errors[::-1]))
+    return math.log2(max(point.error * share, 1e-300)) < expected + 0.1
+
+
+def _measure_uniform(
+    curve: Curve, bits: np.ndarray, shape: tuple[int, ...], form: NumberFormat, second: np.ndarray | None
+) -> None:
+    values = to_float(bits, form).astype(np.float64)
+    deviation = math.sqrt(float((values**2).mean())) or 1e-30
+    # The entropy of a Gaussian in steps is log2(4.13 · deviation / step), with 4.13 = sqrt(2πe).
+    top = math.log2(4.13 * deviation)
+    steps = np.arange(math.floor(top - _RATES[1]), math.ceil(top - _RATES[0]) + 3, dtype=np.float64)
+    points = [measure("uniform", {"step": 2.0**s}, bits, form, shape, second) for s in steps]
+    share = curve.count / bits.size
+    # A curve that does not fall would not be one.
+    sizes = np.maximum.accumulate(np.array([p.size for p in points])[::-1])[::-1] * share
+    errors = np.maximum.accumulate(np.array([max(p.error, 1e-300) for p in points])) * share
+    fine = np.linspace(steps[0], steps[-1], (len(steps) - 1) * _FINE + 1)
+    curve.log_steps = fine
+    curve.sizes = np.interp(fine, steps, sizes)
+    curve.errors = 2.0 ** np.interp(fine, steps, np.log2(errors))

@@ -1,0 +1,92 @@
+"""Training weights for what they become when they are compressed: the straight-through estimator.
+
+Weights are kept in full precision beside their compressed form. A step runs the model with the compressed weights,
+takes the gradient there, and applies it to the full ones, as if rounding were not there (Y. Bengio, N. Léonard and
+A. Courville, "Estimating or propagating gradients through stochastic neurons", 2013). So small changes add up until a
+number moves to another step. Every tensor that the model trains is tuned; those that stay exact too.
+
+Updates are Adam's (D. Kingma and J. Ba, ICLR 2015), in float32 with NumPy, for modules and functions of JAX alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.allocation import Allocation
+from capibara.compress.codecs.protocol import get_codec
+from capibara.compress.errors import CompressError
+from capibara.compress.formats import from_float, to_float
+from capibara.compress.models.adapters import Adapter
+from capibara.compress.models.gradients import gradients
+
+__all__ = ["tune"]
+
+
+def tune(
+    adapter: Adapter,
+    batches: list[tuple[Any, Any]],
+    chosen: Allocation,
+    loss: Callable[[Any, Any], Any],
+    *,
+    steps: int,
+    learning_rate: float,
+    progress: Callable[[int, float], None] | None = None,
+) -> dict[str, np.ndarray]:
+    """The bits of weights that lose less when they are stored as ``chosen`` says.
+
+    Args:
+      adapter: of the model, which is not changed.
+      batches: inputs and targets, taken in turn.
+      chosen: how each tensor is stored.
+      loss: a scalar of the framework's from outputs and targets.
+      steps: how many; each encodes and decodes the tensors that lose something.
+      learning_rate: Adam's.
+      progress: called after each step, with its number and loss.
+
+    Raises:
+      CompressError: a loss that is not finite, or a model without gradients.
+    """
+    forms = adapter.tensors.forms
+    names = [n for n, (form, _) in forms.items() if form.is_float and form.bits > 8 and n not in adapter.tied]
+    full = {n: to_float(adapter.tensors.read(n), forms[n][0]).astype(np.float32) for n in names}
+    first = {n: np.zeros_like(w) for n, w in full.items()}
+    second = {n: np.zeros_like(w) for n, w in full.items()}
+    trained: set[str] = set()
+    for step in range(1, steps + 1):
+        inputs, targets = batches[(step - 1) % len(batches)]
+        model = adapter.variant(_stored(full, forms, chosen))
+        value, slopes = gradients(adapter, model, inputs, targets, loss)
+        if not math.isfinite(value):
+            raise CompressError(
+                f"loss: {value} at step {step}. Remedy: a lower learning_rate (it is {learning_rate})."
+            )
+        for name, slope in slopes.items():
+            slope = slope.reshape(-1)
+            trained.add(name)
+            first[name] += 0.1 * (slope - first[name])
+            second[name] += 0.001 * (slope * slope - second[name])
+            rate = learning_rate * math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+            full[name] -= rate * first[name] / (np.sqrt(second[name]) + 1e-8)
+        if progress is not None:
+            progress(step, value)
+    return {n: from_float(full[n], forms[n][0]) for n in trained}
+
+
+def _stored(
+    full: Mapping[str, np.ndarray], forms: Mapping[str, Any], chosen: Allocation
+) -> dict[str, np.ndarray]:
+    """The bits that come back from the archive."""
+    out = {}
+    for name, values in full.items():
+        form, shape = forms[name]
+        bits = from_float(values, form)
+        if (point := chosen.points.get(name)) is not None:
+            codec = get_codec(point.codec)
+            payload = codec.encode(bits, form, shape, point.settings)
+            bits = codec.decode(memoryview(payload), form, shape, point.settings)
+        out[name] = bits
+    return out

@@ -1,0 +1,8 @@
+"""Models of every kind as named tensors, and back."""
+
+from __future__ import annotations
+
+from capibara.compress.models.adapters import Adapter, adapt
+from capibara.compress.models.source import Tensors, TensorSource, find_twins
+
+__all__ = ["Adapter", "TensorSource", "Tensors", "adapt", "find_twins"]

@@ -1,0 +1,61 @@
+"""Named tensors, one in memory at a time: what allocation and archives read, wherever the tensors come from."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from capibara.compress.formats import NumberFormat
+
+__all__ = ["TensorSource", "Tensors", "find_twins"]
+
+
+class TensorSource(Protocol):
+    """Tensors by name. :class:`capibara.compress.safetensors_file.SafetensorsFile` is one."""
+
+    def __iter__(self) -> Iterator[tuple[str, NumberFormat, tuple[int, ...]]]:
+        """Name, format and shape of each."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The bits of a tensor, [count] of ``form.unsigned``."""
+        ...
+
+
+class Tensors:
+    """Tensors whose bits functions give.
+
+    Args:
+      tensors: name → (format, shape), in order.
+      read: gives the bits of a tensor.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[NumberFormat, tuple[int, ...]]],
+        read: Callable[[str], np.ndarray],
+    ) -> None:
+        self.forms, self._read = dict(tensors), read
+
+    def __iter__(self) -> Iterator[tuple[str, NumberFormat, tuple[int, ...]]]:
+        for name, (form, shape) in self.forms.items():
+            yield name, form, shape
+
+    def read(self, name: str) -> np.ndarray:
+        return self._read(name)
+
+
+def find_twins(source: TensorSource, least: int = 1024) -> dict[str, str]:
+    """Names of tensors of ``least`` numbers or more whose bytes an earlier one has, and that one's name."""
+    twins: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for name, form, shape in source:
+        bits = source.read(name)
+        if bits.size >= least:
+            first = seen.setdefault((form.name, shape, zlib.crc32(bits.data)), name)
+            if first != name and np.array_equal(source.read(first), bits):
+                twins[name] = first
+    return twins

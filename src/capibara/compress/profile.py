@@ -1,0 +1,97 @@
+"""What to aim at when a model is compressed: one frozen object, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from capibara.compress.codecs.protocol import CODECS
+from capibara.compress.errors import CompressError
+from capibara.errors import did_you_mean
+
+__all__ = ["MODES", "CompressionProfile"]
+
+MODES: dict[str, float | None] = {"lossless": None, "conservative": 2.0, "balanced": 4.0, "aggressive": 8.0}
+
+
+@dataclass(frozen=True)
+class CompressionProfile:
+    """How small a model is to become, and by what means.
+
+    Attributes:
+      strategy: ``"auto"``: the codec of each tensor is the one that gives the least error for the size; ``"jax"``: the
+        same, computed by JAX where it is installed (with a warning where it is not); or the name of a codec in
+        :data:`capibara.compress.codecs.protocol.CODECS`, which is then the only one that loses anything.
+      mode: the ratio to aim at where ``target_compression_ratio`` is ``None``: ``"lossless"`` none, so that every bit
+        stays; ``"conservative"`` 2; ``"balanced"`` 4; ``"aggressive"`` 8.
+      target_compression_ratio: original bytes over the file's bytes, above 1; met within 2 %; none with
+        ``"lossless"``.
+      preserve_accuracy_threshold: the least fidelity, above 0 and at most 1; ``None``: any. Fidelity is, with labelled
+        validation data, the model's accuracy over the original's; with unlabelled data 1 − the relative error of its
+        outputs; without data 1 − the relative error of its weights.
+      exclude: patterns (as in :mod:`fnmatch`) of names of tensors that stay exact.
+      smallest: tensors of fewer numbers than this, and vectors, stay exact: they are a thousandth of a model and its
+        most sensitive part.
+
+    Raises:
+      CompressError: a value that none of these can have.
+    """
+
+    strategy: str = "auto"
+    mode: str = "balanced"
+    target_compression_ratio: float | None = None
+    preserve_accuracy_threshold: float | None = None
+    exclude: tuple[str, ...] = ()
+    smallest: int = 4096
+
+    def __post_init__(self) -> None:
+        known = ["auto", "jax", *CODECS]
+        if self.strategy not in known:
+            raise CompressError(
+                f"strategy: got {self.strategy!r}, expected one of {', '.join(known)}."
+                f"{did_you_mean(str(self.strategy), known)}"
+            )
+        if self.mode not in MODES:
+            raise CompressError(
+                f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}.{did_you_mean(str(self.mode), MODES)}"
+            )
+        ratio, least = self.target_compression_ratio, self.preserve_accuracy_threshold
+        if ratio is not None and not (_is_number(ratio) and 1 < ratio < math.inf):
+            raise CompressError(
+                f"target_compression_ratio: got {ratio!r}, expected a number above 1, such as 4, or None"
+            )
+        if ratio is not None and (self.mode == "lossless" or self.strategy == "lossless"):
+            raise CompressError(
+                f"target_compression_ratio: got {ratio!r}, but without loss a file is as small as it is. "
+                "Remedy: leave it out, or another mode and strategy."
+            )
+        if least is not None and not (_is_number(least) and 0 < least <= 1):
+            raise CompressError(
+                f"preserve_accuracy_threshold: got {least!r}, expected a number above 0 and at most 1, or None"
+            )
+        if isinstance(self.exclude, str) or not all(isinstance(p, str) for p in self.exclude):
+            raise CompressError(
+                f"exclude: got {self.exclude!r}, expected patterns of names, such as ('*.bias', 'head.*')"
+            )
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        if not isinstance(self.smallest, int) or isinstance(self.smallest, bool) or self.smallest < 0:
+            raise CompressError(f"smallest: got {self.smallest!r}, expected a whole number, 0 or more")
+
+    @property
+    def ratio(self) -> float | None:
+        """The ratio that is aimed at; ``None``: no loss."""
+        if self.strategy == "lossless":
+            return None
+        return (
+            self.target_compression_ratio if self.target_compression_ratio is not None else MODES[self.mode]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them; ``CompressionProfile(**…)`` reads them."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**out, "exclude": list(self.exclude)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)

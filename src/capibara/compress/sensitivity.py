@@ -1,0 +1,71 @@
+"""What a squared error of each tensor's numbers counts.
+
+With validation data this is measured: a tensor alone is rounded, the model is run, and the squared error of its outputs
+is divided by that of the tensor. Small errors of several tensors add up nearly as independent ones do.
+
+Without data there is only the tensors themselves: an error counts relative to the mean square of the tensor's own
+numbers, so that each layer's outputs have about the same relative error for the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.allocation import Survey
+from capibara.compress.codecs.protocol import get_codec
+from capibara.compress.curves import squared_error
+from capibara.compress.formats import to_float
+from capibara.compress.models.adapters import Adapter
+from capibara.compress.validation import Validation
+
+__all__ = ["by_outputs", "by_scale"]
+
+
+def by_scale(found: Survey) -> dict[str, float]:
+    """Weights from the tensors alone."""
+    return {name: curve.count / curve.square for name, curve in found.curves.items()}
+
+
+def by_outputs(
+    adapter: Adapter,
+    validation: Validation,
+    found: Survey,
+    moments: Mapping[str, Mapping[str, Any]],
+    *,
+    bits: float = 4.0,
+    progress: Callable[[str, int], None] | None = None,
+) -> dict[str, float]:
+    """Weights measured on validation data.
+
+    Args:
+      adapter: of the model.
+      validation: the data.
+      found: the tensors that may lose something.
+      moments: those that ``found`` was measured with.
+      bits: of each number of the tensor that is rounded for it; the rate for which the weights are meant.
+      progress: called after each tensor.
+    """
+    uniform = get_codec("uniform")
+    weights = {}
+    for name in found.curves:
+        form, shape = adapter.tensors.forms[name]
+        original = adapter.tensors.read(name)
+        # The entropy of a Gaussian in steps is log2(4.13 · deviation / step).
+        values = to_float(original, form).astype(np.float64)
+        step = 4.13 * math.sqrt(float((values**2).mean())) * 2.0**-bits
+        settings = {"step": step}
+        payload = uniform.encode(original, form, shape, settings)
+        changed = uniform.decode(memoryview(payload), form, shape, settings)
+        second = None if name not in moments else moments[name]["hessian"]
+        lost = squared_error(original, changed, form, second)
+        error = validation.measure(adapter.variant({name: changed})).error
+        weights[name] = min(error, 1e6) ** 2 / lost if lost else 0.0
+        if progress is not None:
+            progress(name, original.nbytes)
+    # A tensor that this data does not reach still has numbers: the least sensitive ones count a little.
+    floor = 1e-6 * max((w * found.curves[n].square for n, w in weights.items()), default=0.0)
+    return {n: max(w, floor / found.curves[n].square, 1e-300) for n, w in weights.items()}

@@ -1,0 +1,91 @@
+"""Tensors into an archive as an allocation says, and what was lost on the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from capibara.compress.allocation import Allocation
+from capibara.compress.container import Archive, ArchiveWriter
+from capibara.compress.container.index import dump, parse_footer
+from capibara.compress.curves import squared_error
+from capibara.compress.formats import to_float
+from capibara.compress.models.source import TensorSource
+
+__all__ = ["add_tensors", "change_metadata", "compare"]
+
+
+def add_tensors(
+    archive: ArchiveWriter,
+    source: TensorSource,
+    twins: Mapping[str, str],
+    chosen: Allocation | None,
+    progress: Callable[[str, int], None] | None = None,
+) -> None:
+    """Append every tensor of a source.
+
+    Args:
+      archive: open for writing.
+      source: the tensors.
+      twins: names of tensors that are stored as others.
+      chosen: how; ``None``: all without loss.
+      progress: called after each tensor, with the bytes it takes as it is.
+    """
+    points = {} if chosen is None else chosen.points
+    for name, form, shape in source:
+        bits = source.read(name)
+        if name in twins:
+            archive.add_twin(name, twins[name])
+        elif (point := points.get(name)) is not None:
+            archive.add(name, bits, form, shape, codec=point.codec, settings=point.settings)
+        else:
+            archive.add(name, bits, form, shape)
+        if progress is not None:
+            progress(name, bits.nbytes)
+
+
+def compare(path: Path, source: TensorSource) -> tuple[dict[str, float], float, float]:
+    """Decode an archive and compare it with what was written to it.
+
+    Returns:
+      The relative error of each tensor of floats with finite numbers, and of all of them the sum of squared errors and
+      the sum of squares. A tensor that differs in nothing has 0.
+
+    Raises:
+      DamagedError: it cannot be decoded.
+    """
+    errors: dict[str, float] = {}
+    lost, whole = 0.0, 0.0
+    with Archive(path) as archive:
+        for name, form, _ in source:
+            entry, original = archive[name], source.read(name)
+            if not form.is_float:
+                continue
+            with np.errstate(invalid="ignore"):
+                values = to_float(original, form).astype(np.float64).ravel()
+            values = values[np.isfinite(values)]
+            square = float(np.dot(values, values))
+            if entry.codec == "lossless":
+                error = 0.0
+            else:
+                error = squared_error(original, archive.read(name).reshape(-1), form)
+            errors[name] = (error / square) ** 0.5 if square else 0.0
+            if entry.same_as is None:
+                lost, whole = lost + error, whole + square
+    return errors, lost, whole
+
+
+def change_metadata(path: str | os.PathLike[str], changed: Mapping[str, str]) -> None:
+    """Add to the metadata of an archive that nobody else sees yet: its index is written anew, in place."""
+    with Archive(path) as archive:
+        entries, metadata, size = list(archive), {**archive.metadata, **changed}, archive.size
+    with open(path, "r+b") as file:
+        head = file.read(16)
+        file.seek(size - 32)
+        offset, _, _ = parse_footer(head, file.read(32), size, path)
+        file.seek(offset)
+        file.write(dump(entries, metadata, offset))
+        file.truncate()
