@@ -1,7 +1,8 @@
-"""Compiled code and NumPy make the same bytes, and take each other's apart."""
+"""Compiled code, NumPy, JAX and PyTorch make the same bytes, and take each other's apart."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
@@ -13,51 +14,110 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.compress.codecs import lossless
-from capibara.compress.codecs.executors import NumpyExecutor
-from capibara.compress.codecs.native import NativeExecutor
-from capibara.compress.errors import DamagedError
+from capibara.compress.codecs.engine import use_engine
+from capibara.compress.codecs.executors import Executor, NumpyExecutor, best_executor, get_executor
+from capibara.compress.codecs.steps import StepExecutor
+from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import FORMATS, NumberFormat, get_format
-from capibara.native.loading import open_library
+from capibara.errors import MissingExtraError
 
-LIBRARY, REASON = open_library()
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason=str(REASON))
 NUMPY = NumpyExecutor()
 RANDOM = np.random.default_rng(0)
 
 
-@pytest.fixture(scope="module")
-def native() -> NativeExecutor:
-    assert LIBRARY is not None
-    return NativeExecutor(LIBRARY)
+def others(*names: str) -> list[Executor]:
+    """Those of the executors that can be here."""
+    found = []
+    for name in names:
+        with contextlib.suppress(CompressError, MissingExtraError):
+            found.append(get_executor(name))
+    return found
 
 
-def agree(native: NativeExecutor, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]) -> bytes:
+NATIVE, ALL = others("native"), others("native", "jax", "torch")
+
+
+def agree(executors: list[Executor], bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]) -> bytes:
     bits = np.ascontiguousarray(bits).reshape(-1).view(form.unsigned)
     payload = lossless.encode(bits, form, shape, NUMPY)
-    assert lossless.encode(bits, form, shape, native) == payload
-    for executor in (NUMPY, native):
+    np.testing.assert_array_equal(lossless.decode(payload, form, shape, NUMPY), bits)
+    for executor in executors:
+        assert lossless.encode(bits, form, shape, executor) == payload, executor.name
         np.testing.assert_array_equal(lossless.decode(payload, form, shape, executor), bits)
     return payload
 
 
+def numbers(form: NumberFormat, count: int, kind: str) -> np.ndarray:
+    if kind == "random":
+        return RANDOM.integers(0, 256, count * form.bits // 8).astype(np.uint8)
+    if kind == "few":
+        few = RANDOM.integers(0, 256, (3, form.bits // 8)).astype(np.uint8)
+        return few[RANDOM.integers(0, 3, count)].reshape(-1)
+    wide = RANDOM.normal(size=count) * np.exp(RANDOM.normal(size=count))
+    if form.is_float:
+        wide = wide.astype(np.float64).view(np.uint64) >> np.uint64(64 - form.bits)
+    return wide.astype(form.unsigned)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
-    "shape", [(64,), (65,), (1, 700), (700, 1), (50, 40), (33, 3, 3, 3), (5, 4099), (9000, 33)]
+    "shape", [(64,), (65,), (1, 700), (700, 1), (50, 40), (33, 3, 3, 3), (5, 4099), (900, 33)]
 )
 @pytest.mark.parametrize("kind", ["random", "few", "normal"])
-def test_the_same_bytes(native: NativeExecutor, name: str, shape: tuple[int, ...], kind: str) -> None:
-    form, count = get_format(name), math.prod(shape)
-    if kind == "random":
-        bits = RANDOM.integers(0, 256, count * form.bits // 8).astype(np.uint8)
-    elif kind == "few":
-        few = RANDOM.integers(0, 256, (3, form.bits // 8)).astype(np.uint8)
-        bits = few[RANDOM.integers(0, 3, count)].reshape(-1)
-    else:
-        wide = RANDOM.normal(size=count) * np.exp(RANDOM.normal(size=count))
-        if form.is_float:
-            wide = wide.astype(np.float64).view(np.uint64) >> np.uint64(64 - form.bits)
-        bits = wide.astype(form.unsigned)
-    agree(native, bits, form, shape)
+def test_the_same_bytes(name: str, shape: tuple[int, ...], kind: str) -> None:
+    form = get_format(name)
+    agree(NATIVE, numbers(form, math.prod(shape), kind), form, shape)
+
+
+@pytest.mark.parametrize("executor", [e for e in ALL if e.name != "native"], ids=lambda e: e.name)
+@pytest.mark.parametrize("name", ["BF16", "F32", "F64", "F8_E4M3", "I16", "I64", "U64"])
+def test_the_same_bytes_of_frameworks(executor: Executor, name: str) -> None:
+    form, shape = get_format(name), (40, 33)
+    bits = numbers(form, math.prod(shape), "normal").reshape(shape)
+    # Rows whose last bits are zero, and some that no table has an entry for.
+    low = form.unsigned.type(min(3, form.mantissa))
+    bits[::2] = bits[::2] >> low << low
+    bits[5, :3] = [0, np.iinfo(bits.dtype).max, 1]
+    agree([executor], bits, form, shape)
+
+
+@pytest.mark.parametrize("executor", ALL, ids=lambda e: e.name)
+def test_damage_is_found_by_all(executor: Executor) -> None:
+    form, shape = get_format("BF16"), (16, 40)
+    bits = numbers(form, math.prod(shape), "normal")
+    good, found = lossless.encode(bits, form, shape, NUMPY), 0
+    for _ in range(25 if executor.name != "native" else 400):
+        bad = bytearray(good)
+        for _ in range(RANDOM.integers(1, 4)):
+            bad[RANDOM.integers(len(bad))] ^= 1 << RANDOM.integers(8)
+        try:
+            one = lossless.decode(bytes(bad), form, shape, executor)
+        except DamagedError:
+            found += 1
+            with pytest.raises(DamagedError):
+                lossless.decode(bytes(bad), form, shape, NUMPY)
+        else:
+            np.testing.assert_array_equal(one, lossless.decode(bytes(bad), form, shape, NUMPY))
+    assert found > 10
+
+
+def test_symbols_that_no_table_has_are_refused() -> None:
+    table = np.array([[4096, 0]])
+    for executor in (e for e in [NUMPY, *ALL] if isinstance(e, StepExecutor)):
+        assert executor.encode([np.zeros(40, np.uint8)], table, [0])[0].words.size == 0
+        with pytest.raises(ValueError, match="frequency is 0"):
+            executor.encode([np.ones(40, np.uint8)], table, [0])
+
+
+def test_choosing_an_executor() -> None:
+    with pytest.raises(CompressError, match="Did you mean 'numpy'"):
+        get_executor("nunpy")
+    for name in ("numpy", "torch"):
+        if name in {e.name for e in [NUMPY, *ALL]}:
+            with use_engine(name):
+                assert best_executor().name == name
+    with use_engine("native"):  # where it is not built, the codec takes its own choice
+        assert best_executor().name in ("native", "numpy")
 
 
 @given(
@@ -68,9 +128,7 @@ def test_the_same_bytes(native: NativeExecutor, name: str, shape: tuple[int, ...
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_same_bytes_of_any_tensor(
-    native: NativeExecutor, name: str, rows: int, length: int, zeros: int, seed: int
-) -> None:
+def test_the_same_bytes_of_any_tensor(name: str, rows: int, length: int, zeros: int, seed: int) -> None:
     form = get_format(name)
     random = np.random.default_rng(seed)
     bits = random.integers(0, 1 << 63, (rows, length), dtype=np.uint64).astype(form.unsigned)
@@ -78,41 +136,35 @@ def test_the_same_bytes_of_any_tensor(
     bits >>= random.integers(0, form.bits, (rows, 1)).astype(form.unsigned)
     low = form.unsigned.type(min(zeros, form.bits - 1))
     bits[::2] = bits[::2] >> low << low
-    agree(native, bits, form, (rows, length))
+    agree(NATIVE, bits, form, (rows, length))
 
 
-def test_several_blocks(native: NativeExecutor) -> None:
+def test_several_blocks() -> None:
     wide = RANDOM.normal(size=(1 << 18) + 77).astype(np.float32).view(np.uint32)
-    agree(native, (wide >> 16).astype(np.uint16), get_format("BF16"), wide.shape)
+    agree(NATIVE, (wide >> 16).astype(np.uint16), get_format("BF16"), wide.shape)
 
 
-def test_damage_is_found_and_nothing_is_written_outside(native: NativeExecutor) -> None:
-    form, shape = get_format("BF16"), (64, 80)
-    bits = (RANDOM.normal(size=shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).reshape(-1)
-    good = lossless.encode(bits, form, shape, native)
-    found = 0
-    for _ in range(2000):
-        bad = bytearray(good)
-        for _ in range(RANDOM.integers(1, 4)):
-            bad[RANDOM.integers(len(bad))] ^= 1 << RANDOM.integers(8)
-        try:
-            one = lossless.decode(bytes(bad), form, shape, native)
-        except DamagedError:
-            found += 1
-            with pytest.raises(DamagedError):
-                lossless.decode(bytes(bad), form, shape, NUMPY)
-        else:
-            np.testing.assert_array_equal(one, lossless.decode(bytes(bad), form, shape, NUMPY))
-    assert found > 1000
+def test_threads_do_not_change_the_bytes() -> None:
+    form, shape = get_format("BF16"), (600, 300)
+    rows = numbers(form, math.prod(shape), "normal").reshape(shape)
+    for executor in NATIVE:
+        one = executor.encode_tensor(rows, form, rows.nbytes)
+        assert one is not None
+        assert executor.encode_tensor(rows, form, rows.nbytes, threads=3) == one
+        assert executor.encode_tensor(rows, form, len(one)) is None
+        out = np.zeros_like(rows)
+        executor.decode_tensor(np.frombuffer(one, np.uint8), form, out, threads=3)
+        np.testing.assert_array_equal(out, rows)
 
 
+@pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "neon"])
 def test_every_instruction_set_that_is_here(isa: str) -> None:
     program = (
         "import sys, numpy as np\n"
-        "from capibara.compress.codecs import lossless\n"
+        "from capibara.compress.codecs import executors, lossless\n"
         "from capibara.compress.formats import get_format\n"
-        "executor = lossless.best_executor()\n"
+        "executor = executors.best_executor()\n"
         "x = np.random.default_rng(0).normal(size=(300, 111)).astype('float32').view('uint32')\n"
         "made = lossless.encode(x.reshape(-1), get_format('F32'), x.shape)\n"
         "assert (lossless.decode(made, get_format('F32'), x.shape) == x.reshape(-1)).all()\n"

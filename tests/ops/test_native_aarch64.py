@@ -18,6 +18,9 @@ from attention_oracle import make, oracle
 from tropical_oracle import PATTERNS, signed
 from tropical_oracle import oracle as product
 
+from capibara.compress.codecs import lossless
+from capibara.compress.codecs.executors import NumpyExecutor
+from capibara.compress.formats import from_float, get_format
 from capibara.native import build
 from capibara.native.library import TARGETS
 from capibara.ops.attention import flash_attention
@@ -116,6 +119,22 @@ def test_max_plus_products(pattern, dtype, driver):
         np.testing.assert_array_equal(got[0], value)
         if with_index:
             np.testing.assert_array_equal(got[1], index)
+
+
+@pytest.mark.parametrize("name", ["BF16", "F32", "F64", "I32", "F8_E5M2"])
+def test_coded_tensors(name, driver):
+    form, shape = get_format(name), (40, 133)
+    wide = np.random.default_rng(2).normal(size=shape) * 0.1
+    bits = from_float(wide, form) if form.is_float else (wide * 1000).astype("int64").astype(form.unsigned)
+    bits = np.ascontiguousarray(bits.reshape(-1), form.unsigned)
+    padded = bits.tobytes() + bytes(-bits.nbytes % 8)
+    sizes = (form.bits, form.exponent, form.mantissa, form.signed, *shape)
+    answer = _emulate(driver, struct.pack("<7q", 16, *sizes) + padded)
+    want = lossless.encode(bits, form, shape, NumpyExecutor())
+    assert want[0] == lossless.CODED
+    size = int(answer[:8].view(np.int64)[0])
+    assert answer[8 : 8 + size].tobytes() == want[1:]
+    np.testing.assert_array_equal(answer[8 + size :][: bits.nbytes].view(form.unsigned), bits)
 
 
 @pytest.mark.slow

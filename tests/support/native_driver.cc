@@ -1,7 +1,7 @@
 // Runs the native kernels without XLA: problems come in on standard input, results go out on standard output.
 //
-// A problem is its kind (0 attention, 4 and 8 max-plus products of that many bytes a number, -1 the end), its sizes as
-// int64, and its arrays. test_native_aarch64.py writes them, and has this run under an emulator.
+// A problem is its kind (0 attention, 4 and 8 max-plus products of that many bytes a number, 16 a tensor to code, -1 the
+// end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and has this run under an emulator.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -86,6 +86,22 @@ void attention() {
   write(value_grad);
 }
 
+// The coded tensor, after its size, and the tensor that it decodes to.
+void codec() {
+  const auto n = read<int64_t>(6);
+  const capibara::Form form{int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3])};
+  const int64_t rows = n[4], length = n[5];
+  const auto bits = read<uint64_t>((rows * length * form.bits / 8 + 7) / 8);
+  std::vector<uint8_t> coded(bits.size() * 8), back(bits.size() * 8);
+  const int64_t size = capibara::encode_tensor(form, bits.data(), rows, length, 1, coded.data(), int64_t(coded.size()));
+  need(size > 0, "nothing was coded");
+  coded.resize(size_t(size));
+  need(capibara::decode_tensor(form, coded.data(), size, rows, length, 1, back.data()) == 0, "does not decode");
+  write(std::vector<int64_t>{size});
+  write(coded);
+  write(back);
+}
+
 }  // namespace
 
 int main() {
@@ -98,6 +114,8 @@ int main() {
       max_plus<float>();
     else if (kind == 8)
       max_plus<double>();
+    else if (kind == 16)
+      codec();
     else
       return kind == -1 ? 0 : 1;
   }

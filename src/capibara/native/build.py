@@ -28,6 +28,7 @@ _SETS = {
     "aarch64": {"neon": []},  # every such processor has it
 }
 _KINDS = ("attention", "codec", "tropical")
+_PLAIN = ("isa", "codec_tensor")  # neither XLA's headers nor a set of instructions
 # No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
 
@@ -95,7 +96,10 @@ def compile_kernels(compiler: str, machine: str, folder: Path) -> list[Path]:
         for kind in _KINDS
         for name, flags in _SETS.get(machine, {"baseline": []}).items()
     ]
-    jobs.append(([f'-DCAPIBARA_SOURCES="{source_digest()}"', str(SOURCES / "isa.cc")], "isa.o"))
+    jobs += [
+        ([f'-DCAPIBARA_SOURCES="{source_digest()}"', str(SOURCES / f"{name}.cc")], f"{name}.o")
+        for name in _PLAIN
+    ]
     return _compile(compiler, jobs, folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ class Cut:
       sign: the topmost bit is a sign and belongs to the rest.
       base: the smallest number, which is subtracted from all before they are cut; 0 with a sign.
       alternating: the numbers are 0, -1, 1, -2, 2 … counted from 0.
+
+    Its methods take arrays of unsigned integers, NumPy's or JAX's.
     """
 
     shift: int
@@ -27,10 +30,10 @@ class Cut:
     base: int = 0
     alternating: bool = False
 
-    def symbols(self, bits: np.ndarray) -> np.ndarray:
+    def symbols(self, bits: Any) -> Any:
         return (bits >> bits.dtype.type(self.shift)) & bits.dtype.type((1 << self.symbol) - 1)
 
-    def rest(self, bits: np.ndarray, drop: int) -> np.ndarray:
+    def rest(self, bits: Any, drop: int) -> Any:
         """The lowest bits without the last ``drop``, and above them the sign."""
         kind = bits.dtype.type
         low = (bits & kind((1 << self.shift) - 1)) >> kind(drop)
@@ -42,8 +45,8 @@ class Cut:
         """Bits of the rest."""
         return self.shift - drop + self.sign
 
-    def join(self, symbols: np.ndarray, rest: np.ndarray, drop: int) -> np.ndarray:
-        """The numbers again, without the base."""
+    def join(self, symbols: Any, rest: Any, drop: int) -> Any:
+        """The numbers again, as they were cut."""
         kind = rest.dtype.type
         low = self.shift - drop
         out = (rest & kind((1 << low) - 1)) << kind(drop)
@@ -51,3 +54,10 @@ class Cut:
         if self.sign:
             out |= (rest >> kind(low)) << kind(rest.itemsize * 8 - 1)
         return out
+
+    def restore(self, numbers: Any) -> Any:
+        """What :meth:`join` gives, as the tensor's own numbers."""
+        kind = numbers.dtype.type
+        if self.alternating:
+            return (numbers >> kind(1)) ^ (~(numbers & kind(1)) + kind(1))
+        return numbers + kind(self.base & int(np.iinfo(numbers.dtype).max))

@@ -1,70 +1,52 @@
 """Who does the arithmetic of the lossless codec. All of them come to the same bytes.
 
-What is chosen (where numbers are cut, which rows go together) is decided from whole numbers in one place,
-:mod:`capibara.compress.codecs.lossless`; an executor only counts, cuts, codes, and undoes that.
+``native`` is compiled code and does a tensor in one call (:mod:`capibara.compress.codecs.native`); ``numpy``, ``jax``
+and ``torch`` do the codec's steps (:mod:`capibara.compress.codecs.steps`), the latter two on whatever device their
+package has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
 
 from capibara.compress.codecs.cut import Cut
+from capibara.compress.codecs.engine import wanted_engine
+from capibara.compress.codecs.steps import StepExecutor
 from capibara.compress.entropy import Stream, pack_bits, rans, unpack_bits
-from capibara.compress.errors import DamagedError
+from capibara.compress.errors import CompressError, DamagedError
+from capibara.compress.formats import NumberFormat
+from capibara.errors import MissingExtraError, did_you_mean
+from capibara.native.loading import open_library
 
-__all__ = ["Executor", "NumpyExecutor"]
+__all__ = ["Executor", "NumpyExecutor", "best_executor", "get_executor"]
 
 
 class Executor(Protocol):
-    """The steps of the lossless codec. ``rows`` is [count, length] of unsigned integers, in C order."""
+    """Codes the numbers of a tensor, given as ``rows`` [count, length] of unsigned integers in C order."""
 
     name: str
 
-    def measure(self, rows: np.ndarray, cut: Cut, coarse: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each row: the sum of its symbols without their last ``coarse`` bits, int64; its numbers or-ed, uint64."""
+    def encode_tensor(
+        self, rows: np.ndarray, form: NumberFormat, limit: int, threads: int = 1
+    ) -> bytes | None:
+        """The coded part of a payload; ``None`` if it takes ``limit`` bytes or more."""
         ...
 
-    def histogram(self, rows: np.ndarray, cut: Cut, kinds: np.ndarray, count: int) -> np.ndarray:
-        """How often each symbol occurs in the rows of each kind: int64 [count, 2 ** cut.symbol]."""
-        ...
+    def decode_tensor(self, data: np.ndarray, form: NumberFormat, out: np.ndarray, threads: int = 1) -> None:
+        """The reverse, into ``out`` [rows, length].
 
-    def split(
-        self, rows: np.ndarray, chosen: np.ndarray, cut: Cut, drop: int, entry: np.ndarray, escape: int
-    ) -> tuple[np.ndarray, bytes, np.ndarray]:
-        """Of chosen rows: each symbol's entry (uint8), the packed rest, and the symbols whose entry is ``escape``."""
-        ...
-
-    def join(
-        self,
-        out: np.ndarray,
-        chosen: np.ndarray,
-        cut: Cut,
-        drop: int,
-        values: np.ndarray,
-        symbols: np.ndarray,
-        rest: np.ndarray,
-        escaped: np.ndarray,
-    ) -> None:
-        """The reverse, into rows of ``out``; ``values``: each entry's symbol, the entry after them being the escape."""
-        ...
-
-    def encode(
-        self, symbols: Sequence[np.ndarray], frequencies: np.ndarray, tables: Sequence[int]
-    ) -> list[Stream]:
-        """As :func:`capibara.compress.entropy.rans.encode`."""
-        ...
-
-    def decode(
-        self, streams: Sequence[Stream], counts: Sequence[int], frequencies: np.ndarray, tables: Sequence[int]
-    ) -> list[np.ndarray]:
-        """As :func:`capibara.compress.entropy.rans.decode`."""
+        Raises:
+          DamagedError: ``data`` is not what :meth:`encode_tensor` gives.
+        """
         ...
 
 
-class NumpyExecutor:
+class NumpyExecutor(StepExecutor):
     """With NumPy alone: for where nothing was compiled, and to compare the others with."""
 
     name = "numpy"
@@ -92,25 +74,97 @@ class NumpyExecutor:
 
     def join(
         self,
-        out: np.ndarray,
-        chosen: np.ndarray,
+        shape: tuple[int, int],
         cut: Cut,
         drop: int,
         values: np.ndarray,
         symbols: np.ndarray,
         rest: np.ndarray,
         escaped: np.ndarray,
-    ) -> None:
-        found = np.append(values, 0).astype(out.dtype)[symbols]
+        form: NumberFormat,
+    ) -> np.ndarray:
+        found = np.append(values, 0).astype(form.unsigned)[symbols]
         odd = np.flatnonzero(symbols == len(values))
-        if len(odd) != len(escaped):
-            raise DamagedError(
-                "a block holds another number of escapes than its header says: the file is damaged"
-            )
+        check_escapes(len(odd), escaped)
         found[odd] = escaped
-        low = unpack_bits(rest, len(symbols), cut.width(drop), out.dtype)
-        numbers = cut.join(found, low, drop) + out.dtype.type(cut.base & int(np.iinfo(out.dtype).max))
-        out[chosen] = numbers.reshape(len(chosen), -1)
+        low = unpack_bits(rest, len(symbols), cut.width(drop), form.unsigned)
+        return cut.restore(cut.join(found, low, drop)).reshape(shape)
 
-    encode = staticmethod(rans.encode)
-    decode = staticmethod(rans.decode)
+    def encode(
+        self, symbols: Sequence[np.ndarray], frequencies: np.ndarray, tables: Sequence[int]
+    ) -> list[Stream]:
+        return rans.encode(symbols, frequencies, tables)
+
+    def decode(
+        self, streams: Sequence[Stream], counts: Sequence[int], frequencies: np.ndarray, tables: Sequence[int]
+    ) -> list[np.ndarray]:
+        return rans.decode(streams, counts, frequencies, tables)
+
+
+def check_escapes(found: int, escaped: np.ndarray) -> None:
+    """Symbols that are escapes must be as many as were written out."""
+    if found != len(escaped):
+        raise DamagedError(
+            "a block holds another number of escapes than its header says: the file is damaged"
+        )
+
+
+def _native() -> Executor:
+    from capibara.compress.codecs.native import NativeExecutor
+
+    library, reason = open_library()
+    if library is None:
+        raise CompressError(f"executor: 'native' cannot run here: {reason}")
+    return NativeExecutor(library)
+
+
+def _jax() -> Executor:
+    if find_spec("jax") is None:
+        raise MissingExtraError("jax", "train", "executor='jax'")
+    from capibara.compress.codecs.jax_executor import JaxExecutor
+
+    return JaxExecutor()
+
+
+def _torch() -> Executor:
+    if find_spec("torch") is None:
+        raise MissingExtraError("torch", "torch", "executor='torch'")
+    from capibara.compress.codecs.torch_executor import TorchExecutor
+
+    return TorchExecutor()
+
+
+_EXECUTORS: dict[str, Callable[[], Executor]] = {
+    "native": _native,
+    "numpy": NumpyExecutor,
+    "jax": _jax,
+    "torch": _torch,
+}
+
+
+@cache
+def get_executor(name: str) -> Executor:
+    """The executor of that name: ``"native"``, ``"numpy"``, ``"jax"`` or ``"torch"``.
+
+    Raises:
+      CompressError: there is none of that name, or compiled code is not there.
+      MissingExtraError: its package is not installed.
+    """
+    if (make := _EXECUTORS.get(name)) is None:
+        raise CompressError(
+            f"executor: got {name!r}, expected one of {', '.join(_EXECUTORS)}.{did_you_mean(str(name), _EXECUTORS)}"
+        )
+    return make()
+
+
+def best_executor() -> Executor:
+    """The one that :func:`capibara.compress.codecs.engine.use_engine` asks for; else compiled code, else NumPy."""
+    wanted = wanted_engine()
+    if wanted == "auto" or (wanted == "native" and not _has_native()):
+        wanted = "native" if _has_native() else "numpy"
+    return get_executor(wanted)
+
+
+@cache
+def _has_native() -> bool:
+    return open_library()[0] is not None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from capibara.compress.codecs.protocol import get_codec
 from capibara.compress.container.index import FOOTER, HEADER, Chunk, Entry, parse, parse_footer
+from capibara.compress.container.pool import ahead
 from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.errors import did_you_mean
 
@@ -95,34 +97,89 @@ class Archive:
                 f"rows: got {rows!r} for the shape {source.shape}, expected a slice with step 1"
             )
         last = max(first, last)
+        length = math.prod(source.shape[1:])
         wanted, at = [], 0
         for chunk in source.chunks:
             if at < last and at + chunk.rows > first:
-                wanted.append((at, chunk))
+                wanted.append(_Place(chunk, at - first, self.path, source))
             at += chunk.rows
         shape = (last - first, *source.shape[1:]) if source.shape else ()
-        if len(wanted) == 1 and wanted[0][1].rows == last - first:
-            return self._decode(source, wanted[0][1]).reshape(shape)
-        parts = []
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, max(len(wanted), 1))) as pool:
-            decoded = pool.map(lambda c: self._decode(source, c[1]), wanted)
-            for (start, chunk), bits in zip(wanted, decoded, strict=True):
-                grid = bits.reshape(source.chunk_shape(chunk))
-                parts.append(grid[max(first - start, 0) : last - start] if source.shape else grid)
-        return np.concatenate(parts) if parts else np.empty(shape, source.format.unsigned)
+        for place in wanted:
+            place.check()
+        if len(wanted) == 1:
+            return self._decode(wanted[0], None, last - first).reshape(shape)
+        out = np.empty((last - first) * length, source.format.unsigned)
+        for _ in ahead(lambda place: self._decode(place, out, last - first), wanted):
+            pass
+        return out.reshape(shape)
 
-    def _decode(self, entry: Entry, chunk: Chunk) -> np.ndarray:
-        codec = get_codec(entry.codec)
+    def read_many(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """Tensors one after another, as :meth:`read` gives them, a few decoded ahead: quicker for many small ones.
+
+        Args:
+          names: which, in which order; all of them in the order of the file by default.
+
+        Raises:
+          KeyError: no tensor of that name.
+          DamagedError: as :meth:`read`, when it is that tensor's turn.
+        """
+
+        def small(name: str) -> tuple[str, np.ndarray | None]:
+            entry = self[name]
+            source = entry if entry.same_as is None else self[entry.same_as]
+            # Larger ones are read in their turn, with all threads at work on their chunks.
+            return name, self.read(name) if len(source.chunks) == 1 else None
+
+        for name, bits in ahead(small, self.entries if names is None else names):
+            yield name, self.read(name) if bits is None else bits
+
+    def payloads(self, name: str) -> Iterator[tuple[tuple[int, ...], memoryview]]:
+        """The coded chunks of a tensor, each with its shape, for who decodes them elsewhere.
+
+        Raises:
+          KeyError: no tensor of that name.
+          DamagedError: one does not have its checksum.
+        """
+        entry = self[name]
+        source = entry if entry.same_as is None else self[entry.same_as]
+        for chunk in source.chunks:
+            yield source.chunk_shape(chunk), self._payload(chunk, source)
+
+    def _payload(self, chunk: Chunk, entry: Entry) -> memoryview:
         # A copy: the traceback of an error would hold on to a view of the map, which then could not be closed.
         payload = memoryview(self._map[chunk.offset : chunk.offset + chunk.length])
         if zlib.crc32(payload) != chunk.crc32:
             raise DamagedError(
                 f"{self.path}: {entry.name} does not have its checksum. Remedy: copy or write the file again."
             )
+        return payload
+
+    def _decode(self, place: _Place, out: np.ndarray | None, rows: int) -> np.ndarray:
+        """The chunk's part of the wanted rows: of ``out`` (then that is filled), or new."""
+        chunk, entry = place.chunk, place.entry
+        codec = get_codec(entry.codec)
+        payload = self._payload(chunk, entry)
+        shape = entry.chunk_shape(chunk)
+        length = math.prod(entry.shape[1:]) if entry.shape else 1
+        # All of it is wanted, or some rows in the middle.
+        whole = place.begin >= 0 and place.begin + chunk.rows <= rows
         try:
-            return codec.decode(payload, entry.format, entry.chunk_shape(chunk), entry.settings)
+            if whole and (decode_into := getattr(codec, "decode_into", None)) is not None:
+                part = (
+                    np.empty(chunk.rows * length, entry.format.unsigned)
+                    if out is None
+                    else out[place.begin * length : (place.begin + chunk.rows) * length]
+                )
+                decode_into(part, payload, entry.format, shape, entry.settings)
+                return part
+            bits = codec.decode(payload, entry.format, shape, entry.settings)
         except DamagedError as error:
             raise DamagedError(f"{self.path}: {entry.name}: {error}") from None
+        first, last = max(-place.begin, 0), min(rows - place.begin, chunk.rows)
+        bits = bits.reshape(-1)[first * length : last * length]
+        if out is not None:
+            out[(place.begin + first) * length : (place.begin + last) * length] = bits
+        return bits
 
     def verify(self) -> Iterator[tuple[Entry, str | None]]:
         """Decode every tensor, one after another: each entry with ``None``, or with what is wrong."""
@@ -130,7 +187,29 @@ class Archive:
             try:
                 if entry.same_as is None:
                     for chunk in entry.chunks:
-                        self._decode(entry, chunk)
+                        place = _Place(chunk, 0, self.path, entry)
+                        place.check()
+                        self._decode(place, None, chunk.rows)
                 yield entry, None
             except ArchiveError as error:
                 yield entry, str(error)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A chunk, and where its rows begin among those that are wanted."""
+
+    chunk: Chunk
+    begin: int
+    path: Path
+    entry: Entry
+
+    def check(self) -> None:
+        """Before anything is allocated: may so few bytes be so many numbers?"""
+        hold = getattr(get_codec(self.entry.codec), "may_hold", None)
+        count = math.prod(self.entry.chunk_shape(self.chunk))
+        if hold is not None and not hold(self.chunk.length, self.entry.format, count):
+            raise DamagedError(
+                f"{self.path}: {self.entry.name}: {self.chunk.length} bytes cannot hold {count} numbers: "
+                "the file is damaged"
+            )

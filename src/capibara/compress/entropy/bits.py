@@ -6,7 +6,7 @@ import numpy as np
 
 from capibara.compress.errors import DamagedError
 
-__all__ = ["BitReader", "BitWriter", "pack_bits", "packed_size", "unpack_bits"]
+__all__ = ["BitReader", "BitWriter", "pack_bits", "packed_size", "planes", "unpack_bits"]
 
 
 class BitWriter:
@@ -75,19 +75,19 @@ class BitReader:
 _WIDTHS = (32, 16, 8, 4, 2, 1)
 
 
-def _planes(width: int) -> list[tuple[int, int]]:
+def planes(width: int) -> list[tuple[int, int]]:
     """(width, shift) of each plane of a field of ``width`` bits."""
-    planes, left = [], width
+    found, left = [], width
     for size in _WIDTHS:
         while left >= size:
             left -= size
-            planes.append((size, left))
-    return planes
+            found.append((size, left))
+    return found
 
 
 def packed_size(count: int, width: int) -> int:
     """Bytes that :func:`pack_bits` makes of ``count`` fields."""
-    return sum((count * size + 7) // 8 for size, _ in _planes(width))
+    return sum((count * size + 7) // 8 for size, _ in planes(width))
 
 
 def pack_bits(values: np.ndarray, width: int) -> bytes:
@@ -98,7 +98,7 @@ def pack_bits(values: np.ndarray, width: int) -> bytes:
       width: 0 to 64.
     """
     parts = []
-    for size, shift in _planes(width):
+    for size, shift in planes(width):
         # Not through a wider type than needed: this is most of the bytes of a file.
         plane = (values >> values.dtype.type(shift)) if shift else values
         if size >= 8:
@@ -125,7 +125,7 @@ def unpack_bits(data: np.ndarray, count: int, width: int, dtype: np.dtype) -> np
     if len(data) != packed_size(count, width):
         raise DamagedError(f"packed bits: {len(data)} bytes where {packed_size(count, width)} are expected")
     out, at = np.zeros(count, dtype), 0
-    for size, shift in _planes(width):
+    for size, shift in planes(width):
         length = (count * size + 7) // 8
         part = data[at : at + length]
         at += length

@@ -23,7 +23,7 @@ import numpy as np
 from capibara.compress.entropy.frequencies import SCALE, SCALE_BITS
 from capibara.compress.errors import DamagedError
 
-__all__ = ["BLOCK", "LANES", "Stream", "decode", "encode"]
+__all__ = ["BLOCK", "LANES", "Stream", "check_even", "check_present", "decode", "encode", "lay_out"]
 
 LANES = 32
 BLOCK = 1 << 18  # symbols; 128 bytes of states for each
@@ -81,8 +81,7 @@ def encode(symbols: Sequence[np.ndarray], frequencies: np.ndarray, tables: Seque
             live = min(LANES, count - step * LANES)
             x, entry = state[:, :live], grid[:, step, :live]
             f = flat[entry]
-            if not f.all():
-                raise ValueError("symbols: one occurs whose frequency is 0")
+            check_present(bool(f.all()))
             # In 64 bits: for a symbol that is certain, f << 20 is 2³².
             full = x >= f.astype(np.uint64) << np.uint64(32 - SCALE_BITS)
             emitted[:, step, :live] = full
@@ -133,8 +132,7 @@ def decode(
             index = np.minimum(at[:, None] + order - 1, len(words) - 1)
             state[:, :live] = np.where(empty, (x << np.uint32(16)) | words[index], x)
             at += order[:, -1]
-        if (at != end).any() or (state != LOWEST).any():
-            raise DamagedError("a block of coded symbols does not come out even: the file is damaged")
+        check_even(state, at, end)
         for row, i in enumerate(chosen):
             out[i] = grid[:, row].reshape(-1)[:count].copy()
     return [block for block in out if block is not None]
@@ -147,3 +145,32 @@ def _alike(counts: Sequence[int]) -> list[list[int]]:
         groups.setdefault(int(count), []).append(i)
     most = 64
     return [found[j : j + most] for found in groups.values() for j in range(0, len(found), most)]
+
+
+def check_present(good: bool) -> None:
+    """Symbols that occur must have a frequency."""
+    if not good:
+        raise ValueError("symbols: one occurs whose frequency is 0")
+
+
+def check_even(states: np.ndarray, used: np.ndarray, lengths: np.ndarray) -> None:
+    """After decoding, all words must be used up and the lanes be where encoding began."""
+    if (used != lengths).any() or (states != LOWEST).any():
+        raise DamagedError("a block of coded symbols does not come out even: the file is damaged")
+
+
+def lay_out(
+    symbols: Sequence[np.ndarray], tables: Sequence[int], width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks side by side, for executors that take one step of all at a time.
+
+    Returns:
+      int32 [steps, blocks, 32] of places in the flattened tables, each of ``width``, and the blocks' lengths.
+    """
+    counts = np.array([len(s) for s in symbols])
+    steps = -(-int(counts.max(initial=0)) // LANES)
+    grid = np.zeros((len(symbols), steps * LANES), np.int32)
+    for row, block, table in zip(grid, symbols, tables, strict=True):
+        row[: len(block)] = block
+        row += table * width
+    return np.ascontiguousarray(grid.reshape(len(symbols), steps, LANES).swapaxes(0, 1)), counts

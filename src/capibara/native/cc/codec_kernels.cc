@@ -1,6 +1,8 @@
 // The codec's loops, compiled once per instruction set.
 #include "codec.h"
 
+#include <string.h>
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -8,16 +10,238 @@
 namespace CAPIBARA_ISA {
 
 using capibara::Cut;
+using capibara::kBlock;
 using capibara::kLanes;
 using capibara::kLowest;
 using capibara::kScaleBits;
+using capibara::kStrip;
 
 constexpr uint32_t kMask = (1u << kScaleBits) - 1;
-struct Four {
+
+// Numbers at any address.
+struct Loose16 {
+  uint16_t v;
+} __attribute__((packed, may_alias));
+struct Loose32 {
   uint32_t v;
 } __attribute__((packed, may_alias));
+struct Loose64 {
+  uint64_t v;
+} __attribute__((packed, may_alias));
 
-constexpr int64_t kStrip = 4096;  // numbers at a time, so that what is between two loops stays in the cache
+static inline uint16_t load16(const void* p) { return static_cast<const Loose16*>(p)->v; }
+static inline uint32_t load32(const void* p) { return static_cast<const Loose32*>(p)->v; }
+static inline uint64_t load64(const void* p) { return static_cast<const Loose64*>(p)->v; }
+
+// ---- fields of less than a byte: eight of them in one number ------------------------------------------------------
+
+static inline uint64_t gather1(uint64_t x) { return (x & 0x0101010101010101u) * 0x0102040810204080u >> 56; }
+static inline uint64_t gather2(uint64_t x) {
+  x &= 0x0303030303030303u;
+  x = (x | x >> 6) & 0x000f000f000f000fu;
+  x = (x | x >> 12) & 0x000000ff000000ffu;
+  return (x | x >> 24) & 0xffff;
+}
+static inline uint64_t gather4(uint64_t x) {
+  x &= 0x0f0f0f0f0f0f0f0fu;
+  x = (x | x >> 4) & 0x00ff00ff00ff00ffu;
+  x = (x | x >> 8) & 0x0000ffff0000ffffu;
+  return (x | x >> 16) & 0xffffffff;
+}
+static inline uint64_t spread1(uint64_t b) {
+  const uint64_t x = b * 0x0101010101010101u & 0x8040201008040201u;
+  return (((x & 0x7f7f7f7f7f7f7f7fu) + 0x7f7f7f7f7f7f7f7fu) | x) >> 7 & 0x0101010101010101u;
+}
+static inline uint64_t spread2(uint64_t x) {
+  x = (x | x << 24) & 0x000000ff000000ffu;
+  x = (x | x << 12) & 0x000f000f000f000fu;
+  return (x | x << 6) & 0x0303030303030303u;
+}
+static inline uint64_t spread4(uint64_t x) {
+  x = (x | x << 16) & 0x0000ffff0000ffffu;
+  x = (x | x << 8) & 0x00ff00ff00ff00ffu;
+  return (x | x << 4) & 0x0f0f0f0f0f0f0f0fu;
+}
+
+// The planes of less than a byte of the lowest `width` bits of `low` [count, and up to 8 more], from `begin` on.
+static inline void pack_low(const uint8_t* low, int64_t begin, int64_t count, int width, int64_t total,
+                            uint8_t* planes) {
+  int left = width;
+  for (int size = 4; size; size /= 2) {
+    if (left < size) continue;
+    left -= size;
+    uint8_t* p = planes + begin * size / 8;
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8, p += size) {
+      const uint64_t x = load64(low + i) >> left;
+      if (size == 4) reinterpret_cast<Loose32*>(p)->v = uint32_t(gather4(x));
+      if (size == 2) reinterpret_cast<Loose16*>(p)->v = uint16_t(gather2(x));
+      if (size == 1) *p = uint8_t(gather1(x));
+    }
+    if (i < count) {
+      uint64_t x = 0;
+      for (int64_t j = i; j < count; ++j) x |= uint64_t(uint8_t(low[j] >> left)) << (j - i) * 8;
+      x = size == 4 ? gather4(x) : size == 2 ? gather2(x) : gather1(x);
+      for (int64_t bytes = ((count - i) * size + 7) / 8; bytes-- > 0; x >>= 8) *p++ = uint8_t(x);
+    }
+    planes += (total * size + 7) / 8;
+  }
+}
+
+static inline void unpack_low(uint8_t* low, int64_t begin, int64_t count, int width, int64_t total,
+                              const uint8_t* planes) {
+  int left = width;
+  bool first = true;
+  for (int size = 4; size; size /= 2) {
+    if (left < size) continue;
+    left -= size;
+    const uint8_t* p = planes + begin * size / 8;
+    int64_t i = 0;
+#define CAPIBARA_UNPACK(load, spread)                                                              \
+  if (first)                                                                                       \
+    for (; i + 8 <= count; i += 8, p += size)                                                      \
+      reinterpret_cast<Loose64*>(low + i)->v = spread(load) << left;                               \
+  else                                                                                             \
+    for (; i + 8 <= count; i += 8, p += size) reinterpret_cast<Loose64*>(low + i)->v |= spread(load) << left;
+    if (size == 4) {
+      CAPIBARA_UNPACK(load32(p), spread4)
+    } else if (size == 2) {
+      CAPIBARA_UNPACK(load16(p), spread2)
+    } else {
+      CAPIBARA_UNPACK(*p, spread1)
+    }
+    if (i < count) {
+      uint64_t x = 0;
+      for (int64_t b = 0; b < ((count - i) * size + 7) / 8; ++b) x |= uint64_t(p[b]) << b * 8;
+      x = size == 4 ? spread4(x) : size == 2 ? spread2(x) : spread1(x);
+      for (int64_t j = i; j < count; ++j, x >>= 8) low[j] = uint8_t((first ? 0 : low[j]) | uint8_t(x) << left);
+    }
+    first = false;
+    planes += (total * size + 7) / 8;
+  }
+}
+
+// ---- the coder ---------------------------------------------------------------------------------------------------
+
+static int64_t encode(const uint8_t* symbols, int64_t count, const capibara::Part* parts, uint32_t* states,
+                      uint16_t* words_end) {
+  uint32_t x[kLanes];
+  for (int l = 0; l < kLanes; ++l) x[l] = kLowest;
+  uint16_t* out = words_end;
+  const int64_t steps = (count + kLanes - 1) / kLanes;
+  uint32_t present = 1;
+  for (int64_t step = steps - 1; step >= 0; --step) {
+    const uint8_t* s = symbols + step * kLanes;
+    const auto one = [&](int l) {
+      const capibara::Part& part = parts[s[l]];
+      present &= part.present;
+      uint32_t v = x[l];
+      const bool full = v > part.last;
+      out[-1] = uint16_t(v);
+      out -= full;
+      v = full ? v >> 16 : v;
+      x[l] = v + part.start + uint32_t(v * part.reciprocal >> 44) * part.bias;
+    };
+    if (count - step * kLanes >= kLanes)
+#pragma GCC unroll 8
+      for (int l = kLanes - 1; l >= 0; --l) one(l);
+    else
+      for (int l = int(count - step * kLanes) - 1; l >= 0; --l) one(l);
+  }
+  for (int l = 0; l < kLanes; ++l) states[l] = x[l];
+  return present ? words_end - out : -1;
+}
+
+// The lanes of a block that is being decoded.
+struct Lanes {
+  alignas(64) uint32_t x[kLanes];
+  const uint8_t *at = nullptr, *end = nullptr;
+
+  void open(const capibara::Block& block) {
+    for (int l = 0; l < kLanes; ++l) x[l] = load32(block.states + 4 * l);
+    at = block.words;
+    end = at + 2 * block.count;
+  }
+
+  bool even() const {
+    for (int l = 0; l < kLanes; ++l)
+      if (x[l] != kLowest) return false;
+    return at == end;
+  }
+
+  bool some(const uint32_t* table, uint8_t* out, int live) {
+    for (int l = 0; l < live; ++l) {
+      const uint32_t e = table[x[l] & kMask];
+      out[l] = uint8_t(e);
+      x[l] = ((e >> 8 & kMask) + 1) * (x[l] >> kScaleBits) + (e >> 20);
+      if (x[l] < kLowest) {
+        if (at == end) return false;
+        x[l] = x[l] << 16 | load16(at);
+        at += 2;
+      }
+    }
+    return true;
+  }
+
+  // The next symbols: a multiple of the lanes, but for a block's last ones. False when the words end.
+  bool decode(const uint32_t* table, uint8_t* symbols, int64_t count) {
+    int64_t step = 0;
+#if defined(__AVX2__)
+    const int64_t full = count / kLanes;
+#if !defined(__AVX512VL__)
+    // Where each of the next words goes, for each of the 256 sets of lanes that want one.
+    static const struct Spread {
+      alignas(32) uint32_t to[256][8];
+      Spread() {
+        for (int m = 0; m < 256; ++m)
+          for (int l = 0, n = 0; l < 8; ++l) to[m][l] = (m >> l & 1) ? uint32_t(n++) : 0;
+      }
+    } spread;
+    const __m256i zero = _mm256_setzero_si256();
+#endif
+    __m256i v[4];
+    for (int i = 0; i < 4; ++i) v[i] = _mm256_load_si256(reinterpret_cast<const __m256i*>(x + 8 * i));
+    const __m256i mask = _mm256_set1_epi32(int(kMask)), one = _mm256_set1_epi32(1);
+    const __m256i bytes = _mm256_set1_epi32(255);
+    const uint8_t* from = at;
+    for (; step < full && end - from >= 64; ++step) {
+      __m256i e[4];
+      for (int i = 0; i < 4; ++i)
+        e[i] = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), _mm256_and_si256(v[i], mask), 4);
+      // Packing goes by halves of a register; the permutation puts the quarters in order again.
+      const __m256i low = _mm256_packus_epi32(_mm256_and_si256(e[0], bytes), _mm256_and_si256(e[1], bytes));
+      const __m256i high = _mm256_packus_epi32(_mm256_and_si256(e[2], bytes), _mm256_and_si256(e[3], bytes));
+      const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high),
+                                                      _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(symbols + step * kLanes), all);
+      for (int i = 0; i < 4; ++i) {
+        const __m256i f = _mm256_add_epi32(_mm256_and_si256(_mm256_srli_epi32(e[i], 8), mask), one);
+        const __m256i y = _mm256_add_epi32(_mm256_mullo_epi32(f, _mm256_srli_epi32(v[i], kScaleBits)),
+                                           _mm256_srli_epi32(e[i], 20));
+        const __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#if defined(__AVX512VL__)
+        const __mmask8 m = _mm256_cmplt_epu32_mask(y, _mm256_set1_epi32(int(kLowest)));
+        v[i] = _mm256_mask_or_epi32(y, m, _mm256_slli_epi32(y, 16), _mm256_maskz_expand_epi32(m, next));
+#else
+        const __m256i want = _mm256_cmpeq_epi32(_mm256_srli_epi32(y, 16), zero);
+        const int m = _mm256_movemask_ps(_mm256_castsi256_ps(want));
+        const __m256i w =
+            _mm256_permutevar8x32_epi32(next, _mm256_load_si256(reinterpret_cast<const __m256i*>(spread.to[m])));
+        v[i] = _mm256_blendv_epi8(y, _mm256_or_si256(_mm256_slli_epi32(y, 16), w), want);
+#endif
+        from += 2 * __builtin_popcount(unsigned(m));
+      }
+    }
+    at = from;
+    for (int i = 0; i < 4; ++i) _mm256_store_si256(reinterpret_cast<__m256i*>(x + 8 * i), v[i]);
+#endif
+    for (; step * kLanes < count; ++step) {
+      const int live = int(count - step * kLanes < kLanes ? count - step * kLanes : kLanes);
+      if (!some(table, symbols + step * kLanes, live)) return false;
+    }
+    return true;
+  }
+};
 
 // ---- numbers cut in two ------------------------------------------------------------------------------------------
 
@@ -44,126 +268,102 @@ struct Numbers {
     }
   }
 
-  static void histogram(const Cut& cut, int64_t count, const uint8_t* kind, int64_t* histogram) {
-    const T* x = static_cast<const T*>(cut.rows);
+  static void histogram(const Cut& cut, const int64_t* chosen, int64_t count, uint32_t* scratch, int64_t* counts) {
     const T mask = T((T(1) << cut.symbol_bits) - 1);
-    for (int64_t r = 0; r < count; ++r, x += cut.length) {
-      int64_t* h = histogram + (int64_t(kind[r]) << cut.symbol_bits);
-      for (int64_t i = 0; i < cut.length; ++i) ++h[T(x[i] >> cut.shift) & mask];
+    const int64_t size = int64_t(1) << cut.symbol_bits;
+    // Four tables: counting the same symbol twice in a row would wait for the first to be stored.
+    uint32_t *a = scratch, *b = a + size, *c = b + size, *d = c + size;
+    int64_t since = 0;
+    const auto flush = [&] {
+      for (int64_t i = 0; i < size; ++i) {
+        counts[i] += int64_t(a[i]) + b[i] + c[i] + d[i];
+        a[i] = b[i] = c[i] = d[i] = 0;
+      }
+      since = 0;
+    };
+    for (int64_t r = 0; r < count; ++r) {
+      const T* x = static_cast<const T*>(cut.rows) + chosen[r] * cut.length;
+      for (int64_t at = 0; at < cut.length;) {
+        const int64_t room = (int64_t(1) << 30) - since, left = cut.length - at;
+        const int64_t end = at + (left < room ? left : room);
+        since += end - at;
+        for (; at + 4 <= end; at += 4) {
+          ++a[T(x[at] >> cut.shift) & mask];
+          ++b[T(x[at + 1] >> cut.shift) & mask];
+          ++c[T(x[at + 2] >> cut.shift) & mask];
+          ++d[T(x[at + 3] >> cut.shift) & mask];
+        }
+        for (; at < end; ++at) ++a[T(x[at] >> cut.shift) & mask];
+        if (since == int64_t(1) << 30) flush();
+      }
     }
+    flush();
   }
 
-  // Field `v` of `width` bits at position i of planes that hold `total` fields.
   static void pack(const T* rest, int64_t begin, int64_t count, int width, int64_t total, uint8_t* planes) {
     int left = width;
-    for (int size = 32; size; size /= 2)
+    for (int size = 32; size >= 8; size /= 2)
       while (left >= size) {
         left -= size;
-        if (size >= 8) {
-          uint8_t* p = planes + begin * (size / 8);
-          for (int64_t i = 0; i < count; ++i) {
-            const uint64_t v = uint64_t(rest[i]) >> left;
-            if (size == 8) p[i] = uint8_t(v);
-            if (size == 16) reinterpret_cast<Loose16*>(p)[i].v = uint16_t(v);
-            if (size == 32) reinterpret_cast<Loose32*>(p)[i].v = uint32_t(v);
-          }
-        } else {
-          const int each = 8 / size;
-          const uint8_t mask = uint8_t((1 << size) - 1);
-          uint8_t* p = planes + begin / each;  // begin is a multiple of 8, but for the last strip of a group
-          int64_t i = 0;
-          if (each == 2)
-            for (; i + 2 <= count; i += 2)
-              *p++ = uint8_t((uint8_t(rest[i] >> left) & 15) | (uint8_t(rest[i + 1] >> left) << 4));
-          if (each == 4)
-            for (; i + 4 <= count; i += 4)
-              *p++ = uint8_t((uint8_t(rest[i] >> left) & 3) | (uint8_t(rest[i + 1] >> left) & 3) << 2 |
-                             (uint8_t(rest[i + 2] >> left) & 3) << 4 | (uint8_t(rest[i + 3] >> left) & 3) << 6);
-          for (int at = 0; i < count; ++i) {
-            if (at == 0) *p = 0;
-            *p = uint8_t(*p | (uint8_t(rest[i] >> left) & mask) << (at * size));
-            if (++at == each) {
-              at = 0;
-              ++p;
-            }
-          }
-        }
-        planes += (total * size + 7) / 8;
+        uint8_t* p = planes + begin * (size / 8);
+        if (size == 8)
+          for (int64_t i = 0; i < count; ++i) p[i] = uint8_t(rest[i] >> left);
+        if (size == 16)
+          for (int64_t i = 0; i < count; ++i) reinterpret_cast<Loose16*>(p)[i].v = uint16_t(rest[i] >> left);
+        if (size == 32)
+          for (int64_t i = 0; i < count; ++i)
+            reinterpret_cast<Loose32*>(p)[i].v = uint32_t(uint64_t(rest[i]) >> left);
+        planes += total * (size / 8);
       }
+    if (left == 0) return;
+    uint8_t low[kStrip];
+    for (int64_t i = 0; i < count; ++i) low[i] = uint8_t(rest[i]);
+    pack_low(low, begin, count, left, total, planes);
   }
 
   static void unpack(T* rest, int64_t begin, int64_t count, int width, int64_t total, const uint8_t* planes) {
-    for (int64_t i = 0; i < count; ++i) rest[i] = 0;
     int left = width;
-    for (int size = 32; size; size /= 2)
+    for (int64_t i = 0; i < count; ++i) rest[i] = 0;
+    for (int size = 32; size >= 8; size /= 2)
       while (left >= size) {
         left -= size;
-        if (size >= 8) {
-          const uint8_t* p = planes + begin * (size / 8);
-          if (size == 8)
-            for (int64_t i = 0; i < count; ++i) rest[i] = T(rest[i] | T(T(p[i]) << left));
-          if (size == 16)
-            for (int64_t i = 0; i < count; ++i)
-              rest[i] = T(rest[i] | T(uint64_t(reinterpret_cast<const Loose16*>(p)[i].v) << left));
-          if (size == 32)
-            for (int64_t i = 0; i < count; ++i)
-              rest[i] = T(rest[i] | T(uint64_t(reinterpret_cast<const Loose32*>(p)[i].v) << left));
-        } else {
-          const int each = 8 / size;
-          const uint8_t mask = uint8_t((1 << size) - 1);
-          const uint8_t* p = planes + begin / each;
-          int64_t i = 0;
-          if (each == 2)
-            for (; i + 2 <= count; i += 2, ++p) {
-              rest[i] = T(rest[i] | T(T(*p & 15) << left));
-              rest[i + 1] = T(rest[i + 1] | T(T(*p >> 4) << left));
-            }
-          if (each == 4)
-            for (; i + 4 <= count; i += 4, ++p) {
-              rest[i] = T(rest[i] | T(T(*p & 3) << left));
-              rest[i + 1] = T(rest[i + 1] | T(T(*p >> 2 & 3) << left));
-              rest[i + 2] = T(rest[i + 2] | T(T(*p >> 4 & 3) << left));
-              rest[i + 3] = T(rest[i + 3] | T(T(*p >> 6) << left));
-            }
-          for (int at = 0; i < count; ++i) {
-            rest[i] = T(rest[i] | T(T(*p >> (at * size) & mask) << left));
-            if (++at == each) {
-              at = 0;
-              ++p;
-            }
-          }
-        }
-        planes += (total * size + 7) / 8;
+        const uint8_t* p = planes + begin * (size / 8);
+        if (size == 8)
+          for (int64_t i = 0; i < count; ++i) rest[i] = T(rest[i] | T(T(p[i]) << left));
+        if (size == 16)
+          for (int64_t i = 0; i < count; ++i)
+            rest[i] = T(rest[i] | T(uint64_t(reinterpret_cast<const Loose16*>(p)[i].v) << left));
+        if (size == 32)
+          for (int64_t i = 0; i < count; ++i)
+            rest[i] = T(rest[i] | T(uint64_t(reinterpret_cast<const Loose32*>(p)[i].v) << left));
+        planes += total * (size / 8);
       }
+    if (left == 0) return;
+    uint8_t low[kStrip];
+    unpack_low(low, begin, count, left, total, planes);
+    for (int64_t i = 0; i < count; ++i) rest[i] = T(rest[i] | low[i]);
   }
 
-  struct Loose16 {
-    uint16_t v;
-  } __attribute__((packed, may_alias));
-  struct Loose32 {
-    uint32_t v;
-  } __attribute__((packed, may_alias));
-
-  static int64_t split(const Cut& cut, const int64_t* chosen, int64_t count, const uint8_t* entry, int escape,
-                       uint8_t* symbols, uint8_t* planes, uint16_t* escaped) {
+  static int64_t split(const Cut& cut, const int64_t* chosen, int64_t begin, int64_t size, int64_t total,
+                       const uint8_t* entry, int escape, uint8_t* symbols, uint8_t* planes, uint16_t* escaped) {
     const T* x = static_cast<const T*>(cut.rows);
     const T mask = T((T(1) << cut.symbol_bits) - 1);
     const T low = T((T(1) << cut.shift) - 1);
     const int top = int(sizeof(T)) * 8 - 1, up = cut.shift - cut.drop;
-    const int64_t total = count * cut.length;
     T rest[kStrip];
-    int64_t escapes = 0, row = 0, within = 0;
-    for (int64_t begin = 0; begin < total; begin += kStrip) {
-      const int64_t size = total - begin < kStrip ? total - begin : kStrip;
-      for (int64_t i = 0; i < size;) {
+    int64_t escapes = 0, row = begin / cut.length, within = begin % cut.length;
+    for (const int64_t last = begin + size; begin < last; begin += kStrip) {
+      const int64_t some = last - begin < kStrip ? last - begin : kStrip;
+      for (int64_t i = 0; i < some;) {
         const T* from = x + chosen[row] * cut.length + within;
-        const int64_t run = cut.length - within < size - i ? cut.length - within : size - i;
-        for (int64_t j = 0; j < run; ++j) {
-          const T v = from[j];
-          const uint32_t symbol = uint32_t(T(v >> cut.shift) & mask);
-          const uint8_t code = entry[symbol];
-          symbols[begin + i + j] = code;
-          if (__builtin_expect(code == escape, 0)) escaped[escapes++] = uint16_t(symbol);
+        const int64_t run = cut.length - within < some - i ? cut.length - within : some - i;
+        for (int64_t j = 0; j < run; ++j) symbols[i + j] = entry[T(from[j] >> cut.shift) & mask];
+        if (escaped != nullptr) {
+          const uint8_t *at = symbols + i, *end = at + run;
+          while ((at = static_cast<const uint8_t*>(memchr(at, escape, size_t(end - at)))) != nullptr) {
+            escaped[escapes++] = uint16_t(T(from[at - (symbols + i)] >> cut.shift) & mask);
+            if (++at == end) break;
+          }
         }
         if (cut.sign)
           for (int64_t j = 0; j < run; ++j)
@@ -177,44 +377,94 @@ struct Numbers {
           ++row;
         }
       }
-      pack(rest, begin, size, up + cut.sign, total, planes);
+      pack(rest, begin, some, up + cut.sign, total, planes);
+      symbols += some;
     }
     return escapes;
   }
 
-  static int64_t join(const Cut& cut, void* rows, const int64_t* chosen, int64_t count, const uint64_t* values,
-                      int escape, const uint8_t* symbols, const uint8_t* planes, const uint16_t* escaped,
-                      int64_t escapes, uint64_t base) {
-    T* x = static_cast<T*>(rows);
+  // Where the entries' symbols leave some out: most tables do so once or twice, if at all.
+  struct Gaps {
+    int count = 0;
+    T first = 0, at[2] = {}, step[2] = {};
+    T table[256];
+
+    Gaps(const Cut& cut, const capibara::Group& group) {
+      for (int i = 0; i < 256; ++i) table[i] = T(group.values[i] << cut.shift);
+      first = T(group.values[0]);
+      for (int i = 1; i < group.escape; ++i) {
+        const uint64_t step_here = group.values[i] - group.values[i - 1] - 1;
+        if (step_here == 0) continue;
+        if (count < 2) {
+          at[count] = T(i);
+          step[count] = T(step_here);
+        }
+        ++count;
+      }
+    }
+  };
+
+  // The bits above the rest, by arithmetic where that is possible: unlike looking up, vectors do it.
+  template <int N>
+  static void above(const Gaps& gaps, int shift, const uint8_t* code, T* to, int64_t run) {
+    const T first = gaps.first, at0 = gaps.at[0], at1 = gaps.at[1], step0 = gaps.step[0], step1 = gaps.step[1];
+    for (int64_t j = 0; j < run; ++j) {
+      if (N > 2) {
+        to[j] = gaps.table[code[j]];
+      } else {
+        const T c = code[j];
+        T v = T(c + first);
+        if (N > 0) v = T(v + (c >= at0 ? step0 : T(0)));
+        if (N > 1) v = T(v + (c >= at1 ? step1 : T(0)));
+        to[j] = T(v << shift);
+      }
+    }
+  }
+
+  static capibara::Outcome restore(const Cut& cut, void* out, const capibara::Group& group) {
+    T* x = static_cast<T*>(out);
     const int top = int(sizeof(T)) * 8 - 1, up = cut.shift - cut.drop;
-    const T low = T((T(1) << up) - 1), add = T(base);
-    const int64_t total = count * cut.length;
-    T table[256], rest[kStrip];
-    for (int i = 0; i < 256; ++i) table[i] = T(values[i] << cut.shift);
+    const T low = T((T(1) << up) - 1), add = T(cut.base);
+    const int64_t total = group.rows * cut.length;
+    const Gaps gaps(cut, group);
+    T rest[kStrip], numbers[kStrip];
+    uint8_t code[kStrip];
+    Lanes lanes;
     int64_t found = 0, row = 0, within = 0;
+    const capibara::Block* block = group.blocks;
     for (int64_t begin = 0; begin < total; begin += kStrip) {
       const int64_t size = total - begin < kStrip ? total - begin : kStrip;
-      unpack(rest, begin, size, up + cut.sign, total, planes);
+      if (begin % kBlock == 0) lanes.open(*block++);
+      if (!lanes.decode(group.table, code, size)) return capibara::kUneven;
+      if ((begin + size == total || (begin + size) % kBlock == 0) && !lanes.even()) return capibara::kUneven;
+      unpack(rest, begin, size, up + cut.sign, total, group.planes);
+      switch (gaps.count) {
+        case 0: above<0>(gaps, cut.shift, code, numbers, size); break;
+        case 1: above<1>(gaps, cut.shift, code, numbers, size); break;
+        case 2: above<2>(gaps, cut.shift, code, numbers, size); break;
+        default: above<3>(gaps, cut.shift, code, numbers, size);
+      }
+      if (group.escapes) {
+        const uint8_t *at = code, *end = code + size;
+        while (at < end && (at = static_cast<const uint8_t*>(memchr(at, group.escape, size_t(end - at))))) {
+          if (found == group.escapes) return capibara::kEscapes;
+          numbers[at - code] = T(T(group.escaped[found++]) << cut.shift);
+          ++at;
+        }
+      }
       for (int64_t i = 0; i < size;) {
-        T* to = x + chosen[row] * cut.length + within;
+        T* to = x + group.chosen[row] * cut.length + within;
         const int64_t run = cut.length - within < size - i ? cut.length - within : size - i;
-        const uint8_t* code = symbols + begin + i;
+        const T *n = numbers + i, *r = rest + i;
         if (cut.sign)
-          for (int64_t j = 0; j < run; ++j)
-            to[j] = T(table[code[j]] | T(T(rest[i + j] & low) << cut.drop) | T(T(rest[i + j] >> up) << top));
+          for (int64_t j = 0; j < run; ++j) to[j] = T(n[j] | T(T(r[j] & low) << cut.drop) | T(T(r[j] >> up) << top));
+        else if (cut.alternating)
+          for (int64_t j = 0; j < run; ++j) {
+            const T v = T(n[j] | T(r[j] << cut.drop));
+            to[j] = T(T(v >> 1) ^ T(T(~T(v & 1)) + 1));
+          }
         else
-          for (int64_t j = 0; j < run; ++j) to[j] = T((table[code[j]] | T(rest[i + j] << cut.drop)) + add);
-        if (escapes)
-          for (int64_t j = 0; j < run; ++j)
-            if (code[j] == escape) {
-              if (found == escapes) return -1;
-              // The table has 0 for an escape, so only its bits are missing.
-              if (cut.sign)
-                to[j] = T(to[j] | T(T(escaped[found]) << cut.shift));
-              else
-                to[j] = T(to[j] + T(T(escaped[found]) << cut.shift));
-              ++found;
-            }
+          for (int64_t j = 0; j < run; ++j) to[j] = T(T(n[j] | T(r[j] << cut.drop)) + add);
         i += run;
         within += run;
         if (within == cut.length) {
@@ -223,7 +473,7 @@ struct Numbers {
         }
       }
     }
-    return found;
+    return found == group.escapes ? capibara::kFine : capibara::kEscapes;
   }
 };
 
@@ -238,112 +488,18 @@ struct Numbers {
 static void measure(const Cut& cut, int64_t count, int coarse, int64_t* sums, uint64_t* ors) {
   CAPIBARA_BY_WIDTH(measure(cut, count, coarse, sums, ors))
 }
-static void histogram(const Cut& cut, int64_t count, const uint8_t* kind, int64_t* h) {
-  CAPIBARA_BY_WIDTH(histogram(cut, count, kind, h))
+static void histogram(const Cut& cut, const int64_t* chosen, int64_t count, uint32_t* scratch, int64_t* counts) {
+  CAPIBARA_BY_WIDTH(histogram(cut, chosen, count, scratch, counts))
 }
-static int64_t split(const Cut& cut, const int64_t* chosen, int64_t count, const uint8_t* entry, int escape,
-                     uint8_t* symbols, uint8_t* planes, uint16_t* escaped) {
-  CAPIBARA_BY_WIDTH(split(cut, chosen, count, entry, escape, symbols, planes, escaped))
+static int64_t split(const Cut& cut, const int64_t* chosen, int64_t begin, int64_t size, int64_t total,
+                     const uint8_t* entry, int escape, uint8_t* symbols, uint8_t* planes, uint16_t* escaped) {
+  CAPIBARA_BY_WIDTH(split(cut, chosen, begin, size, total, entry, escape, symbols, planes, escaped))
 }
-static int64_t join(const Cut& cut, void* rows, const int64_t* chosen, int64_t count, const uint64_t* values,
-                    int escape, const uint8_t* symbols, const uint8_t* planes, const uint16_t* escaped,
-                    int64_t escapes, uint64_t base) {
-  CAPIBARA_BY_WIDTH(join(cut, rows, chosen, count, values, escape, symbols, planes, escaped, escapes, base))
-}
-
-// ---- the coder ---------------------------------------------------------------------------------------------------
-
-static int64_t encode(const uint8_t* symbols, int64_t count, const uint16_t* frequency, const uint16_t* start,
-                      uint32_t* states, uint16_t* words_end) {
-  uint32_t x[kLanes];
-  for (int l = 0; l < kLanes; ++l) x[l] = kLowest;
-  uint16_t* out = words_end;
-  const int64_t steps = (count + kLanes - 1) / kLanes;
-  for (int64_t step = steps - 1; step >= 0; --step) {
-    const int live = int(count - step * kLanes < kLanes ? count - step * kLanes : kLanes);
-    const uint8_t* s = symbols + step * kLanes;
-    for (int l = live - 1; l >= 0; --l) {
-      const uint32_t f = frequency[s[l]];
-      if (__builtin_expect(f == 0, 0)) return -1;
-      uint32_t v = x[l];
-      const bool full = v >= uint64_t(f) << (32 - kScaleBits);
-      out[-1] = uint16_t(v);
-      out -= full;
-      v = full ? v >> 16 : v;
-      x[l] = (v / f << kScaleBits) + v % f + start[s[l]];
-    }
-  }
-  for (int l = 0; l < kLanes; ++l) states[l] = x[l];
-  return words_end - out;
-}
-
-static int decode_some(uint32_t* x, const uint16_t*& at, const uint16_t* end, const uint32_t* table, uint8_t* out,
-                       int live) {
-  for (int l = 0; l < live; ++l) {
-    const uint32_t e = table[x[l] & kMask];
-    out[l] = uint8_t(e);
-    x[l] = ((e >> 8 & kMask) + 1) * (x[l] >> kScaleBits) + (e >> 20);
-    if (x[l] < kLowest) {
-      if (at == end) return 1;
-      x[l] = x[l] << 16 | *at++;
-    }
-  }
-  return 0;
-}
-
-static int decode(const uint32_t* states, const uint16_t* words, int64_t count_words, const uint32_t* table,
-                  uint8_t* symbols, int64_t count) {
-  alignas(64) uint32_t x[kLanes];
-  for (int l = 0; l < kLanes; ++l) x[l] = states[l];
-  const uint16_t *at = words, *end = words + count_words;
-  int64_t step = 0;
-  [[maybe_unused]] const int64_t full = count / kLanes;
-#if defined(__AVX2__)
-  // Where each of the next words goes, for each of the 256 sets of lanes that want one.
-  static const struct Spread {
-    alignas(32) uint32_t to[256][8];
-    Spread() {
-      for (int m = 0; m < 256; ++m)
-        for (int l = 0, n = 0; l < 8; ++l) to[m][l] = (m >> l & 1) ? uint32_t(n++) : 0;
-    }
-  } spread;
-  __m256i v[4];
-  for (int i = 0; i < 4; ++i) v[i] = _mm256_load_si256(reinterpret_cast<const __m256i*>(x + 8 * i));
-  const __m256i mask = _mm256_set1_epi32(int(kMask)), one = _mm256_set1_epi32(1);
-  const __m256i bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
-                                         -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-  const __m256i zero = _mm256_setzero_si256();
-  for (; step < full && end - at >= 32; ++step)
-    for (int i = 0; i < 4; ++i) {
-      const __m256i e = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), _mm256_and_si256(v[i], mask), 4);
-      const __m256i packed = _mm256_shuffle_epi8(e, bytes);
-      uint8_t* out = symbols + step * kLanes + i * 8;
-      *reinterpret_cast<Four*>(out) = {uint32_t(_mm256_extract_epi32(packed, 0))};
-      *reinterpret_cast<Four*>(out + 4) = {uint32_t(_mm256_extract_epi32(packed, 4))};
-      const __m256i f = _mm256_add_epi32(_mm256_and_si256(_mm256_srli_epi32(e, 8), mask), one);
-      const __m256i y =
-          _mm256_add_epi32(_mm256_mullo_epi32(f, _mm256_srli_epi32(v[i], kScaleBits)), _mm256_srli_epi32(e, 20));
-      const __m256i want = _mm256_cmpeq_epi32(_mm256_srli_epi32(y, 16), zero);
-      const int m = _mm256_movemask_ps(_mm256_castsi256_ps(want));
-      const __m256i w = _mm256_permutevar8x32_epi32(
-          _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))),
-          _mm256_load_si256(reinterpret_cast<const __m256i*>(spread.to[m])));
-      v[i] = _mm256_blendv_epi8(y, _mm256_or_si256(_mm256_slli_epi32(y, 16), w), want);
-      at += __builtin_popcount(unsigned(m));
-    }
-  for (int i = 0; i < 4; ++i) _mm256_store_si256(reinterpret_cast<__m256i*>(x + 8 * i), v[i]);
-#endif
-  for (; step * kLanes < count; ++step) {
-    const int live = int(count - step * kLanes < kLanes ? count - step * kLanes : kLanes);
-    if (decode_some(x, at, end, table, symbols + step * kLanes, live)) return 1;
-  }
-  if (at != end) return 1;
-  for (int l = 0; l < kLanes; ++l)
-    if (x[l] != kLowest) return 1;
-  return 0;
+static capibara::Outcome restore(const Cut& cut, void* out, const capibara::Group& group) {
+  CAPIBARA_BY_WIDTH(restore(cut, out, group))
 }
 
 extern const capibara::CodecKernels kCodec;
-const capibara::CodecKernels kCodec = {measure, histogram, split, join, encode, decode};
+const capibara::CodecKernels kCodec = {measure, histogram, split, encode, restore, nullptr};
 
 }  // namespace CAPIBARA_ISA
