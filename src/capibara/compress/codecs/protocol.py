@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from capibara.compress.codecs import lossless, uniform
+from capibara.compress.codecs import fixed, lossless, uniform
 from capibara.compress.errors import ArchiveError
 from capibara.compress.formats import NumberFormat
 
@@ -38,7 +38,13 @@ class Codec(Protocol):
         ...
 
 
-CODECS: dict[str, Codec] = {"lossless": lossless.LOSSLESS, "uniform": uniform.UNIFORM}
+CODECS: dict[str, Codec] = {
+    "lossless": lossless.LOSSLESS,
+    "uniform": uniform.UNIFORM,
+    "int8": fixed.INT8,
+    "int4": fixed.INT4,
+    "nf4": fixed.NF4_CODEC,
+}
 
 
 def get_codec(name: str) -> Codec:

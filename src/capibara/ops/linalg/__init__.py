@@ -5,6 +5,13 @@ from __future__ import annotations
 from capibara.ops.linalg.cholesky import cholesky_update
 from capibara.ops.linalg.gemm import optimized_gemm
 from capibara.ops.linalg.qr import qr
+from capibara.ops.linalg.quantised import quantised_matmul
 from capibara.ops.linalg.svd import fast_svd
 
-__all__ = ["cholesky_update", "fast_svd", "optimized_gemm", "qr"]
+__all__ = [
+    "cholesky_update",
+    "fast_svd",
+    "optimized_gemm",
+    "qr",
+    "quantised_matmul",
+]

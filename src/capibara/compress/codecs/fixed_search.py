@@ -1,0 +1,298 @@
+"""The scale of each group that costs the least squared error, found with whole numbers alone.
+
+A group is scaled so that its largest number fits its codes; a little less is often better, since the few numbers that
+are cut off cost less than the finer steps of all others bring. Every scale of a short list is tried. Sums of floats
+depend on their order, and a machine may fuse a product and a sum; so that every executor comes to the same codes, a
+group's numbers become whole ones of fifteen bits (by a power of two, which rounds once), the scales whole numbers of
+the same unit, and errors, squares and their sums stay below 2³¹.
+
+A scale is ``top · 2^(-k / resolution)`` for a whole number k of seven bits, and has a sign: where levels are not
+symmetric, the longer side goes to the side that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from capibara.compress.errors import CompressError
+from capibara.errors import MissingExtraError, did_you_mean
+
+__all__ = [
+    "EXECUTORS",
+    "KINDS",
+    "NF4",
+    "RESOLUTIONS",
+    "SCALES",
+    "Executor",
+    "Kind",
+    "get_executor",
+    "multipliers",
+    "nearest_levels",
+    "search",
+]
+
+SCALES = 127  # the largest k
+RESOLUTIONS = (32, 16, 8, 4, 2, 1)
+_UNIT = 15  # bits of a group's largest number
+_RATIO = 18  # bits of a reciprocal
+
+# The levels of T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), in 1/1024: eight quantiles
+# of the normal distribution below zero and nine from zero on, scaled to ±1.
+_TABLE = (-1.0, -0.69619280, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
+          0.07958030, 0.16093020, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0)  # fmt: skip
+NF4 = np.rint(np.array(_TABLE) * 1024).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a codec's codes mean.
+
+    Attributes:
+      name: of the codec.
+      bits: of a code.
+      largest: the level that a group's largest number gets where nothing is cut off.
+      fraction: bits that whole scales have below the numbers' unit.
+      span: log2 of the smallest and the largest scale worth a try, relative to the one that cuts nothing off.
+      signed: scales of both signs are tried.
+    """
+
+    name: str
+    bits: int
+    largest: float
+    fraction: int
+    span: tuple[float, float]
+    signed: bool
+
+
+KINDS = {
+    "int8": Kind("int8", 8, 127.5, 11, (-0.16, 0.0), False),
+    "int4": Kind("int4", 4, 8.0, 7, (-0.45, 0.26), True),
+    "nf4": Kind("nf4", 4, 1024.0, 14, (-0.4, 0.13), True),
+}
+
+
+def multipliers(resolution: int, count: int = SCALES + 1) -> np.ndarray:
+    """``2^(-k / resolution)`` for k from 0 to ``count - 1``, as float32, the same everywhere."""
+    k = np.arange(count)
+    whole, part = -(k // resolution), k % resolution
+    # Square roots are exactly rounded everywhere, powers are not: 2^(-1/32) is five of them.
+    root = np.float64(0.5)
+    for _ in range(resolution.bit_length() - 1):
+        root = np.sqrt(root)
+    steps = np.cumprod(np.concatenate([[1.0], np.full(resolution - 1, root)]))
+    return np.ldexp(steps[part], whole).astype(np.float32)
+
+
+def nearest_levels(book: np.ndarray) -> np.ndarray:
+    """The code of the level nearest to each of 4096 positions, half a level unit apart, from -1024 on: uint8."""
+    position = np.arange(-2048, 2048) * 2 + 1  # middles, in quarters of a unit
+    edges = 2 * (book[1:].astype(np.int64) + book[:-1])
+    return np.searchsorted(edges, position).astype(np.uint8)
+
+
+class Executor(Protocol):
+    """Who tries the scales."""
+
+    name: str
+
+    def search(
+        self, kind: Kind, book: np.ndarray | None, units: np.ndarray, scales: np.ndarray, ratios: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The best candidate of each group, int32 [groups], and its codes, int8 [groups, size].
+
+        Args:
+          kind: what codes mean.
+          book: levels of the codes in 1/1024, ascending, int32 [16]; ``None`` for whole levels.
+          units: the numbers, int32 [groups, size] within ±2¹⁵.
+          scales: candidates, int32 [groups, count], in ``2 ** -kind.fraction`` of the numbers' unit.
+          ratios: their reciprocals as :func:`search` makes them, int32 [groups, count].
+        """
+        ...
+
+
+def _codes(xp: Any, kind: Kind, table: Any, units: Any, ratio: Any) -> Any:
+    product = units * ratio[:, None]
+    if table is None:
+        shift = 22 if kind.bits == 8 else 26
+        low, high = -(1 << (kind.bits - 1)), (1 << (kind.bits - 1)) - 1
+        return xp.clip((product + (1 << (shift - 1))) >> shift, low, high)
+    return table[xp.clip(product >> _RATIO, -2048, 2047) + 2048]
+
+
+class _Trial:
+    """One candidate against the best so far; every value fits 32 bits with a sign."""
+
+    def __init__(self, xp: Any, kind: Kind, book: Any, table: Any, units: Any) -> None:
+        size = units.shape[1]
+        self._xp, self._kind, self._book, self._table, self._units = xp, kind, book, table, units
+        # (2^cap - 1)^2 · size < 2^31
+        self._cap = (31 - (size - 1).bit_length()) // 2
+        self._shift = max(kind.fraction + (12 if kind.bits == 8 else 13) - self._cap, 0)
+        self._wide = units << kind.fraction
+
+    def start(self) -> tuple[Any, Any, Any]:
+        """Worse than any candidate: its number, its error, its codes."""
+        none = self._xp.zeros_like(self._units[:, 0])
+        return none, none + (2**31 - 1), self._xp.zeros_like(self._units)
+
+    def step(self, best: tuple[Any, Any, Any], index: Any, scale: Any, ratio: Any) -> tuple[Any, Any, Any]:
+        xp = self._xp
+        codes = _codes(xp, self._kind, self._table, self._units, ratio)
+        levels = codes if self._book is None else self._book[codes]
+        error = xp.abs(self._wide - levels * scale[:, None]) >> self._shift
+        error = xp.clip(error, 0, (1 << self._cap) - 1)
+        total = (error * error).sum(-1, dtype=xp.int32)
+        better = total < best[1]
+        return (
+            xp.where(better, index, best[0]),
+            xp.where(better, total, best[1]),
+            xp.where(better[:, None], codes, best[2]),
+        )
+
+    def all(self, scales: Any, ratios: Any) -> tuple[Any, Any]:
+        best = self.start()
+        for index in range(scales.shape[1]):
+            best = self.step(best, index, scales[:, index], ratios[:, index])
+        return best[0], best[2]
+
+
+class NumpyExecutor:
+    """With NumPy alone."""
+
+    name = "numpy"
+
+    def search(
+        self, kind: Kind, book: np.ndarray | None, units: np.ndarray, scales: np.ndarray, ratios: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        table = None if book is None else nearest_levels(book).astype(np.int32)
+        best, codes = _Trial(np, kind, book, table, units).all(scales, ratios)
+        return best.astype(np.int32), codes.astype(np.int8)
+
+
+class TorchExecutor:
+    """With PyTorch.
+
+    Raises:
+      MissingExtraError: it is not installed.
+    """
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        try:
+            import torch
+        except ImportError:
+            raise MissingExtraError("torch", "torch", "The executor 'torch'") from None
+        self._torch = torch
+
+    def search(
+        self, kind: Kind, book: np.ndarray | None, units: np.ndarray, scales: np.ndarray, ratios: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        torch = self._torch
+        table = None if book is None else torch.from_numpy(nearest_levels(book).astype(np.int32))
+        levels = None if book is None else torch.from_numpy(book)
+        there, *candidates = (torch.from_numpy(np.ascontiguousarray(a)) for a in (units, scales, ratios))
+        best, codes = _Trial(torch, kind, levels, table, there).all(*candidates)
+        return best.to(torch.int32).numpy(), codes.to(torch.int8).numpy()
+
+
+class JaxExecutor:
+    """With JAX, compiled once for each shape.
+
+    Raises:
+      MissingExtraError: it is not installed.
+    """
+
+    name = "jax"
+
+    def __init__(self) -> None:
+        try:
+            import jax
+        except ImportError:
+            raise MissingExtraError("jax", "train", "The executor 'jax'") from None
+        self._jax = jax
+        self._run = jax.jit(self._compute, static_argnums=0)
+
+    def _compute(self, kind: Kind, book: Any, table: Any, units: Any, scales: Any, ratios: Any) -> Any:
+        jnp, lax = self._jax.numpy, self._jax.lax
+        trial = _Trial(jnp, kind, book, table, units)
+
+        def step(best: Any, candidate: Any) -> Any:
+            return trial.step(best, *candidate), None
+
+        each = jnp.arange(scales.shape[1], dtype="int32"), scales.T, ratios.T
+        (best, _, codes), _ = lax.scan(step, trial.start(), each)
+        return best, codes.astype("int8")
+
+    def search(
+        self, kind: Kind, book: np.ndarray | None, units: np.ndarray, scales: np.ndarray, ratios: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        table = None if book is None else nearest_levels(book).astype(np.int32)
+        best, codes = self._run(kind, book, table, units, scales, ratios)
+        return np.asarray(best), np.asarray(codes)
+
+
+EXECUTORS: dict[str, Callable[[], Executor]] = {
+    "numpy": NumpyExecutor,
+    "torch": TorchExecutor,
+    "jax": JaxExecutor,
+}
+
+
+@cache
+def get_executor(name: str) -> Executor:
+    """The executor of that name, made once.
+
+    Raises:
+      CompressError: there is none. MissingExtraError: it needs a package that is not installed.
+    """
+    if name not in EXECUTORS:
+        raise CompressError(
+            f"executor: got {name!r}, expected one of {', '.join(EXECUTORS)}.{did_you_mean(name, EXECUTORS)}"
+        )
+    return EXECUTORS[name]()
+
+
+def search(
+    executor: Executor, kind: Kind, book: np.ndarray | None, values: np.ndarray, top: float, resolution: int,
+    last: int = SCALES,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """The scale's code and the codes of every group.
+
+    Args:
+      executor: who tries.
+      kind: what codes mean.
+      book: levels of the codes; ``None`` for whole levels.
+      values: float64 [groups, size], finite.
+      top: the scale of k = 0.
+      resolution: how many k halve a scale.
+      last: the largest k, so the smallest scale.
+
+    Returns:
+      uint8 [groups], k with the sign in the topmost bit; int8 [groups, size].
+    """
+    table = np.float64(np.float32(top)) * multipliers(resolution)
+    largest = np.abs(values).max(1, initial=0)
+    # The k that just cuts nothing off, by comparing: a logarithm is not the same everywhere.
+    ascending = (table * kind.largest)[::-1]
+    fits = SCALES - np.searchsorted(ascending, largest)
+    low, high = (round(x * resolution) for x in kind.span)
+    steps = np.arange(-high, -low + 1)
+    k = np.clip(fits[:, None] + steps, 0, last)
+    _, exponent = np.frexp(np.maximum(largest, table[last] * kind.largest))
+    units = np.rint(np.ldexp(values, _UNIT - exponent[:, None])).astype(np.int32)
+    scaled = np.ldexp(table[k], (_UNIT - exponent)[:, None])
+    scales = np.rint(np.ldexp(scaled, kind.fraction)).astype(np.int32)
+    shift = 2.0 ** (_RATIO + 11) / 1024 if book is not None else 2.0 ** (22 if kind.bits == 8 else 26)
+    ratios = np.rint(shift / scaled).astype(np.int32)
+    if kind.signed:
+        scales, ratios = np.concatenate([scales, -scales], 1), np.concatenate([ratios, -ratios], 1)
+    best, codes = executor.search(kind, book, units, scales, ratios)
+    count = len(steps)
+    chosen = np.take_along_axis(k, (best % count)[:, None], 1)[:, 0].astype(np.uint8)
+    return chosen | ((best >= count).astype(np.uint8) << np.uint8(7)), codes

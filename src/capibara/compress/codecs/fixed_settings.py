@@ -1,0 +1,126 @@
+"""The settings of the codecs of fixed width, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from capibara.compress.codecs.engine import wanted_engine
+from capibara.compress.codecs.fixed_search import EXECUTORS, Kind
+from capibara.compress.errors import CompressError
+from capibara.errors import did_you_mean
+
+__all__ = ["Choices", "choices"]
+
+_KNOWN = (
+    "group",
+    "axis",
+    "coded",
+    "step",
+    "levels",
+    "outliers",
+    "hessian",
+    "input_axes",
+    "damping",
+    "executor",
+)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Settings with what holds where nothing is given."""
+
+    group: int
+    turned: bool
+    coded: bool
+    step: float | None
+    fitted: bool
+    outliers: float
+    hessian: np.ndarray | None
+    damping: float
+    executor: str
+
+
+def choices(kind: Kind, settings: Mapping[str, Any], shape: tuple[int, ...]) -> Choices:
+    """The settings of a tensor.
+
+    Raises:
+      CompressError: an unknown setting, or one out of range, by name.
+    """
+    known = [k for k in _KNOWN if k != "step" or kind.bits == 8]
+    known = [k for k in known if k != "levels" or kind.name == "nf4"]
+    for name in settings:
+        if name not in known:
+            raise CompressError(
+                f"{name}: not a setting of {kind.name}, expected {', '.join(known)}.{did_you_mean(str(name), known)}"
+            )
+
+    def number(name: str, default: float | None, low: float, high: float, whole: bool = False) -> Any:
+        value = cast(Any, settings.get(name, default))
+        if value is None and default is None:
+            return None
+        good = isinstance(value, int | np.integer) or (not whole and isinstance(value, float | np.floating))
+        if not good or isinstance(value, bool) or not low <= value <= high:
+            what = "a whole number" if whole else "a number"
+            raise CompressError(f"{name}: got {value!r}, expected {what} from {low} to {high}")
+        return int(value) if whole else float(value)
+
+    coded, levels = settings.get("coded", False), settings.get("levels", "fitted")
+    if not isinstance(coded, bool):
+        raise CompressError(f"coded: got {coded!r}, expected True or False")
+    if levels not in ("fitted", "nf4"):
+        raise CompressError(f"levels: got {levels!r}, expected 'fitted' or 'nf4'")
+    hessian = settings.get("hessian")
+    turned = number("axis", -1, -1, 0, True) == 0
+    if hessian is not None:
+        turned = _input_first(settings, shape)
+        hessian = _moments(hessian, shape[0] if turned else shape[-1])
+    if turned and len(shape) < 2:
+        raise CompressError(f"axis: got 0 for the shape {shape}, expected two axes or more. Remedy: axis=-1.")
+    wanted = wanted_engine()
+    executor = settings.get("executor", wanted if wanted in EXECUTORS else "numpy")
+    if not isinstance(executor, str):
+        raise CompressError(f"executor: got {executor!r}, expected 'numpy', 'torch' or 'jax'")
+    return Choices(
+        group=number("group", 64 if kind.bits == 8 else 32, 4, 1024, True),
+        turned=turned,
+        coded=coded,
+        step=number("step", None, 1e-30, 1e30),
+        fitted=levels == "fitted",
+        outliers=number("outliers", 0.0, 0.0, 0.05),
+        hessian=hessian,
+        damping=number("damping", 0.01, 0.0, 1.0),
+        executor=executor,
+    )
+
+
+def _input_first(settings: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether the layer's input runs along the weight's first axis rather than its last."""
+    axes = settings.get("input_axes", [len(shape) - 1])
+    axes = [a + len(shape) if a < 0 else a for a in axes] if isinstance(axes, list | tuple) else axes
+    if len(shape) == 2 and axes in ([0], [1]):
+        return axes == [0]
+    raise CompressError(
+        f"hessian: got the shape {shape} with input_axes {axes!r}; codes are chosen by a layer's output for "
+        "matrices whose input is one of their two axes. Remedy: leave hessian out for this tensor."
+    )
+
+
+def _moments(hessian: Any, length: int) -> np.ndarray:
+    found = np.asarray(hessian, np.float64)
+    if found.shape != (length, length):
+        raise CompressError(
+            f"hessian: got the shape {found.shape}, expected {(length, length)}, "
+            "the second moments of the layer's inputs"
+        )
+    if (
+        not np.isfinite(found).all()
+        or not math.isfinite(float(np.trace(found)))
+        or (np.diag(found) < 0).any()
+    ):
+        raise CompressError("hessian: got numbers that second moments cannot be (NaN, infinite or negative)")
+    return found

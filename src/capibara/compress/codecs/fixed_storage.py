@@ -1,0 +1,63 @@
+"""Codes of eight and four bits as bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from capibara.compress.codecs import lossless
+from capibara.compress.codecs.fixed_search import Kind
+from capibara.compress.errors import DamagedError
+from capibara.compress.formats import get_format
+
+__all__ = ["Cursor", "load_codes", "pack_nibbles", "store_codes"]
+
+
+class Cursor:
+    """Takes bytes off the front; asking for more than there are is damage."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self._data) - self._at:
+            raise DamagedError("a tensor's payload ends too early: the file is damaged")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def rest(self) -> memoryview:
+        return self._data[self._at :]
+
+
+def store_codes(codes: np.ndarray, kind: Kind, coded: bool) -> bytes:
+    """Codes int8 [rows, length] as bytes."""
+    if kind.bits == 8:
+        flat = np.ascontiguousarray(codes).view(np.uint8)
+        return lossless.encode(flat.reshape(-1), get_format("I8"), codes.shape) if coded else flat.tobytes()
+    four = (codes + np.int8(8) if kind.name == "int4" else codes).astype(np.uint8)
+    if coded:
+        return lossless.encode(four.reshape(-1), get_format("U8"), codes.shape)
+    return pack_nibbles(four).tobytes()
+
+
+def pack_nibbles(codes: np.ndarray) -> np.ndarray:
+    """uint8 [rows, length] below 16 as uint8 [rows, ceil(length / 2)], the first of two in the lower half."""
+    if codes.shape[1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    return codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
+
+
+def load_codes(data: memoryview, kind: Kind, coded: bool, rows: int, length: int) -> np.ndarray:
+    shape = (rows, length)
+    if coded:
+        form = get_format("I8" if kind.bits == 8 else "U8")
+        found = lossless.decode(data, form, shape).reshape(shape)
+        if kind.bits == 8:
+            return found.view(np.int8)
+        if found.size and int(found.max()) > 15:
+            raise DamagedError("a code is out of range: the file is damaged")
+        return pack_nibbles(found)
+    width = length if kind.bits == 8 else -(-length // 2)
+    if len(data) != rows * width:
+        raise DamagedError(f"{rows} rows of {length} codes have {len(data)} bytes: the file is damaged")
+    found = np.frombuffer(data, np.int8 if kind.bits == 8 else np.uint8)
+    return found.reshape(rows, width)

@@ -1,0 +1,225 @@
+"""Products with a matrix that stays in its codes: eight or four bits a number, and a scale for every few.
+
+A weight ``[out, in]`` is kept as codes and one scale for each group along ``in``; its entry is
+``level(code) · scale(group)``. It is multiplied without ever being there as a whole: rows become numbers a slab at a
+time, each slab is multiplied and let go. Where memory holds more than processors can read, as when a language model
+produces one token after another, an eighth of the bytes is what counts.
+
+Four-bit codes are two to a byte, the first in the lower half. Their sixteen levels are found by selecting, bit by bit:
+vector units select in registers, while a table would be read entry by entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.ops.errors import OpShapeError, OpTypeError
+from capibara.ops.linalg.arguments import check_count, check_matrix, on_any_mesh
+from capibara.ops.one_device import alike
+from capibara.ops.registry import Implementation, Op, public
+
+__all__ = ["dequantise_matrix", "quantised_matmul"]
+
+# Numbers of a slab: 8 MiB as float32, which a cache holds and which is large enough for a product's threads.
+_SLAB = 1 << 21
+
+
+@dataclass(frozen=True)
+class QuantisedProblem:
+    """``x [*batch, inner] @ W.T`` with W ``[rows, inner]`` in codes of ``bits``."""
+
+    batch: tuple[int, ...]
+    rows: int
+    inner: int
+    bits: int
+    group: int
+    table: bool
+    dtype: str
+    implementation: str
+
+
+def _prepare(
+    x: Any, codes: Any, scales: Any, levels: Any = None, *, group: int, implementation: str = "auto"
+) -> tuple[QuantisedProblem, tuple[Any, ...]]:
+    op = "quantised_matmul"
+    dtype = check_matrix(op, "x", x, rank=1)
+    kind = check_matrix(op, "codes", codes, ("int8", "uint8"))
+    check_matrix(op, "scales", scales)
+    group = check_count(op, "group", group, 1)
+    bits, inner = (8 if kind == "int8" else 4), int(x.shape[-1])
+    if len(codes.shape) != 2 or len(scales.shape) != 2:
+        raise OpShapeError(
+            f"{op}: codes and scales must have two axes, got {tuple(codes.shape)} and {tuple(scales.shape)}. "
+            "Remedy: jax.vmap for several matrices."
+        )
+    width = inner if bits == 8 else -(-inner // 2)
+    if codes.shape[1] != width:
+        raise OpShapeError(
+            f"{op}: codes must be [rows, {width}] ({codes.dtype}) for x {tuple(x.shape)}, got {tuple(codes.shape)}"
+        )
+    expected = (codes.shape[0], -(-inner // group))
+    if tuple(scales.shape) != expected:
+        raise OpShapeError(f"{op}: scales must be {expected} with group={group}, got {tuple(scales.shape)}")
+    if levels is not None:
+        if bits == 8:
+            raise OpTypeError(f"{op}: levels go with uint8 codes of four bits; int8 codes are the levels")
+        check_matrix(op, "levels", levels, rank=1)
+        if tuple(levels.shape) != (16,):
+            raise OpShapeError(f"{op}: levels must have the shape (16,), got {tuple(levels.shape)}")
+    problem = QuantisedProblem(
+        tuple(x.shape[:-1]),
+        int(codes.shape[0]),
+        inner,
+        bits,
+        group,
+        levels is not None,
+        dtype,
+        implementation,
+    )
+    return problem, (x, codes, scales, levels)
+
+
+def _select(codes: jax.Array, levels: jax.Array) -> jax.Array:
+    """``levels[codes]`` by fifteen selections."""
+    found = [levels[i] for i in range(16)]
+    for bit in range(4):
+        is_set = (codes >> bit) & 1 != 0
+        found = [jnp.where(is_set, found[i + 1], found[i]) for i in range(0, len(found), 2)]
+    return found[0]
+
+
+def _numbers(problem: QuantisedProblem, codes: jax.Array, scales: jax.Array, levels: Any) -> jax.Array:
+    """Some rows of the matrix, float32 [rows, inner]."""
+    if problem.bits == 8:
+        values = codes.astype("float32")
+    else:
+        both = jnp.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[0], -1)[:, : problem.inner]
+        if problem.table:
+            values = _select(both, levels.astype("float32"))
+        else:
+            values = both.astype("int8").astype("float32") - 8.0
+    scale = jnp.repeat(scales.astype("float32"), problem.group, axis=1, total_repeat_length=None)
+    return values * scale[:, : problem.inner]
+
+
+def _slab(
+    problem: QuantisedProblem, x: jax.Array, codes: jax.Array, scales: jax.Array, levels: Any
+) -> jax.Array:
+    return lax.dot_general(
+        x,
+        _numbers(problem, codes, scales, levels).astype(x.dtype),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype in (jnp.float32, jnp.float64) else None,
+        preferred_element_type="float64" if x.dtype == jnp.float64 else "float32",
+    )
+
+
+def _slabs(
+    problem: QuantisedProblem, x: jax.Array, codes: jax.Array, scales: jax.Array, levels: Any
+) -> jax.Array:
+    """All rows, slab by slab; backwards the numbers are made again instead of being kept."""
+    flat = x.reshape(-1, problem.inner)
+    run = jax.checkpoint(partial(_slab, problem))
+    size = max(_SLAB // max(problem.inner, 1), 1)
+    count = problem.rows // size
+    if count <= 1:
+        out = run(flat, codes, scales, levels)
+    else:
+        whole = count * size
+        several = (a[:whole].reshape(count, size, -1) for a in (codes, scales))
+
+        def step(carry: Any, slab: Any) -> tuple[Any, jax.Array]:
+            return carry, run(flat, *slab, levels)
+
+        _, parts = lax.scan(step, alike(jnp.zeros(()), flat, codes, scales), tuple(several))
+        out = jnp.moveaxis(parts, 0, 1).reshape(flat.shape[0], whole)
+        if whole < problem.rows:
+            out = jnp.concatenate([out, run(flat, codes[whole:], scales[whole:], levels)], axis=1)
+    return out.reshape(*problem.batch, problem.rows).astype(problem.dtype)
+
+
+def _reference(
+    problem: QuantisedProblem, x: jax.Array, codes: jax.Array, scales: jax.Array, levels: Any
+) -> jax.Array:
+    """The whole matrix by indexing, then one product."""
+    wide = jnp.promote_types(problem.dtype, "float32")
+    if problem.bits == 8:
+        values = codes.astype(wide)
+    else:
+        table = jnp.arange(-8, 8) if levels is None else levels
+        place = jnp.arange(problem.inner)
+        values = table.astype(wide)[(codes[:, place // 2] >> (4 * (place % 2)).astype("uint8")) & 15]
+    weight = values * scales.astype(wide)[:, jnp.arange(problem.inner) // problem.group]
+    out = jnp.matmul(x.astype(wide), weight.T, precision=lax.Precision.HIGHEST)
+    return out.astype(problem.dtype)
+
+
+OP = Op(
+    "quantised_matmul",
+    _prepare,
+    [Implementation("xla", {"forward": _slabs}), Implementation("reference", {"forward": _reference})],
+)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(problem: QuantisedProblem, x: Any, codes: Any, scales: Any, levels: Any) -> jax.Array:
+    return OP.run("forward", problem, x, codes, scales, levels)
+
+
+@public(OP)
+def quantised_matmul(
+    x: Any, codes: Any, scales: Any, levels: Any = None, *, group: int, implementation: str = "auto"
+) -> jax.Array:
+    """``x @ W.T`` for a matrix W ``[rows, inner]`` that is kept in codes of eight or four bits.
+
+    In plain JAX, for int8: ``x @ (codes * jnp.repeat(scales, group, axis=1)[:, :inner]).T``. Summed in float32.
+    Differentiable in ``x``, ``scales`` and ``levels``; works under ``jit`` and ``vmap``. Tensors of an archive come in
+    this form from :func:`capibara.compress.direct.load_quantised`.
+
+    Args:
+      x: ``[..., inner]``: float32, float64, bfloat16 or float16.
+      codes: int8 ``[rows, inner]``; or uint8 ``[rows, ceil(inner / 2)]``, two codes of four bits each, the first in the
+        lower half.
+      scales: ``[rows, ceil(inner / group)]``, of either sign.
+      levels: ``[16]``, what each code of four bits stands for; None: the code - 8.
+      group: Numbers of a row that share a scale; the last group may have fewer.
+      implementation: ``"auto"``, ``"xla"`` (slab by slab) or ``"reference"`` (the whole matrix at once).
+
+    Returns:
+      ``[..., rows]`` in ``x``'s dtype.
+
+    Raises:
+      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+    """
+    OP.check_name(implementation)
+    problem, arrays = _prepare(x, codes, scales, levels, group=group, implementation=implementation)
+    if 0 in (problem.rows, problem.inner, *problem.batch):
+        return jnp.zeros((*problem.batch, problem.rows), problem.dtype)
+    arrays = tuple(None if a is None else jnp.asarray(a) for a in arrays)
+    return on_any_mesh(partial(_run, problem), arrays, len(problem.batch))
+
+
+def dequantise_matrix(codes: Any, scales: Any, levels: Any = None, *, inner: int, group: int) -> jax.Array:
+    """The matrix of :func:`quantised_matmul` as float32 ``[rows, inner]``; for rows that are looked up.
+
+    Args:
+      codes: as there.
+      scales: as there.
+      levels: as there.
+      inner: Numbers of a row.
+      group: as there.
+
+    Raises:
+      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+    """
+    inner = check_count("dequantise_matrix", "inner", inner, 1)
+    shape = jax.ShapeDtypeStruct((inner,), jnp.float32)
+    problem, _ = _prepare(shape, codes, scales, levels, group=group)
+    codes, scales = jnp.asarray(codes), jnp.asarray(scales)
+    return _numbers(problem, codes, scales, None if levels is None else jnp.asarray(levels))
