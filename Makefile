@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 LIBRARY := src/capibara/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py
 
-.PHONY: demo test test-all gpu-compiler bench lint format docs setup setup-dev help clean
+.PHONY: demo test test-all test-no-jax gpu-compiler bench fuzz lint format docs setup setup-dev help clean
 
 # `--group` needs pip 25.1; the pip that comes with a Python may be older.
 $(VENV)/.pip:
@@ -53,8 +53,22 @@ test-all: setup-dev $(VENV)/.capibara-tpu  ## every test
 gpu-compiler: setup-dev  ## the compiler for NVIDIA GPUs (130 MB), for the tests that compile for an H100 without one
 	$(PIP) --no-deps --upgrade --target $(VENV)/cuda -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt
 
+# An environment in which JAX is not installed, and PyTorch is: the package runs from the tree there.
+$(VENV)/no-jax/.ready: $(VENV)/.pip constraints.txt
+	$(PYTHON) -m venv $(VENV)/no-jax
+	$(VENV)/no-jax/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	  numpy pydantic rich tomli-w pytest hypothesis sybil safetensors torch==2.13.0
+	@touch $@
+
+test-no-jax: $(VENV)/no-jax/.ready $(LIBRARY)  ## the compression system without JAX, with PyTorch and without it
+	$(VENV)/no-jax/bin/python -c "import importlib.util as u; assert u.find_spec('jax') is None"
+	PYTHONPATH=src:compat $(VENV)/no-jax/bin/python -m pytest -m "not slow" tests/compress
+
 bench: $(VENV)/.capibara-bench $(LIBRARY)  ## measured ratios against named peers, written to bench-results/
 	$(BIN)/python -m benchmarks
+
+fuzz: setup-dev $(LIBRARY)  ## ten minutes of damaged archives; FUZZ="--seconds 60 --seed 1" for others
+	PYTHONPATH=tests/support $(BIN)/python -m fuzz_archive $(FUZZ)
 
 lint: setup-dev  ## format, rules, types, import order (that stubs are up to date is a test)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -89,3 +89,31 @@ assert set(compose.__all__) <= set(dir(ml))
 print("same")
 """
     assert env.run(code) == "same"
+
+
+def test_without_one_independent_core_is_compress(wheel: Path, tmp_path: Path):
+    env = Environment(tmp_path / "env")
+    env.install(wheel)
+    code = """
+import capibara.compress.system as system
+from independent_core.compression_systems import system_integration_coordinator as coordinator
+from independent_core.compression_systems.strategies import compression_strategy
+from independent_core.compression_systems.tropical import unified_performance_monitor as monitor
+from independent_core.compression_systems.model_compression_api import CompressionProfile, ModelCompressionAPI
+import independent_core
+assert coordinator.SystemConfiguration is system.SystemConfiguration
+assert coordinator.SystemIntegrationCoordinator is system.SystemIntegrationCoordinator
+assert compression_strategy.StrategySelector is system.StrategySelector
+assert monitor.UnifiedPerformanceMonitor is system.UnifiedPerformanceMonitor
+assert ModelCompressionAPI(CompressionProfile()).profile.mode == "balanced"
+print(independent_core.__file__)
+"""
+    assert env.run(code) == str(env.site / "capibara_compat" / "independent_core" / "__init__.py")
+    # A real package of that name wins, and is left alone.
+    theirs = env.site / "independent_core"
+    theirs.mkdir()
+    (theirs / "__init__.py").write_text(THEIRS)
+    assert env.run("import independent_core; print(independent_core.theirs)") == "True"
+    env.pip("uninstall", "-y", "-q", "capibara-jax")
+    assert (theirs / "__init__.py").read_text() == THEIRS
+    assert env.run("import independent_core; print(independent_core.theirs)") == "True"

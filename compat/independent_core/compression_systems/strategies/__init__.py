@@ -1,0 +1,1 @@
+"""The names of :mod:`capibara.compress.system.strategies`."""

@@ -1,0 +1,205 @@
+"""Memory on JAX's devices: what the system keeps there, and programs that run in what is left.
+
+The pool keeps decoded tensors on the device, up to a number of bytes, so that decoding the same bytes again costs
+nothing; JAX's arrays cannot be changed, so one can be handed out twice. The optimiser asks the compiler what a program
+takes, and runs it over runs of rows where the whole would take more than is free.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.compress.errors import CompressError
+from capibara.compress.system.jax_compilation import JaxCompilationOptimizer
+from capibara.hardware.telemetry import device_memory, live_array_bytes
+
+__all__ = ["JaxMemoryOptimizer", "JaxMemoryPool"]
+
+
+def _device_limit(device: Any, fraction: float) -> int:
+    """Bytes that JAX may take: as its allocator says (the fraction is in that), or that share of the host's memory."""
+    (facts,) = device_memory([device])
+    if facts.limit is not None:
+        return facts.limit
+    return int(fraction * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _needed(program: Any) -> int:
+    facts = program.memory_analysis()
+    whole = facts.argument_size_in_bytes + facts.output_size_in_bytes + facts.temp_size_in_bytes
+    return whole - facts.alias_size_in_bytes
+
+
+class JaxMemoryPool:
+    """The component ``jax_memory_pool``; may be used by several threads.
+
+    Args:
+      device: where the arrays are.
+      fraction: the share of the host's memory that is the limit on a CPU; an accelerator's allocator has its own.
+      limit: bytes, instead.
+
+    Attributes:
+      limit: bytes that the pool may hold.
+      hits: arrays that were found.
+      misses: arrays that were not.
+      evictions: arrays that went to make room, the least recently used first.
+    """
+
+    def __init__(self, device: Any, *, fraction: float = 0.75, limit: int | None = None) -> None:
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise CompressError(f"limit: got {limit!r}, expected a number of bytes ≥ 0")
+        self.device = device
+        self.limit = _device_limit(device, fraction) if limit is None else limit
+        self.hits = self.misses = self.evictions = 0
+        self._arrays: OrderedDict[Hashable, jax.Array] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arrays that the pool holds."""
+        return self._bytes
+
+    def in_use_bytes(self) -> int:
+        """Bytes in use on the device, by whomever: the allocator's figure, or all live arrays where there is none."""
+        (facts,) = device_memory([self.device])
+        return live_array_bytes() if facts.in_use is None else facts.in_use
+
+    def get(self, key: Hashable) -> jax.Array | None:
+        """The array of that key, unless it was evicted or deleted."""
+        with self._lock:
+            array = self._arrays.get(key)
+            if array is not None and array.is_deleted():  # by a donation
+                self._drop(key)
+                array = None
+            if array is None:
+                self.misses += 1
+            else:
+                self.hits += 1
+                self._arrays.move_to_end(key)
+            return array
+
+    def put(self, key: Hashable, array: jax.Array) -> bool:
+        """Keep an array; returns whether it fits into the limit at all."""
+        if array.nbytes > self.limit:
+            return False
+        with self._lock:
+            if key in self._arrays:
+                self._drop(key)
+            self._arrays[key] = array
+            self._bytes += array.nbytes
+            while self._bytes > self.limit:
+                self._drop(next(iter(self._arrays)))
+                self.evictions += 1
+        return True
+
+    def _drop(self, key: Hashable) -> None:
+        self._bytes -= self._arrays.pop(key).nbytes
+
+    def clear(self) -> None:
+        """Let go of all arrays."""
+        with self._lock:
+            self._arrays.clear()
+            self._bytes = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for a status."""
+        return {
+            "arrays": len(self._arrays),
+            "held_bytes": self.held_bytes,
+            "limit_bytes": self.limit,
+            "in_use_bytes": self.in_use_bytes(),
+            "hits": self.hits,
+            "misses": self.misses,
+            "evictions": self.evictions,
+        }
+
+
+class JaxMemoryOptimizer:
+    """The component ``jax_memory_optimizer``: runs programs in the memory that there is.
+
+    Args:
+      pool: whose device and limit.
+      compiler: keeps the programs.
+
+    Attributes:
+      last_pieces: how many runs of rows the last :meth:`run` took.
+    """
+
+    def __init__(self, pool: JaxMemoryPool, compiler: JaxCompilationOptimizer) -> None:
+        self.pool = pool
+        self.compiler = compiler
+        self.last_pieces = 0
+
+    def estimate(self, function: Callable[..., Any], *args: Any, **static: Hashable) -> int:
+        """Bytes that a program takes at once, as its compiler says: arguments, results, and what is between.
+
+        Args:
+          function, args, static: as of :meth:`JaxCompilationOptimizer.compiled`; the arguments may be shapes.
+        """
+        return _needed(self.compiler.compiled(function, *args, **static))
+
+    def run(self, function: Callable[..., Any], rows: jax.Array, *rest: Any, **static: Hashable) -> jax.Array:
+        """``function(rows, *rest, **static)``, over as many rows at once as fit into the memory that is free.
+
+        Args:
+          function: its result has a row for each of ``rows``, which depends on no other row.
+          rows: [n, …]; pieces of it are taken one after the other, the last one the same length as the others.
+          rest: what every piece needs.
+          static: built into the program.
+
+        Raises:
+          CompressError: a single row takes more than there is.
+        """
+        with self.compiler.scope():
+            return self._run(function, rows, rest, static)
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        rows: jax.Array,
+        rest: tuple[Any, ...],
+        static: dict[str, Hashable],
+    ) -> jax.Array:
+        count = rows.shape[0]
+        # What is there already is in use, and in the arguments as well.
+        free = (
+            self.pool.limit - self.pool.in_use_bytes() + sum(a.nbytes for a in jax.tree.leaves((rows, rest)))
+        )
+        length = max(count, 1)
+        while True:
+            shape = jax.ShapeDtypeStruct(
+                (min(length, count), *rows.shape[1:]), rows.dtype, sharding=rows.sharding
+            )
+            program = self.compiler.compiled(function, shape, *rest, **static)
+            if (needed := _needed(program)) <= free:
+                break
+            if length == 1:
+                raise CompressError(
+                    f"{getattr(function, '__name__', function)}: one row of {tuple(rows.shape)} takes {needed} bytes, "
+                    f"{free} are free. Remedy: a larger jax_memory_fraction, or jax_backend='cpu'."
+                )
+            # Straight to what fits if memory grows with rows; the loop checks it.
+            length = max(1, min(length // 2, length * free // needed if free > 0 else 1))
+        if length >= count:
+            self.last_pieces = 1
+            return program(rows, *rest)
+        starts = [*range(0, count - length, length), count - length]
+        pieces, at = [], 0
+        for start in starts:
+            piece = program(jax.device_put(rows[start : start + length], rows.sharding), *rest)
+            pieces.append(piece[at - start :])  # the last piece begins earlier, to be of the same shape
+            at = start + length
+        self.last_pieces = len(pieces)
+        return jnp.concatenate(pieces)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for a status."""
+        return {"last_pieces": self.last_pieces, "free_bytes": self.pool.limit - self.pool.in_use_bytes()}

@@ -1,0 +1,318 @@
+"""What the compression system does while it does it: measured figures by metric, their thresholds, and alerts.
+
+A monitor keeps what it is told and, where JAX runs, asks JAX's own records: compilations are reported by
+``jax.monitoring``, cache hits are counted where a program is looked up, memory is read from the devices. A metric that
+nothing was recorded for has no figure: it is ``None``, never 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.errors import CompressError
+from capibara.errors import did_you_mean
+from capibara.files import replace_file
+
+__all__ = ["Alert", "MetricType", "PipelineType", "Statistics", "Threshold", "UnifiedPerformanceMonitor"]
+
+
+class MetricType(StrEnum):
+    """What is measured, each in its unit."""
+
+    COMPRESSION_TIME = "compression_time"
+    """Milliseconds of one compression."""
+    DECOMPRESSION_TIME = "decompression_time"
+    """Milliseconds of one decompression."""
+    COMPRESSION_RATIO = "compression_ratio"
+    """Original bytes over compressed ones."""
+    RELATIVE_ERROR = "relative_error"
+    """‖decoded - original‖ / ‖original‖."""
+    THROUGHPUT = "throughput"
+    """Original bytes in a second, in MB/s (10⁶)."""
+    HOST_MEMORY = "host_memory"
+    """Resident memory of this process in MB (2²⁰)."""
+    JAX_COMPILATION = "jax_compilation"
+    """Milliseconds of one compilation by XLA."""
+    JAX_CACHE_HITS = "jax_cache_hits"
+    """The share of look-ups of compiled programs that found one, since the system started: 0 to 1."""
+    JAX_MEMORY_POOL = "jax_memory_pool"
+    """Memory of JAX's devices that is in use, in MB (2²⁰)."""
+
+
+class PipelineType(StrEnum):
+    """On what the work ran."""
+
+    JAX = "jax"
+    TORCH = "torch"
+    NATIVE = "native"
+    NUMPY = "numpy"
+    SYSTEM = "system"
+    """Not the work of one engine."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A limit of a metric.
+
+    Attributes:
+      metric: of which.
+      limit: the last good value.
+      above: values above the limit are bad; below it if false.
+      after: the first so many values of a pipeline raise no alert: a rate of hits begins with misses.
+    """
+
+    metric: MetricType
+    limit: float
+    above: bool = True
+    after: int = 0
+
+    def is_crossed(self, value: float) -> bool:
+        return value > self.limit if self.above else value < self.limit
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A value beyond its limit: when (seconds since 1970), which one, and what may be done."""
+
+    time: float
+    metric: MetricType
+    pipeline: PipelineType
+    value: float
+    limit: float
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Figures of a metric: ``count``, ``total``, ``mean`` and extremes of all values, the rest of the kept ones."""
+
+    count: int
+    last: float
+    total: float
+    mean: float
+    minimum: float
+    maximum: float
+    median: float
+    p95: float
+
+
+REMEDIES = {
+    MetricType.JAX_COMPILATION: "compile for fewer different shapes, or compress several tensors of one shape",
+    MetricType.JAX_CACHE_HITS: "a larger jax_compilation_cache_size",
+    MetricType.JAX_MEMORY_POOL: "a smaller jax_memory_fraction, or jax_backend='cpu' for models that do not fit",
+    MetricType.RELATIVE_ERROR: "a smaller target_compression_ratio",
+    MetricType.COMPRESSION_RATIO: "a target_compression_ratio, or another strategy",
+    MetricType.HOST_MEMORY: "compress tensor by tensor into a file",
+}
+
+
+class _Series:
+    def __init__(self, keep: int) -> None:
+        self.values: deque[float] = deque(maxlen=keep)
+        self.count, self.total, self.minimum, self.maximum = 0, 0.0, math.inf, -math.inf
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        self.count += 1
+        self.total += value
+        self.minimum, self.maximum = min(self.minimum, value), max(self.maximum, value)
+
+    def statistics(self) -> Statistics:
+        kept = np.array(self.values)
+        return Statistics(self.count, self.values[-1], self.total, self.total / self.count, self.minimum, self.maximum,
+                          float(np.median(kept)), float(np.percentile(kept, 95)))  # fmt: skip
+
+
+class UnifiedPerformanceMonitor:
+    """Keeps measured figures; may be used by several threads.
+
+    Without JAX everything works, and the metrics of JAX stay without figures.
+
+    Args:
+      keep: values of each metric and pipeline that are kept for medians.
+      most_alerts: alerts that are kept; the oldest go.
+      on_alert: called with each alert, in the thread that recorded the value.
+
+    Raises:
+      CompressError: ``keep`` or ``most_alerts`` is no whole number above 0.
+    """
+
+    def __init__(
+        self, *, keep: int = 1024, most_alerts: int = 256, on_alert: Callable[[Alert], object] | None = None
+    ) -> None:
+        for name, value in (("keep", keep), ("most_alerts", most_alerts)):
+            if type(value) is not int or value < 1:
+                raise CompressError(f"{name}: got {value!r}, expected a whole number above 0")
+        self._keep = keep
+        self._on_alert = on_alert
+        self._series: dict[tuple[MetricType, PipelineType], _Series] = {}
+        self._thresholds: dict[tuple[MetricType, bool], Threshold] = {}
+        self._alerts: deque[Alert] = deque(maxlen=most_alerts)
+        self._sources: dict[str, Callable[[], Any]] = {}
+        self._lock = threading.Lock()
+
+    def record(
+        self,
+        metric: MetricType | str,
+        value: float,
+        pipeline: PipelineType | str = PipelineType.SYSTEM,
+    ) -> None:
+        """Keep a measured value, and raise an alert if it crosses a threshold.
+
+        Raises:
+          CompressError: no such metric or pipeline, or the value is not finite.
+        """
+        metric, pipeline = _one_of(MetricType, "metric", metric), _one_of(PipelineType, "pipeline", pipeline)
+        try:
+            value = float(value)
+        except (TypeError, ValueError):
+            raise CompressError(f"value: got {value!r:.200}, expected a number ({metric})") from None
+        if not math.isfinite(value):
+            raise CompressError(f"value: got {value!r}, expected a finite number ({metric})")
+        with self._lock:
+            series = self._series.setdefault((metric, pipeline), _Series(self._keep))
+            series.add(value)
+            limits = [t for t in self._thresholds.values() if t.metric == metric and series.count > t.after]
+            crossed = [t for t in limits if t.is_crossed(value)]
+            remedy = REMEDIES.get(metric, "look at what ran")
+            alerts = [Alert(time.time(), metric, pipeline, value, t.limit, remedy) for t in crossed]
+            self._alerts.extend(alerts)
+        if self._on_alert is not None:
+            for alert in alerts:
+                self._on_alert(alert)
+
+    @contextlib.contextmanager
+    def track(
+        self, metric: MetricType | str, pipeline: PipelineType | str = PipelineType.SYSTEM
+    ) -> Iterator[None]:
+        """Record the milliseconds that the block takes; nothing if it raises."""
+        _one_of(MetricType, "metric", metric)
+        _one_of(PipelineType, "pipeline", pipeline)
+        begin = time.perf_counter()
+        yield
+        self.record(metric, (time.perf_counter() - begin) * 1e3, pipeline)
+
+    def set_threshold(
+        self, metric: MetricType | str, limit: float, *, above: bool = True, after: int = 0
+    ) -> None:
+        """Alert when a value is above ``limit`` (below it if not ``above``); one limit in each direction.
+
+        Args:
+          metric: of which.
+          limit: the last good value.
+          above: which side is bad.
+          after: so many values of a pipeline raise no alert.
+
+        Raises:
+          CompressError: no such metric, or the limit is not a number.
+        """
+        metric = _one_of(MetricType, "metric", metric)
+        if not isinstance(limit, float | int) or isinstance(limit, bool) or math.isnan(limit):
+            raise CompressError(f"limit: got {limit!r}, expected a number")
+        if type(after) is not int or after < 0:
+            raise CompressError(f"after: got {after!r}, expected a whole number ≥ 0")
+        with self._lock:
+            self._thresholds[metric, above] = Threshold(metric, float(limit), above, after)
+
+    def remove_threshold(self, metric: MetricType | str) -> None:
+        """No alerts of this metric any more."""
+        metric = _one_of(MetricType, "metric", metric)
+        with self._lock:
+            self._thresholds = {k: t for k, t in self._thresholds.items() if k[0] != metric}
+
+    @property
+    def thresholds(self) -> tuple[Threshold, ...]:
+        with self._lock:
+            return tuple(self._thresholds.values())
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """What crossed a threshold, the oldest first."""
+        with self._lock:
+            return tuple(self._alerts)
+
+    def clear_alerts(self) -> None:
+        with self._lock:
+            self._alerts.clear()
+
+    def statistics(
+        self, metric: MetricType | str, pipeline: PipelineType | str | None = None
+    ) -> Statistics | None:
+        """Figures of a metric, on one pipeline or all; ``None`` if nothing was recorded."""
+        metric = _one_of(MetricType, "metric", metric)
+        wanted = None if pipeline is None else _one_of(PipelineType, "pipeline", pipeline)
+        with self._lock:
+            found = [s for (m, p), s in self._series.items() if m == metric and wanted in (None, p)]
+            if not found:
+                return None
+            if len(found) == 1:
+                return found[0].statistics()
+            merged = _Series(self._keep * len(found))
+            for series in found:
+                merged.values.extend(series.values)
+                merged.count += series.count
+                merged.total += series.total
+                merged.minimum = min(merged.minimum, series.minimum)
+                merged.maximum = max(merged.maximum, series.maximum)
+            return merged.statistics()
+
+    def latest(self, metric: MetricType | str) -> float | None:
+        """The last value of a metric on any pipeline (of several, the one that was used first)."""
+        found = self.statistics(metric)
+        return None if found is None else found.last
+
+    def attach(self, name: str, source: Callable[[], Any]) -> None:
+        """Have :meth:`report` ask ``source`` for more, under ``name``; it gives plain values."""
+        with self._lock:
+            self._sources[name] = source
+
+    def detach(self, name: str) -> None:
+        with self._lock:
+            self._sources.pop(name, None)
+
+    def report(self) -> dict[str, Any]:
+        """Everything, as plain values for JSON: metrics by pipeline, thresholds, alerts, attached sources."""
+        with self._lock:
+            keys, sources = list(self._series), dict(self._sources)
+        metrics: dict[str, dict[str, Any]] = {}
+        for metric, pipeline in keys:
+            found = self.statistics(metric, pipeline)
+            assert found is not None
+            metrics.setdefault(metric.value, {})[pipeline.value] = asdict(found)
+        return {
+            "metrics": metrics,
+            "thresholds": [asdict(t) for t in self.thresholds],
+            "alerts": [asdict(a) for a in self.alerts],
+            **{name: source() for name, source in sources.items()},
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`report` as JSON, in one step.
+
+        Raises:
+          OSError: the folder is missing, the disk is full …
+        """
+        replace_file(path, json.dumps(self.report(), indent=1))
+
+
+def _one_of(kind: Any, name: str, value: object) -> Any:
+    try:
+        return kind(value.lower() if isinstance(value, str) else value)
+    except ValueError:
+        options = [member.value for member in kind]
+        raise CompressError(
+            f"{name}: got {value!r:.200}, expected one of {', '.join(options)}."
+            f"{did_you_mean(str(value).lower(), options)}"
+        ) from None
