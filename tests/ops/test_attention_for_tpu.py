@@ -61,6 +61,25 @@ out["vmap"] = {"calls": calls(jax.jit(jax.vmap(flash_attention, (0, None, None))
     *(jax.ShapeDtypeStruct(s, jnp.float32, sharding=one) for s in [(3, 2, 1, 200, 8)] + [(2, 1, 200, 8)] * 2)
 ).compile().as_text())}
 measure("bias", [(1, 2, 256, 64)] * 3, jnp.float32, bias=(1, 2, 256, 256))
+# Each kernel alone: what it holds in memory beside its operands and results.
+from capibara.ops.attention import pallas_tpu_kernels as kernels
+from capibara.ops.attention.pallas_plan import Plan
+
+length = 32768
+plan = Plan(512, 512, length, None, 0, 0.1, None, None, "bfloat16", False)
+shapes = {"query": (1, 16, 1, length, 128), "key": (1, 16, length, 128), "row": (1, 16, 1, 1, length)}
+q, k, row = (
+    jax.ShapeDtypeStruct(s, jnp.float32 if n == "row" else jnp.bfloat16, sharding=one) for n, s in shapes.items()
+)
+backward = (q, k, k, q, row, row)
+alone = {"output": (q, k, k), "query_gradient": backward, "key_value_gradients": backward}
+for name, arrays in alone.items():
+    compiled = jax.jit(lambda *a: getattr(kernels, name)(plan, *a)).lower(*arrays).compile()
+    memory = compiled.memory_analysis()
+    out["alone " + name] = {
+        "kernels": calls(compiled.as_text()), "temp": memory.temp_size_in_bytes,
+        "arguments": memory.argument_size_in_bytes, "results": memory.output_size_in_bytes,
+    }
 if kind.startswith("v4"):
     mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
     laid = NamedSharding(mesh, P("data", "model"))
@@ -119,6 +138,18 @@ def test_memory_is_linear_in_the_sequence(found):
     row = found["long"]
     assert row["arguments"] == 3 * 16 * 32768 * 128 * 2
     assert row["temp"] <= row["arguments"]
+
+
+@pytest.mark.parametrize("kernel", ["output", "query_gradient", "key_value_gradients"])
+def test_each_kernel_holds_nothing_beside_its_operands_and_results(found, kernel):
+    row = found[f"alone {kernel}"]
+    assert row["kernels"] == [kernel.partition("_grad")[0]]
+    operand, numbers = 16 * 32768 * 128 * 2, 16 * 32768 * 4
+    # A row vector [1, n] of numbers is padded to tiles of 8 rows.
+    assert row["arguments"] in range(3 * operand, 4 * operand + 2 * 8 * numbers + 1)
+    results = 2 * operand if kernel == "key_value_gradients" else operand + 8 * numbers
+    assert row["results"] <= results
+    assert row["temp"] <= 1 << 20
 
 
 def test_on_a_mesh_the_kernels_run_inside_shard_map_and_xla_splits_its_own_form_outside(found):

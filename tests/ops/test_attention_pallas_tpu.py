@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -182,44 +178,3 @@ def test_what_it_does_not_take_goes_to_xla_with_the_reason(change, reason):
     assert reason in found.reasons["pallas_tpu"]
     with pytest.raises(NoImplementationError, match=reason):
         jax.eval_shape(lambda x: flash_attention(x, x, x, implementation="pallas_tpu", **change), x)
-
-
-SHARDED = r"""
-import json
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from capibara.ops.attention import flash_attention
-
-mesh = Mesh(np.array(jax.devices()).reshape(4, 8), ("data", "model"))
-rng = np.random.default_rng(0)
-# The one key head is not split over "model": its gradient is a sum over those devices.
-q, k = (jnp.asarray(rng.normal(size=(4, heads, 6, 4)), jnp.float32) for heads in (8, 1))
-specs = (P("data", "model"), P("data"), P("data"))
-out = {}
-for name in ("auto", "xla", "pallas_tpu"):
-    def loss(q, k, v):
-        return jnp.sum(jnp.sin(flash_attention(q, k, v, use_causal_mask=True, implementation=name)))
-
-    def local(*arrays):
-        return jax.lax.psum(loss(*arrays), ("data", "model"))
-
-    want = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, k + 1)
-    apart = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-    got = jax.jit(jax.value_and_grad(apart, (0, 1, 2)))(q, k, k + 1)
-    far = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b) / (1 + jnp.abs(a)))), want, got)
-    out[name] = max(jax.tree.leaves(far))
-print(json.dumps(out))
-"""
-
-
-def test_inside_shard_map():
-    result = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=32"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert max(json.loads(result.stdout).values()) < 1e-5

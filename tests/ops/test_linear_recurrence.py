@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,46 +240,3 @@ def test_bad_input():
         lif(x, slope=0)
     with pytest.raises(OpTypeError, match="inputs must be an array of floating point"):
         lif(np.zeros((4, 3), "int32"))
-
-
-_SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
-from functools import partial
-from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
-from capibara.ops.scan import lif, linear_recurrence, parallel_scan
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
-x = jnp.asarray(np.random.default_rng(0).normal(size=(12, 4, 6)), jnp.float32)
-steps = {
-    "affine": lambda a: lambda h, x: ((a * h + x), jnp.tanh(h)),
-    "another": lambda a: lambda h, x: (jnp.tanh(a * h + x), h),
-}
-for way, step in zip(("affine", "sequential"), steps.values(), strict=True):
-    def ours(a, x, scan=partial(parallel_scan, num_segments=5, implementation=way)):
-        return scan(step(a), x[0], x)[1]
-    spec = P(None, "data", "model")
-    inside = jax.shard_map(ours, mesh=mesh, in_specs=(P(), spec), out_specs=spec)
-    loss = lambda f: jax.jit(jax.value_and_grad(lambda a, x: jnp.sum(jnp.sin(f(a, x))), (0, 1)))
-    got, want = (loss(f)(jnp.float32(0.7), x) for f in (inside, partial(ours, scan=lax.scan)))
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
-h = jax.shard_map(lambda x: linear_recurrence(x, x, num_segments=3)[0], mesh=mesh, in_specs=spec, out_specs=spec)(x)
-np.testing.assert_allclose(h, linear_recurrence(x, x)[0], rtol=1e-4, atol=1e-5)
-s = jax.shard_map(lambda x: lif(x)[0], mesh=mesh, in_specs=spec, out_specs=spec)(x)
-np.testing.assert_array_equal(s, lif(x)[0])
-print("sharded as alone")
-"""
-
-
-def test_inside_shard_map():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _SHARDED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "sharded as alone" in done.stdout

@@ -313,28 +313,3 @@ def test_explain_is_what_is_compiled():
         chosen = explain(tropical.matmul, a, a, platform=platform).chosen
         assert ("capibara_max_plus" in program) == (chosen == "native")
         assert chosen == ("native" if platform == "cpu" and native.problem() is None else "xla")
-
-
-MESH = """
-import jax, numpy as np
-from jax.sharding import PartitionSpec as P
-from capibara.ops import tropical
-mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-a, b = np.arange(32.0, dtype="float32").reshape(8, 4) % 7, np.arange(36.0, dtype="float32").reshape(4, 9) % 5
-f = lambda a, b: tropical.matmul(a, b)
-g = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")))
-assert (np.asarray(g(a, b)) == (a[:, :, None] + b).max(1)).all()
-assert jax.grad(lambda a: g(a, b).sum())(a).sum() == 72
-"""
-
-
-def test_inside_shard_map():
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", MESH], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

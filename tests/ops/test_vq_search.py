@@ -253,3 +253,25 @@ def test_inside_shard_map_and_on_meshes():
         [sys.executable, "-c", MESH], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "xla", "reference"])
+def test_far_from_the_origin_the_nearest_is_found(implementation):
+    random = np.random.default_rng(5)
+    # |code|² is 1e8 or so: its rounding alone is larger than the distances between codes.
+    centre = np.array([1e4, -3e4, 2e3, 0.0])
+    codes, x = ((centre + random.normal(size=(n, 4))).astype(np.float32) for n in (64, 300))
+    gaps = ((x[:, None].astype(np.float64) - codes.astype(np.float64)) ** 2).sum(-1)
+    got = np.asarray(nearest_code(x, codes, implementation=implementation))
+    np.testing.assert_allclose(gaps[np.arange(300), got], gaps.min(1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "xla", "reference"])
+def test_moving_the_codes_breaks_no_tie_and_no_large_number(implementation):
+    codes = np.array([[0.0], [2.0], [5.0], [np.inf], [7.0]], np.float32)
+    x = np.array([[1.0], [3.5], [6.0], [-4.0]], np.float32)
+    for offset in (0, 4096):
+        got = nearest_code(x + offset, codes + offset, implementation=implementation)
+        np.testing.assert_array_equal(got, [0, 1, 2, 0])
+    large = np.array([[-3e38], [3e38], [1.0]], np.float32)
+    assert nearest_code(np.array([[0.5]], np.float32), large, implementation=implementation)[0] == 2

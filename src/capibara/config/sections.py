@@ -90,7 +90,10 @@ class SSMSection(Section):
     conv_width: Annotated[int, Field(ge=1, le=64)] = Field(
         default=4, description="taps of the causal convolution"
     )
-    chunk_length: _Length = Field(default=64, description="tokens computed as one block of the scan")
+    chunk_length: _Length | None = Field(
+        default=None,
+        description="tokens computed as one block of the scan; none: as measured by `capibara tune`, or a heuristic",
+    )
 
 
 class VQSection(Section):

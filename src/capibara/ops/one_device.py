@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-__all__ = ["alike", "on_one_device"]
+__all__ = ["alike", "on_one_device", "typed_as"]
 
 _primitive = Primitive("capibara_on_one_device")
 _primitive.multiple_results = True
@@ -52,6 +52,18 @@ def alike(tree: Any, *arrays: Any) -> Any:
     for x in jax.tree.leaves(arrays):
         never = never | (jnp.zeros((), bool) & (x[(0,) * x.ndim] == 0))
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros((), x.dtype), x), tree)
+
+
+def typed_as(aval: Any, x: Any) -> Any:
+    """``x``, inside ``jax.shard_map`` varying over every mesh axis that ``aval``, the type of an array, varies over.
+
+    For what is bound to an equation of a jaxpr, whose primitives want the types that they were traced with.
+    """
+    kind = getattr(aval, "mat", None)
+    if kind is None or not kind.varying:
+        return x
+    lacking = kind.varying - jax.typeof(x).mat.varying
+    return jax.lax.pcast(x, tuple(sorted(lacking, key=str)), to="varying") if lacking else x
 
 
 class _Flat:

@@ -69,8 +69,8 @@ class Implementation:
       platforms: The platforms where ``"auto"`` may take it; ``None`` means every one.
       check: Raises ``NotImplementedError`` with the reason when the problem cannot be taken.
       portable: False for what runs only where this installation is: see :func:`portable`.
-      unmeasured: ``"auto"`` takes it only where ``capibara tune`` has found it to be the fastest: for what nobody has
-        timed on the devices it is for.
+      tuned_on: Further platforms, where ``"auto"`` takes it only if ``capibara tune`` has found it to be the fastest:
+        for what is usually slower there, or was never timed.
       tunables: Fields of the problem that ``capibara tune`` may set where they are None, and the values to try; see
         :mod:`capibara.ops.tuning`.
     """
@@ -80,7 +80,7 @@ class Implementation:
     platforms: tuple[str, ...] | None = None
     check: Callable[[Any], None] | None = None
     portable: bool = True
-    unmeasured: bool = False
+    tuned_on: tuple[str, ...] = ()
     tunables: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
 
     def refusal(self, problem: Any, platform: str | None) -> str | None:
@@ -88,8 +88,10 @@ class Implementation:
 
         ``platform=None`` leaves the preference for platforms out, as an explicit request does.
         """
-        if platform is not None and self.platforms is not None and platform not in self.platforms:
-            return f"is for {' and '.join(self.platforms)}, not {platform}"
+        if platform is not None and self.platforms is not None:
+            every = (*self.platforms, *self.tuned_on)
+            if platform not in every:
+                return f"is for {' and '.join(every)}, not {platform}"
         if not self.portable and _elsewhere.get():
             return "is native code of this installation, and the program is for elsewhere"
         if self.check is not None:
@@ -210,7 +212,7 @@ class Op:
         for each in order:
             if asked != "auto" and each.name != asked:
                 reasons[each.name] = f"implementation={asked!r} was asked for"
-            elif each.unmeasured and asked == "auto" and each.name != fastest:
+            elif platform in each.tuned_on and asked == "auto" and each.name != fastest:
                 why = each.refusal(problem, platform)
                 reasons[each.name] = why or "was not measured to be faster here (capibara tune measures it)"
             elif choice is not None:

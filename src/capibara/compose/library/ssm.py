@@ -22,7 +22,8 @@ class StateSpace(Model):
     Args:
         dimension: size of the input and output.
         state_dim: columns of a head's memory. head_dim: rows. expand: inner size over ``dimension``.
-        conv_width: taps of the short convolution. chunk_length: positions computed at once (speed only).
+        conv_width: taps of the short convolution. chunk_length: positions computed at once (speed only); None: what
+            ``capibara tune`` has measured, or a heuristic.
         epsilon: of the normalisation before the output projection.
         cached: decode from a recurrent state: adds the states ``memory``, ``value_tail``, ``write_tail``,
             ``read_tail``.
@@ -35,7 +36,7 @@ class StateSpace(Model):
         head_dim: int = 64,
         expand: int = 2,
         conv_width: int = 4,
-        chunk_length: int = 64,
+        chunk_length: int | None = None,
         *,
         epsilon: float = 1e-5,
         cached: bool = False,
@@ -48,7 +49,7 @@ class StateSpace(Model):
             "head_dim": head_dim,
             "expand": expand,
             "conv_width": conv_width,
-            "chunk_length": chunk_length,
+            **({} if chunk_length is None else {"chunk_length": chunk_length}),
         }
         for key, size in sizes.items():
             whole(key, size)

@@ -211,16 +211,18 @@ class SelectiveScan(Primitive):
 
     ``h[t] = exp(step[t] rate) h[t-1] + step[t] input[t] ⊗ write[t]``; ``output[t] = h[t] · read[t]``
     (Dao and Gu, 2024). ``input [batch, sequence, heads, dim]``, ``step [batch, sequence, heads]``,
-    ``rate [heads]``, ``write``/``read [batch, sequence, groups, state]``.
+    ``rate [heads]``, ``write``/``read [batch, sequence, groups, state]``. ``chunk_length``: positions computed at once
+    (speed only); None: what ``capibara tune`` has measured, or a heuristic.
     """
 
-    def __init__(self, chunk_length: int = 64, *, name: str | None = None) -> None:
-        whole("chunk_length", chunk_length)
+    def __init__(self, chunk_length: int | None = None, *, name: str | None = None) -> None:
+        if chunk_length is not None:
+            whole("chunk_length", chunk_length)
         super().__init__(
             "selective_scan",
             _SCAN_INPUTS,
             {"output": ("batch sequence heads dim", "float")},
-            {"chunk_length": int(chunk_length)},
+            {"chunk_length": None if chunk_length is None else int(chunk_length)},
             name=name,
         )
 
@@ -228,13 +230,14 @@ class SelectiveScan(Primitive):
 class ContinuedScan(Primitive):
     """:class:`SelectiveScan` that goes on from a given state ``[batch, heads, dim, state]`` and returns the next."""
 
-    def __init__(self, chunk_length: int = 64, *, name: str | None = None) -> None:
-        whole("chunk_length", chunk_length)
+    def __init__(self, chunk_length: int | None = None, *, name: str | None = None) -> None:
+        if chunk_length is not None:
+            whole("chunk_length", chunk_length)
         memory = ("batch heads dim state", "float")
         super().__init__(
             "continued_scan",
             {**_SCAN_INPUTS, "memory": memory},
             {"output": ("batch sequence heads dim", "float"), "next_memory": memory},
-            {"chunk_length": int(chunk_length)},
+            {"chunk_length": None if chunk_length is None else int(chunk_length)},
             name=name,
         )

@@ -66,9 +66,9 @@ OP = Op(
         Implementation(
             "pallas_gpu",
             {"forward": pallas_gpu.forward, "backward": pallas_gpu.backward},
-            ("cuda",),
+            (),
             pallas_gpu.check,
-            unmeasured=True,
+            tuned_on=("cuda",),
             tunables={"block_size": (16, 32, 64, 128)},
         ),
         Implementation(
@@ -190,5 +190,5 @@ def flash_attention(
         )
     problem, arrays = OP.prepare(query, key, value, bias=bias, segment_ids=segment_ids, **options)
     if 0 in (problem.batch, problem.heads, problem.q_len, problem.kv_len):
-        return jnp.zeros((*query.shape[:3], problem.value_dim), query.dtype)
+        return jnp.zeros((*query.shape[:3], problem.value_dim), problem.dtype)
     return _attend(problem, *alike(arrays, arrays))

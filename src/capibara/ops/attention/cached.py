@@ -99,7 +99,7 @@ def _prepare(
         scale=float(scale) if scale is not None else 1.0 / math.sqrt(dim),
         window=None if window is None else int(window),
         softcap=None if softcap is None else float(softcap),
-        dtype=str(query.dtype),
+        dtype=str(jax.dtypes.canonicalize_dtype(query.dtype)),
         implementation=implementation,
     )
     positions = jnp.broadcast_to(positions, (batch, new))
@@ -200,5 +200,5 @@ def cached_attention(
         return automatic(lambda *arrays: cached_attention(*arrays, **options), given, kept=3)
     problem, arrays = _prepare(*given, **options)
     if 0 in (problem.batch, problem.new, problem.heads, problem.cache):
-        return jnp.zeros((*query.shape[:3], value_cache.shape[3]), query.dtype)
+        return jnp.zeros((*query.shape[:3], value_cache.shape[3]), problem.dtype)
     return OP.run("forward", problem, *arrays)

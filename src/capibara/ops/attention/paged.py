@@ -117,7 +117,7 @@ def _prepare(
         scale=float(scale) if scale is not None else 1.0 / math.sqrt(dim),
         window=None if window is None else int(window),
         softcap=None if softcap is None else float(softcap),
-        dtype=str(query.dtype),
+        dtype=str(jax.dtypes.canonicalize_dtype(query.dtype)),
         implementation=implementation,
     )
     return problem, (query, key_pages, value_pages, page_table, lengths)
@@ -197,10 +197,26 @@ def _reference(
     return out.reshape(p.batch, p.new, p.heads, -1).astype(p.dtype)
 
 
+_reading = jax.custom_vjp(_looped, nondiff_argnums=(0,))
+
+
+def _reading_forward(p: PagedProblem, *arrays: jax.Array) -> tuple[jax.Array, Any]:
+    return _reading(p, *arrays), arrays
+
+
+def _reading_backward(p: PagedProblem, arrays: Any, grad: jax.Array) -> tuple[Any, ...]:
+    # A loop whose length is known at run time only has no gradient; that of all pages at once is the same.
+    table, lengths = arrays[3:]
+    _, pull = jax.vjp(lambda *floats: _reference(p, *floats, table, lengths), *arrays[:3])
+    return *pull(grad), None, None
+
+
+_reading.defvjp(_reading_forward, _reading_backward)
+
 OP = Op(
     "paged_attention",
     _prepare,
-    [Implementation("xla", {"forward": _looped}), Implementation("reference", {"forward": _reference})],
+    [Implementation("xla", {"forward": _reading}), Implementation("reference", {"forward": _reference})],
 )
 
 
@@ -226,7 +242,7 @@ def paged_attention(
         cached_attention(query, keys, values, (lengths - new)[:, None])
 
     Pages are read some at a time, and only as many as the longest sequence fills; so memory does not grow with the
-    table. That loop has no gradient (``implementation="reference"`` has one).
+    table; the gradient gathers them all.
 
     Args:
       query: ``[batch, new, heads, dim]``, floating point: positions ``lengths - new … lengths - 1``, whose own keys
@@ -259,7 +275,7 @@ def paged_attention(
         implementation=implementation,
     )
     if 0 in (problem.batch, problem.new, problem.heads, problem.table):
-        return jnp.zeros((*query.shape[:3], value_pages.shape[3]), query.dtype)
+        return jnp.zeros((*query.shape[:3], value_pages.shape[3]), problem.dtype)
     return OP.run("forward", problem, *arrays)
 
 

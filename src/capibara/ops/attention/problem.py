@@ -223,7 +223,9 @@ def prepare(
         _check_array(name, x, 4)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise OpTypeError(f"flash_attention: {name} must be floating point, got {x.dtype}")
-    if not query.dtype == key.dtype == value.dtype:
+    # NumPy's float64 is float32 in JAX, unless 64 bits are enabled.
+    dtypes = [jax.dtypes.canonicalize_dtype(x.dtype) for x in (query, key, value)]
+    if not dtypes[0] == dtypes[1] == dtypes[2]:
         raise OpTypeError(
             f"flash_attention: query, key and value must share one dtype, got {query.dtype}, {key.dtype} and "
             f"{value.dtype}. Remedy: cast them with .astype."
@@ -281,7 +283,7 @@ def prepare(
         kv_len=kv_len,
         head_dim=head_dim,
         value_dim=value_dim,
-        dtype=str(query.dtype),
+        dtype=str(dtypes[0]),
         layout=layout,
         left=left,
         right=right,

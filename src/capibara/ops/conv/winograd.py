@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from capibara.ops.conv import specs
 from capibara.ops.conv import winograd_forms as forms
 from capibara.ops.conv.problem import Conv2dProblem, alike_in_speed, prepare
+from capibara.ops.errors import OpTypeError
 from capibara.ops.explicit import automatic, explicit_sharding
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
@@ -74,8 +75,8 @@ def winograd_conv2d(
     tiles of 4 some ten times those. If a result holds an infinity or NaN it is computed again by XLA's convolution,
     so that these stand where they should.
 
-    Reverse-mode differentiable, also twice; the gradients of inputs and filters run by the same algorithm. Works under
-    ``jit``, ``vmap`` and inside ``jax.shard_map``.
+    Reverse-mode differentiable, also twice; the gradients of inputs and filters run by the same algorithm. Forward mode
+    (``jax.jvp``) is :func:`conv2d`'s. Works under ``jit``, ``vmap`` and inside ``jax.shard_map``.
 
     Args:
       inputs: ``[batch, height, width, in_channels]``, floating point.
@@ -111,4 +112,13 @@ def winograd_conv2d(
     if 0 in (problem.batch, problem.in_channels, problem.out_channels, *problem.out_size):
         return forms.xla(problem, x, w)
     # Inside shard_map filters that are the same on all devices get a gradient that sums over them.
-    return _convolve(problem, *alike((x, w), x, w))
+    operands = alike((x, w), x, w)
+    try:
+        return _convolve(problem, *operands)
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise OpTypeError(
+            "winograd_conv2d: forward-mode differentiation (jax.jvp, jax.jacfwd) is not defined for it. Remedy: "
+            "jax.vjp or jax.jacrev, or capibara.ops.conv.conv2d, which has both modes."
+        ) from error

@@ -17,10 +17,11 @@ from capibara.ops.collective import placement
 from capibara.ops.collective.rings import Axis
 from capibara.ops.errors import OpShapeError, OpValueError
 from capibara.ops.explicit import explicit_sharding
-from capibara.ops.fft import matmul, plain
+from capibara.ops.fft import matmul, plain, specs
 from capibara.ops.fft.parallel import along_split
-from capibara.ops.fft.problem import NAME, FFTProblem, prepare, whole
+from capibara.ops.fft.problem import NAME, FFTProblem, alike_in_speed, prepare, whole
 from capibara.ops.registry import Implementation, Op, public
+from capibara.ops.tuning import Tuning
 
 __all__ = ["radix_optimized_fft"]
 
@@ -30,10 +31,18 @@ OP = Op(
     [
         # By the compiler's own estimates for a TPU v4 it takes between 0.9 (some powers of 2) and 0.03 (primes) of the
         # cycles of XLA's transform; on CPUs it was measured to take several times as long.
-        Implementation("matmul", {"forward": matmul.forward}, ("tpu",), matmul.check),
+        Implementation(
+            "matmul",
+            {"forward": matmul.forward},
+            ("tpu",),
+            matmul.check,
+            tuned_on=("cpu", "cuda", "rocm"),
+            tunables={"most_radix": (16, 32, 64, 128, 256)},
+        ),
         Implementation("xla", {"forward": plain.xla}),
         Implementation("reference", {"forward": plain.reference}),
     ],
+    Tuning(lambda: specs.SPECS, specs.arguments, alike_in_speed),
 )
 
 Signal = jax.Array | tuple[jax.Array, jax.Array]
@@ -180,6 +189,14 @@ def _on_mesh(
             splits.append((axis, found[1]))
     if names is not None:
         placement.split_over(NAME, first, names)  # refuses names that the mesh does not have
+        if (
+            not isinstance(getattr(first, "sharding", None), NamedSharding)
+            and explicit_sharding(first) is None
+        ):
+            raise OpValueError(
+                f"{NAME}: there is no mesh axis {names!r} here: signal lies on one device. Remedy: axis_name=None, or "
+                f"jax.device_put(signal, NamedSharding(mesh, …)) first."
+            )
         asked = {names} if isinstance(names, str) else set(names)
         splits = [
             (a, over) for a, over in splits if asked >= ({over} if isinstance(over, str) else set(over))
@@ -261,7 +278,7 @@ def radix_optimized_fft(
     hierarchical memory".
     """
     OP.check_name(implementation)
-    problem, arrays = prepare(
+    problem, arrays = OP.prepare(
         signal,
         radix_factors,
         use_parallel,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from capibara.ops.fft.plan import chirp, dft_matrix, padded_length, radices, roots
+from capibara.ops.fft.plan import MOST, chirp, dft_matrix, padded_length, radices, roots
 from capibara.ops.fft.problem import FFTProblem
 
 __all__ = ["check", "fit", "forward", "join"]
@@ -64,6 +64,7 @@ class _Transform:
     wide: str
     factors: tuple[int, ...] | None
     inverse: bool
+    most: int
 
     def product(self, rule: str, x: jax.Array, matrix: np.ndarray) -> jax.Array:
         return jnp.einsum(
@@ -117,13 +118,13 @@ class _Transform:
         n = z.shape[2]
         if n == 1:
             return z if z.shape[1] == 2 else jnp.concatenate([z, jnp.zeros_like(z)], 1)
-        stages = radices(n, self.factors)
+        stages = radices(n, self.factors, self.most)
         return self.bluestein(z) if stages is None else self.stages(z, stages)
 
     def bluestein(self, z: jax.Array) -> jax.Array:
         n = z.shape[2]
         padded = padded_length(n, self.factors)
-        stages = radices(padded, self.factors)
+        stages = radices(padded, self.factors, self.most)
         assert stages is not None
         wave, spectrum = (
             tuple(jnp.asarray(v[:, None], self.wide) for v in each) for each in chirp(n, padded)
@@ -138,7 +139,7 @@ class _Transform:
     def of_real(self, z: jax.Array) -> jax.Array:
         """``[batch, 1, n, trailing]`` to half a spectrum, ``[batch, 2, n // 2 + 1, trailing]``."""
         n = z.shape[2]
-        stages = radices(n, self.factors)
+        stages = radices(n, self.factors, self.most)
         if n == 1 or stages is None:
             return self.plain(z)[:, :, : n // 2 + 1]
         return self.stages(z, stages, half=True)[:, :, : n // 2 + 1]
@@ -154,7 +155,7 @@ class _Transform:
         z = jnp.where(ends == 0, jnp.zeros((), z.dtype), z)
         sign = jnp.asarray([1, -1], z.dtype).reshape(2, 1, 1)
         z = jnp.concatenate([z, jnp.flip(z[:, :, 1 : (n + 1) // 2], 2) * sign], 2)
-        stages = radices(n, self.factors)
+        stages = radices(n, self.factors, self.most)
         if n == 1 or stages is None:
             return self.plain(z)[:, :1]
         r, m = stages[0], n // stages[0]
@@ -187,7 +188,9 @@ def forward(problem: FFTProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     parts = [x.astype(problem.wide) for x in arrays]
     for axis, size in zip(problem.axes, problem.sizes, strict=True):
         parts = [fit(part, axis, size) for part in parts]
-    transform = _Transform(problem.precision, problem.wide, problem.radix_factors, problem.inverse)
+    transform = _Transform(
+        problem.precision, problem.wide, problem.radix_factors, problem.inverse, problem.most_radix or MOST
+    )
     last = problem.axes[-1]
     plain = problem.axes[:-1] if problem.real else problem.axes
     if problem.real and not problem.inverse:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["chirp", "dft_matrix", "padded_length", "radices", "roots", "transform_cost"]
+__all__ = ["MOST", "chirp", "dft_matrix", "padded_length", "radices", "roots", "transform_cost"]
 
 # The largest radix that is chosen here: its matrix has 4 · 256² numbers.
 MOST = 256
@@ -37,17 +37,18 @@ def _divisors(n: int, most: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def radices(n: int, factors: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
+def radices(n: int, factors: tuple[int, ...] | None = None, most: int = MOST) -> tuple[int, ...] | None:
     """The radices of the cheapest transform of length ``n``; None where no product of them is ``n``.
 
     Args:
       n: The length.
       factors: The radices to choose from, each as often as need be. If their product is ``n`` they are taken as they
-        stand. None: all up to 256.
+        stand. None: all up to ``most``.
+      most: The largest radix.
     """
     if factors is not None and math.prod(factors) == n:
         return factors
-    allowed = _divisors(n, MOST) if factors is None else sorted({f for f in factors if n % f == 0})
+    allowed = _divisors(n, most) if factors is None else sorted({f for f in factors if n % f == 0})
 
     @functools.cache
     def best(rest: int) -> tuple[float, tuple[int, ...]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.tuning import Tuned
 
-__all__ = ["FFTProblem", "check_flag", "is_pair", "prepare"]
+__all__ = ["FFTProblem", "alike_in_speed", "check_flag", "is_pair", "prepare"]
 
 NAME = "radix_optimized_fft"
 PRECISIONS = ("bfloat16", "float32", "float64")
@@ -44,6 +47,9 @@ class FFTProblem:
     radix_factors: tuple[int, ...] | None
     precision: str
     implementation: str
+    most_radix: int | None = None
+    """The largest radix that is chosen where none are given."""
+    tuned: Tuned | None = None
 
     @property
     def wide(self) -> str:
@@ -82,6 +88,23 @@ class FFTProblem:
         if self.norm == "ortho":
             return total**-0.5
         return 1 / total if (self.norm == "backward") == self.inverse else 1.0
+
+
+def alike_in_speed(problem: FFTProblem) -> dict[str, int | str] | None:
+    """What decides which radices are fast; None where the caller has said them, or there is nothing to transform.
+
+    A length counts as it is, since neighbours have different divisors; pairs and complex numbers count as one.
+    """
+    if problem.radix_factors is not None or 0 in problem.shape:
+        return None
+    rows = math.prod(n for axis, n in enumerate(problem.shape) if axis not in problem.axes)
+    return {
+        "rows": rows,
+        "lengths": "x".join(map(str, problem.lengths)),
+        "last": str(len(problem.shape) - 1 in problem.axes),
+        "kind": ("real" if problem.real else "complex") + ("_inverse" if problem.inverse else ""),
+        "precision": problem.precision,
+    }
 
 
 def is_pair(signal: Any) -> bool:
@@ -138,6 +161,8 @@ def _check_arrays(signal: Any, wants_real: bool) -> tuple[tuple[Any, ...], str, 
 
 def whole(name: str, value: Any) -> tuple[int, ...]:
     """One whole number or several, as a tuple."""
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
+        value = np.asarray(value).tolist()
     row = (value,) if isinstance(value, numbers.Integral) else value
     good = isinstance(row, Sequence) and not isinstance(row, str) and not isinstance(value, bool)
     if not good or any(isinstance(n, bool) or not isinstance(n, numbers.Integral) for n in row):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["SPECS", "FFTSpec", "select"]
+import numpy as np
+
+__all__ = ["SPECS", "FFTSpec", "arguments", "select"]
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,9 @@ SPECS: tuple[FFTSpec, ...] = (
 def select(tag: str) -> tuple[FFTSpec, ...]:
     """The specs that carry ``tag``."""
     return tuple(spec for spec in SPECS if tag in spec.tags)
+
+
+def arguments(spec: FFTSpec, random: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call: a pair of normal numbers, and no radices."""
+    pair = tuple(random.normal(size=spec.shape) for _ in range(2))
+    return (pair,), {name: value for name, value in spec.options.items() if name != "radix_factors"}

@@ -23,9 +23,11 @@ def check_matrix(op: str, name: str, array: Any, dtypes: tuple[str, ...] = FLOAT
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise OpTypeError(f"{op}: {name} must be an array, got {type(array).__name__}")
     if str(array.dtype) not in dtypes:
+        remedy = f"{name}.astype({dtypes[0]!r})"
+        if str(array.dtype).startswith("complex"):  # astype would drop the imaginary part
+            remedy = "jax.numpy.matmul or jax.numpy.linalg, which take complex numbers"
         raise OpTypeError(
-            f"{op}: {name} must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got {array.dtype}. "
-            f"Remedy: {name}.astype({dtypes[0]!r})."
+            f"{op}: {name} must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got {array.dtype}. Remedy: {remedy}."
         )
     if len(array.shape) < rank:
         axes = "[..., rows, columns]" if rank == 2 else "[..., size]"

@@ -7,6 +7,7 @@ included) are sent slab by slab, the next one while the last is being multiplied
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,10 +21,12 @@ from jax.custom_derivatives import SymbolicZero
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.linalg import specs
 from capibara.ops.linalg.arguments import FLOATS, check_bool, check_count, check_matrix, on_any_mesh
 from capibara.ops.linalg.orthogonal import t
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
+from capibara.ops.tuning import Tuned, Tuning
 
 __all__ = ["optimized_gemm"]
 
@@ -47,6 +50,11 @@ class GemmProblem:
     transpose_a: bool
     transpose_b: bool
     implementation: str
+    tuned: Tuned | None = None
+
+    @property
+    def dtype(self) -> str:
+        return self.out_dtype
 
     @property
     def accumulate_dtype(self) -> str:
@@ -57,6 +65,22 @@ class GemmProblem:
     @property
     def quantised(self) -> bool:
         return self.precision == "int8" and self.out_dtype != "int32"
+
+
+def alike_in_speed(problem: GemmProblem) -> dict[str, int | str] | None:
+    """What decides which slabs are fast; None where the caller has said them."""
+    if problem.chunk_size is not None:
+        return None
+    stored = ("t" if problem.transpose_a else "n") + ("t" if problem.transpose_b else "n")
+    return {
+        "batch": math.prod(problem.batch),
+        "rows": problem.rows,
+        "inner": problem.inner,
+        "columns": problem.columns,
+        "precision": problem.precision,
+        "stored": stored,
+        "async": str(problem.use_async),
+    }
 
 
 def _prepare(
@@ -247,9 +271,10 @@ OP = Op(
     "optimized_gemm",
     _prepare,
     [
-        Implementation("xla", {"forward": _multiply}),
+        Implementation("xla", {"forward": _multiply}, tunables={"chunk_size": (256, 512, 1024, 2048, 4096)}),
         Implementation("reference", {"forward": _reference}),
     ],
+    Tuning(lambda: specs.GEMMS, specs.gemm_arguments, alike_in_speed),
 )
 
 
@@ -285,9 +310,10 @@ def optimized_gemm(
         ``b`` to 127; the gradient is then that of the product without rounding.
       use_async: With slabs, prepare one while another is multiplied: on the host, send the next before the last is
         done; in a compiled program, two slabs in each step of the loop. False: one after the other, in less memory.
-      chunk_size: Elements of the contracted axis in a slab. None: one slab; but NumPy operands (memory-mapped files
-        too) that together exceed a quarter of the device's memory (1 GiB where it is not known) are sent in slabs of
-        that size. Slabs change the order in which is summed, no more.
+      chunk_size: Elements of the contracted axis in a slab. None: one slab, or what ``capibara tune`` has measured to
+        be faster; but NumPy operands (memory-mapped files too) that together exceed a quarter of the device's memory
+        (1 GiB where it is not known) are sent in slabs of that size. Slabs change the order in which is summed, no
+        more.
       transpose_a: Multiply with the transpose of ``a``'s last two axes.
       transpose_b: The same for ``b``.
       implementation: ``"auto"``, ``"xla"`` or ``"reference"`` (no slabs).
@@ -300,7 +326,7 @@ def optimized_gemm(
       OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
     """
     OP.check_name(implementation)
-    problem, (a, b) = _prepare(
+    problem, (a, b) = OP.prepare(
         a,
         b,
         precision,
@@ -350,7 +376,9 @@ def _stream(problem: GemmProblem, a: Any, b: Any, size: int) -> jax.Array:
     for sent, start in enumerate(range(0, problem.inner, size), 1):
         stop = min(start + size, problem.inner)
         slabs = [jnp.asarray(_cut(x, axis, start, stop)) for x, axis in zip((a, b), axes, strict=True)]
-        part = replace(problem, inner=stop - start, out_dtype=problem.accumulate_dtype, chunk_size=None)
+        part = replace(
+            problem, inner=stop - start, out_dtype=problem.accumulate_dtype, chunk_size=None, tuned=None
+        )
         total = _add(part, total, *slabs, scales)
         if not problem.use_async or sent % 3 == 0:
             total.block_until_ready()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["GEMMS", "MATRICES", "GemmSpec", "MatrixSpec"]
+import numpy as np
+
+__all__ = ["GEMMS", "MATRICES", "GemmSpec", "MatrixSpec", "gemm_arguments"]
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,9 @@ MATRICES: tuple[MatrixSpec, ...] = (
     MatrixSpec("one entry", (1, 1), 1, ("small", "odd")),
     MatrixSpec("large", (4096, 4096), 64, ("large",)),
 )
+
+
+def gemm_arguments(spec: GemmSpec, random: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call: normal numbers, and no ``chunk_size``."""
+    operands = random.normal(size=spec.a), random.normal(size=spec.b)
+    return operands, {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}

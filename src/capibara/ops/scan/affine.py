@@ -20,6 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from capibara.ops.one_device import typed_as
+
 __all__ = ["Affine", "Other", "Term", "bind", "carried", "interpret"]
 
 
@@ -67,6 +69,7 @@ def carried(leaf: int, aval: Any) -> Affine | Other:
 
 def bind(eqn: Any, *values: Any) -> list[Any]:
     """The results of an equation for plain arrays."""
+    values = tuple(typed_as(v.aval, x) for v, x in zip(eqn.invars, values, strict=True))
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.scan import reference, specs, xla
 from capibara.ops.scan.problem import alike_in_speed, prepare
@@ -82,4 +83,4 @@ def selective_scan(
     )
     if problem.length == 0:
         return jnp.zeros(x.shape, x.dtype), arrays[-1].astype(problem.accumulate_dtype)
-    return OP.run("forward", problem, *arrays)
+    return OP.run("forward", problem, *alike(arrays, arrays))

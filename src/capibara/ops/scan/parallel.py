@@ -21,14 +21,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpTypeError
+from capibara.ops.one_device import typed_as
 from capibara.ops.registry import Implementation, Op, public
+from capibara.ops.scan import specs
 from capibara.ops.scan.affine import Affine, Other, bind, carried, interpret
 from capibara.ops.scan.linear import check_segments
 from capibara.ops.scan.recurrence import previous, recurrence
+from capibara.ops.tuning import Tuned, Tuning
 
 __all__ = ["parallel_scan"]
 
-SEGMENT_BYTES = 1 << 24  # of the states of one segment, where the caller does not say how many segments
+SEGMENT_MIB = 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,20 @@ class ParallelProblem:
     num_segments: int | None
     use_checkpointing: bool
     implementation: str
+    segment_mib: int | None = (
+        None  # of the states of a segment, where the caller does not say how many segments
+    )
+    tuned: Tuned | None = None
+
+    @property
+    def carry(self) -> list[Any]:
+        """The types of the parts of the carry."""
+        first, count = self.loop.params["num_consts"], self.loop.params["num_carry"]
+        return [v.aval for v in self.body.jaxpr.invars[first : first + count]]
+
+    @property
+    def dtype(self) -> str:
+        return str(self.carry[0].dtype) if self.carry else "none"
 
     @property
     def body(self) -> Any:
@@ -228,13 +245,22 @@ def _states(stage: Stage, aval: Any, found: list[Any], first: Any, steps: int) -
 
 
 def _default_segments(p: ParallelProblem) -> int:
-    length, carry = p.loop.params["length"], p.loop.params["num_carry"]
+    length = p.loop.params["length"]
     if not p.stages:
         return max(1, math.isqrt(length))
-    first = p.loop.params["num_consts"]
-    avals = [v.aval for v in p.body.jaxpr.invars[first : first + carry]]
-    size = length * sum(a.size * a.dtype.itemsize for a in avals)
-    return max(1, min(-(-size // SEGMENT_BYTES), length))
+    size = length * sum(a.size * a.dtype.itemsize for a in p.carry)
+    return max(1, min(-(-size // ((p.segment_mib or SEGMENT_MIB) << 20)), length))
+
+
+def alike_in_speed(p: ParallelProblem) -> dict[str, int | str] | None:
+    """What decides which segments are fast; None for steps that are not affine, or where the caller has said them."""
+    if p.loop is None or not p.stages or p.num_segments is not None or not p.use_checkpointing:
+        return None
+    return {
+        "steps": p.loop.params["length"],
+        "numbers": sum(a.size for a in p.carry),
+        "parts": "+".join(stage.kind for stage in p.stages),
+    }
 
 
 def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any) -> Any:
@@ -249,11 +275,11 @@ def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any) ->
         consts, first, xs = list(values[:n]), list(values[n : n + carry]), list(values[n + carry :])
         if params["reverse"]:
             xs = [jnp.flip(x, 0) for x in xs]
-        kept = [v.aval.dtype for v in p.body.jaxpr.outvars[:carry]]
+        kept = [v.aval for v in p.body.jaxpr.outvars[:carry]]
 
         def one(steps: int, consts: Any, first: Any, xs: Any) -> Any:
             last, ys = segment(steps, consts, first, xs)
-            return [v.astype(d) for v, d in zip(last, kept, strict=True)], ys
+            return [typed_as(a, v.astype(a.dtype)) for v, a in zip(last, kept, strict=True)], ys
 
         if count == 1:
             last, ys = one(length, consts, first, xs)
@@ -368,15 +394,25 @@ def _prepare(
     return problem, (*outer.consts, *jax.tree.leaves((init, xs)))
 
 
+_SEGMENTS: dict[str, tuple[int | str, ...]] = {"segment_mib": (1, 4, 16, 64)}
+
 OP = Op(
     "parallel_scan",
     _prepare,
     [
         # On CPUs XLA's loop costs nanoseconds a step: measured, the composition takes up to twice its time there.
-        Implementation("affine", {"forward": _affine}, ("tpu", "cuda", "rocm"), _takes_affine),
-        Implementation("sequential", {"forward": _sequential}, check=_takes_segments),
+        Implementation(
+            "affine",
+            {"forward": _affine},
+            ("tpu", "cuda", "rocm"),
+            _takes_affine,
+            tuned_on=("cpu",),
+            tunables=_SEGMENTS,
+        ),
+        Implementation("sequential", {"forward": _sequential}, check=_takes_segments, tunables=_SEGMENTS),
         Implementation("reference", {"forward": _reference}),
     ],
+    Tuning(lambda: specs.PARALLEL, specs.parallel_arguments, alike_in_speed),
 )
 
 
@@ -411,7 +447,8 @@ def parallel_scan(
       num_segments: pieces of the sequence that are computed one after the other; the carry between them is kept,
         what is inside is computed again for gradients, so that these take memory in proportion to ``steps /
         num_segments`` (and to ``num_segments`` carries). ``None``: about the square root of the steps for steps one
-        by one; for affine ones as few as keep a piece's states below 16 MiB. It need not divide the steps.
+        by one; for affine ones as few as keep a piece's states below 16 MiB, or what ``capibara tune`` has measured
+        to be faster (64 MiB at most). It need not divide the steps.
       use_checkpointing: False keeps everything for the gradient, in one piece, whatever ``num_segments``.
       length, reverse: as for ``lax.scan``.
       implementation: ``"auto"`` (``"affine"`` on TPUs and GPUs where it can, else ``"sequential"``: on CPUs

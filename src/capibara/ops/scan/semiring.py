@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ def _check(b: Any, a: Any, semiring: Any, axis: Any, reverse: Any) -> None:
         wanted = jnp.floating if semiring == "log_sum_exp" else jnp.number
         if not jnp.issubdtype(array.dtype, wanted):
             raise OpTypeError(f"{op}: {name} must be {wanted.__name__} for {semiring}, got {array.dtype}")
-    if isinstance(axis, bool) or not isinstance(axis, int):
+    if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
         raise OpTypeError(f"{op}: axis must be an int, got {axis!r}")
     if not -len(b.shape) <= axis < len(b.shape):
         raise OpValueError(f"{op}: axis {axis} is not one of the {len(b.shape)} axes of b")
@@ -74,7 +75,7 @@ def semiring_scan(
     """
     _check(b, a, semiring, axis, reverse)
     b = jnp.asarray(b)
-    axis %= b.ndim
+    axis = int(axis) % b.ndim
     if b.size == 0:
         return b
     if a is None:

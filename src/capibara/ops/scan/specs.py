@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SPECS", "ScanSpec", "arguments"]
+__all__ = ["PARALLEL", "SPECS", "ParallelSpec", "ScanSpec", "arguments", "parallel_arguments"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +54,42 @@ def arguments(spec: ScanSpec, random: np.random.Generator) -> tuple[tuple[np.nda
     arrays["a"] = -random.uniform(0.5, 8.0, shapes["a"])
     state = arrays.pop("initial_state")
     return tuple(arrays.values()), {"initial_state": state}
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """A ``parallel_scan`` of an affine step: ``steps`` of a carry ``[rows, width]``, by a matrix or elementwise."""
+
+    name: str
+    steps: int
+    rows: int
+    width: int
+    matrix: bool = False
+    tags: tuple[str, ...] = ("small",)
+
+
+PARALLEL: tuple[ParallelSpec, ...] = (
+    ParallelSpec("elementwise", 12, 2, 3),
+    ParallelSpec("matrix", 9, 2, 3, True, ("small", "odd")),
+    ParallelSpec("long", 8192, 16, 64, tags=("large",)),
+    ParallelSpec("long, matrix", 4096, 1, 16, True, ("large",)),
+)
+
+
+def parallel_arguments(
+    spec: ParallelSpec, random: np.random.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call: a step whose states stay small, its carry and its inputs."""
+    first = random.normal(size=(spec.rows, spec.width))
+    inputs = random.normal(size=(spec.steps, spec.rows, spec.width))
+    if spec.matrix:
+        factors = random.normal(size=(spec.steps, spec.width, spec.width)) / (2 * spec.width**0.5)
+    else:
+        factors = random.uniform(0.5, 0.99, size=inputs.shape)
+
+    def step(h: Any, now: Any) -> Any:
+        factor, x = now
+        h = (h @ factor if spec.matrix else factor * h) + x
+        return h, h
+
+    return (step, first, (factors, inputs)), {}

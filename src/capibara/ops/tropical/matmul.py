@@ -45,16 +45,21 @@ def _gathered(problem: TropicalProblem, index: jax.Array, a: jax.Array, b: jax.A
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _reached(
+    problem: TropicalProblem, value: jax.Array, index: jax.Array, a: jax.Array, b: jax.Array
+) -> jax.Array:
+    """``value``, whose derivative is that of the terms at ``index``."""
+    return value
+
+
+@_reached.defjvp
+def _reached_jvp(problem: TropicalProblem, primals: Any, tangents: Any) -> Any:
+    return _reached(problem, *primals), _gathered(problem, primals[1], *tangents[2:])
+
+
 def _both(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    value, index = OP.run("both", problem, a, b)
-    return value, index
-
-
-@_both.defjvp
-def _both_jvp(problem: TropicalProblem, primals: Any, tangents: Any) -> Any:
-    value, index = _both(problem, *primals)
-    nothing = jnp.zeros(index.shape, jax.dtypes.float0)
-    return (value, index), (_gathered(problem, index, *tangents), nothing)
+    value, index = OP.run("both", problem, lax.stop_gradient(a), lax.stop_gradient(b))
+    return _reached(problem, value, index, a, b), index
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

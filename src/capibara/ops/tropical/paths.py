@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.ops.errors import OpShapeError
-from capibara.ops.tropical.matmul import matmul
+from capibara.ops.tropical.matmul import OP, matmul
 from capibara.ops.tropical.problem import check_array, check_semiring
 
 __all__ = ["closure", "shortest_paths"]
@@ -32,6 +32,7 @@ def closure(weights: jax.Array, *, semiring: str = "max_plus", implementation: s
       OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
     """
     op = "tropical.closure"
+    OP.check_name(implementation)
     check_array(op, "weights", weights, 2)
     check_semiring(op, semiring)
     n = weights.shape[-1]

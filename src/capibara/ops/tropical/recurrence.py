@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import jax
@@ -46,10 +47,11 @@ def scan(
         raise OpShapeError(f"{op}: a {tuple(a.shape)} and b {tuple(b.shape)} must have one shape")
     if a.dtype != b.dtype:
         raise OpTypeError(f"{op}: a is {a.dtype} and b is {b.dtype}; they must have one dtype")
-    if isinstance(axis, bool) or not isinstance(axis, int):
+    if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
         raise OpTypeError(f"{op}: axis must be an int, got {axis!r}")
     if not -len(b.shape) <= axis < len(b.shape):
         raise OpValueError(f"{op}: axis {axis} is not one of the {len(b.shape)} axes of b")
+    axis = int(axis)
     if not isinstance(reverse, bool):
         raise OpTypeError(f"{op}: reverse must be True or False, got {reverse!r}")
 

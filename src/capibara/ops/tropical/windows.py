@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
-from capibara.ops.tropical.matmul import matmul
+from capibara.ops.tropical.matmul import OP, matmul
 from capibara.ops.tropical.problem import check_array, check_semiring
 
 __all__ = ["conv1d", "conv2d", "pool"]
@@ -46,6 +46,7 @@ def _padding(
 def _conv(
     op: str, x: Any, kernel: Any, strides: Any, padding: Any, semiring: str, implementation: str, n: int
 ) -> Any:
+    OP.check_name(implementation)
     check_array(op, "x", x, 2 + n)
     check_array(op, "kernel", kernel, 2 + n)
     check_semiring(op, semiring)

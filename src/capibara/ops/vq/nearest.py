@@ -4,6 +4,10 @@
 *score* ``|e|² / 2 - x·e``: one matrix product. For the angle it is ``-x·e/|e|``. The table of scores has tokens × codes
 entries; blocks never hold more than ``BLOCK_SCORES`` of it.
 
+Far from the origin ``|e|²`` is large against the differences between distances. So both sides are moved by the same
+vector first, a point amid the codes. It lies on a grid as coarse as the codes are spread: around the origin it is 0,
+elsewhere the codes lose no digit by it, and equal distances stay equal.
+
 What is not finite would make NaN of products: codes with an infinity get a score of infinity, the first code with NaN
 wins every search, and a vector that is not finite is as far from every code, of which the first is taken.
 """
@@ -42,16 +46,34 @@ def unit(vectors: jax.Array) -> jax.Array:
     return scaled / jnp.sqrt(jnp.where(square == 0, 1, square))
 
 
-def _codes(problem: NearestProblem, codebook: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Half the squares of the codes (0 for angles), the codes to multiply with, the first with NaN (or -1)."""
+def _amid(codes: jax.Array, good: jax.Array) -> jax.Array:
+    """A point ``[dim]`` amid the codes that are finite, on a grid as coarse as they are spread; the origin near it."""
+    low = jnp.min(jnp.where(good[:, None], codes, jnp.inf), 0)
+    high = jnp.max(jnp.where(good[:, None], codes, -jnp.inf), 0)
+    _, exponent = jnp.frexp(high - low)
+    middle = 0.5 * low + 0.5 * high
+    step = jnp.ldexp(jnp.ones_like(middle), exponent)
+    shift = jnp.where(high > low, jnp.round(middle / step) * step, middle)
+    return jnp.where(jnp.isfinite(shift), shift, 0)
+
+
+def _codes(problem: NearestProblem, codebook: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Half the squares of the codes (0 for angles), the codes, the first with NaN (or -1), what they were moved by."""
     wide = codebook.astype(problem.wide)
     nan = jnp.any(jnp.isnan(wide), 1)
     first = jnp.where(jnp.any(nan), jnp.argmax(nan).astype(jnp.int32), -1)
     good = jnp.all(jnp.isfinite(wide), 1)
     wide = jnp.where(good[:, None], wide, 0)
     if problem.metric == "cosine":
-        return jnp.where(good, 0, jnp.inf).astype(wide.dtype), unit(wide), first
-    return jnp.where(good, 0.5 * jnp.sum(wide * wide, 1), jnp.inf), wide, first
+        return (
+            jnp.where(good, 0, jnp.inf).astype(wide.dtype),
+            unit(wide),
+            first,
+            jnp.zeros(problem.dim, wide.dtype),
+        )
+    shift = _amid(wide, good)
+    wide = jnp.where(good[:, None], wide - shift, 0)
+    return jnp.where(good, 0.5 * jnp.sum(wide * wide, 1), jnp.inf), wide, first, shift
 
 
 def _settled(
@@ -120,10 +142,10 @@ def _blocked(
     best: _Best, limit: int, contiguous: bool, problem: NearestProblem, x: jax.Array, codebook: jax.Array
 ) -> jax.Array:
     x = x.reshape(problem.tokens, problem.dim)
-    half, codes, first_nan = _codes(problem, codebook)
+    half, codes, first_nan, shift = _codes(problem, codebook)
 
     def search(vectors: jax.Array) -> jax.Array:
-        index = _over_codes(problem, best, half, codes, vectors)
+        index = _over_codes(problem, best, half, codes, vectors.astype(problem.wide) - shift)
         return _settled(problem, vectors, index, first_nan)
 
     heuristic = max(1, limit // min(problem.codes, BLOCK_CODES))
@@ -151,5 +173,6 @@ xla = partial(_blocked, _best_row, BLOCK_SCORES, False)
 def reference(problem: NearestProblem, x: jax.Array, codebook: jax.Array) -> jax.Array:
     """The whole table of scores at once."""
     x = x.reshape(problem.tokens, problem.dim)
-    half, codes, first_nan = _codes(problem, codebook)
-    return _settled(problem, x, _best_row(problem, half, codes, x)[1], first_nan)
+    half, codes, first_nan, shift = _codes(problem, codebook)
+    moved = x.astype(problem.wide) - shift
+    return _settled(problem, x, _best_row(problem, half, codes, moved)[1], first_nan)

@@ -44,11 +44,11 @@ def initial_codebook_state(
     Raises:
       OpValueError: a number is not whole or below 1.
     """
-    numbers = {"codebook_size": codebook_size, "dim": dim}
+    counts = {"codebook_size": codebook_size, "dim": dim}
     if codebooks is not None:
-        numbers["codebooks"] = codebooks
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        counts["codebooks"] = codebooks
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
             raise OpValueError(f"initial_codebook_state: {name} must be a whole number from 1, got {value!r}")
     front = () if codebooks is None else (codebooks,)
     codebook = jax.random.normal(key, (*front, codebook_size, dim), jnp.float32)
@@ -141,7 +141,8 @@ def update_codebook(
     Args:
       state: ``{"codebook": [codes, dim], "cluster_size": [codes], "codebook_sum": [codes, dim]}``, float32.
       x: ``[..., dim]``, floating point, at least one vector.
-      indices: int ``[...]``, the code of each vector.
+      indices: int ``[...]``, the code of each vector. As in ``.at[indices].add`` a negative one counts from the end,
+        and a vector whose index lies outside ``-codes … codes - 1`` moves no code.
       decay: Of the moving averages, in [0, 1].
       epsilon: Added to each count (Laplace smoothing), so that an unused code is not divided by zero.
       dead_code_threshold: A code whose averaged count of vectors a call falls below this is put on a random vector

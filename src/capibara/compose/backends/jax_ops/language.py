@@ -177,14 +177,16 @@ def cached_conv(x: Array, weight: Array, bias: Array, tail: Array) -> tuple[Arra
     return out.reshape(x.shape), after.reshape(tail.shape).astype(tail.dtype)
 
 
-def selective_scan(x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_length: int) -> Array:
+def selective_scan(
+    x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_length: int | None
+) -> Array:
     from capibara.ops.scan import selective_scan as scan
 
     return scan(x, step, rate, write, read, chunk_length=chunk_length)[0].astype(x.dtype)
 
 
 def continued_scan(
-    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_length: int
+    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_length: int | None
 ) -> tuple[Array, Array]:
     from capibara.ops.scan import selective_scan as scan
 

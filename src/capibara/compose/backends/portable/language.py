@@ -202,13 +202,15 @@ def _scan(x: Array, step: Array, rate: Array, write: Array, read: Array, memory:
     return xp.stack(out, 1), h
 
 
-def selective_scan(x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_length: int) -> Array:
+def selective_scan(
+    x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_length: int | None
+) -> Array:
     """One position after the other, whatever ``chunk_length``: it changes JAX's speed, and no result."""
     return space(x).astype(_scan(x, step, rate, write, read, None)[0], space(x).dtype_of(x))
 
 
 def continued_scan(
-    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_length: int
+    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_length: int | None
 ) -> tuple[Array, Array]:
     xp = space(x)
     out, after = _scan(x, step, rate, write, read, memory)

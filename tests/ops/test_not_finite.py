@@ -1,0 +1,200 @@
+"""NaN and infinities, in every implementation: they go where NumPy's plain loops put them, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.ops import list_ops
+from capibara.ops.conv import causal_conv1d, conv1d, conv2d, winograd_conv2d
+from capibara.ops.errors import NoImplementationError
+from capibara.ops.fft import radix_optimized_fft
+from capibara.ops.linalg import cholesky_update, fast_svd, optimized_gemm, qr
+from capibara.ops.scan import lif, linear_recurrence, matrix_linear_recurrence, parallel_scan, selective_scan
+from capibara.ops.tropical import matmul
+
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RANDOM.normal(size=shape).astype(np.float32)
+
+
+def put(x: np.ndarray, *entries: tuple[tuple[int, ...], float]) -> np.ndarray:
+    x = x.copy()
+    for at, value in entries:
+        x[at] = value
+    return x
+
+
+def same(got: Any, want: np.ndarray, name: str) -> None:
+    """The same NaN and infinities, and the same numbers elsewhere."""
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+def every(op: str, call: Callable[[str], Any]) -> dict[str, Any]:
+    """What each implementation gives that takes the problem on this machine."""
+    found = {}
+    for name in ("auto", *list_ops()[op].implementations):
+        try:
+            found[name] = call(name)
+        except NoImplementationError:
+            continue
+    assert len(found) >= 2, op
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _numpy_says_nothing():
+    with np.errstate(all="ignore"):
+        yield
+
+
+A = put(normal(5, 6), ((1, 2), np.nan), ((3, 0), np.inf), ((4, 1), -np.inf))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=["whole", "slabs"])
+def test_products(options):
+    b = put(normal(6, 4), ((2, 1), np.inf), ((5, 3), np.nan))
+    want = A.astype(np.float64) @ b.astype(np.float64)
+    assert 0 < np.isnan(want).sum() < want.size
+    found = every("optimized_gemm", lambda name: optimized_gemm(A, b, implementation=name, **options))
+    for name, got in found.items():
+        same(got, want, name)
+
+
+def test_products_of_integers_lose_the_rows_that_have_no_scale():
+    b = normal(6, 4)
+    for name, got in every(
+        "optimized_gemm", lambda name: optimized_gemm(A, b, precision="int8", implementation=name)
+    ).items():
+        lost = np.isnan(np.asarray(got))
+        np.testing.assert_array_equal(lost.all(1), ~np.isfinite(A).all(1), name)
+        np.testing.assert_array_equal(lost.any(1), lost.all(1), name)
+
+
+def test_decompositions_keep_it_in_its_matrix():
+    whole = normal(3, 7, 4)
+    bad = put(whole, ((1, 2, 3), np.nan))
+    for name, (q, r) in every("qr", lambda name: qr(bad, implementation=name)).items():
+        product = np.asarray(q @ r)
+        np.testing.assert_allclose(product[[0, 2]], whole[[0, 2]], atol=1e-5, err_msg=name)
+        assert not np.isfinite(product[1]).all(), name
+    for name, (u, s, vh) in every("fast_svd", lambda name: fast_svd(bad, 2, implementation=name)).items():
+        want = np.linalg.svd(whole, compute_uv=False)[:, :2]
+        np.testing.assert_allclose(np.asarray(s)[[0, 2]], want[[0, 2]], rtol=1e-3, err_msg=name)
+        assert np.isnan(np.asarray(s)[1]).all(), name
+        assert all(np.isfinite(np.asarray(x)[[0, 2]]).all() for x in (u, vh)), name
+    lower = np.stack([np.eye(3, dtype=np.float32) * 2] * 2)
+    vector = put(normal(2, 3), ((1, 1), np.nan))
+    found = every("cholesky_update", lambda name: cholesky_update(lower, vector, implementation=name))
+    for name, got in found.items():
+        got = np.asarray(got)
+        want = np.linalg.cholesky(lower[0] @ lower[0].T + np.outer(vector[0], vector[0]))
+        same(got[0], want, name)
+        # The first column does not meet the second entry of the vector but in its own row.
+        assert np.isfinite(got[1, 0, 0]), name
+        assert np.isnan(got[1, 1:, 1:]).any(), name
+
+
+def _steps(a: np.ndarray, x: np.ndarray) -> np.ndarray:
+    h, rows = np.zeros(x.shape[1:]), []
+    for factor, now in zip(a.astype(np.float64), x.astype(np.float64), strict=True):
+        h = factor * h + now
+        rows.append(h)
+    return np.stack(rows)
+
+
+def test_recurrences_carry_it_on_in_its_channel():
+    a = np.abs(normal(9, 4)) / 4 + 0.1
+    x = put(normal(9, 4), ((3, 1), np.nan), ((5, 2), np.inf), ((0, 3), -np.inf))
+    want = _steps(a, x)
+    for name, got in every(
+        "linear_recurrence", lambda name: linear_recurrence(a, x, implementation=name)
+    ).items():
+        same(got[0], want, name)
+
+    def step(h: Any, now: Any) -> Any:
+        h = now[0] * h + now[1]
+        return h, h
+
+    found = every(
+        "parallel_scan", lambda name: parallel_scan(step, jnp.zeros(4), (a, x), implementation=name)
+    )
+    for name, got in found.items():
+        same(got[1], want, name)
+    matrix = np.array([[0.5, 0.1], [0.2, 0.3]], np.float32)
+    vectors = put(normal(6, 2), ((2, 0), np.nan))
+    found = every(
+        "matrix_linear_recurrence",
+        lambda name: matrix_linear_recurrence(matrix, vectors, implementation=name),
+    )
+    for name, got in found.items():
+        lost = np.isnan(np.asarray(got[0]))
+        np.testing.assert_array_equal(lost, [[False] * 2] * 2 + [[True, False]] + [[True] * 2] * 3, name)
+    spikes, potential = lif(x)
+    assert np.isnan(np.asarray(potential)[1])
+    assert np.isfinite(np.asarray(spikes)[:, 0]).all()
+
+
+def test_a_selective_scan_carries_it_on_in_its_head():
+    x, dt = put(normal(1, 9, 2, 2), ((0, 4, 1, 0), np.nan)), np.abs(normal(1, 9, 2))
+    a, b, c = -np.abs(normal(2)), normal(1, 9, 1, 3), normal(1, 9, 1, 3)
+    found = every(
+        "selective_scan", lambda name: selective_scan(x, dt, a, b, c, chunk_length=4, implementation=name)
+    )
+    for name, (y, _) in found.items():
+        lost = np.isnan(np.asarray(y))
+        assert lost[0, 4:, 1, 0].all(), name
+        assert not lost[:, :, 0].any(), name  # the other head
+        assert not lost[0, :4].any(), name  # the past, within its chunk too
+
+
+def test_convolutions_put_it_where_a_window_sees_it():
+    image = put(normal(2, 8, 8, 1), ((0, 2, 3, 0), np.nan), ((0, 6, 6, 0), np.inf))
+    filters = np.abs(normal(3, 3, 1, 2)) + 0.1
+    want = np.zeros((2, 6, 6, 2))
+    for i, j in np.ndindex(3, 3):
+        want += image[:, i : i + 6, j : j + 6].astype(np.float64) * filters[i, j]
+    found = every(
+        "winograd_conv2d", lambda name: winograd_conv2d(image, filters, padding="VALID", implementation=name)
+    )
+    for name, got in {
+        **found,
+        "conv2d": conv2d(jnp.asarray(image), jnp.asarray(filters), padding="VALID"),
+    }.items():
+        same(got, want, name)
+    line, taps = put(normal(1, 8, 2), ((0, 3, 1), np.nan)), normal(3, 2)
+    past = np.concatenate([np.zeros((1, 2, 2)), line], 1)
+    want = sum(taps[i] * past[:, i : i + 8] for i in range(3))
+    for name, got in every(
+        "causal_conv1d", lambda name: causal_conv1d(line, taps, implementation=name)
+    ).items():
+        same(got[0], want, name)
+    plain = conv1d(jnp.asarray(line), jnp.asarray(normal(3, 2, 4)), padding="VALID")
+    np.testing.assert_array_equal(
+        np.isnan(np.asarray(plain))[0].all(1), [False, True, True, True, False, False]
+    )
+
+
+def test_a_transform_loses_its_row():
+    x = put(normal(3, 12), ((1, 5), np.nan))
+    found = every("radix_optimized_fft", lambda name: radix_optimized_fft(x, implementation=name))
+    for name, got in found.items():
+        got = np.asarray(got)
+        np.testing.assert_allclose(got[[0, 2]], np.fft.fft(x[[0, 2]]), atol=1e-4, err_msg=name)
+        assert not np.isfinite(got[1]).any(), name
+
+
+def test_tropical_products_lose_rows_and_columns_with_nan():
+    a = put(normal(4, 5), ((1, 2), np.nan), ((2, 0), -np.inf), ((3, 0), np.inf))
+    b = put(normal(5, 3), ((4, 1), np.nan), ((0, 0), -np.inf))
+    terms = a[:, :, None].astype(np.float64) + b
+    terms = np.where((a[:, :, None] == -np.inf) | (b == -np.inf), -np.inf, terms)
+    want = np.where(np.isnan(a).any(1)[:, None] | np.isnan(b).any(0), np.nan, terms.max(1))
+    for name, got in every("tropical_matmul", lambda name: matmul(a, b, implementation=name)).items():
+        same(got, want, name)

@@ -1,0 +1,482 @@
+"""Every operation inside ``jax.shard_map`` on 4 × 8 emulated devices: ``python mesh_cases.py CATEGORY…``.
+
+A case is a call on the whole arrays and how they lie on the mesh. Its value and the gradient of a sum over its results
+are computed inside ``jax.shard_map`` and compared with those of an oracle on the whole arrays (the operation's
+reference, or plain NumPy or JAX) on one device. Prints a line of JSON: for each case the largest difference, relative
+to the oracle's largest number.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from capibara.ops import attention, collective, conv, fft, linalg, scan, tropical, vq
+
+BOTH = ("data", "model")
+ALL = P(BOTH)
+EACH = P()
+SECOND = P(None, BOTH)
+RANDOM = np.random.default_rng(0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``function(*arrays)`` inside ``shard_map`` and ``oracle(*arrays)`` on the whole arrays."""
+
+    name: str
+    function: Callable[..., Any]
+    oracle: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    specs: tuple[Any, ...]
+    out: Any = ALL
+    gradient: bool = True
+    check_vma: bool = True
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+def positive(*shape: int) -> jax.Array:
+    return jnp.asarray(RANDOM.uniform(0.1, 0.9, size=shape), jnp.float32)
+
+
+def simple(
+    name: str, function: Callable[..., Any], arrays: Any, specs: Any, out: Any = ALL, **more: Any
+) -> Case:
+    """A case whose oracle is the function with ``implementation="reference"``."""
+    return Case(name, function, partial(function, implementation="reference"), arrays, specs, out, **more)
+
+
+def same(
+    name: str, function: Callable[..., Any], arrays: Any, specs: Any, out: Any = ALL, **more: Any
+) -> Case:
+    """A case whose oracle is the function itself on one device; its own tests hold that against NumPy."""
+    return Case(name, function, function, arrays, specs, out, **more)
+
+
+def attention_cases() -> list[Case]:
+    q, k = draw(4, 8, 6, 4), draw(4, 1, 6, 4)
+    laid = (P(*BOTH), P("data"), P("data"))
+    flash = partial(attention.flash_attention, use_causal_mask=True)
+    reference = partial(flash, implementation="reference")
+    cases = [
+        Case(
+            f"flash_attention {name}",
+            partial(flash, implementation=name),
+            reference,
+            (q, k, k + 1),
+            laid,
+            P(*BOTH),
+        )
+        for name in ("auto", "cpu", "xla", "pallas_tpu", "pallas_gpu")
+    ]
+    params = attention.multihead_attention_params(jax.random.key(0), embed_dim=8, num_heads=2)
+
+    def layer(x: Any, params: Any) -> Any:
+        return attention.fused_multihead_attention(x, 2, params=params)
+
+    cases.append(same("fused_multihead_attention", layer, (draw(32, 5, 8), params), (ALL, EACH)))
+    new, cache = draw(32, 1, 4, 4), draw(32, 6, 2, 4)
+    at = jnp.asarray(RANDOM.integers(0, 6, size=(32, 1)), jnp.int32)
+    cases.append(
+        simple("cached_attention", attention.cached_attention, (new, cache, cache + 1, at), (ALL,) * 4)
+    )
+    pages = draw(6, 2, 2, 4)
+    table = jnp.asarray(RANDOM.integers(0, 6, size=(32, 3)), jnp.int32)
+    lengths = jnp.asarray(RANDOM.integers(1, 7, size=32), jnp.int32)
+    given = (new, pages, pages - 1, table, lengths)
+    cases.append(simple("paged_attention", attention.paged_attention, given, (ALL, EACH, EACH, ALL, ALL)))
+    # Each device has two pages of its own, and numbers them from 0.
+    own = draw(64, 4, 2, 4)
+    local = jnp.tile(jnp.array([[1, 0]], jnp.int32), (32, 1))
+    local_lengths = jnp.asarray(RANDOM.integers(1, 6, size=32), jnp.int32)
+    written = (own, own + 1, local, local_lengths, draw(32, 2, 2, 4), draw(32, 2, 2, 4))
+
+    def write(keys: Any, values: Any, table: Any, lengths: Any, key: Any, value: Any) -> Any:
+        rows = np.arange(32)[:, None]
+        slots = jnp.asarray(lengths)[:, None] + jnp.arange(2)
+        page = 2 * rows + jnp.take_along_axis(table, slots // 4, 1)
+        return tuple(p.at[page, slots % 4].set(x) for p, x in ((keys, key), (values, value)))
+
+    cases.append(Case("write_pages", attention.write_pages, write, written, (ALL,) * 6, (ALL, ALL)))
+    return cases
+
+
+def scan_cases() -> list[Case]:
+    a, x = positive(6, 32), draw(6, 32)
+
+    def affine(h: Any, x: Any) -> Any:
+        h = {"fast": 0.5 * h["fast"] + x, "slow": 0.9 * h["slow"] + h["fast"]}
+        return h, jnp.tanh(h["slow"])
+
+    def other(h: Any, x: Any) -> Any:
+        h = jnp.tanh(h) + x
+        return h, h * x
+
+    init = {"fast": draw(32), "slow": draw(32)}
+    scanned = (
+        ("parallel_scan affine", affine, init, {"implementation": "affine", "num_segments": 2}),
+        ("parallel_scan auto", affine, init, {}),
+        ("parallel_scan sequential", other, draw(32), {"num_segments": 3}),
+    )
+    cases = [
+        Case(
+            name,
+            partial(scan.parallel_scan, step, **options),
+            partial(lax.scan, step),
+            (first, x),
+            (ALL, SECOND),
+            (ALL, SECOND),
+        )
+        for name, step, first, options in scanned
+    ]
+    matrix, vectors = 0.3 * draw(3, 3), draw(5, 32, 3)
+    selective = (draw(32, 7, 2, 3), positive(32, 7, 2), -positive(2), draw(32, 7, 1, 4), draw(32, 7, 1, 4))
+    by_batch = (ALL, ALL, EACH, ALL, ALL)
+    return [
+        *cases,
+        simple("linear_recurrence", scan.linear_recurrence, (a, x), (SECOND, SECOND), (SECOND, ALL)),
+        simple(
+            "matrix_linear_recurrence",
+            scan.matrix_linear_recurrence,
+            (matrix, vectors),
+            (EACH, SECOND),
+            (SECOND, ALL),
+        ),
+        simple("selective_scan", scan.selective_scan, selective, by_batch, (ALL, ALL)),
+        *(
+            same(
+                f"semiring_scan {name}",
+                partial(scan.semiring_scan, semiring=name),
+                (x, a),
+                (SECOND, SECOND),
+                SECOND,
+            )
+            for name in ("sum_product", "max_plus", "min_plus", "log_sum_exp")
+        ),
+        same("lif", scan.lif, (2 * draw(6, 32),), (SECOND,), (SECOND, ALL)),
+    ]
+
+
+def conv_cases() -> list[Case]:
+    def plain(name: str, n: int) -> Case:
+        function = getattr(conv, name)
+        given = (draw(32, *(5,) * n, 2), draw(*(3,) * n, 2, 3))
+        return same(name, function, given, (ALL, EACH))
+
+    image, filters = draw(32, 6, 6, 2), draw(3, 3, 2, 3)
+    return [
+        simple("causal_conv1d", conv.causal_conv1d, (draw(32, 6, 3), draw(4, 3)), (ALL, EACH), (ALL, ALL)),
+        *(
+            Case(
+                f"winograd_conv2d {name}",
+                partial(conv.winograd_conv2d, implementation=name),
+                partial(conv.winograd_conv2d, implementation="reference"),
+                (image, filters),
+                (ALL, EACH),
+            )
+            for name in ("auto", "winograd")
+        ),
+        *(plain(f"conv{n}d", n) for n in (1, 2, 3)),
+        *(plain(f"conv_transpose{n}d", n) for n in (1, 2, 3)),
+    ]
+
+
+def linalg_cases() -> list[Case]:
+    a, b = draw(32, 4, 6), draw(6, 5)
+    lower = jnp.linalg.cholesky(jnp.eye(3) * 4 + positive(32, 1, 1) * jnp.ones((3, 3)))
+
+    def low_rank(matrix: Any, **options: Any) -> Any:
+        u, s, vh = linalg.fast_svd(matrix, 2, **options)
+        return s, (u * s[..., None, :]) @ vh
+
+    def quantised(x: Any, scales: Any, **options: Any) -> Any:
+        codes = jnp.arange(-15, 15, dtype=jnp.int8).reshape(5, 6)
+        return linalg.quantised_matmul(x, codes, scales, group=3, **options)
+
+    return [
+        simple("optimized_gemm", linalg.optimized_gemm, (a, b), (ALL, EACH)),
+        simple("optimized_gemm slabs", partial(linalg.optimized_gemm, chunk_size=4), (a, b), (ALL, EACH)),
+        # Its gradient is that of the product without rounding, which a reference that rounds has not.
+        same("optimized_gemm int8", partial(linalg.optimized_gemm, precision="int8"), (a, b), (ALL, EACH)),
+        simple("qr", linalg.qr, (draw(32, 6, 3),), (ALL,), (ALL, ALL)),
+        simple("qr gram", partial(linalg.qr, implementation="gram"), (draw(32, 8, 2),), (ALL,), (ALL, ALL)),
+        simple("fast_svd", low_rank, (draw(32, 8, 6),), (ALL,), (ALL, ALL)),
+        simple("cholesky_update", linalg.cholesky_update, (lower, draw(32, 3)), (ALL, ALL)),
+        simple("quantised_matmul", quantised, (a, draw(5, 2)), (ALL, EACH)),
+    ]
+
+
+def fft_cases() -> list[Case]:
+    def parts(y: Any) -> Any:
+        return y.real, y.imag
+
+    def local(x: Any, **options: Any) -> Any:
+        return parts(fft.radix_optimized_fft(x, **options))
+
+    def split(x: Any, **options: Any) -> Any:
+        return parts(fft.radix_optimized_fft(x, None, True, axis_name="model", **options))
+
+    return [
+        Case("local", local, lambda x: parts(jnp.fft.fft(x)), (draw(32, 12),), (ALL,), (ALL, ALL)),
+        Case(
+            "local matmul",
+            partial(local, implementation="matmul"),
+            lambda x: parts(jnp.fft.fft(x)),
+            (draw(32, 14),),
+            (ALL,),
+            (ALL, ALL),
+        ),
+        *(
+            Case(
+                f"over devices, {rows} rows",
+                partial(split, implementation=name),
+                lambda x: parts(jnp.fft.fft(x)),
+                (draw(rows, 64),),
+                (P(*BOTH),),
+                (P(*BOTH), P(*BOTH)),
+            )
+            for rows, name in ((4, "matmul"), (32, "auto"))
+        ),
+    ]
+
+
+def vq_cases() -> list[Case]:
+    x, codebook = draw(64, 4), draw(8, 4)
+    state = vq.initial_codebook_state(jax.random.key(0), 8, 4)
+    several = vq.initial_codebook_state(jax.random.key(1), 8, 2, codebooks=2)
+    whole = vq.initial_codebook_state(jax.random.key(2), 8, 4, codebooks=2)
+    # The commitment loss is that of a device's own vectors: everything else is of all devices.
+    metrics = {"commitment_loss": EACH, "quantization_error": EACH, "perplexity": EACH, "usage": EACH}
+
+    def summed(function: Any, axis_name: Any, state: Any, x: Any) -> Any:
+        out, index, found, new = function(state, x, train=True, axis_name=axis_name)
+        loss = found["commitment_loss"]
+        found = {**found, "commitment_loss": loss if axis_name is None else lax.pmean(loss, axis_name)}
+        return out, index, found, new
+
+    learned = [
+        Case(
+            name,
+            partial(summed, f, BOTH),
+            partial(summed, f, None),
+            (s, x),
+            (EACH, ALL),
+            (ALL, ALL, metrics, EACH),
+        )
+        for name, f, s in (
+            ("vector_quantise", vq.vector_quantise, state),
+            ("product_quantise", vq.product_quantise, several),
+            ("residual_quantise", vq.residual_quantise, whole),
+        )
+    ]
+    index = jnp.asarray(RANDOM.integers(0, 8, size=64), jnp.int32)
+    move = vq.update_codebook
+    return [
+        simple(
+            "nearest_code",
+            partial(vq.nearest_code, return_distance=True),
+            (x, codebook),
+            (ALL, EACH),
+            (ALL, ALL),
+        ),
+        simple("nearest_code cosine", partial(vq.nearest_code, metric="cosine"), (x, codebook), (ALL, EACH)),
+        *learned,
+        Case(
+            "update_codebook", partial(move, axis_name=BOTH), move, (state, x, index), (EACH, ALL, ALL), EACH
+        ),
+        same("dequantise", vq.dequantise, (codebook, index), (EACH, ALL)),
+    ]
+
+
+def tropical_cases() -> list[Case]:
+    a, b = draw(32, 3, 4), draw(32, 4, 5)
+    a = a.at[3, 1].set(-jnp.inf)  # a row that nothing reaches
+    graph = jnp.where(RANDOM.uniform(size=(32, 5, 5)) < 0.5, positive(32, 5, 5), jnp.inf)
+    line, image = draw(32, 2, 7), draw(32, 2, 5, 5)
+    product = tropical.matmul
+    return [
+        simple("matmul", product, (a, b), (ALL, ALL)),
+        simple("matmul min_plus", partial(product, semiring="min_plus"), (-a, b), (ALL, ALL)),
+        simple("matmul relaxed", partial(product, temperature=0.5), (draw(32, 3, 4), b), (ALL, ALL)),
+        simple("matmul argmax", partial(product, return_argmax=True), (a, b), (ALL, ALL), (ALL, ALL)),
+        simple("matvec", tropical.matvec, (draw(32, 3, 4), draw(32, 4)), (ALL, ALL)),
+        simple("closure", tropical.closure, (-graph,), (ALL,)),
+        simple("shortest_paths", tropical.shortest_paths, (graph,), (ALL,)),
+        simple("conv1d", tropical.conv1d, (line, draw(3, 2, 3)), (ALL, EACH)),
+        simple("conv2d", tropical.conv2d, (image, draw(3, 2, 2, 2)), (ALL, EACH)),
+        simple("polyval", tropical.polyval, (draw(5), draw(32)), (EACH, ALL)),
+        same("pool", partial(tropical.pool, window=2), (line,), (ALL,)),
+        same("scan", tropical.scan, (draw(6, 32), draw(6, 32)), (SECOND, SECOND), SECOND),
+    ]
+
+
+def collective_cases() -> list[Case]:
+    x = draw(32, 8)
+    reduce = collective.async_all_reduce
+    kinds = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min, "product": jnp.prod}
+
+    def reduced(function: Any, x: Any) -> Any:
+        return function(x, 0)[None]
+
+    wide, weight = draw(32, 16), draw(16, 12)
+    row = P(None, "model")
+    return [
+        *(
+            Case(
+                f"async_all_reduce {kind}",
+                partial(reduce, reduction_op=kind),
+                partial(reduced, function),
+                (0.1 * x + 1,),
+                (ALL,),
+                EACH,
+            )
+            for kind, function in kinds.items()
+        ),
+        Case(
+            "async_all_reduce int8",
+            partial(reduce, use_compression=True),
+            partial(reduced, jnp.mean),
+            (jnp.ones((32, 1)) * jnp.linspace(-127, 127, 128) / 4,),
+            (ALL,),
+            EACH,
+            gradient=False,
+        ),
+        *(
+            Case(
+                f"optimized_all_gather ring={ring}",
+                lambda x, ring=ring: collective.optimized_all_gather(x, 1, ring, axis_name="model"),
+                lambda x: jnp.tile(x, (1, 8)),  # every device has the whole row
+                (draw(4, 8),),
+                (P(*BOTH),),
+                P(*BOTH),
+            )
+            for ring in (False, True)
+        ),
+        *(
+            Case(
+                f"reduce_scatter ring={ring}",
+                lambda x, ring=ring: collective.reduce_scatter(x, 2, "sum", ring, axis_name="model")[:, 0],
+                lambda x: x.sum(1),
+                (draw(4, 8, 8),),
+                (P(*BOTH),),
+                P(*BOTH),
+            )
+            for ring in (False, True)
+        ),
+        *(
+            Case(
+                f"all_to_all ring={ring}",
+                lambda x, ring=ring: collective.all_to_all(x, 2, 1, ring, axis_name="model"),
+                lambda x: x,
+                (draw(4, 8, 16),),
+                (P("data", "model"),),
+                P("data", None, "model"),
+            )
+            for ring in (False, True)
+        ),
+        Case(
+            "all_gather_matmul",
+            partial(collective.all_gather_matmul, axis_name="model"),
+            lambda x, w: x @ w,
+            (wide, weight[:, :8]),
+            (P("model"), P(None, "model")),
+            row,
+        ),
+        Case(
+            "matmul_reduce_scatter",
+            partial(collective.matmul_reduce_scatter, axis_name="model"),
+            lambda x, w: x @ w,
+            (wide, weight),
+            (row, P("model")),
+            P("model"),
+        ),
+    ]
+
+
+CATEGORIES: dict[str, Callable[[], list[Case]]] = {
+    "attention": attention_cases,
+    "collective": collective_cases,
+    "conv": conv_cases,
+    "fft": fft_cases,
+    "linalg": linalg_cases,
+    "scan": scan_cases,
+    "tropical": tropical_cases,
+    "vq": vq_cases,
+}
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def value_and_gradient(function: Callable[..., Any], gradient: bool, arrays: Any) -> list[Any]:
+    leaves, tree = jax.tree.flatten(arrays)
+    places = [i for i, x in enumerate(leaves) if _is_float(x)]
+
+    def loss(*floats: Any) -> Any:
+        filled = list(leaves)
+        for i, x in zip(places, floats, strict=True):
+            filled[i] = x
+        out = jax.tree.leaves(function(*jax.tree.unflatten(tree, filled)))
+        # Infinities have no gradient to compare: their places in the sum are left out.
+        found = (jnp.where(jnp.isfinite(x), x, 0) for x in out if _is_float(x))
+        return sum((jnp.sum(jnp.sin(x)) for x in found), jnp.zeros(())), out
+
+    floats = [leaves[i] for i in places]
+    if not gradient:
+        return loss(*floats)[1]
+    grads, out = jax.grad(loss, tuple(range(len(floats))), has_aux=True)(*floats)
+    return [*out, *grads]
+
+
+def difference(got: list[Any], want: list[Any]) -> float:
+    assert len(got) == len(want), (len(got), len(want))
+    worst = 0.0
+    for a, b in zip(got, want, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape, (a.shape, b.shape)
+        finite = np.isfinite(b)
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            return float("inf")
+        gap = np.max(np.abs(a - b), where=finite, initial=0.0)
+        worst = max(worst, float(gap / (1 + np.max(np.abs(b), where=finite, initial=0.0))))
+    return worst
+
+
+def run(category: str) -> dict[str, Any]:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 8), BOTH)
+    cases = CATEGORIES[category]()
+
+    def on_the_mesh(arrays: list[Any]) -> list[Any]:
+        mapped = [
+            jax.shard_map(c.function, mesh=mesh, in_specs=c.specs, out_specs=c.out, check_vma=c.check_vma)
+            for c in cases
+        ]
+        return [value_and_gradient(f, c.gradient, a) for f, c, a in zip(mapped, cases, arrays, strict=True)]
+
+    def whole(arrays: list[Any]) -> list[Any]:
+        return [value_and_gradient(c.oracle, c.gradient, a) for c, a in zip(cases, arrays, strict=True)]
+
+    arrays = [c.arrays for c in cases]
+    got, want = jax.jit(on_the_mesh)(arrays), jax.jit(whole)(arrays)
+    return {c.name: difference(a, b) for c, a, b in zip(cases, got, want, strict=True)}
+
+
+if __name__ == "__main__":
+    assert jax.device_count() == 32
+    for name in sys.argv[1:]:
+        print(json.dumps({name: run(name)}), flush=True)
