@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -60,11 +60,11 @@ def choices(kind: Kind, settings: Mapping[str, Any], shape: tuple[int, ...]) -> 
             )
 
     def number(name: str, default: float | None, low: float, high: float, whole: bool = False) -> Any:
-        value = cast(Any, settings.get(name, default))
-        if value is None and default is None:
+        value: Any = settings.get(name, default)
+        if default is None and value is None:
             return None
-        good = isinstance(value, int | np.integer) or (not whole and isinstance(value, float | np.floating))
-        if not good or isinstance(value, bool) or not low <= value <= high:
+        kinds: Any = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
             what = "a whole number" if whole else "a number"
             raise CompressError(f"{name}: got {value!r}, expected {what} from {low} to {high}")
         return int(value) if whole else float(value)
