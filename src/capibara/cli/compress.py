@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         default="auto",
         metavar="CODEC",
-        help="the one codec that may lose something, such as uniform (default: auto, the best for each tensor)",
+        help="the one codec that may lose something, such as uniform, or int8, which needs no ratio "
+        "(default: auto, the best for each tensor)",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="PNG", help="draw the error to expect at other ratios; with --ratio"
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"files": files, "sizes": sizes, "errors": errors}, indent=1))
         return 0
     for one in written:
-        print_table(one.path, one.entries, None if args.ratio is None else one.errors)
-        if args.ratio is not None:
+        print_table(one.path, one.entries, one.errors if one.error else None)
+        if one.error:
             print(f"relative error of its weights: {one.error:.4g}")
     return 0

@@ -30,7 +30,7 @@ from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
 from capibara.compress.models.source import TensorSource
 
-__all__ = ["Allocation", "Survey", "allocate", "check_ratio", "estimate", "survey"]
+__all__ = ["Allocation", "Survey", "allocate", "check_ratio", "estimate", "everywhere", "survey"]
 
 _TOLERANCE = 0.004  # of the size of a file; a fifth of what is promised
 _PROMISED = 0.02
@@ -86,6 +86,36 @@ class Allocation:
     points: dict[str, Point]
     size: float
     error: float
+
+
+def everywhere(
+    source: TensorSource, codec: str, *, exclude: Iterable[str] = (), smallest: int = 4096
+) -> Allocation:
+    """One codec, as it is without settings, for every tensor that it may be used on.
+
+    Args:
+      source: the tensors.
+      codec: its name.
+      exclude: patterns of names that stay exact.
+      smallest: tensors of fewer numbers, and vectors, stay exact.
+
+    Raises:
+      CompressError: there is no such tensor, or the codec has to be told how much to lose.
+    """
+    points: dict[str, Point] = {}
+    exclude = tuple(exclude)
+    problem = "none of the tensors may lose anything"
+    for name, form, shape in source:
+        if not _may_lose(name, form, shape, exclude, smallest):
+            continue
+        try:
+            size = len(get_codec(codec).encode(source.read(name), form, shape, {}))
+            points[name] = Point(codec, {}, size, math.nan)
+        except CompressError as error:
+            problem = str(error)
+    if not points:
+        raise CompressError(f"strategy: {codec} without a ratio: {problem} Remedy: a ratio.")
+    return Allocation(points, math.nan, math.nan)
 
 
 def check_ratio(ratio: object) -> float:
@@ -247,20 +277,23 @@ def _find_price(found: Survey, target: float) -> float:
 
 
 def _fill(found: Survey, log_price: float, target: float) -> dict[str, Point]:
-    """The choice at a price, and what is left of the file given to the tensors that gain most by it."""
+    """The choice at a price, and what it leaves of the file given to the tensors that gain most by it."""
     chosen = found.choose(2.0**log_price)
-    dearer = found.choose(2.0 ** (log_price - 1e-6))
     left = target - found.size(chosen)
-
-    def gain(name: str) -> float:
-        more = max(dearer[name].size - chosen[name].size, 1e-9)
-        return found.curves[name].weight * (chosen[name].error - dearer[name].error) / more
-
-    for name in sorted(chosen, key=gain, reverse=True):
-        more = dearer[name].size - chosen[name].size
-        if 0 < more <= left:
-            chosen[name] = dearer[name]
-            left -= more
+    # A codec that takes calibration has few points, with gaps between them.
+    for _ in range(len(chosen)):
+        best: tuple[float, str, Point] | None = None
+        for name, point in chosen.items():
+            curve = found.curves[name]
+            other = curve.nearest(point.size + left - _settings_size({"step": 2.0**-0.1}))
+            gain = 0.0 if other is None else curve.weight * (point.error - other.error)
+            if other is not None and gain > 0 and (best is None or gain > best[0]):
+                best = gain, name, other
+        if best is None:
+            break
+        _, name, point = best
+        left -= point.size - chosen[name].size
+        chosen[name] = point
     return chosen
 
 

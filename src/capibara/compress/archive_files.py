@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from capibara.compress.allocation import Allocation, allocate, check_ratio, survey
+from capibara.compress.allocation import Allocation, allocate, check_ratio, everywhere, survey
 from capibara.compress.analysis import Compressibility, analyse
 from capibara.compress.codecs.protocol import CODECS
 from capibara.compress.container import Archive, ArchiveWriter, Entry
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
 from capibara.compress.models.source import find_twins
+from capibara.compress.profile import EXACT
 from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
 from capibara.compress.sensitivity import by_scale
 from capibara.compress.writing import add_tensors, compare
@@ -185,8 +186,8 @@ def compress_files(
     Args:
       jobs: of :func:`plan_compress`.
       ratio: how many times smaller than all sources together the archives together are to be, within 2 %; without one
-        nothing is lost.
-      strategy: ``"auto"``, or the name of the one codec that may lose something.
+        nothing is lost, unless the strategy is a codec that needs none, such as ``"int8"``.
+      strategy: ``"auto"``, or the name of the one codec that is used beside ``lossless``.
       progress: called after each tensor, with the bytes it takes as it is; with a ratio twice, when it is measured and
         when it is written.
       analysed: called with what to expect at other ratios, with a ratio only.
@@ -202,11 +203,9 @@ def compress_files(
             f"strategy: got {strategy!r}, expected one of auto, {', '.join(CODECS)}."
             f"{did_you_mean(str(strategy), ['auto', *CODECS])}"
         )
-    if ratio is None and strategy not in ("auto", "lossless"):
-        raise CompressError(f"strategy: {strategy} loses something. Remedy: say how much, with a ratio.")
     if ratio is not None:
         check_ratio(ratio)
-        if strategy == "lossless":
+        if strategy in EXACT:
             raise CompressError(f"ratio: got {ratio}, but without loss a file is as small as it is")
     with contextlib.ExitStack() as stack:
         work = list(_jobs(jobs))
@@ -215,6 +214,8 @@ def compress_files(
         chosen: list[Allocation | None] = [None] * len(work)
         if ratio is not None:
             chosen[:] = _allocate(sources, twins, ratio, strategy, progress, analysed)
+        elif strategy not in ("auto", "lossless"):
+            chosen[:] = [everywhere(source, strategy) for source in sources]
         written = []
         for job, source, same, how in zip(work, sources, twins, chosen, strict=True):
             with ArchiveWriter(job.target, source.metadata) as archive:

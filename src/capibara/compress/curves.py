@@ -27,7 +27,8 @@ __all__ = ["Curve", "Point", "candidates", "measure", "measure_curve"]
 
 _SAMPLE = 1 << 17  # numbers of a tensor on which the codec "uniform" is measured
 _FINE = 16  # steps to choose from in an octave
-_RATES = (0.1, 12.0)  # bits of a number between which that is done
+_MOST = 6  # settings of a codec that are tried where it competes with others
+_RATES = (0.1, 18.0)  # bits of a number between which that is done, at most
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,20 @@ class Curve:
         points = list(self.points)
         if len(self.log_steps):
             cost = self.weight * self.errors + price * self.scale * self.sizes
-            i = int(np.argmin(cost))
-            step = float(2.0 ** self.log_steps[i])
-            points.append(
-                Point("uniform", {"step": step}, float(self.scale * self.sizes[i]), float(self.errors[i]))
-            )
+            points.append(self._uniform(int(np.argmin(cost))))
         return min(points, key=lambda p: self.weight * p.error + price * p.size)
+
+    def nearest(self, size: float) -> Point | None:
+        """The point with the least error in at most that many bytes."""
+        points = [p for p in self.points if p.size <= size]
+        fits = np.flatnonzero(self.scale * self.sizes <= size)
+        if len(fits):
+            points.append(self._uniform(int(fits[0])))
+        return min(points, key=lambda p: p.error, default=None)
+
+    def _uniform(self, i: int) -> Point:
+        step = float(2.0 ** self.log_steps[i])
+        return Point("uniform", {"step": step}, float(self.scale * self.sizes[i]), float(self.errors[i]))
 
     @property
     def smallest(self) -> float:
@@ -184,7 +193,10 @@ def measure_curve(
             continue
         if "uniform" in codecs and not _gains(codec, bits, form, shape, second):
             continue
-        for settings in candidates(codec, form, shape):
+        tried = candidates(codec, form, shape)
+        if "uniform" in codecs and len(tried) > _MOST:
+            tried = tried[:: -(-len(tried) // _MOST)]
+        for settings in tried:
             given = {**settings, **(moments or {})}
             try:
                 if "uniform" in codecs and not _competes(curve, codec, given, *some, form, second, bits.size):
@@ -233,13 +245,16 @@ def _measure_uniform(
     deviation = math.sqrt(float((values**2).mean())) or 1e-30
     # The entropy of a Gaussian in steps is log2(4.13 · deviation / step), with 4.13 = sqrt(2πe).
     top = math.log2(4.13 * deviation)
-    steps = np.arange(math.floor(top - _RATES[1]), math.ceil(top - _RATES[0]) + 3, dtype=np.float64)
+    last, first = math.ceil(top - _RATES[0]) + 2, math.floor(top - min(_RATES[1], form.mantissa + 2))
+    # Above eight bits the curve is straight.
+    middle = max(first, math.floor(top - 8))
+    steps = np.array([*range(first, middle, 3), *range(middle, last + 1)], np.float64)
     points = [measure("uniform", {"step": 2.0**s}, bits, form, shape, second) for s in steps]
     share = curve.count / bits.size
     # A curve that does not fall would not be one.
     sizes = np.maximum.accumulate(np.array([p.size for p in points])[::-1])[::-1] * share
     errors = np.maximum.accumulate(np.array([max(p.error, 1e-300) for p in points])) * share
-    fine = np.linspace(steps[0], steps[-1], (len(steps) - 1) * _FINE + 1)
+    fine = np.linspace(first, last, (last - first) * _FINE + 1)
     curve.log_steps = fine
     curve.sizes = np.interp(fine, steps, sizes)
     curve.errors = 2.0 ** np.interp(fine, steps, np.log2(errors))

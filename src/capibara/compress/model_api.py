@@ -18,11 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from capibara.compress.allocation import Allocation, Survey, allocate, check_ratio, survey
+import numpy as np
+
+from capibara.compress.allocation import Allocation, Survey, allocate, check_ratio, everywhere, survey
 from capibara.compress.analysis import Compressibility, analyse
-from capibara.compress.calibration.activations import collect
+from capibara.compress.calibration.activations import Moments, collect
 from capibara.compress.codecs.engine import use_engine
-from capibara.compress.codecs.lossless import best_executor
+from capibara.compress.codecs.executors import best_executor
 from capibara.compress.compressed import PROFILE, STATS, CompressedModel, make_folder, open_compressed
 from capibara.compress.container import Archive, ArchiveWriter
 from capibara.compress.errors import CompressError, TargetError
@@ -30,7 +32,7 @@ from capibara.compress.fine_tuning import tune
 from capibara.compress.models.adapters import Adapter, adapt
 from capibara.compress.models.gradients import distance
 from capibara.compress.models.source import Tensors, find_twins
-from capibara.compress.profile import CompressionProfile
+from capibara.compress.profile import EXACT, CompressionProfile
 from capibara.compress.sensitivity import by_outputs, by_scale
 from capibara.compress.validation import Validation, as_batches
 from capibara.compress.writing import add_tensors, change_metadata, compare
@@ -75,8 +77,7 @@ class ModelCompressionAPI:
           CompressError: a model of no known kind, a ratio that cannot be met.
           TargetError: the ratio can be met, but not with the accuracy that is to be preserved; it holds the frontier.
         """
-        with self._engine():
-            return _Compression(self.profile, adapt(model, apply), validation_data, progress).finish()
+        return _Compression(self.profile, adapt(model, apply), validation_data, progress).finish()
 
     def decompress(self, compressed: CompressedModel) -> Any:
         """The model again, of the kind that was compressed, with the numbers that its archive holds.
@@ -87,7 +88,7 @@ class ModelCompressionAPI:
         """
         if not isinstance(compressed, CompressedModel):
             raise CompressError(f"compressed: got {type(compressed).__name__}, expected a CompressedModel")
-        with self._engine():
+        with _engine(self.profile):
             return compressed.decompress()
 
     def analyze_compressibility(
@@ -104,9 +105,8 @@ class ModelCompressionAPI:
           model, validation_data, apply: as in :meth:`compress`.
           progress: called with a tensor's name and bytes, when it was surveyed.
         """
-        with self._engine():
-            work = _Compression(self.profile, adapt(model, apply), validation_data, progress)
-            return analyse(work.surveyed(), work.weights)
+        work = _Compression(self.profile, adapt(model, apply), validation_data, progress)
+        return analyse(work.surveyed(), work.weights)
 
     def progressive_compression(
         self,
@@ -138,20 +138,19 @@ class ModelCompressionAPI:
                 f"ratios: got {ratios!r}, expected ascending numbers above 1, such as (2, 4, 8)"
             )
         out: list[CompressedModel] = []
-        with self._engine():
-            work = _Compression(self.profile, adapt(model, apply), validation_data, progress)
-            for ratio in targets:
-                try:
-                    made = work.make(ratio)
-                except CompressError:
-                    if not out:
-                        raise
-                    break
-                if not work.good(made):
-                    if not out:
-                        raise work.failure(made)
-                    break
-                out.append(made)
+        work = _Compression(self.profile, adapt(model, apply), validation_data, progress)
+        for ratio in targets:
+            try:
+                made = work.make(ratio)
+            except CompressError:
+                if not out:
+                    raise
+                break
+            if not work.good(made):
+                if not out:
+                    raise work.failure(made)
+                break
+            out.append(made)
         return out
 
     def compress_with_fine_tuning(
@@ -196,35 +195,35 @@ class ModelCompressionAPI:
                     "data: there are targets, but no loss to compare outputs with. Remedy: loss=…"
                 )
             batches = [(x, adapter.run(adapter.model, x)) for x, _ in batches]
-        with self._engine():
-            work = _Compression(self.profile, adapter, validation_data)
-            chosen = allocate(work.surveyed(), self.profile.ratio, weights=work.weights)
-            tuned = tune(
-                adapter, batches, chosen, loss or distance,
-                steps=steps, learning_rate=learning_rate, progress=progress,
-            )  # fmt: skip
-            source = adapter.tensors
-            forms = source.forms
-            changed = Tensors(forms, lambda name: tuned[name] if name in tuned else source.read(name))
-            again = work.survey_of(changed)
-            made = work.write(allocate(again, self.profile.ratio, weights=work.weights), changed)
-            if not work.good(made):
-                raise work.failure(made)
-            return made
+        work = _Compression(self.profile, adapter, validation_data)
+        chosen = allocate(work.surveyed(), self.profile.ratio, weights=work.weights)
+        tuned = tune(
+            adapter, batches, chosen, loss or distance,
+            steps=steps, learning_rate=learning_rate, progress=progress,
+        )  # fmt: skip
+        source = adapter.tensors
+        forms = source.forms
+        changed = Tensors(forms, lambda name: tuned[name] if name in tuned else source.read(name))
+        again = work.survey_of(changed)
+        made = work.write(allocate(again, self.profile.ratio, weights=work.weights), changed)
+        if not work.good(made):
+            raise work.failure(made)
+        return made
 
-    def _engine(self) -> contextlib.AbstractContextManager[None]:
-        """Where codecs compute: with the strategy ``"jax"`` in JAX, if it is installed."""
-        if self.profile.strategy != "jax":
-            return contextlib.nullcontext()
-        if importlib.util.find_spec("jax") is None:
-            warnings.warn(
-                "strategy='jax': JAX is not installed, so codecs run on what is here, with the same bytes. "
-                "Install it with: pip install jax",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            return contextlib.nullcontext()
-        return use_engine("jax")
+
+def _engine(profile: CompressionProfile) -> contextlib.AbstractContextManager[None]:
+    """Where codecs compute: with the strategy ``"jax"`` in JAX, if it is installed."""
+    if profile.strategy != "jax":
+        return contextlib.nullcontext()
+    if importlib.util.find_spec("jax") is None:
+        warnings.warn(
+            "strategy='jax': JAX is not installed, so codecs run on what is here, with the same bytes. "
+            "Install it with: pip install jax",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return contextlib.nullcontext()
+    return use_engine("jax")
 
 
 class _Compression:
@@ -265,7 +264,7 @@ class _Compression:
         if self.validation is None or self.adapter.kind != "torch":
             return {}
         batches = [x for x, _ in self.validation.batches]
-        found = {n: m.settings() for n, m in collect(self.adapter.model, batches).items()}
+        found = {n: _shrunk(m) for n, m in collect(self.adapter.model, batches).items()}
         forms = self.adapter.tensors.forms
         return {
             n: m for n, m in found.items()
@@ -278,7 +277,11 @@ class _Compression:
 
     def make(self, ratio: float | None) -> CompressedModel:
         """The model at a ratio; ``None``: without loss."""
-        return self.write(None if ratio is None else allocate(self.surveyed(), ratio, weights=self.weights))
+        if ratio is not None:
+            return self.write(allocate(self.surveyed(), ratio, weights=self.weights))
+        exact = self.profile.strategy if self.profile.strategy in EXACT else "lossless"
+        options: dict[str, Any] = {"exclude": self.profile.exclude, "smallest": self.profile.smallest}
+        return self.write(None if exact == "lossless" else everywhere(self.adapter.tensors, exact, **options))
 
     def good(self, made: CompressedModel) -> bool:
         """Whether enough of the accuracy is preserved."""
@@ -313,7 +316,9 @@ class _Compression:
         folder, keeper = make_folder()
         path = folder / "model.capi"
         source = self.adapter.tensors
-        with ArchiveWriter(path, self.metadata()) as archive:
+        # Sizes were looked for with the quickest executor: bytes are the same from all of them.
+        with _engine(self.profile), ArchiveWriter(path, self.metadata()) as archive:
+            executor = best_executor().name
             add_tensors(archive, tuned or source, self.twins, chosen, self.progress)
         errors, lost, whole = compare(path, source)
         weight_error = math.sqrt(lost / whole) if whole else 0.0
@@ -330,10 +335,24 @@ class _Compression:
             "original_accuracy": None if measured is None else measured.reference,
             "fidelity": max(1 - weight_error, 0.0) if measured is None else measured.fidelity,
             "seconds": round(time.perf_counter() - self.began, 3),
-            "executor": best_executor().name,
+            "executor": executor,
         }
         change_metadata(path, {STATS: json.dumps(known, separators=(",", ":"))})
         model = open_compressed(path, self.adapter, keeper)
         tensors = tuple(replace(t, error=errors.get(t.name)) for t in model.stats.tensors)
         model.stats = replace(model.stats, tensors=tensors)
         return model
+
+
+def _shrunk(moments: Moments) -> dict[str, Any]:
+    """Moments as settings, drawn towards those of inputs without any structure as far as they are few.
+
+    Directions that few inputs did not happen to take are not worthless: with as many inputs as features, half of what
+    is believed is that all directions are alike (as O. Ledoit and M. Wolf, "A well-conditioned estimator for
+    large-dimensional covariance matrices", J. Multivariate Anal., 2004, but for the share, which is a fixed one here).
+    """
+    settings = moments.settings()
+    second = settings["hessian"]
+    share = len(second) / (len(second) + moments.count)
+    alike = np.eye(len(second)) * (np.trace(second) / len(second))
+    return {**settings, "hessian": (1 - share) * second + share * alike}

@@ -10,9 +10,10 @@ from capibara.compress.codecs.protocol import CODECS
 from capibara.compress.errors import CompressError
 from capibara.errors import did_you_mean
 
-__all__ = ["MODES", "CompressionProfile"]
+__all__ = ["EXACT", "MODES", "CompressionProfile"]
 
 MODES: dict[str, float | None] = {"lossless": None, "conservative": 2.0, "balanced": 4.0, "aggressive": 8.0}
+EXACT = ("lossless", "exponent")  # codecs that lose nothing
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class CompressionProfile:
             raise CompressError(
                 f"target_compression_ratio: got {ratio!r}, expected a number above 1, such as 4, or None"
             )
-        if ratio is not None and (self.mode == "lossless" or self.strategy == "lossless"):
+        if ratio is not None and (self.mode == "lossless" or self.strategy in EXACT):
             raise CompressError(
                 f"target_compression_ratio: got {ratio!r}, but without loss a file is as small as it is. "
                 "Remedy: leave it out, or another mode and strategy."
@@ -81,7 +82,7 @@ class CompressionProfile:
     @property
     def ratio(self) -> float | None:
         """The ratio that is aimed at; ``None``: no loss."""
-        if self.strategy == "lossless":
+        if self.strategy in EXACT:
             return None
         return (
             self.target_compression_ratio if self.target_compression_ratio is not None else MODES[self.mode]

@@ -186,7 +186,7 @@ class TreeAdapter(Adapter):
                     "arrays. Remedy: import jax first, if JAX knows it as a tree."
                 )
             arrays.clear()
-            flat, self.treedef = jax.tree_util.tree_flatten_with_path(model)
+            flat, self._treedef = jax.tree_util.tree_flatten_with_path(model)
             self._flatten = [leaf for _, leaf in flat]
             self._names = [
                 jax.tree_util.keystr(path, simple=True, separator=".") or "value" for path, _ in flat

@@ -1,0 +1,206 @@
+"""Allocation against an oracle that tries everything, and on tensors whose best share is known."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capibara.compress.allocation import Survey, allocate, check_ratio, estimate, survey
+from capibara.compress.codecs.protocol import get_codec
+from capibara.compress.container import ArchiveWriter
+from capibara.compress.curves import Curve, Point, measure, measure_curve
+from capibara.compress.errors import ArchiveError, CompressError
+from capibara.compress.formats import get_format
+from capibara.compress.models.source import Tensors, find_twins
+from capibara.compress.writing import add_tensors, compare
+
+F32 = get_format("F32")
+
+
+def source_of(arrays: dict[str, np.ndarray]) -> Tensors:
+    return Tensors(
+        {n: (F32, a.shape) for n, a in arrays.items()}, lambda n: arrays[n].reshape(-1).view(np.uint32)
+    )
+
+
+def normal(shape: tuple[int, ...], scale: float = 1.0, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
+
+
+class _Nothing:
+    def __iter__(self):
+        return iter(())
+
+    def read(self, name: str) -> np.ndarray:
+        raise KeyError(name)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_choice_of_points_within_the_size_is_better_than_the_hull_allows(data):
+    """Of all combinations (there are few), none has both fewer bytes and less error than the one that is chosen."""
+    number = st.floats(0.1, 100)
+    curves = {}
+    for i in range(data.draw(st.integers(1, 3))):
+        points = [Point("lossless", {}, 200.0, 0.0)]
+        points += [
+            Point("int8", {}, data.draw(number), data.draw(number))
+            for _ in range(data.draw(st.integers(1, 3)))
+        ]
+        curves[f"t{i}"] = Curve(10, 1.0, points, weight=1.0)
+    found = Survey(_Nothing(), curves, {}, 200 * len(curves), 0.0)
+    weights = {n: data.draw(number) for n in curves}
+    target = data.draw(st.floats(1.05, 20))
+    limit = found.total / target
+    every = [
+        dict(zip(curves, c, strict=True)) for c in itertools.product(*(c.points for c in curves.values()))
+    ]
+    fits = [c for c in every if sum(p.size for p in c.values()) <= limit * 1.02]
+
+    def cost(chosen):
+        return sum(weights[n] * p.error for n, p in chosen.items())
+
+    try:
+        got = allocate(found, target, weights=weights)
+    except CompressError:
+        assert not fits or min(sum(p.size for p in c.values()) for c in every) > limit
+        return
+    assert got.size <= limit * 1.02
+    chosen = {n: got.points.get(n, curves[n].points[0]) for n in curves}
+    assert not any(
+        sum(p.size for p in c.values()) < got.size - 1e-9 and cost(c) < cost(chosen) * (1 - 1e-9)
+        for c in fits
+    )
+
+
+def test_the_file_meets_the_ratio_and_the_error_is_near_the_one_predicted(tmp_path):
+    arrays = {"a": normal((96, 128)), "b": normal((128, 64), 0.05, 1), "v": normal((33,))}
+    source = source_of(arrays)
+    found = survey(source, codecs=["uniform"])
+    for ratio in (3.0, 5.0, 9.0):
+        chosen = allocate(found, ratio)
+        with ArchiveWriter(tmp_path / "a.capi") as archive:
+            add_tensors(archive, source, {}, chosen)
+        size = (tmp_path / "a.capi").stat().st_size
+        assert abs(size * ratio / found.total - 1) < 0.02
+        assert abs(size - chosen.size) < 40
+        errors, lost, whole = compare(tmp_path / "a.capi", source)
+        assert errors["v"] == 0
+        kept = sum(float((arrays[n].astype(np.float64) ** 2).sum()) for n in "ab")
+        assert (lost / kept) ** 0.5 == pytest.approx(chosen.error, rel=0.05)
+        assert whole > kept
+
+
+def test_equal_weights_give_equal_steps_and_a_tensor_that_counts_more_a_smaller_one():
+    arrays = {"a": normal((128, 128)), "b": normal((128, 128), seed=1)}
+    found = survey(source_of(arrays), codecs=["uniform"])
+    same = allocate(found, 6.0)
+    steps = [same.points[n].settings["step"] for n in "ab"]
+    assert steps[0] == pytest.approx(steps[1], rel=0.1)
+    other = allocate(found, 6.0, weights={"a": 16.0, "b": 1.0})
+    assert other.points["b"].settings["step"] > 2.5 * other.points["a"].settings["step"]
+
+
+def test_auto_is_as_good_as_each_codec_at_equal_bytes():
+    rng = np.random.default_rng(3)
+    thin = (rng.normal(size=(80, 3)) @ rng.normal(size=(3, 64))).astype(np.float32)
+    spread = normal((80, 64), seed=5) * np.exp(rng.normal(size=(80, 1)) * 2).astype(np.float32)
+    source = source_of({"thin": thin, "spread": spread, "plain": normal((80, 64), seed=6)})
+    everything = survey(source)
+    tried = 0
+    for codec in ("uniform", "sparse", "low_rank", "int8", "int4", "nf4"):
+        try:
+            one = survey(source, codecs=[codec])
+        except ArchiveError:
+            continue  # not one of this version's codecs
+        for ratio in (3.9, 7.0):
+            try:
+                alone = allocate(one, ratio)
+            except CompressError:
+                continue
+            tried += 1
+            best = allocate(everything, everything.total / alone.size)
+            assert best.error <= alone.error * 1.02, (codec, ratio)
+    assert tried >= 3
+
+
+def test_what_is_small_enough_without_loss_loses_nothing():
+    zeros = np.zeros((64, 64), np.float32)
+    zeros[0, :3] = 1.5
+    found = survey(source_of({"z": zeros}))
+    assert allocate(found, 4.0).points == {}
+
+
+def test_what_may_not_lose_stays_exact():
+    arrays = {
+        "head.w": normal((80, 80)), "w": normal((80, 80)), "small": normal((4, 4)),
+        "nan": np.where(np.eye(80) > 0, np.nan, normal((80, 80))).astype(np.float32),
+    }  # fmt: skip
+    found = survey(source_of(arrays), exclude=("head.*",))
+    assert set(found.curves) == {"w"}
+    assert set(allocate(found, 1.6).points) == {"w"}
+
+
+def test_ratios_that_cannot_be_met_name_one_that_can():
+    found = survey(source_of({"w": normal((80, 80)), "v": normal((2000,))}), codecs=["uniform"])
+    with pytest.raises(
+        CompressError, match=r"ratio: 40 cannot be met.*Remedy: one up to ([\d.]+)\."
+    ) as error:
+        allocate(found, 40)
+    best = float(str(error.value).rsplit("up to ", 1)[1].rstrip("."))
+    assert allocate(found, best).size <= found.total / best * 1.02
+    assert estimate(found, 40, weights={}) is None
+
+
+@pytest.mark.parametrize("ratio", [1, 0.5, -2, True, "4", float("nan"), float("inf"), None])
+def test_ratios_that_are_none(ratio):
+    with pytest.raises(CompressError, match="ratio: got"):
+        check_ratio(ratio)
+
+
+def test_an_unknown_codec_is_named():
+    with pytest.raises(ArchiveError, match="'unifrom' is not known here"):
+        survey(source_of({"w": normal((80, 80))}), codecs=["unifrom"])
+
+
+def test_a_curve_is_near_what_coding_gives():
+    array = normal((64, 256))
+    bits = array.reshape(-1).view(np.uint32)
+    curve = measure_curve(bits, F32, array.shape, ["uniform"], lossless=60000)
+    for step in (0.9, 0.21, 0.03):
+        real = measure("uniform", {"step": step}, bits, F32, array.shape)
+        i = int(np.argmin(np.abs(curve.log_steps - np.log2(step))))
+        nearest = measure("uniform", {"step": 2.0 ** curve.log_steps[i]}, bits, F32, array.shape)
+        assert curve.sizes[i] == pytest.approx(nearest.size, rel=0.03)
+        assert curve.errors[i] == pytest.approx(nearest.error, rel=0.05)
+        assert real.error == pytest.approx(nearest.error, rel=0.2)
+
+
+def test_errors_are_those_of_a_layers_outputs_where_its_inputs_are_known():
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(500, 64)) * np.exp(rng.normal(size=64))
+    second = inputs.T @ inputs / len(inputs)
+    weight = normal((80, 64))
+    bits = weight.reshape(-1).view(np.uint32)
+    point = measure("uniform", {"step": 0.3}, bits, F32, weight.shape, second)
+    payload = get_codec("uniform").encode(bits, F32, weight.shape, {"step": 0.3})
+    back = get_codec("uniform").decode(memoryview(payload), F32, weight.shape, {}).view(np.float32)
+    wrong = inputs @ (back.reshape(80, 64).astype(np.float64) - weight).T
+    expected = (wrong**2).sum() / len(inputs) / (np.trace(second) / 64)
+    assert point.error == pytest.approx(expected, rel=1e-6)
+
+
+def test_twins_are_tensors_of_the_same_bytes():
+    one = normal((40, 40))
+    arrays = {
+        "a": one,
+        "b": one.copy(),
+        "c": one.T.copy(),
+        "tiny": one[:2, :2].copy(),
+        "tiny2": one[:2, :2].copy(),
+    }
+    assert find_twins(source_of(arrays)) == {"b": "a"}
