@@ -63,7 +63,7 @@ def as_matrix(weight: np.ndarray, axes: Iterable[int]) -> np.ndarray:
     axes = tuple(axes)
     others = [a for a in range(weight.ndim) if a not in axes]
     features = math.prod(weight.shape[a] for a in axes)
-    return weight.transpose(*others, *axes).reshape(-1 if features else 0, features)
+    return weight.transpose(*others, *axes).reshape(math.prod(weight.shape[a] for a in others), features)
 
 
 def from_matrix(matrix: np.ndarray, shape: tuple[int, ...], axes: Iterable[int]) -> np.ndarray:

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from capibara.compress.codecs import fixed, lossless, uniform
+from capibara.compress.codecs import exponent, fixed, lossless, low_rank, sparse, uniform
 from capibara.compress.errors import ArchiveError
 from capibara.compress.formats import NumberFormat
 
-__all__ = ["CODECS", "Codec", "get_codec"]
+__all__ = ["CALIBRATION", "CODECS", "Codec", "get_codec", "settings_of_rows", "stored_settings"]
 
 
 class Codec(Protocol):
@@ -41,10 +41,37 @@ class Codec(Protocol):
 CODECS: dict[str, Codec] = {
     "lossless": lossless.LOSSLESS,
     "uniform": uniform.UNIFORM,
+    "exponent": exponent.EXPONENT,
     "int8": fixed.INT8,
     "int4": fixed.INT4,
     "nf4": fixed.NF4_CODEC,
+    "low_rank": low_rank.LOW_RANK,
+    "sparse": sparse.SPARSE,
 }
+
+# Settings that say something of a layer's inputs: for the encoder alone, and too large for an index.
+CALIBRATION = ("hessian", "input_axes")
+
+
+def stored_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What an archive keeps of a codec's settings: all but :data:`CALIBRATION`."""
+    return {name: value for name, value in settings.items() if name not in CALIBRATION}
+
+
+def settings_of_rows(
+    settings: Mapping[str, Any], shape: tuple[int, ...], start: int, stop: int
+) -> Mapping[str, Any]:
+    """The settings for some rows of a tensor along its first axis.
+
+    Where a layer's inputs run along that axis, only the block of ``hessian`` that belongs to these rows remains: what
+    they have to do with inputs of other rows is left out.
+    """
+    axes, second = settings.get("input_axes"), settings.get("hessian")
+    if second is None or not shape or stop - start == shape[0] or 0 not in (axes or ()):
+        return settings
+    inner = max(len(second) // shape[0], 1)
+    block = slice(start * inner, stop * inner)
+    return {**settings, "hessian": second[block, block]}
 
 
 def get_codec(name: str) -> Codec:

@@ -1,0 +1,102 @@
+"""A tensor as the matrix [out, features] that a layer multiplies its inputs with, and what is known of those inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.calibration.activations import as_matrix
+from capibara.compress.errors import CompressError, DamagedError
+from capibara.compress.formats import NumberFormat, to_float
+
+__all__ = ["check_axes", "finite_matrix", "get_axes", "get_hessian", "get_number"]
+
+
+def get_axes(settings: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """``input_axes``: those of the tensor along which a layer's inputs run.
+
+    By default the last of a matrix, and all but the first of what has more axes, as torch keeps its weights.
+    """
+    given = settings.get("input_axes")
+    if given is None:
+        return tuple(range(1, len(shape))) if len(shape) != 1 else (0,)
+    if (
+        not isinstance(given, list | tuple)
+        or not all(type(a) is int and 0 <= a < len(shape) for a in given)
+        or list(given) != sorted(set(given))
+    ):
+        raise CompressError(
+            f"input_axes: got {given!r} for the shape {shape}, expected some of its axes in order, such as [1]"
+        )
+    return tuple(given)
+
+
+def check_axes(given: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The same of what a file says."""
+    try:
+        return get_axes({"input_axes": given}, shape)
+    except CompressError:
+        raise DamagedError(f"a tensor's input axes are {given!r:.40}: the file is damaged") from None
+
+
+def get_number(settings: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+    """A setting that is a number between two others, or ``None`` where it is missing."""
+    value = settings.get(name)
+    if value is None:
+        return None
+    if (
+        not isinstance(value, float | int | np.floating | np.integer)
+        or isinstance(value, bool)
+        or not low <= value <= high
+    ):
+        raise CompressError(f"{name}: got {value!r}, expected a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def get_hessian(settings: Mapping[str, Any], features: int) -> np.ndarray | None:
+    """``hessian``: E[x xᵀ] of the inputs, scaled to a mean diagonal of 1 and damped by ``damping`` (0.01) of that.
+
+    Damping makes it positive definite, and stands for inputs that the calibration has not seen.
+    """
+    given = settings.get("hessian")
+    damping = get_number(settings, "damping", 0.0, 1e3)
+    if given is None:
+        if damping is not None:
+            raise CompressError("damping: got one without a hessian. Remedy: calibrate, or leave it out.")
+        return None
+    second = np.array(given, np.float64)
+    if second.shape != (features, features):
+        raise CompressError(
+            f"hessian: got the shape {second.shape}, expected {(features, features)} for the matrix's input_axes"
+        )
+    mean = float(second.diagonal().mean()) if features else 1.0
+    if not np.isfinite(second).all() or (second.diagonal() < 0).any() or not mean > 0:
+        raise CompressError("hessian: got one that is no second moment of inputs (not finite, or all zero)")
+    if not np.allclose(second, second.T, rtol=1e-6, atol=1e-9 * mean):
+        raise CompressError("hessian: got one that is not symmetric, expected E[x xᵀ]")
+    second /= mean
+    second[np.diag_indices(features)] += 0.01 if damping is None else max(damping, 1e-9)
+    return second
+
+
+def finite_matrix(
+    bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], axes: tuple[int, ...]
+) -> np.ndarray:
+    """The numbers as float64 [out, features].
+
+    Raises:
+      CompressError: integers, or numbers that are not finite.
+    """
+    values = to_float(bits, form).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise CompressError("values: NaN or infinite. Remedy: codec='lossless' for this tensor.")
+    return as_matrix(values.reshape(shape), axes)
+
+
+def sides(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:
+    """How many outputs and features the matrix has."""
+    features = math.prod(shape[a] for a in axes)
+    return math.prod(shape[a] for a in range(len(shape)) if a not in axes), features

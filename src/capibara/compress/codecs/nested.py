@@ -1,0 +1,136 @@
+"""Payloads made of other codecs' payloads: a matrix as its factors, a sparse one as its bitmap and values.
+
+Such a payload is::
+
+    length of the head u32 · head: UTF-8 JSON · parts, one after another
+
+The head has what the outer codec must know, and under ``parts`` for each part its ``codec``, ``dtype``, ``shape``,
+``settings`` and ``size`` in bytes. A part is never nested again, so that nothing in a file makes a reader recurse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.errors import CompressError, DamagedError
+from capibara.compress.formats import NumberFormat, from_float, get_format, to_float
+
+__all__ = ["Part", "join", "part_of", "split"]
+
+NESTED = ("low_rank", "sparse")  # codecs with parts, which no part may have
+_MOST_HEAD = 1 << 16
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A coded array inside a payload."""
+
+    codec: str
+    form: NumberFormat
+    shape: tuple[int, ...]
+    settings: dict[str, Any]
+    payload: bytes | memoryview
+
+    def bits(self) -> np.ndarray:
+        """The numbers as unsigned integers [count].
+
+        Raises:
+          DamagedError: the payload is not what its codec writes.
+        """
+        from capibara.compress.codecs.protocol import get_codec
+
+        return get_codec(self.codec).decode(memoryview(self.payload), self.form, self.shape, self.settings)
+
+    def values(self) -> np.ndarray:
+        """The numbers as float64, in their shape."""
+        return to_float(self.bits(), self.form).astype(np.float64).reshape(self.shape)
+
+
+def part_of(
+    values: np.ndarray, form: NumberFormat, codec: str, settings: Mapping[str, Any], *, bits: bool = False
+) -> Part:
+    """Code an array.
+
+    Args:
+      values: numbers, which are rounded to ``form``; with ``bits`` unsigned integers that are taken as they are.
+      form: of the numbers.
+      codec: which.
+      settings: of the codec.
+    """
+    from capibara.compress.codecs.protocol import CODECS, get_codec, stored_settings
+
+    if not isinstance(codec, str) or codec not in CODECS or codec in NESTED:
+        known = ", ".join(c for c in CODECS if c not in NESTED)
+        raise CompressError(f"codec of a part: got {codec!r}, expected one of {known}")
+    coded = values if bits else from_float(values, form)
+    payload = get_codec(codec).encode(coded.reshape(-1), form, values.shape, settings)
+    return Part(codec, form, tuple(values.shape), stored_settings(settings), payload)
+
+
+def join(head: Mapping[str, Any], parts: Sequence[Part]) -> bytes:
+    """The payload."""
+    described = [
+        {
+            "codec": p.codec,
+            "dtype": p.form.name,
+            "shape": p.shape,
+            "settings": p.settings,
+            "size": len(p.payload),
+        }
+        for p in parts
+    ]
+    for one in described:
+        if not one["settings"]:
+            del one["settings"]
+    text = json.dumps({**head, "parts": described}, allow_nan=False, separators=(",", ":")).encode()
+    if len(text) > _MOST_HEAD:
+        raise CompressError(f"settings: they take {len(text)} bytes as text, expected at most {_MOST_HEAD}")
+    return b"".join([_LENGTH.pack(len(text)), text, *(p.payload for p in parts)])
+
+
+def split(payload: memoryview, count: int, most: int) -> tuple[dict[str, Any], list[Part]]:
+    """The head, without ``parts``, and the parts.
+
+    Args:
+      payload: as :func:`join` wrote it.
+      count: how many parts there are to be.
+      most: numbers that all parts together may have.
+
+    Raises:
+      DamagedError: it is not that.
+    """
+    if len(payload) < _LENGTH.size:
+        raise DamagedError("a tensor's payload ends too early: the file is damaged")
+    (length,) = _LENGTH.unpack(payload[: _LENGTH.size])
+    if length > min(_MOST_HEAD, len(payload) - _LENGTH.size):
+        raise DamagedError(f"a payload's head has {length} bytes: the file is damaged")
+    try:
+        head = json.loads(bytes(payload[_LENGTH.size : _LENGTH.size + length]))
+        described = head.pop("parts")
+        parts, at = [], _LENGTH.size + length
+        for one in described:
+            codec, form, settings = one["codec"], get_format(one["dtype"]), one.get("settings", {})
+            shape, size = one["shape"], one["size"]
+            if not all(type(n) is int and n >= 0 for n in (*shape, size)) or not isinstance(settings, dict):
+                raise DamagedError("a part's sizes are none: the file is damaged")
+            if codec in NESTED or len(shape) > 32:
+                raise DamagedError("a part is nested: the file is damaged")
+            if size > len(payload) - at:
+                raise DamagedError("a part ends after its payload: the file is damaged")
+            parts.append(Part(codec, form, tuple(shape), settings, payload[at : at + size]))
+            at += size
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(f"a payload's head cannot be read ({error}): the file is damaged") from None
+    if len(parts) != count or at != len(payload) or sum(math.prod(p.shape) for p in parts) > most:
+        raise DamagedError("a payload's parts do not fit: the file is damaged")
+    return head, parts
