@@ -77,7 +77,9 @@ class SystemIntegrationCoordinator:
         self.jax_problem = problem
         if problem is None:
             self._initialize_jax_components()
-            engine: Any = self._components["jax_tropical_engine"]
+            engine: Any = self._components[
+                "jax_tropical_bridge"
+            ]  # takes tensors of PyTorch's, as the host's does
         else:
             engine = HostTropicalEngine(fallback_engine())
             if config.enable_jax:

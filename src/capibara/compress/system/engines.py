@@ -66,7 +66,7 @@ def warn_fallback(subject: str, text: str) -> bool:
             return False
         _warned.add(subject)
     # Where the user's code called.
-    here, level, frame = os.path.dirname(__file__), 1, sys._getframe(0)
+    here, level, frame = os.path.dirname(os.path.dirname(__file__)), 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, FallbackWarning, stacklevel=level)

@@ -144,17 +144,22 @@ class JaxTropicalBridge:
         """A function of JAX arrays, with tensors of PyTorch's in and out."""
         return self.to_torch(function(*map(self.to_jax, tensors), **static))
 
+    def _any(self, function: Callable[..., Any], *tensors: Any, **static: Hashable) -> Any:
+        if any(map(is_torch, tensors)):
+            return self.call(function, *tensors, **static)
+        return function(*tensors, **static)
+
     def matmul(self, a: Any, b: Any, *, semiring: str = "max_plus") -> Any:
-        """:meth:`JaxTropicalEngine.matmul` of PyTorch's tensors."""
-        return self.call(self.engine.matmul, a, b, semiring=semiring)
+        """:meth:`JaxTropicalEngine.matmul`; PyTorch's tensors come back as such."""
+        return self._any(self.engine.matmul, a, b, semiring=semiring)
 
     def closure(self, weights: Any, *, semiring: str = "max_plus") -> Any:
-        """:meth:`JaxTropicalEngine.closure` of a tensor of PyTorch's."""
-        return self.call(self.engine.closure, weights, semiring=semiring)
+        """:meth:`JaxTropicalEngine.closure`; a tensor of PyTorch's comes back as such."""
+        return self._any(self.engine.closure, weights, semiring=semiring)
 
     def polyval(self, coefficients: Any, x: Any, *, semiring: str = "max_plus") -> Any:
-        """:meth:`JaxTropicalEngine.polyval` of PyTorch's tensors."""
-        return self.call(self.engine.polyval, coefficients, x, semiring=semiring)
+        """:meth:`JaxTropicalEngine.polyval`; PyTorch's tensors come back as such."""
+        return self._any(self.engine.polyval, coefficients, x, semiring=semiring)
 
     def describe(self) -> dict[str, Any]:
         """Plain values for a status."""

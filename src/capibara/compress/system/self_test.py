@@ -90,9 +90,9 @@ def check_model_compression_api() -> str:
     if engine_problem("torch") is None:
         import torch
 
-        model: Any = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 32))
+        model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
         compressed = ModelCompressionAPI(profile).compress(model)
-        inputs = torch.randn(16, 128)
+        inputs = torch.randn(16, 64)
         with torch.no_grad():
             before, after = model(inputs), compressed(inputs)
         error = float((after - before).norm() / before.norm())

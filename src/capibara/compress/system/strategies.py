@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.allocation import allocate, survey
-from capibara.compress.codecs import lossless
 from capibara.compress.codecs.engine import use_engine
+from capibara.compress.codecs.executors import best_executor
 from capibara.compress.codecs.protocol import CODECS, get_codec
 from capibara.compress.container.index import Entry
 from capibara.compress.errors import CompressError
@@ -113,7 +113,7 @@ class CompressionStrategy:
             entry, payloads = pack(Entry(name, bits.form, bits.shape, codec, settings), parts)
             seconds = time.perf_counter() - begin
             made = CompressedTensor(
-                entry, payloads, bits.kind, bits.device, lossless.best_executor().name, reason, None, seconds
+                entry, payloads, bits.kind, bits.device, best_executor().name, reason, None, seconds
             )
             error = 0.0 if codec == "lossless" else None
             if verify:
