@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from capibara.compress.container.index import Chunk, Entry
 from capibara.compress.container.reader import Archive
-from capibara.compress.container.writer import ArchiveWriter
+from capibara.compress.container.writer import ArchiveWriter, Tensor
 
-__all__ = ["Archive", "ArchiveWriter", "Chunk", "Entry"]
+__all__ = ["Archive", "ArchiveWriter", "Chunk", "Entry", "Tensor"]

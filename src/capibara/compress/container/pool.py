@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 __all__ = ["WORKERS", "ahead", "submit"]
@@ -32,31 +32,55 @@ def submit(work: Callable[[Given], Made], item: Given) -> Future[Made]:
     return _pool().submit(contextvars.copy_context().run, work, item)
 
 
-def ahead(work: Callable[[Given], Made], items: Iterable[Given], most: int = WORKERS) -> Iterator[Made]:
+def ahead(
+    work: Callable[[Given], Made],
+    items: Iterable[Given],
+    small: Callable[[Given], bool] | None = None,
+    most: int = WORKERS,
+) -> Iterator[Made]:
     """Results in order, ``most`` of them at work at a time: so many are in memory, besides the one in hand.
 
     What ``items`` raises comes after the results of the items before.
+
+    Args:
+      work: done on the threads of the pool.
+      items: taken one by one.
+      small: says of an item that handing it to a thread would take longer than doing it; done when it is its turn.
+      most: how many at a time.
     """
-    waiting: deque[Future[Made]] = deque()
+    waiting: deque[Callable[[], Made]] = deque()
+    futures: deque[Future[Made]] = deque()
     error: Exception | None = None
     source = iter(items)
     try:
         while True:
             try:
-                waiting.append(submit(work, next(source)))
+                item = next(source)
             except StopIteration:
                 break
             except Exception as raised:
                 error = raised
                 break
-            if len(waiting) > most:
-                yield waiting.popleft().result()
+            if small is not None and small(item):
+                waiting.append(partial(work, item))
+            else:
+                futures.append(submit(work, item))
+                waiting.append(futures[-1].result)
+            while len(futures) > most or len(waiting) > 32 * most:
+                yield _first(waiting, futures)
         while waiting:
-            yield waiting.popleft().result()
+            yield _first(waiting, futures)
     finally:
         # After an error or an early end: nothing goes on behind the caller's back.
-        for future in waiting:
+        for future in futures:
             if not future.cancel():
                 future.exception()
     if error is not None:
         raise error
+
+
+def _first(waiting: deque[Callable[[], Made]], futures: deque[Future[Made]]) -> Made:
+    result = waiting.popleft()
+    if futures and result == futures[0].result:
+        futures.popleft()
+    return result()

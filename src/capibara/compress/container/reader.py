@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from capibara.compress.codecs.protocol import get_codec
+from capibara.compress.container.checksum import crc32
 from capibara.compress.container.index import FOOTER, HEADER, Chunk, Entry, parse, parse_footer
 from capibara.compress.container.pool import ahead
 from capibara.compress.errors import ArchiveError, DamagedError
@@ -130,7 +131,10 @@ class Archive:
             # Larger ones are read in their turn, with all threads at work on their chunks.
             return name, self.read(name) if len(source.chunks) == 1 else None
 
-        for name, bits in ahead(small, self.entries if names is None else names):
+        def tiny(name: str) -> bool:
+            return name in self.entries and self[name].original_bytes < 1 << 14
+
+        for name, bits in ahead(small, self.entries if names is None else names, tiny):
             yield name, self.read(name) if bits is None else bits
 
     def payloads(self, name: str) -> Iterator[tuple[tuple[int, ...], memoryview]]:
@@ -148,7 +152,7 @@ class Archive:
     def _payload(self, chunk: Chunk, entry: Entry) -> memoryview:
         # A copy: the traceback of an error would hold on to a view of the map, which then could not be closed.
         payload = memoryview(self._map[chunk.offset : chunk.offset + chunk.length])
-        if zlib.crc32(payload) != chunk.crc32:
+        if crc32(payload) != chunk.crc32:
             raise DamagedError(
                 f"{self.path}: {entry.name} does not have its checksum. Remedy: copy or write the file again."
             )

@@ -14,3 +14,14 @@ CAPIBARA_EXPORT int32_t capibara_codec_decode_tensor(const capibara::Form* form,
                                                      int64_t rows, int64_t length, int32_t threads, void* out) {
   return capibara::decode_tensor(*form, data, size, rows, length, threads, out);
 }
+// A CRC-32 as zlib's, of a size that is a multiple of 16 and at least 64. False where there is nothing quicker than zlib.
+CAPIBARA_EXPORT int32_t capibara_crc32(uint32_t crc, const uint8_t* data, int64_t size, uint32_t* out) {
+  const auto kernel = capibara::isa().codec->crc32;
+  if (kernel == nullptr) return 0;
+#if defined(__x86_64__)
+  static const bool here = (__builtin_cpu_init(), __builtin_cpu_supports("pclmul"));
+  if (!here) return 0;
+#endif
+  *out = ~kernel(~crc, data, size);
+  return 1;
+}

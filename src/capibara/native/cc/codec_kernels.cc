@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -88,6 +88,51 @@ static inline void pack_low(const uint8_t* low, int64_t begin, int64_t count, in
   }
 }
 
+#if defined(__SSE2__)
+// 32 numbers at a time of a plane of `size` bits; returns how many were done. `add` keeps what is there.
+template <int size, bool add>
+static inline int64_t unpack_many(uint8_t* low, int64_t count, int left, const uint8_t* p) {
+  const __m128i mask = _mm_set1_epi8((1 << size) - 1), shift = _mm_cvtsi32_si128(left);
+  int64_t i = 0;
+  const auto put = [&](int64_t at, __m128i x) {
+    __m128i* to = reinterpret_cast<__m128i*>(low + at);
+    x = _mm_sll_epi16(x, shift);  // a field stays within its byte
+    _mm_storeu_si128(to, add ? _mm_or_si128(x, _mm_loadu_si128(to)) : x);
+  };
+  for (; i + 128 / size <= count; i += 128 / size, p += 16) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i halves[2] = {size == 4 ? x : _mm_and_si128(x, _mm_set1_epi8(15)),
+                               _mm_and_si128(_mm_srli_epi16(x, 4), _mm_set1_epi8(15))};
+    const __m128i four[2] = {_mm_unpacklo_epi8(halves[0], halves[1]), _mm_unpackhi_epi8(halves[0], halves[1])};
+    for (int h = 0; h < 2; ++h) {
+      if (size == 4) {
+        put(i + 16 * h, _mm_and_si128(four[h], mask));
+        continue;
+      }
+      // Each byte holds four bits: pairs of fields, and for single bits those pairs cut again.
+      const __m128i a = _mm_and_si128(four[h], _mm_set1_epi8(3));
+      const __m128i b = _mm_and_si128(_mm_srli_epi16(four[h], 2), _mm_set1_epi8(3));
+      const __m128i two[2] = {_mm_unpacklo_epi8(a, b), _mm_unpackhi_epi8(a, b)};
+      for (int q = 0; q < 2; ++q) {
+        if (size == 2) {
+          put(i + 32 * h + 16 * q, two[q]);
+          continue;
+        }
+        const __m128i c = _mm_and_si128(two[q], mask), d = _mm_and_si128(_mm_srli_epi16(two[q], 1), mask);
+        put(i + 64 * h + 32 * q, _mm_unpacklo_epi8(c, d));
+        put(i + 64 * h + 32 * q + 16, _mm_unpackhi_epi8(c, d));
+      }
+    }
+  }
+  return i;
+}
+#else
+template <int size, bool add>
+static inline int64_t unpack_many(uint8_t*, int64_t, int, const uint8_t*) {
+  return 0;
+}
+#endif
+
 static inline void unpack_low(uint8_t* low, int64_t begin, int64_t count, int width, int64_t total,
                               const uint8_t* planes) {
   int left = width;
@@ -97,6 +142,10 @@ static inline void unpack_low(uint8_t* low, int64_t begin, int64_t count, int wi
     left -= size;
     const uint8_t* p = planes + begin * size / 8;
     int64_t i = 0;
+    if (size == 4) i = unpack_many<4, false>(low, count, left, p);  // it is the first if it is there
+    if (size == 2) i = first ? unpack_many<2, false>(low, count, left, p) : unpack_many<2, true>(low, count, left, p);
+    if (size == 1) i = first ? unpack_many<1, false>(low, count, left, p) : unpack_many<1, true>(low, count, left, p);
+    p += i * size / 8;
 #define CAPIBARA_UNPACK(load, spread)                                                              \
   if (first)                                                                                       \
     for (; i + 8 <= count; i += 8, p += size)                                                      \
@@ -321,27 +370,28 @@ struct Numbers {
     pack_low(low, begin, count, left, total, planes);
   }
 
-  static void unpack(T* rest, int64_t begin, int64_t count, int width, int64_t total, const uint8_t* planes) {
+  // What is packed in less than a byte goes to `low` (if it is anything), the whole bytes above it to `rest`.
+  static void unpack(T* rest, uint8_t* low, int64_t begin, int64_t count, int width, int64_t total,
+                     const uint8_t* planes) {
     int left = width;
-    for (int64_t i = 0; i < count; ++i) rest[i] = 0;
+    bool first = true;
     for (int size = 32; size >= 8; size /= 2)
       while (left >= size) {
         left -= size;
         const uint8_t* p = planes + begin * (size / 8);
+        const auto put = [&](int64_t i, T v) { rest[i] = T(first ? v : T(rest[i] | v)); };
         if (size == 8)
-          for (int64_t i = 0; i < count; ++i) rest[i] = T(rest[i] | T(T(p[i]) << left));
+          for (int64_t i = 0; i < count; ++i) put(i, T(T(p[i]) << left));
         if (size == 16)
           for (int64_t i = 0; i < count; ++i)
-            rest[i] = T(rest[i] | T(uint64_t(reinterpret_cast<const Loose16*>(p)[i].v) << left));
+            put(i, T(uint64_t(reinterpret_cast<const Loose16*>(p)[i].v) << left));
         if (size == 32)
           for (int64_t i = 0; i < count; ++i)
-            rest[i] = T(rest[i] | T(uint64_t(reinterpret_cast<const Loose32*>(p)[i].v) << left));
+            put(i, T(uint64_t(reinterpret_cast<const Loose32*>(p)[i].v) << left));
         planes += total * (size / 8);
+        first = false;
       }
-    if (left == 0) return;
-    uint8_t low[kStrip];
-    unpack_low(low, begin, count, left, total, planes);
-    for (int64_t i = 0; i < count; ++i) rest[i] = T(rest[i] | low[i]);
+    if (left) unpack_low(low, begin, count, left, total, planes);
   }
 
   static int64_t split(const Cut& cut, const int64_t* chosen, int64_t begin, int64_t size, int64_t total,
@@ -421,14 +471,35 @@ struct Numbers {
     }
   }
 
+  // Puts numbers together from what is above the rest, and the rest: its whole bytes, if there are any, and the others.
+  template <bool bytes, bool others>
+  static void place(const Cut& cut, T* __restrict to, const T* __restrict above, const T* __restrict rest,
+                    const uint8_t* __restrict low, int64_t run) {
+    const int top = int(sizeof(T)) * 8 - 1, drop = cut.drop, up = cut.shift - drop;
+    const T mask = T((T(1) << up) - 1), add = T(cut.base);
+    const auto field = [&](int64_t j) { return T((bytes ? rest[j] : T(0)) | (others ? T(low[j]) : T(0))); };
+    if (cut.sign) {
+      for (int64_t j = 0; j < run; ++j) {
+        const T r = field(j);
+        to[j] = T(above[j] | T(T(r & mask) << drop) | T(T(r >> up) << top));
+      }
+    } else if (cut.alternating) {
+      for (int64_t j = 0; j < run; ++j) {
+        const T v = T(above[j] | T(field(j) << drop));
+        to[j] = T(T(v >> 1) ^ T(T(~T(v & 1)) + 1));
+      }
+    } else {
+      for (int64_t j = 0; j < run; ++j) to[j] = T(T(above[j] | T(field(j) << drop)) + add);
+    }
+  }
+
   static capibara::Outcome restore(const Cut& cut, void* out, const capibara::Group& group) {
     T* x = static_cast<T*>(out);
-    const int top = int(sizeof(T)) * 8 - 1, up = cut.shift - cut.drop;
-    const T low = T((T(1) << up) - 1), add = T(cut.base);
+    const int width = cut.shift - cut.drop + cut.sign;
     const int64_t total = group.rows * cut.length;
     const Gaps gaps(cut, group);
     T rest[kStrip], numbers[kStrip];
-    uint8_t code[kStrip];
+    uint8_t code[kStrip], low[kStrip];
     Lanes lanes;
     int64_t found = 0, row = 0, within = 0;
     const capibara::Block* block = group.blocks;
@@ -437,7 +508,7 @@ struct Numbers {
       if (begin % kBlock == 0) lanes.open(*block++);
       if (!lanes.decode(group.table, code, size)) return capibara::kUneven;
       if ((begin + size == total || (begin + size) % kBlock == 0) && !lanes.even()) return capibara::kUneven;
-      unpack(rest, begin, size, up + cut.sign, total, group.planes);
+      unpack(rest, low, begin, size, width, total, group.planes);
       switch (gaps.count) {
         case 0: above<0>(gaps, cut.shift, code, numbers, size); break;
         case 1: above<1>(gaps, cut.shift, code, numbers, size); break;
@@ -455,16 +526,14 @@ struct Numbers {
       for (int64_t i = 0; i < size;) {
         T* to = x + group.chosen[row] * cut.length + within;
         const int64_t run = cut.length - within < size - i ? cut.length - within : size - i;
-        const T *n = numbers + i, *r = rest + i;
-        if (cut.sign)
-          for (int64_t j = 0; j < run; ++j) to[j] = T(n[j] | T(T(r[j] & low) << cut.drop) | T(T(r[j] >> up) << top));
-        else if (cut.alternating)
-          for (int64_t j = 0; j < run; ++j) {
-            const T v = T(n[j] | T(r[j] << cut.drop));
-            to[j] = T(T(v >> 1) ^ T(T(~T(v & 1)) + 1));
-          }
+        if (width == 0)
+          place<false, false>(cut, to, numbers + i, rest + i, low + i, run);
+        else if (width < 8)
+          place<false, true>(cut, to, numbers + i, rest + i, low + i, run);
+        else if (width % 8)
+          place<true, true>(cut, to, numbers + i, rest + i, low + i, run);
         else
-          for (int64_t j = 0; j < run; ++j) to[j] = T(T(n[j] | T(r[j] << cut.drop)) + add);
+          place<true, false>(cut, to, numbers + i, rest + i, low + i, run);
         i += run;
         within += run;
         if (within == cut.length) {
@@ -499,7 +568,41 @@ static capibara::Outcome restore(const Cut& cut, void* out, const capibara::Grou
   CAPIBARA_BY_WIDTH(restore(cut, out, group))
 }
 
+// ---- checksums ---------------------------------------------------------------------------------------------------
+
+#if defined(__AVX2__)
+// By products without carries: V. Gopal et al., "Fast CRC computation for generic polynomials using PCLMULQDQ", 2009.
+__attribute__((target("pclmul"))) static uint32_t crc32(uint32_t crc, const uint8_t* data, int64_t size) {
+  const auto next = [&] {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
+    data += 16;
+    size -= 16;
+    return x;
+  };
+  // Powers of x modulo the polynomial, bits in reverse, for steps of 64 and of 16 bytes.
+  const __m128i far = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4), near = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
+  __m128i x[4] = {next(), next(), next(), next()};
+  x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128(int(crc)));
+#define CAPIBARA_FOLD(a, k) _mm_xor_si128(_mm_clmulepi64_si128(a, k, 0x00), _mm_clmulepi64_si128(a, k, 0x11))
+  while (size >= 64)
+    for (int i = 0; i < 4; ++i) x[i] = _mm_xor_si128(CAPIBARA_FOLD(x[i], far), next());
+  __m128i y = x[0];
+  for (int i = 1; i < 4; ++i) y = _mm_xor_si128(CAPIBARA_FOLD(y, near), x[i]);
+  while (size >= 16) y = _mm_xor_si128(CAPIBARA_FOLD(y, near), next());
+#undef CAPIBARA_FOLD
+  const __m128i half = _mm_set_epi32(0, -1, 0, -1), polynomial = _mm_set_epi64x(0x01f7011641, 0x01db710641);
+  y = _mm_xor_si128(_mm_srli_si128(y, 8), _mm_clmulepi64_si128(y, near, 0x10));
+  y = _mm_xor_si128(_mm_srli_si128(y, 4),
+                    _mm_clmulepi64_si128(_mm_and_si128(y, half), _mm_set_epi64x(0, 0x0163cd6124), 0x00));
+  __m128i z = _mm_clmulepi64_si128(_mm_and_si128(y, half), polynomial, 0x10);
+  z = _mm_clmulepi64_si128(_mm_and_si128(z, half), polynomial, 0x00);
+  return uint32_t(_mm_extract_epi32(_mm_xor_si128(y, z), 1));
+}
+#else
+constexpr uint32_t (*crc32)(uint32_t, const uint8_t*, int64_t) = nullptr;
+#endif
+
 extern const capibara::CodecKernels kCodec;
-const capibara::CodecKernels kCodec = {measure, histogram, split, encode, restore, nullptr};
+const capibara::CodecKernels kCodec = {measure, histogram, split, encode, restore, crc32};
 
 }  // namespace CAPIBARA_ISA

@@ -1,0 +1,35 @@
+"""ZipNN, run by an interpreter that has it: ``python _zipnn.py FILE TYPE THREADS`` codes the bytes of a file.
+
+It reads a letter a line, ``c`` (code) or ``d`` (decode), does that, and answers with the seconds it took and the bytes
+that came out. :mod:`benchmarks.compression` starts it where ``CAPIBARA_ZIPNN_PYTHON`` names such an interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    path, kind, threads = sys.argv[1:]
+    zipnn = importlib.import_module("zipnn")
+    data = Path(path).read_bytes()
+    # It works in place: what it is given is taken anew each time.
+    coder = zipnn.ZipNN(input_format="byte", bytearray_dtype=kind, threads=int(threads))
+    coded = b""
+    for line in sys.stdin:
+        given = bytearray(data if line[0] == "c" else coded)
+        start = time.perf_counter()
+        made = coder.compress(given) if line[0] == "c" else coder.decompress(given)
+        seconds = time.perf_counter() - start
+        if line[0] == "c":
+            coded = bytes(made)
+        elif bytes(made) != data:
+            raise SystemExit("what came back is not what was given")
+        print(seconds, len(made), flush=True)
+
+
+if __name__ == "__main__":
+    main()
