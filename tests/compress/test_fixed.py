@@ -154,6 +154,7 @@ def test_every_executor_gives_the_same_bytes(codec: Fixed, chosen: dict[str, Any
     if "levels" in chosen and codec is not NF4_CODEC:
         chosen = {}
     pytest.importorskip("torch")
+    pytest.importorskip("jax")
     x = normal(40, 72) * np.exp(normal(40, 1, seed=1) * 3)
     expected = encode(codec, x, **chosen)
     for executor in ("torch", "jax"):
