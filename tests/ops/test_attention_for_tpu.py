@@ -12,7 +12,11 @@ from tpu_compiler import environment, needs_libtpu
 
 pytestmark = needs_libtpu
 
-KINDS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+KINDS = (
+    "v4:2x2x1",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("v5e:2x2", "v5p:2x2x1")),
+    "v6e:2x2",
+)
 
 SCRIPT = r"""
 import json, re, sys
@@ -148,7 +152,7 @@ def test_each_kernel_holds_nothing_beside_its_operands_and_results(found, kernel
     # A row vector [1, n] of numbers is padded to tiles of 8 rows.
     assert row["arguments"] in range(3 * operand, 4 * operand + 2 * 8 * numbers + 1)
     results = 2 * operand if kernel == "key_value_gradients" else operand + 8 * numbers
-    assert row["results"] <= results
+    assert row["results"] <= results + 4096  # the table of a tuple
     assert row["temp"] <= 1 << 20
 
 

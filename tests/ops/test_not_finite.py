@@ -20,18 +20,18 @@ from capibara.ops.tropical import matmul
 RANDOM = np.random.default_rng(0)
 
 
-def normal(*shape: int) -> np.ndarray:
+def normal(*shape: int) -> Any:
     return RANDOM.normal(size=shape).astype(np.float32)
 
 
-def put(x: np.ndarray, *entries: tuple[tuple[int, ...], float]) -> np.ndarray:
+def put(x: Any, *entries: tuple[tuple[int, ...], float]) -> Any:
     x = x.copy()
     for at, value in entries:
         x[at] = value
     return x
 
 
-def same(got: Any, want: np.ndarray, name: str) -> None:
+def same(got: Any, want: Any, name: str) -> None:
     """The same NaN and infinities, and the same numbers elsewhere."""
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2e-4, atol=2e-4, err_msg=name)
 
@@ -110,7 +110,7 @@ def _steps(a: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def test_recurrences_carry_it_on_in_its_channel():
-    a = np.abs(normal(9, 4)) / 4 + 0.1
+    a: Any = np.abs(normal(9, 4)) / 4 + 0.1
     x = put(normal(9, 4), ((3, 1), np.nan), ((5, 2), np.inf), ((0, 3), -np.inf))
     want = _steps(a, x)
     for name, got in every(
@@ -127,7 +127,7 @@ def test_recurrences_carry_it_on_in_its_channel():
     )
     for name, got in found.items():
         same(got[1], want, name)
-    matrix = np.array([[0.5, 0.1], [0.2, 0.3]], np.float32)
+    matrix: Any = np.array([[0.5, 0.1], [0.2, 0.3]], np.float32)
     vectors = put(normal(6, 2), ((2, 0), np.nan))
     found = every(
         "matrix_linear_recurrence",
@@ -195,6 +195,7 @@ def test_tropical_products_lose_rows_and_columns_with_nan():
     b = put(normal(5, 3), ((4, 1), np.nan), ((0, 0), -np.inf))
     terms = a[:, :, None].astype(np.float64) + b
     terms = np.where((a[:, :, None] == -np.inf) | (b == -np.inf), -np.inf, terms)
-    want = np.where(np.isnan(a).any(1)[:, None] | np.isnan(b).any(0), np.nan, terms.max(1))
+    lost: Any = np.isnan(a).any(1)
+    want = np.where(lost[:, None] | np.isnan(b).any(0), np.nan, terms.max(1))
     for name, got in every("tropical_matmul", lambda name: matmul(a, b, implementation=name)).items():
         same(got, want, name)

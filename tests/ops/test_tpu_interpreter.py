@@ -25,8 +25,8 @@ PARAMS = pltpu.InterpretParams(
 )
 BLOCKS: dict[str, Any] = {"use_causal_mask": True, "block_size": 128}
 SPECS = (
-    AttentionSpec("grouped, causal", 1, 2, 200, 8, 1, options=BLOCKS),
     AttentionSpec("segments, window", 1, 1, 200, 8, segments=True, options={**BLOCKS, "window": 90}),
+    pytest.param(AttentionSpec("grouped, causal", 1, 2, 200, 8, 1, options=BLOCKS), marks=pytest.mark.slow),
 )
 
 

@@ -99,6 +99,8 @@ def test_numpy_float64_in_attention(length: int) -> None:
     assert (out.shape, out.dtype) == ((1, 2, length, 4), jnp.float32)
     new, cache = normal(1, length, 2, 4), normal(1, 4, 2, 4)
     assert cached_attention(new, cache, cache, 0).dtype == jnp.float32
+    table: Any
+    lengths: Any
     table, lengths = np.zeros((1, 1), np.int32), np.full(1, 2, np.int32)
     assert paged_attention(new, cache, cache, table, lengths).dtype == jnp.float32
 

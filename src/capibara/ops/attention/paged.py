@@ -207,8 +207,12 @@ def _reading_forward(p: PagedProblem, *arrays: jax.Array) -> tuple[jax.Array, An
 def _reading_backward(p: PagedProblem, arrays: Any, grad: jax.Array) -> tuple[Any, ...]:
     # A loop whose length is known at run time only has no gradient; that of all pages at once is the same.
     table, lengths = arrays[3:]
-    _, pull = jax.vjp(lambda *floats: _reference(p, *floats, table, lengths), *arrays[:3])
-    return *pull(grad), None, None
+
+    def whole(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return _reference(p, query, key, value, table, lengths)
+
+    grads: Any = jax.vjp(whole, *arrays[:3])[1](grad)
+    return *grads, None, None
 
 
 _reading.defvjp(_reading_forward, _reading_backward)

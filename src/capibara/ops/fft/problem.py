@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
@@ -161,7 +162,7 @@ def _check_arrays(signal: Any, wants_real: bool) -> tuple[tuple[Any, ...], str, 
 
 def whole(name: str, value: Any) -> tuple[int, ...]:
     """One whole number or several, as a tuple."""
-    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer):
         value = np.asarray(value).tolist()
     row = (value,) if isinstance(value, numbers.Integral) else value
     good = isinstance(row, Sequence) and not isinstance(row, str) and not isinstance(value, bool)

@@ -38,7 +38,7 @@ def _check(b: Any, a: Any, semiring: Any, axis: Any, reverse: Any) -> None:
             raise OpTypeError(f"{op}: {name} must be {wanted.__name__} for {semiring}, got {array.dtype}")
     if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
         raise OpTypeError(f"{op}: axis must be an int, got {axis!r}")
-    if not -len(b.shape) <= axis < len(b.shape):
+    if not -len(b.shape) <= int(axis) < len(b.shape):
         raise OpValueError(f"{op}: axis {axis} is not one of the {len(b.shape)} axes of b")
     if not isinstance(reverse, bool):
         raise OpTypeError(f"{op}: reverse must be True or False, got {reverse!r}")
