@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["WORKERS", "ahead", "submit"]
+__all__ = ["ROOM", "WORKERS", "ahead", "run_all", "submit"]
 
 WORKERS = os.cpu_count() or 1
+ROOM = 32 << 20  # bytes: deep enough that threads need not wait for the one that collects what they made
+_SMALL = 1 << 14  # bytes
+_MOST_WAITING = 512
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -33,25 +36,30 @@ def submit(work: Callable[[Given], Made], item: Given) -> Future[Made]:
 
 
 def ahead(
-    work: Callable[[Given], Made],
-    items: Iterable[Given],
-    small: Callable[[Given], bool] | None = None,
-    most: int = WORKERS,
+    work: Callable[[Given], Made], items: Iterable[Given], size: Callable[[Given], int], room: int = ROOM
 ) -> Iterator[Made]:
-    """Results in order, ``most`` of them at work at a time: so many are in memory, besides the one in hand.
+    """Results in order, several of them at work at a time.
 
     What ``items`` raises comes after the results of the items before.
 
     Args:
-      work: done on the threads of the pool.
+      work: done on the threads of the pool, or for small items (that is quicker) when it is their turn.
       items: taken one by one.
-      small: says of an item that handing it to a thread would take longer than doing it; done when it is its turn.
-      most: how many at a time.
+      size: about how many bytes an item takes while it is at work, and its result afterwards.
+      room: how many bytes that may be together; one more item than there are threads always may.
     """
     waiting: deque[Callable[[], Made]] = deque()
-    futures: deque[Future[Made]] = deque()
+    futures: deque[tuple[Future[Made], int]] = deque()
     error: Exception | None = None
-    source = iter(items)
+    source, held = iter(items), 0
+
+    def first() -> Made:
+        nonlocal held
+        result = waiting.popleft()
+        if futures and result == futures[0][0].result:
+            held -= futures.popleft()[1]
+        return result()
+
     try:
         while True:
             try:
@@ -61,26 +69,34 @@ def ahead(
             except Exception as raised:
                 error = raised
                 break
-            if small is not None and small(item):
+            if (bytes_ := size(item)) < _SMALL:
                 waiting.append(partial(work, item))
             else:
-                futures.append(submit(work, item))
-                waiting.append(futures[-1].result)
-            while len(futures) > most or len(waiting) > 32 * most:
-                yield _first(waiting, futures)
+                futures.append((submit(work, item), bytes_))
+                waiting.append(futures[-1][0].result)
+                held += bytes_
+            while (len(futures) > WORKERS and held > room) or len(waiting) > _MOST_WAITING:
+                yield first()
         while waiting:
-            yield _first(waiting, futures)
+            yield first()
     finally:
         # After an error or an early end: nothing goes on behind the caller's back.
-        for future in futures:
-            if not future.cancel():
-                future.exception()
+        _settle(future for future, _ in futures)
     if error is not None:
         raise error
 
 
-def _first(waiting: deque[Callable[[], Made]], futures: deque[Future[Made]]) -> Made:
-    result = waiting.popleft()
-    if futures and result == futures[0].result:
-        futures.popleft()
-    return result()
+def run_all(work: Callable[[Given], object], items: Iterable[Given]) -> None:
+    """``work`` of each, on the threads of the pool; raises the first of the errors when all are through."""
+    futures = [submit(work, item) for item in items]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        _settle(futures)
+
+
+def _settle(futures: Iterable[Future[Any]]) -> None:
+    for future in futures:
+        if not future.cancel():
+            future.exception()

@@ -16,7 +16,7 @@ import numpy as np
 from capibara.compress.codecs.protocol import get_codec
 from capibara.compress.container.checksum import crc32
 from capibara.compress.container.index import FOOTER, HEADER, Chunk, Entry, parse, parse_footer
-from capibara.compress.container.pool import ahead
+from capibara.compress.container.pool import ahead, run_all
 from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.errors import did_you_mean
 
@@ -110,8 +110,7 @@ class Archive:
         if len(wanted) == 1:
             return self._decode(wanted[0], None, last - first).reshape(shape)
         out = np.empty((last - first) * length, source.format.unsigned)
-        for _ in ahead(lambda place: self._decode(place, out, last - first), wanted):
-            pass
+        run_all(lambda place: self._decode(place, out, last - first), wanted)
         return out.reshape(shape)
 
     def read_many(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
@@ -125,17 +124,15 @@ class Archive:
           DamagedError: as :meth:`read`, when it is that tensor's turn.
         """
 
-        def small(name: str) -> tuple[str, np.ndarray | None]:
+        def read(name: str) -> tuple[str, np.ndarray]:
+            return name, self.read(name)
+
+        def size(name: str) -> int:
+            # One of several chunks is read when it is its turn, with all threads at work on it.
             entry = self[name]
-            source = entry if entry.same_as is None else self[entry.same_as]
-            # Larger ones are read in their turn, with all threads at work on their chunks.
-            return name, self.read(name) if len(source.chunks) == 1 else None
+            return entry.original_bytes if len(self[entry.same_as or name].chunks) == 1 else 0
 
-        def tiny(name: str) -> bool:
-            return name in self.entries and self[name].original_bytes < 1 << 14
-
-        for name, bits in ahead(small, self.entries if names is None else names, tiny):
-            yield name, self.read(name) if bits is None else bits
+        yield from ahead(read, (self[name].name for name in (self.entries if names is None else names)), size)
 
     def payloads(self, name: str) -> Iterator[tuple[tuple[int, ...], memoryview]]:
         """The coded chunks of a tensor, each with its shape, for who decodes them elsewhere.

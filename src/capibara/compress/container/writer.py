@@ -140,7 +140,7 @@ class ArchiveWriter:
         begin = self._at
         coming: set[str] = set()
         try:
-            for part, payload, crc in ahead(_Part.encode, self._parts(tensors, coming), _Part.small):
+            for part, payload, crc in ahead(_Part.encode, self._parts(tensors, coming), _Part.size):
                 chunks.append(Chunk(part.rows, self._at, len(payload), crc))
                 self._write(payload)
                 if part.last:
@@ -234,8 +234,8 @@ class _Part:
     rows: int
     last: bool
 
-    def small(self) -> bool:
-        return self.bits.nbytes < 1 << 14
+    def size(self) -> int:
+        return self.bits.nbytes
 
     def encode(self) -> tuple[_Part, bytes, int]:
         bits = np.ascontiguousarray(self.bits)

@@ -31,7 +31,6 @@ struct Part {
   uint32_t last;        // the largest state that takes the symbol without giving up a word
   uint32_t bias;        // 4096 - frequency
   uint32_t start;
-  uint32_t present;
 };
 
 // A block as it lies in a payload: any address.
@@ -66,7 +65,7 @@ struct CodecKernels {
   // (as they are) into `escaped`, unless that is null, as it is where there are none.
   int64_t (*split)(const Cut& cut, const int64_t* chosen, int64_t begin, int64_t size, int64_t total,
                    const uint8_t* entry, int escape, uint8_t* symbols, uint8_t* planes, uint16_t* escaped);
-  // Returns the number of words, or -1 for a symbol of frequency 0. Words are written downwards from words_end.
+  // Returns the number of words, which are written downwards from words_end; one more is written to than are used.
   int64_t (*encode)(const uint8_t* symbols, int64_t count, const Part* parts, uint32_t* states, uint16_t* words_end);
   // Decodes a group into its rows of `out`.
   Outcome (*restore)(const Cut& cut, void* out, const Group& group);

@@ -178,12 +178,10 @@ static int64_t encode(const uint8_t* symbols, int64_t count, const capibara::Par
   for (int l = 0; l < kLanes; ++l) x[l] = kLowest;
   uint16_t* out = words_end;
   const int64_t steps = (count + kLanes - 1) / kLanes;
-  uint32_t present = 1;
   for (int64_t step = steps - 1; step >= 0; --step) {
     const uint8_t* s = symbols + step * kLanes;
     const auto one = [&](int l) {
       const capibara::Part& part = parts[s[l]];
-      present &= part.present;
       uint32_t v = x[l];
       const bool full = v > part.last;
       out[-1] = uint16_t(v);
@@ -198,7 +196,7 @@ static int64_t encode(const uint8_t* symbols, int64_t count, const capibara::Par
       for (int l = int(count - step * kLanes) - 1; l >= 0; --l) one(l);
   }
   for (int l = 0; l < kLanes; ++l) states[l] = x[l];
-  return present ? words_end - out : -1;
+  return words_end - out;
 }
 
 // The lanes of a block that is being decoded.
@@ -394,12 +392,59 @@ struct Numbers {
     if (left) unpack_low(low, begin, count, left, total, planes);
   }
 
+  // What `entry` says of symbols, by arithmetic: its entries count up with the symbols but for at most two gaps.
+  struct Entries {
+    int gaps = 0;
+    bool simple = true;
+    T first = 0, range = 0, below[2] = {}, above[2] = {}, step[2] = {};
+
+    Entries(const uint8_t* entry, int escape, int64_t size) {
+      int64_t last = -1;
+      for (int64_t s = 0; s < size; ++s) {
+        if (entry[s] == escape) continue;
+        if (last < 0) {
+          first = T(s);
+        } else if (s != last + 1) {
+          if (gaps < 2) {
+            below[gaps] = T(last);
+            above[gaps] = T(s);
+            step[gaps] = T(s - last - 1);
+          }
+          ++gaps;
+        }
+        last = s;
+      }
+      range = T(last - first);
+      simple = gaps <= 2 && last >= 0;
+    }
+
+    template <int N>
+    void find(const T* from, int shift, T mask, uint8_t escape, uint8_t* out, int64_t run) const {
+      const T a = first, r = range, b0 = below[0], b1 = below[1], a0 = above[0], a1 = above[1], s0 = step[0], s1 = step[1];
+      for (int64_t j = 0; j < run; ++j) {
+        const T s = T(T(from[j] >> shift) & mask);
+        T c = T(s - a);
+        bool none = c > r;
+        if (N > 0) {
+          none |= (s > b0) & (s < a0);
+          c = T(c - (s >= a0 ? s0 : T(0)));
+        }
+        if (N > 1) {
+          none |= (s > b1) & (s < a1);
+          c = T(c - (s >= a1 ? s1 : T(0)));
+        }
+        out[j] = none ? escape : uint8_t(c);
+      }
+    }
+  };
+
   static int64_t split(const Cut& cut, const int64_t* chosen, int64_t begin, int64_t size, int64_t total,
                        const uint8_t* entry, int escape, uint8_t* symbols, uint8_t* planes, uint16_t* escaped) {
     const T* x = static_cast<const T*>(cut.rows);
     const T mask = T((T(1) << cut.symbol_bits) - 1);
     const T low = T((T(1) << cut.shift) - 1);
     const int top = int(sizeof(T)) * 8 - 1, up = cut.shift - cut.drop;
+    const Entries entries(entry, escape, int64_t(1) << cut.symbol_bits);
     T rest[kStrip];
     int64_t escapes = 0, row = begin / cut.length, within = begin % cut.length;
     for (const int64_t last = begin + size; begin < last; begin += kStrip) {
@@ -407,7 +452,14 @@ struct Numbers {
       for (int64_t i = 0; i < some;) {
         const T* from = x + chosen[row] * cut.length + within;
         const int64_t run = cut.length - within < some - i ? cut.length - within : some - i;
-        for (int64_t j = 0; j < run; ++j) symbols[i + j] = entry[T(from[j] >> cut.shift) & mask];
+        if (!entries.simple)
+          for (int64_t j = 0; j < run; ++j) symbols[i + j] = entry[T(from[j] >> cut.shift) & mask];
+        else if (entries.gaps == 0)
+          entries.template find<0>(from, cut.shift, mask, uint8_t(escape), symbols + i, run);
+        else if (entries.gaps == 1)
+          entries.template find<1>(from, cut.shift, mask, uint8_t(escape), symbols + i, run);
+        else
+          entries.template find<2>(from, cut.shift, mask, uint8_t(escape), symbols + i, run);
         if (escaped != nullptr) {
           const uint8_t *at = symbols + i, *end = at + run;
           while ((at = static_cast<const uint8_t*>(memchr(at, escape, size_t(end - at)))) != nullptr) {

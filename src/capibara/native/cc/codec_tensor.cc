@@ -255,12 +255,38 @@ std::vector<Cut> make_cuts(const Form& form, const void* bits, int64_t rows, int
   }
 }
 
-// Neighbouring rows of counts, and neighbouring symbols within them, taken together.
-std::vector<std::vector<int64_t>> merge(const std::vector<std::vector<int64_t>>& counts, size_t classes, int bits) {
-  std::vector<std::vector<int64_t>> out(classes, std::vector<int64_t>(size_t(1) << bits, 0));
-  const size_t each = counts.size() / classes, wide = counts[0].size() >> bits;
-  for (size_t k = 0; k < counts.size(); ++k)
-    for (size_t i = 0; i < counts[k].size(); ++i) out[k / each][i / wide] += counts[k][i];
+// How often symbols occur, for each class; only of those that do somewhere, which are few of all that there could be.
+struct Counts {
+  std::vector<int64_t> symbols;
+  std::vector<std::vector<int64_t>> rows;
+};
+
+Counts gather(const std::vector<std::vector<int64_t>>& all) {
+  Counts out;
+  out.rows.resize(all.size());
+  for (size_t i = 0; i < all[0].size(); ++i) {
+    int64_t any = 0;
+    for (const auto& row : all) any |= row[i];
+    if (any == 0) continue;
+    out.symbols.push_back(int64_t(i));
+    for (size_t k = 0; k < all.size(); ++k) out.rows[k].push_back(all[k][i]);
+  }
+  return out;
+}
+
+// Neighbouring classes taken together, and symbols that differ in their last `bits` only.
+Counts merge(const Counts& counts, size_t classes, int bits) {
+  Counts out;
+  out.rows.resize(classes);
+  const size_t each = counts.rows.size() / classes;
+  for (size_t i = 0; i < counts.symbols.size(); ++i) {
+    const int64_t symbol = counts.symbols[i] >> bits;
+    if (out.symbols.empty() || out.symbols.back() != symbol) {
+      out.symbols.push_back(symbol);
+      for (auto& row : out.rows) row.push_back(0);
+    }
+    for (size_t k = 0; k < counts.rows.size(); ++k) out.rows[k / each].back() += counts.rows[k][i];
+  }
   return out;
 }
 
@@ -312,7 +338,7 @@ void code_group(Cut cut, Coded& group, uint8_t* planes) {
     const uint64_t f = uint64_t(table.frequencies[i]);
     if (i < table.symbols.size()) entry[size_t(table.symbols[i])] = uint8_t(i);
     if (f == 0) continue;
-    parts[i] = {((uint64_t(1) << 44) + f - 1) / f, uint32_t((f << 20) - 1), uint32_t(kScale - int64_t(f)), start, 1};
+    parts[i] = {((uint64_t(1) << 44) + f - 1) / f, uint32_t((f << 20) - 1), uint32_t(kScale - int64_t(f)), start};
     start += uint32_t(f);
   }
   std::vector<uint16_t> escaped(size_t(table.escapes));
@@ -363,16 +389,17 @@ int64_t encode_all(const Form& form, const void* bits, int64_t rows, int64_t len
     kernels().histogram(finest, &order[size_t(first)], last - first, scratch.data(), counts[size_t(k)].data());
   });
 
+  const Counts finest_counts = gather(counts);
   int64_t best = INT64_MAX, classes = 1;
   Cut cut = cuts[0];
   for (const Cut& one : cuts) {
-    auto merged = merge(counts, size_t(most), one.symbol_bits);
+    Counts merged = merge(finest_counts, size_t(most), finest.symbol_bits - one.symbol_bits);
     for (int64_t k = most; k; k /= 2) {
-      if (k < most) merged = merge(merged, size_t(k), one.symbol_bits);
+      if (k < most) merged = merge(merged, size_t(k), 0);
       const int64_t blocks = k * divide_up(rows * length, kBlock * k);
-      const int64_t size = estimate(merged, one.symbol_bits) +
-                           ((rows * length * (one.shift + one.sign) + rows * bit_length(uint64_t(k - 1)) + blocks * 1044)
-                            << kLogBits);
+      const int64_t other =
+          rows * length * (one.shift + one.sign) + rows * bit_length(uint64_t(k - 1)) + blocks * 1044;
+      const int64_t size = estimate(merged.rows, one.symbol_bits) + (other << kLogBits);
       if (size < best) best = size, cut = one, classes = k;
     }
   }
@@ -400,12 +427,13 @@ int64_t encode_all(const Form& form, const void* bits, int64_t rows, int64_t len
     }
   }
   const bool whole = int64_t(groups.size()) == classes;  // then classes are groups, and are counted already
-  const auto by_class = merge(counts, size_t(classes), cut.symbol_bits);
+  const Counts by_class = merge(finest_counts, size_t(classes), finest.symbol_bits - cut.symbol_bits);
   each(threads, int64_t(groups.size()), [&](int64_t i) {
     Coded& group = groups[size_t(i)];
     std::vector<int64_t> counted(size_t(1) << cut.symbol_bits, 0);
     if (whole) {
-      counted = by_class[size_t(i)];
+      for (size_t s = 0; s < by_class.symbols.size(); ++s)
+        counted[size_t(by_class.symbols[s])] = by_class.rows[size_t(i)][s];
     } else {
       std::vector<uint32_t> scratch(size_t(4) << cut.symbol_bits, 0);
       kernels().histogram(cut, group.chosen.data(), int64_t(group.chosen.size()), scratch.data(), counted.data());

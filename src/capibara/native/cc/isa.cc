@@ -9,6 +9,7 @@
   extern const capibara::AttentionKernels kAttention;  \
   extern const capibara::TropicalKernels kTropical;    \
   extern const capibara::CodecKernels kCodec;          \
+  extern const capibara::ScanKernels kScan;            \
   }
 
 #if defined(__aarch64__)
@@ -31,15 +32,15 @@ Isa choose() {
   __builtin_cpu_init();
   if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
-    return {&avx512::kAttention, &avx512::kTropical, &avx512::kCodec};
+    return {&avx512::kAttention, &avx512::kTropical, &avx512::kCodec, &avx512::kScan};
   if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    return {&avx2::kAttention, &avx2::kTropical, &avx2::kCodec};
+    return {&avx2::kAttention, &avx2::kTropical, &avx2::kCodec, &avx2::kScan};
 #endif
   (void)wanted;
 #if defined(__aarch64__)
-  return {&neon::kAttention, &neon::kTropical, &neon::kCodec};
+  return {&neon::kAttention, &neon::kTropical, &neon::kCodec, &neon::kScan};
 #else
-  return {&baseline::kAttention, &baseline::kTropical, &baseline::kCodec};
+  return {&baseline::kAttention, &baseline::kTropical, &baseline::kCodec, &baseline::kScan};
 #endif
 }
 

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "codec.h"
+#include "scan.h"
 #include "tropical.h"
 
 namespace capibara {
@@ -11,6 +12,7 @@ struct Isa {
   const AttentionKernels* attention;
   const TropicalKernels* tropical;
   const CodecKernels* codec;
+  const ScanKernels* scan;
 };
 
 const Isa& isa();
