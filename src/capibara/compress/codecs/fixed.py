@@ -50,7 +50,7 @@ __all__ = ["INT4", "INT8", "NF4_CODEC", "Fixed", "Parts"]
 
 _HEAD = struct.Struct("<BBHf")
 _CODED, _TURNED, _BOOK, _OUTLIERS = 1, 2, 4, 8
-_BLOCK = 1 << 18  # numbers that are searched at a time: what is computed of them stays in the cache
+_BLOCK = 1 << 16  # numbers that are searched at a time: what is computed of them stays in the cache
 _SHORTEST = 32  # a last axis below this is no row of its own
 
 
@@ -362,10 +362,10 @@ def _fit(
     executor: Executor, kind: Kind, book: np.ndarray, groups: np.ndarray, top: float, resolution: int
 ) -> np.ndarray:
     """Levels that are the means of what is rounded to them, in turn with the codes."""
-    some = groups[:: max(len(groups) >> 12, 1)]
+    some = groups[:: max(len(groups) >> 11, 1)]
     table = np.float64(np.float32(top)) * multipliers(resolution)
     table = np.concatenate([table, -table])
-    for _ in range(5):
+    for _ in range(4):
         scales, codes = search(executor, kind, book, some, top, resolution)
         scale = np.broadcast_to(table[scales][:, None], some.shape).ravel()
         weight = np.bincount(codes.ravel(), scale * scale, minlength=16)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -115,50 +115,56 @@ class Executor(Protocol):
         ...
 
 
-def _codes(xp: Any, kind: Kind, table: Any, units: Any, ratio: Any) -> Any:
-    product = units * ratio[:, None]
-    if table is None:
-        shift = 22 if kind.bits == 8 else 26
-        low, high = -(1 << (kind.bits - 1)), (1 << (kind.bits - 1)) - 1
-        return xp.clip((product + (1 << (shift - 1))) >> shift, low, high)
-    return table[xp.clip(product >> _RATIO, -2048, 2047) + 2048]
-
-
 class _Trial:
-    """One candidate against the best so far; every value fits 32 bits with a sign."""
+    """One candidate against the best so far; every value fits 32 bits with a sign.
 
-    def __init__(self, xp: Any, kind: Kind, book: Any, table: Any, units: Any) -> None:
+    The same for NumPy, JAX and PyTorch. ``take(table, index)`` looks up; beyond a table are its ends.
+    """
+
+    def __init__(self, xp: Any, take: Callable[[Any, Any], Any], kind: Kind, book: Any, units: Any) -> None:
         size = units.shape[1]
-        self._xp, self._kind, self._book, self._table, self._units = xp, kind, book, table, units
+        self._xp, self._take, self._kind, self._units = xp, take, kind, units
+        self._codes, self._levels = book or (None, None)
         # (2^cap - 1)^2 · size < 2^31
         self._cap = (31 - (size - 1).bit_length()) // 2
         self._shift = max(kind.fraction + (12 if kind.bits == 8 else 13) - self._cap, 0)
         self._wide = units << kind.fraction
 
-    def start(self) -> tuple[Any, Any, Any]:
-        """Worse than any candidate: its number, its error, its codes."""
+    def start(self) -> tuple[Any, Any]:
+        """Worse than any candidate: its number, its error."""
         none = self._xp.zeros_like(self._units[:, 0])
-        return none, none + (2**31 - 1), self._xp.zeros_like(self._units)
+        return none, none + (2**31 - 1)
 
-    def step(self, best: tuple[Any, Any, Any], index: Any, scale: Any, ratio: Any) -> tuple[Any, Any, Any]:
+    def _nearest(self, table: Any, ratio: Any) -> Any:
+        """For a kind with a book what ``table`` has for each number, else whole levels."""
+        product = self._units * ratio[:, None]
+        if table is not None:
+            return self._take(table, (product >> _RATIO) + 2048)
+        shift, bits = (22 if self._kind.bits == 8 else 26), self._kind.bits
+        low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+        return self._xp.clip((product + (1 << (shift - 1))) >> shift, low, high)
+
+    def step(self, best: tuple[Any, Any], index: Any, scale: Any, ratio: Any) -> tuple[Any, Any]:
         xp = self._xp
-        codes = _codes(xp, self._kind, self._table, self._units, ratio)
-        levels = codes if self._book is None else self._book[codes]
-        error = xp.abs(self._wide - levels * scale[:, None]) >> self._shift
+        error = xp.abs(self._wide - self._nearest(self._levels, ratio) * scale[:, None])
+        if self._shift:
+            error = error >> self._shift
         error = xp.clip(error, 0, (1 << self._cap) - 1)
-        total = (error * error).sum(-1, dtype=xp.int32)
+        total = xp.einsum("gn,gn->g", error, error)
         better = total < best[1]
-        return (
-            xp.where(better, index, best[0]),
-            xp.where(better, total, best[1]),
-            xp.where(better[:, None], codes, best[2]),
-        )
+        return xp.where(better, index, best[0]), xp.where(better, total, best[1])
 
-    def all(self, scales: Any, ratios: Any) -> tuple[Any, Any]:
-        best = self.start()
-        for index in range(scales.shape[1]):
-            best = self.step(best, index, scales[:, index], ratios[:, index])
-        return best[0], best[2]
+    def codes(self, ratio: Any) -> Any:
+        """The codes for each group's chosen candidate."""
+        return self._nearest(self._codes, ratio)
+
+
+def _tables(book: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
+    """For each of 4096 positions the nearest level's code, and the level; int32."""
+    if book is None:
+        return None
+    codes = nearest_levels(book).astype(np.int32)
+    return codes, book.astype(np.int32)[codes]
 
 
 class NumpyExecutor:
@@ -169,9 +175,12 @@ class NumpyExecutor:
     def search(
         self, kind: Kind, book: np.ndarray | None, units: np.ndarray, scales: np.ndarray, ratios: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        table = None if book is None else nearest_levels(book).astype(np.int32)
-        best, codes = _Trial(np, kind, book, table, units).all(scales, ratios)
-        return best.astype(np.int32), codes.astype(np.int8)
+        trial = _Trial(np, partial(np.take, mode="clip"), kind, _tables(book), units)
+        best = trial.start()
+        for index in range(scales.shape[1]):
+            best = trial.step(best, np.int32(index), scales[:, index], ratios[:, index])
+        chosen = np.take_along_axis(ratios, best[0][:, None], 1)[:, 0]
+        return best[0], trial.codes(chosen).astype(np.int8)
 
 
 class TorchExecutor:
@@ -193,12 +202,19 @@ class TorchExecutor:
     def search(
         self, kind: Kind, book: np.ndarray | None, units: np.ndarray, scales: np.ndarray, ratios: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        torch = self._torch
-        table = None if book is None else torch.from_numpy(nearest_levels(book).astype(np.int32))
-        levels = None if book is None else torch.from_numpy(book)
-        there, *candidates = (torch.from_numpy(np.ascontiguousarray(a)) for a in (units, scales, ratios))
-        best, codes = _Trial(torch, kind, levels, table, there).all(*candidates)
-        return best.to(torch.int32).numpy(), codes.to(torch.int8).numpy()
+        torch, tables = self._torch, _tables(book)
+        there, scale, ratio = (torch.from_numpy(np.ascontiguousarray(a)) for a in (units, scales, ratios))
+        on_it = None if tables is None else tuple(torch.from_numpy(t) for t in tables)
+
+        def take(table: Any, index: Any) -> Any:
+            return table[index.clip(0, 4095)]
+
+        trial = _Trial(torch, take, kind, on_it, there)
+        best = trial.start()
+        for index in range(scales.shape[1]):
+            best = trial.step(best, index, scale[:, index], ratio[:, index])
+        chosen = ratio.gather(1, best[0][:, None].long())[:, 0]
+        return best[0].to(torch.int32).numpy(), trial.codes(chosen).to(torch.int8).numpy()
 
 
 class JaxExecutor:
@@ -218,22 +234,22 @@ class JaxExecutor:
         self._jax = jax
         self._run = jax.jit(self._compute, static_argnums=0)
 
-    def _compute(self, kind: Kind, book: Any, table: Any, units: Any, scales: Any, ratios: Any) -> Any:
+    def _compute(self, kind: Kind, tables: Any, units: Any, scales: Any, ratios: Any) -> Any:
         jnp, lax = self._jax.numpy, self._jax.lax
-        trial = _Trial(jnp, kind, book, table, units)
+        trial = _Trial(jnp, partial(jnp.take, mode="clip"), kind, tables, units)
 
         def step(best: Any, candidate: Any) -> Any:
             return trial.step(best, *candidate), None
 
         each = jnp.arange(scales.shape[1], dtype="int32"), scales.T, ratios.T
-        (best, _, codes), _ = lax.scan(step, trial.start(), each)
-        return best, codes.astype("int8")
+        (best, _), _ = lax.scan(step, trial.start(), each)
+        chosen = jnp.take_along_axis(ratios, best[:, None], 1)[:, 0]
+        return best, trial.codes(chosen).astype("int8")
 
     def search(
         self, kind: Kind, book: np.ndarray | None, units: np.ndarray, scales: np.ndarray, ratios: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        table = None if book is None else nearest_levels(book).astype(np.int32)
-        best, codes = self._run(kind, book, table, units, scales, ratios)
+        best, codes = self._run(kind, _tables(book), units, scales, ratios)
         return np.asarray(best), np.asarray(codes)
 
 
