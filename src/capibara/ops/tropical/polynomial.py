@@ -6,12 +6,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from capibara.ops.errors import OpShapeError
 from capibara.ops.tropical.matmul import matmul
-from capibara.ops.tropical.problem import check_array, check_semiring
+from capibara.ops.tropical.problem import check_array, check_semiring, times
 
 __all__ = ["polyval"]
+
+_UNROLLED = 64  # so many lines are compared one after another in one loop over the points
+
+
+def _line(coefficients: jax.Array, x: jax.Array, exponent: int) -> jax.Array:
+    power = exponent * x if exponent else jnp.where(jnp.isnan(x), x, 0)
+    return times(coefficients[exponent], power, "max_plus")
+
+
+@jax.custom_jvp
+def _highest(coefficients: jax.Array, x: jax.Array) -> jax.Array:
+    """The highest line at each x [q], where no power is ever in memory."""
+    best = _line(coefficients, x, 0)
+    for exponent in range(1, coefficients.shape[0]):
+        best = jnp.maximum(best, _line(coefficients, x, exponent))
+    return best
+
+
+@_highest.defjvp
+def _highest_jvp(primals: Any, tangents: Any) -> Any:
+    coefficients, x = (lax.stop_gradient(primal) for primal in primals)
+    best = _line(coefficients, x, 0)
+    index = jnp.zeros(x.shape, jnp.int32)
+    for exponent in range(1, coefficients.shape[0]):
+        line = _line(coefficients, x, exponent)
+        index = jnp.where(line > best, exponent, index)  # the lowest of equal ones stays
+        best = jnp.maximum(best, line)
+    somewhere = ~jnp.isnan(best) & (best > -jnp.inf)
+    slope = tangents[0][index] + index.astype(x.dtype) * tangents[1]
+    return _highest(*primals), jnp.where(somewhere, slope, 0)
 
 
 def polyval(
@@ -19,9 +50,9 @@ def polyval(
 ) -> jax.Array:
     """``max over i of coefficients[i] + i * x``: the constant term comes first (unlike ``jnp.polyval``).
 
-    Equivalent JAX: ``jnp.max(coefficients + jnp.arange(n) * x[..., None], axis=-1)``. The powers of ``x`` are
-    an array ``[x.size, n]``. A power 0 is 0 whatever ``x``; infinities and gradients are as in :func:`matmul`: the
-    slope is the lowest exponent that reaches the value.
+    Equivalent JAX: ``jnp.max(coefficients + jnp.arange(n) * x[..., None], axis=-1)``. With more than 64 coefficients,
+    or an implementation that is named, the powers of ``x`` are an array ``[x.size, n]``. A power 0 is 0 whatever
+    ``x``; infinities and gradients are as in :func:`matmul`: the slope is the lowest exponent that reaches the value.
 
     Args:
       coefficients: ``[n]``, floating point, ``n`` at least 1.
@@ -44,6 +75,10 @@ def polyval(
     given: Any = jnp.asarray(x)
     dtype = jnp.promote_types(given.dtype, jnp.asarray(coefficients).dtype)
     wide = jnp.promote_types(dtype, jnp.float32)
+    if implementation == "auto" and coefficients.shape[0] <= _UNROLLED:
+        sign = 1 if semiring == "max_plus" else -1
+        best = _highest(sign * jnp.asarray(coefficients).astype(wide), sign * given.reshape(-1).astype(wide))
+        return (sign * best).reshape(given.shape).astype(dtype)
     exponents = jnp.arange(coefficients.shape[0], dtype=wide)
     base = given.reshape(-1, 1).astype(wide)
     # 0 * inf would be NaN, in the value and in the gradient: so infinities never meet an exponent.
