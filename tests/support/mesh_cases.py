@@ -207,7 +207,10 @@ def linalg_cases() -> list[Case]:
         codes = jnp.arange(-15, 15, dtype=jnp.int8).reshape(5, 6)
         return linalg.quantised_matmul(x, codes, scales, group=3, **options)
 
+    codes = jnp.asarray(RANDOM.integers(-127, 128, size=(5, 6)), jnp.int8)
+    in_codes = (a, codes, positive(5, 3))
     return [
+        simple("quantised_matmul", partial(linalg.quantised_matmul, group=2), in_codes, (ALL, EACH, EACH)),
         simple("optimized_gemm", linalg.optimized_gemm, (a, b), (ALL, EACH)),
         simple("optimized_gemm slabs", partial(linalg.optimized_gemm, chunk_size=4), (a, b), (ALL, EACH)),
         # Its gradient is that of the product without rounding, which a reference that rounds has not.
@@ -452,7 +455,7 @@ def difference(got: list[Any], want: list[Any]) -> float:
         finite = np.isfinite(b)
         if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
             return float("inf")
-        gap = np.max(np.abs(a - b), where=finite, initial=0.0)
+        gap = np.max(np.abs(np.where(finite, a, 0) - np.where(finite, b, 0)), initial=0.0)
         worst = max(worst, float(gap / (1 + np.max(np.abs(b), where=finite, initial=0.0))))
     return worst
 
