@@ -247,7 +247,7 @@ def allocate(found: Survey, ratio: float, *, weights: Mapping[str, float] | None
         )
     sizes: dict[tuple[str, float], int] = {}
     best: dict[str, Point] | None = None
-    for _ in range(8):
+    for _ in range(5):
         chosen = _fill(found, _find_price(found, target), target)
         chosen = _coded(found, chosen, sizes)
         size = found.size(chosen)
@@ -256,6 +256,8 @@ def allocate(found: Survey, ratio: float, *, weights: Mapping[str, float] | None
         if abs(size - target) <= _TOLERANCE * target:
             break
     assert best is not None
+    if abs(found.size(best) - target) > _TOLERANCE * target:
+        best = _shift(found, best, target, sizes)
     if found.size(best) > target * (1 + _PROMISED):
         raise CompressError(
             f"ratio: {ratio} cannot be met; the nearest is {found.total / found.size(best):.2f}. Remedy: another ratio."
@@ -295,6 +297,39 @@ def _fill(found: Survey, log_price: float, target: float) -> dict[str, Point]:
         left -= point.size - chosen[name].size
         chosen[name] = point
     return chosen
+
+
+def _shift(
+    found: Survey, chosen: dict[str, Point], target: float, sizes: dict[tuple[str, float], int]
+) -> dict[str, Point]:
+    """All steps longer or shorter by one factor, until the coded file has its size: estimates did not lead there."""
+    steps = {n: math.log2(p.settings["step"]) for n, p in chosen.items() if p.codec == "uniform"}
+
+    def shifted(by: float) -> dict[str, Point]:
+        moved = {
+            n: Point("uniform", {"step": 2.0 ** (s + by)}, chosen[n].size, chosen[n].error * 4.0**by)
+            for n, s in steps.items()
+        }
+        return _coded(found, {**chosen, **moved}, sizes)
+
+    low, high, best = -0.125, 0.125, chosen
+    if not steps:
+        return best
+    while high < 8 and found.size(shifted(high)) > target:
+        low, high = high, 2 * high
+    while low > -8 and found.size(shifted(low)) < target:
+        low, high = 2 * low, low
+    for _ in range(12):
+        made = shifted((low + high) / 2)
+        if abs(found.size(made) - target) < abs(found.size(best) - target):
+            best = made
+        if abs(found.size(best) - target) <= _TOLERANCE * target:
+            break
+        if found.size(made) > target:
+            low = (low + high) / 2
+        else:
+            high = (low + high) / 2
+    return best
 
 
 def _coded(

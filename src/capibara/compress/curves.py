@@ -25,7 +25,7 @@ from capibara.compress.formats import NumberFormat, to_float
 
 __all__ = ["Curve", "Point", "candidates", "measure", "measure_curve"]
 
-_SAMPLE = 1 << 17  # numbers of a tensor on which the codec "uniform" is measured
+_SAMPLE = 1 << 16  # numbers of a tensor on which the codec "uniform" is measured
 _FINE = 16  # steps to choose from in an octave
 _MOST = 6  # settings of a codec that are tried where it competes with others
 _RATES = (0.1, 18.0)  # bits of a number between which that is done, at most
@@ -154,7 +154,7 @@ def measure(
 
 def _sample(bits: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
     """Rows from all over the tensor, as another tensor."""
-    if bits.size <= 2 * _SAMPLE:
+    if bits.size <= 2 * _SAMPLE or not shape:
         return bits, shape
     length = shape[-1] if len(shape) >= 2 and shape[-1] >= 32 else bits.size // shape[0]
     rows = bits.reshape(-1, length)
@@ -215,7 +215,7 @@ def _gains(
     if guess is None:
         return True
     matrix = to_float(bits, form).astype(np.float64).reshape(-1, shape[-1] if second is None else len(second))
-    return any(guess(matrix, rate, second) > 0 for rate in (2.0, 4.0))
+    return guess(matrix, 3.0, second) > 0
 
 
 def _competes(

@@ -102,8 +102,9 @@ def stats_of(archive: Archive, known: dict[str, Any]) -> CompressionStats:
 
     def number(key: str) -> float | None:
         value = known.get(key)
-        good = isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
-        return float(value) if good else None
+        if not isinstance(value, float | int) or isinstance(value, bool) or not math.isfinite(value):
+            return None
+        return float(value)
 
     weight = number("weight_error")
     fidelity = number("fidelity")

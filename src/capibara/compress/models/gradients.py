@@ -55,9 +55,9 @@ def gradients(
     value, slopes = jax.value_and_grad(objective)({n: values[n] for n in names})
     out: dict[str, np.ndarray] = {}
     for name, slope in slopes.items():
-        bits, form, _ = to_bits(slope, name)
-        numbers = to_float(bits, form).astype(np.float32)
-        first = adapter.tied.get(name, name)
+        bits, form, shape = to_bits(slope, name)
+        numbers = to_float(bits, form).astype(np.float32).reshape(shape)
+        first: str = adapter.tied.get(name, name)
         out[first] = out[first] + numbers if first in out else numbers
     return float(value), out
 

