@@ -301,7 +301,7 @@ def test_other_shapes_and_dtypes_take_the_heuristics(folder):
 
 def test_what_the_operation_does_not_declare_is_left_out(folder):
     for entry in (
-        Entry("pallas_gpu", {"xla": {"block_size": 63}}),
+        Entry("pallas_mars", {"xla": {"block_size": 63}}),
         Entry(None, {"xla": {"size": 64}}),
         Entry(None, {"native": {"block_size": 64}}),
         Entry(None, {"xla": {"block_size": "large"}}),
