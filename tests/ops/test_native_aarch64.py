@@ -6,7 +6,6 @@ import platform
 import shutil
 import struct
 import subprocess
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from capibara.native.library import TARGETS
 from capibara.ops.attention import flash_attention
 from capibara.ops.attention.problem import prepare
 from capibara.ops.attention.specs import AttentionSpec
+from capibara.ops.scan import selective_scan
+from capibara.ops.scan.specs import ScanSpec, arguments
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 HERE = platform.machine() == "aarch64"
@@ -44,6 +45,16 @@ ATTENTION = (
     AttentionSpec("grouped", 2, 4, 33, 17, kv_heads=2, value_dim=5, options={**CAUSAL, "layout": "bshd"}),
     AttentionSpec("windows", 1, 1, 40, 3, kv_len=140, options={"window": (3, 20)}),
     AttentionSpec("one position", 1, 2, 1, 4),
+    AttentionSpec(
+        "all that is added",
+        2,
+        2,
+        140,
+        7,
+        bias=(True, True, True, True),
+        segments=True,
+        options={**CAUSAL, "softcap": 2.0},
+    ),
 )
 
 
@@ -91,16 +102,71 @@ def test_attention_and_its_gradient(spec, driver):
     sizes = (problem.batch, problem.heads, problem.kv_heads, problem.q_len, problem.kv_len)
     sizes += (problem.head_dim, problem.value_dim)
     sizes += tuple(far if limit is None else limit for limit in (problem.left, problem.right))
-    head = struct.pack("<11qf", 0, *sizes, heads_first, problem.scale)
-    answer = _emulate(driver, head + b"".join(x.tobytes() for x in (q, k, v, grad)))
-    got = _cut(answer, *(((x.shape), np.float32) for x in (grad, q, k, v)))
+    switches = (heads_first, spec.bias is not None, spec.segments, False)
+    head = struct.pack("<14q2f", 0, *sizes, *switches, problem.scale, problem.softcap or 0.0)
+    more = [arrays["bias"].astype("float32")] if spec.bias is not None else []
+    ids = [options["segment_ids"]] * 2 if spec.segments else []
+    answer = _emulate(driver, head + b"".join(x.tobytes() for x in (q, k, v, grad, *more, *ids)))
+    got = _cut(answer, *(((x.shape), np.float32) for x in (grad, q, k, v, *more)))
     np.testing.assert_allclose(got[0], oracle(arrays, options), rtol=1e-5, atol=2e-6)
     with jax.enable_x64(True):
-        attend = partial(flash_attention, **options, implementation="reference")
-        _, pull = jax.vjp(jax.jit(attend), *(jnp.asarray(arrays[n]) for n in ("query", "key", "value")))
-        want = pull(jnp.asarray(grad, "float64"))
-    for name, mine, theirs in zip("qkv", got[1:], want, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-5, err_msg=name)
+
+        @jax.jit
+        def attend(wide: dict[str, jax.Array]) -> jax.Array:
+            return flash_attention(**wide, **options, implementation="reference")
+
+        _, pull = jax.vjp(attend, {name: jnp.asarray(x) for name, x in arrays.items()})
+        (want,) = pull(jnp.asarray(grad, "float64"))
+    names = ("query", "key", "value", "bias")[: len(got) - 1]
+    for name, mine in zip(names, got[1:], strict=True):
+        np.testing.assert_allclose(mine, want[name], rtol=2e-5, atol=1e-5, err_msg=name)
+
+
+def test_attention_in_bfloat16(driver):
+    arrays, _ = make(AttentionSpec("", 1, 2, 50, 9))
+    q, k, v = (jnp.asarray(arrays[name], jnp.bfloat16) for name in ("query", "key", "value"))
+    head = struct.pack("<14q2f", 0, 1, 2, 2, 50, 50, 9, 9, 100, 0, 1, 0, 0, 1, 0.3, 0.0)
+    answer = _emulate(driver, head + b"".join(np.asarray(x).tobytes() for x in (q, k, v, q)))
+    out, *_ = _cut(answer, *((x.shape, np.uint16) for x in (q, q, k, v)))
+    wide = {
+        name: np.asarray(x, np.float64) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)
+    }
+    want = oracle(wide, {"use_causal_mask": True, "scale": 0.3})
+    found = np.asarray(jax.lax.bitcast_convert_type(jnp.asarray(out), jnp.bfloat16), np.float64)
+    np.testing.assert_allclose(found, want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_recurrences(reverse, late, driver):
+    rng = np.random.default_rng(0)
+    a, x = rng.normal(size=(2, 9, 37)).astype("float32")
+    first = rng.normal(size=37).astype("float32")
+    head = struct.pack("<5q", 1, *x.shape, reverse, late)
+    got = _cut(
+        _emulate(driver, head + b"".join(v.tobytes() for v in (a, x, first))),
+        *((v.shape, "f4") for v in (x, first)),
+    )
+    want, state = np.zeros(x.shape), first.astype("float64")
+    for t in range(9)[:: -1 if reverse else 1]:
+        want[t] = x[t] + (state if late else a[t] * state)
+        state = a[t] * want[t] if late else want[t]
+    np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[1], state, rtol=1e-5, atol=1e-5)
+
+
+def test_selective_scans(driver):
+    spec = ScanSpec("", 2, 75, 4, 3, 2, 5, 64)
+    arrays, options = arguments(spec, np.random.default_rng(0))
+    narrow = [v.astype("float32") for v in (*arrays, options["initial_state"])]
+    head = struct.pack("<7q", 2, spec.batch, spec.length, spec.heads, spec.width, spec.groups, spec.states)
+    answer = _emulate(driver, head + b"".join(v.tobytes() for v in narrow))
+    got = _cut(answer, (narrow[0].shape, "f4"), (narrow[-1].shape, "f4"))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(v, "float64") for v in narrow]
+        want = selective_scan(*wide[:-1], initial_state=wide[-1], implementation="reference")
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,6 @@ pytestmark = pytest.mark.skipif(
 FAST: Any = {"xla_backend_optimization_level": 0}
 
 
-def _takes(spec: AttentionSpec) -> bool:
-    return spec.bias is None and not spec.segments and "softcap" not in spec.options
-
-
 def _spec(batch: int, heads: int, q_len: int, dim: int, **rest: Any) -> AttentionSpec:
     return AttentionSpec(f"{batch} × {heads} × {q_len} × {dim}", batch, heads, q_len, dim, **rest)
 
@@ -47,7 +43,7 @@ def _without_blocks(spec: AttentionSpec) -> AttentionSpec:
 
 CAUSAL = {"use_causal_mask": True}
 CHECKED = (
-    *(_without_blocks(spec) for spec in SPECS if _takes(spec) and "large" not in spec.tags),
+    *(_without_blocks(spec) for spec in SPECS if "large" not in spec.tags),
     # More than a tile of keys (128), a tile of rows and a chunk of rows; last axes that fill no vector.
     _spec(1, 2, 300, 9, options=CAUSAL),
     _spec(2, 4, 131, 33, kv_heads=2, value_dim=17, options={**CAUSAL, "layout": "bshd"}),
@@ -55,6 +51,12 @@ CHECKED = (
     _spec(1, 1, 7, 3, kv_len=400, options={"window": (3, 200)}),
     _spec(1, 2, 290, 4, options={**CAUSAL, "window": 130}),
     _spec(1, 1, 400, 5, kv_len=90, options={"window": 20}),
+    # More than a tile with what is added to the scores; biases that rows, keys, heads or the batch share.
+    _spec(2, 4, 150, 9, kv_heads=2, bias=(True, False, True, False), options={**CAUSAL, "softcap": 3.0}),
+    _spec(2, 2, 140, 5, bias=(False, True, False, True), segments=True, options={"window": (90, 100)}),
+    _spec(2, 2, 70, 5, kv_len=130, bias=(False, False, True, True), options={"layout": "bshd"}),
+    _spec(1, 2, 60, 5, bias=(False, False, False, False), options=CAUSAL),
+    _spec(2, 2, 150, 6, segments=True, options={**CAUSAL, "softcap": 50.0}),
 )
 
 
@@ -66,6 +68,15 @@ def _float32(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     return {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
 
 
+def _gradient_and_value(options: dict[str, Any]) -> Any:
+    @partial(jax.jit, static_argnums=1, compiler_options=FAST)
+    def both(a: dict[str, jax.Array], implementation: str) -> Any:
+        out, pull = jax.vjp(lambda a: _run(a, options, implementation), a)
+        return out, pull(jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))[0]
+
+    return both
+
+
 def test_the_library_is_there_and_says_its_instruction_set():
     assert native.problem() is None
     assert native.isa() in ("avx512", "avx2", "neon", "baseline")
@@ -74,12 +85,7 @@ def test_the_library_is_there_and_says_its_instruction_set():
 @pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)
 def test_value_and_gradient(spec):
     arrays, options = make(spec)
-
-    @partial(jax.jit, static_argnums=1, compiler_options=FAST)
-    def both(a: dict[str, jax.Array], implementation: str) -> Any:
-        out, pull = jax.vjp(lambda a: _run(a, options, implementation), a)
-        return out, pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))[0]
-
+    both = _gradient_and_value(options)
     out, gradient = both(_float32(arrays), "native")
     np.testing.assert_allclose(out, oracle(arrays, options), rtol=1e-5, atol=2e-6)
     with jax.enable_x64(True):
@@ -87,6 +93,69 @@ def test_value_and_gradient(spec):
     for name in arrays:
         assert gradient[name].dtype == jnp.float32
         np.testing.assert_allclose(gradient[name], want[name], rtol=2e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_numbers_of_16_bits_are_widened_and_the_results_rounded(dtype, layout):
+    spec = _spec(2, 4, 137, 19, kv_heads=2, value_dim=8, bias=(False, True, False, True), segments=True)
+    arrays, options = make(spec)
+    options |= {**CAUSAL, "softcap": 5.0}
+    if layout == "bshd":
+        arrays |= {name: arrays[name].swapaxes(1, 2) for name in ("query", "key", "value")}
+        options["layout"] = layout
+    narrow = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+    wide = {name: x.astype(jnp.float32) for name, x in narrow.items()}
+    both = _gradient_and_value(options)
+    eps = float(jnp.finfo(dtype).eps)
+    out, gradient = both(narrow, "native")
+    want, wanted = both(wide, "native")
+    assert out.dtype == dtype
+    np.testing.assert_allclose(out.astype(jnp.float32), want, rtol=eps, atol=1e-6)
+    for name, x in gradient.items():
+        assert x.dtype == dtype
+        # The row's products with the output are taken of what was rounded.
+        scale = float(jnp.max(jnp.abs(wanted[name])))
+        np.testing.assert_allclose(
+            x.astype(jnp.float32), wanted[name], rtol=4 * eps, atol=2 * eps * scale, err_msg=name
+        )
+
+
+def test_operands_are_rounded_as_the_caller_asks():
+    arrays, options = make(_spec(1, 2, 40, 8, options=CAUSAL))
+    narrow = _float32(arrays)
+    rounded = {name: x.astype(jnp.bfloat16).astype(jnp.float32) for name, x in narrow.items()}
+    got = _run(narrow, {**options, "precision": "bfloat16"})
+    np.testing.assert_array_equal(got, _run(rounded, options))
+    assert got.dtype == jnp.float32
+
+
+def test_segments_by_numbers_of_64_bits():
+    arrays, options = make(_spec(1, 1, 12, 4))
+    with jax.enable_x64(True):
+        ids = jnp.asarray([[0] * 5 + [1 << 32] * 7])
+        got = _run(
+            {n: jnp.asarray(x, jnp.float32) for n, x in arrays.items()}, {**options, "segment_ids": ids}
+        )
+    small = {**options, "segment_ids": np.asarray([[0] * 5 + [1] * 7], np.int32)}
+    np.testing.assert_allclose(got, oracle(arrays, small), rtol=1e-5, atol=2e-6)
+
+
+def test_scores_near_and_far_from_0_in_one_row():
+    # Where lengths bound the scores of a block, weights are taken relative to 0; elsewhere to the row's maximum.
+    arrays, options = make(_spec(1, 1, 300, 4))
+    for far in (0, 1, 2):
+        for factor in (200.0, -200.0):
+            changed = {name: x.copy() for name, x in arrays.items()}
+            changed["query"] = np.abs(changed["query"]) + 0.2
+            changed["key"][:, :, 128 * far : 128 * (far + 1)] = factor
+            both = _gradient_and_value(options)
+            out, gradient = both(_float32(changed), "native")
+            np.testing.assert_allclose(out, oracle(changed, options), rtol=2e-4, atol=1e-5)
+            with jax.enable_x64(True):
+                _, want = both({name: jnp.asarray(x) for name, x in changed.items()}, "reference")
+            for name in arrays:
+                np.testing.assert_allclose(gradient[name], want[name], rtol=2e-3, atol=2e-4, err_msg=name)
 
 
 @settings(max_examples=12, deadline=None)
@@ -109,8 +178,9 @@ def test_any_sizes(q_len, kv_len, dim, value_dim, group, causal, window, layout)
     np.testing.assert_allclose(got, reference, rtol=3e-5, atol=1e-5)
 
 
-def test_second_gradient():
-    arrays, options = make(AttentionSpec("", 1, 2, 9, 3, options=CAUSAL))
+@pytest.mark.parametrize("bias", [None, (False, True, True, True)])
+def test_second_gradient(bias):
+    arrays, options = make(AttentionSpec("", 1, 2, 9, 3, bias=bias, options=CAUSAL))
 
     def bent(a: dict[str, jax.Array], implementation: str) -> jax.Array:
         inner = jax.grad(lambda a: jnp.sum(_run(a, options, implementation) ** 2))(a)
@@ -138,6 +208,45 @@ def test_vmap_adds_an_axis_that_may_be_missing_from_an_argument():
         want = gradient(queries[i], narrow["key"])
         for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
             np.testing.assert_allclose(b[i], a, rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_of_a_bias_that_heads_share_and_of_segments():
+    arrays, options = make(_spec(2, 2, 9, 4, bias=(True, False, True, True), options=CAUSAL))
+    narrow = _float32(arrays)
+    biases = jnp.stack([narrow["bias"], jnp.sin(narrow["bias"])])
+    ids = jnp.asarray([[[0] * 4 + [1] * 5] * 2, [[0] * 6 + [1] * 3] * 2], jnp.int32)
+
+    def loss(bias: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.sum(_run({**narrow, "bias": bias}, {**options, "segment_ids": ids}) ** 2)
+
+    gradient = jax.value_and_grad(loss)
+    got = jax.jit(jax.vmap(gradient))(biases, ids)
+    for i in range(2):
+        for a, b in zip(gradient(biases[i], ids[i]), got, strict=True):
+            np.testing.assert_allclose(b[i], a, rtol=1e-5, atol=1e-5)
+
+
+def test_the_bias_gradient_is_computed_only_where_it_is_asked_for():
+    arrays, options = make(_spec(1, 2, 16, 4, bias=(False, True, True, True)))
+    narrow = _float32(arrays)
+    loss = lambda q, b: jnp.sum(_run({**narrow, "query": q, "bias": b}, options))  # noqa: E731
+    for wanted, there in ((0, False), (1, True)):
+        step = jax.jit(jax.grad(loss, wanted), compiler_options=FAST)
+        text = step.lower(narrow["query"], narrow["bias"]).compile().as_text()
+        assert text is not None
+        assert ("capibara_attention_bias" in text) == there
+
+
+def test_a_bias_that_hides_all_of_a_row_makes_it_zero():
+    arrays, options = make(_spec(1, 1, 20, 4, bias=(False, False, True, True)))
+    arrays["bias"][:, :, 3] = -np.inf
+    arrays["bias"][:, :, 5] = np.finfo(np.float32).min
+    both = _gradient_and_value(options)
+    (out, gradient), (want, wanted) = (both(_float32(arrays), name) for name in ("native", "reference"))
+    assert not np.any(out[:, :, 3])
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    for name in ("query", "key", "value"):
+        np.testing.assert_allclose(gradient[name], wanted[name], rtol=2e-5, atol=1e-5, err_msg=name)
 
 
 def test_a_row_that_sees_nothing_is_zero_with_zero_gradient():
@@ -213,33 +322,40 @@ def test_explain_says_native_or_what_it_lacks():
     assert explain(flash_attention, x, x, x, platform="cpu").chosen == "native"
     assert explain(flash_attention, x, x, x, platform="tpu").chosen == "pallas_tpu"
     ids = jnp.zeros((1, 16), jnp.int32)
-    for name, value in {
-        "softcap": 2.0,
-        "segment_ids": ids,
-        "block_size": 8,
-        "bias": jnp.ones((1, 1, 1, 16)),
-    }.items():
-        found = explain(flash_attention, x, x, x, platform="cpu", **{name: value})
-        assert found.chosen == "cpu"
-        assert f"no {name}" in found.reasons["native"]
+    more = {"softcap": 2.0, "segment_ids": ids, "bias": jnp.ones((1, 1, 1, 16)), "precision": "bfloat16"}
+    for name, value in more.items():
+        assert explain(flash_attention, x, x, x, platform="cpu", **{name: value}).chosen == "native"
     half = jax.ShapeDtypeStruct((1, 2, 16, 8), jnp.bfloat16)
-    assert (
-        "float32, not bfloat16"
-        in explain(flash_attention, half, half, half, platform="cpu").reasons["native"]
-    )
-    with pytest.raises(NoImplementationError, match="no softcap"):
-        flash_attention(*(jnp.ones((1, 2, 16, 8)),) * 3, softcap=1.0, implementation="native")
+    assert explain(flash_attention, half, half, half, platform="cpu").chosen == "native"
+    found = explain(flash_attention, x, x, x, platform="cpu", block_size=8)
+    assert found.chosen == "cpu"
+    assert "no block_size" in found.reasons["native"]
+    with jax.enable_x64(True):
+        wide = jax.ShapeDtypeStruct((1, 2, 16, 8), jnp.float64)
+        found = explain(flash_attention, wide, wide, wide, platform="cpu")
+    assert "float32, not float64" in found.reasons["native"]
+    with pytest.raises(NoImplementationError, match="no block_size"):
+        flash_attention(*(jnp.ones((1, 2, 16, 8)),) * 3, block_size=8, implementation="native")
 
 
 def test_arrays_that_do_not_fit_together_are_an_error_not_a_crash():
-    attributes = {"layout": 0, "left": 1, "right": 0, "scale": 1.0}
+    attributes = {"layout": 0, "left": 1, "right": 0, "scale": 1.0, "softcap": 0.0}
     x, y = jnp.ones((1, 2, 4, 8)), jnp.ones((1, 2, 4, 9))
+    none, ids = (jnp.zeros((0,)), *(jnp.zeros((0,), jnp.int32),) * 2), jnp.zeros((1, 4), jnp.int32)
     out = (jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct((1, 2, 4), jnp.float32))
-    for arrays in ((x, y, x), (x, x, y), (x[0], x, x), (x, x[:, :1], x)):
+
+    def refused(results: Any, *arrays: Any) -> None:
         with pytest.raises(Exception, match="capibara attention"):
-            jax.block_until_ready(native.call("capibara_attention_forward", out, *arrays, **attributes))
-    with pytest.raises(Exception, match="capibara attention"):
-        jax.block_until_ready(native.call("capibara_attention_forward", out[:1] * 2, x, x, x, **attributes))
+            jax.block_until_ready(native.call("capibara_attention_forward", results, *arrays, **attributes))
+
+    for arrays in ((x, y, x), (x, x, y), (x[0], x, x), (x, x[:, :1], x), (x, x, x.astype(jnp.bfloat16))):
+        refused(out, *arrays, *none)
+    refused(out, *(x.astype(jnp.float16),) * 3, *none)
+    refused(out[:1] * 2, x, x, x, *none)
+    for bias in (jnp.ones((1, 2, 4, 3)), jnp.ones((2, 1, 1, 1)), jnp.ones((4, 4))):
+        refused(out, x, x, x, bias, *none[1:])
+    for pair in ((ids, none[2]), (ids, ids[:, :3])):
+        refused(out, x, x, x, none[0], *pair)
 
 
 SCRIPT = """

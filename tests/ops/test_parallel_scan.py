@@ -125,7 +125,7 @@ def same(got, want, **tolerance):
 def test_affine_steps_are_recognised_and_right(name):
     f, init, xs = AFFINE[name]
     assert explain(parallel_scan, f, init, xs, platform="tpu").chosen == "affine"
-    assert explain(parallel_scan, f, init, xs, platform="cpu").chosen == "sequential"
+    assert explain(parallel_scan, f, init, xs, platform="cpu").chosen in ("native", "sequential")
 
     def both(init, xs):
         found = {}

@@ -1,7 +1,8 @@
 // Runs the native kernels without XLA: problems come in on standard input, results go out on standard output.
 //
-// A problem is its kind (0 attention, 4 and 8 max-plus products of that many bytes a number, 16 a tensor to code, -1 the
-// end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and has this run under an emulator.
+// A problem is its kind (0 attention, 1 a recurrence, 2 a selective scan, 4 and 8 max-plus products of that many bytes a
+// number, 16 a tensor to code, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
+// has this run under an emulator.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -60,30 +61,78 @@ capibara::Steps steps(int64_t heads, int64_t length, int64_t dim, bool heads_fir
 }
 
 void attention() {
-  const auto n = read<int64_t>(10);
-  const auto scale = read<float>(1);
+  const auto n = read<int64_t>(13);
+  const auto scale = read<float>(2);
   capibara::Attention a{};
   a.batch = n[0], a.heads = n[1], a.kv_heads = n[2], a.q_len = n[3], a.kv_len = n[4], a.dim = n[5], a.value_dim = n[6];
   a.left = n[7], a.right = n[8], a.scale = scale[0], a.threads = 3;
+  a.softcap = scale[1], a.narrow = n[12];
   const bool heads_first = n[9];
   a.query_steps = steps(a.heads, a.q_len, a.dim, heads_first);
   a.key_steps = steps(a.kv_heads, a.kv_len, a.dim, heads_first);
   a.value_steps = steps(a.kv_heads, a.kv_len, a.value_dim, heads_first);
   a.out_steps = steps(a.heads, a.q_len, a.value_dim, heads_first);
-  const auto query = read<float>(a.batch * a.query_steps.batch), key = read<float>(a.batch * a.key_steps.batch),
-             value = read<float>(a.batch * a.value_steps.batch), grad = read<float>(a.batch * a.out_steps.batch);
-  std::vector<float> out(grad.size()), stat(a.batch * a.heads * a.q_len), query_grad(query.size()),
-      key_grad(key.size()), value_grad(value.size());
+  const size_t bytes = a.narrow ? 2 : 4;
+  const auto query = read<char>(a.batch * a.query_steps.batch * bytes),
+             key = read<char>(a.batch * a.key_steps.batch * bytes),
+             value = read<char>(a.batch * a.value_steps.batch * bytes),
+             grad = read<char>(a.batch * a.out_steps.batch * bytes);
+  // A bias of [batch, heads, q_len, kv_len], and segments.
+  const auto bias = read<float>(n[10] ? a.batch * a.heads * a.q_len * a.kv_len : 0);
+  const auto query_ids = read<int32_t>(n[11] ? a.batch * a.q_len : 0),
+             key_ids = read<int32_t>(n[11] ? a.batch * a.kv_len : 0);
+  a.bias.inner = a.batch;
+  if (n[10]) {
+    a.bias = {bias.data(), a.batch, 0, a.heads * a.q_len * a.kv_len, a.q_len * a.kv_len, a.kv_len, 1};
+  }
+  if (n[11]) a.query_ids = query_ids.data(), a.key_ids = key_ids.data();
+  std::vector<char> out(grad.size()), query_grad(query.size()), key_grad(key.size()), value_grad(value.size());
+  std::vector<float> stat(a.batch * a.heads * a.q_len), bias_grad(bias.size());
   a.query = query.data(), a.key = key.data(), a.value = value.data(), a.out = out.data(), a.stat = stat.data();
   const auto& kernels = *capibara::isa().attention;
   each(kernels.forward_items(a), kernels.forward_scratch(a), [&](int64_t i, float* s) { kernels.forward(a, i, s); });
   a.out_grad = grad.data(), a.query_grad = query_grad.data(), a.key_grad = key_grad.data();
   a.value_grad = value_grad.data();
   each(kernels.backward_items(a), kernels.backward_scratch(a), [&](int64_t i, float* s) { kernels.backward(a, i, s); });
+  a.bias_grad = bias_grad.data();
+  if (n[10]) each(kernels.bias_items(a), kernels.bias_scratch(a), [&](int64_t i, float* s) { kernels.bias(a, i, s); });
   write(out);
   write(query_grad);
   write(key_grad);
   write(value_grad);
+  write(bias_grad);
+}
+
+void recurrence() {
+  const auto n = read<int64_t>(4);
+  capibara::Recurrence r{};
+  r.steps = n[0], r.width = r.a_step = n[1], r.reverse = n[2], r.late = n[3], r.threads = 3;
+  const auto a = read<float>(r.steps * r.width), x = read<float>(r.steps * r.width), first = read<float>(r.width);
+  std::vector<float> out(x.size()), last(first.size());
+  r.a = a.data(), r.x = x.data(), r.first = first.data(), r.out = out.data(), r.last = last.data();
+  const auto& kernels = *capibara::isa().scan;
+  each(kernels.recurrence_items(r), kernels.recurrence_scratch(r),
+       [&](int64_t i, float* s) { kernels.recurrence(r, i, s); });
+  write(out);
+  write(last);
+}
+
+void selective_scan() {
+  const auto n = read<int64_t>(6);
+  capibara::SelectiveScan s{};
+  s.outer = 1, s.batch = n[0], s.length = n[1], s.heads = n[2], s.width = n[3], s.groups = n[4], s.states = n[5];
+  const int64_t places = s.batch * s.length;
+  const auto x = read<float>(places * s.heads * s.width), dt = read<float>(places * s.heads), a = read<float>(s.heads),
+             b = read<float>(places * s.groups * s.states), c = read<float>(places * s.groups * s.states),
+             first = read<float>(s.batch * s.heads * s.width * s.states);
+  std::vector<float> y(x.size()), last(first.size());
+  s.x = x.data(), s.dt = dt.data(), s.a = a.data(), s.b = b.data(), s.c = c.data(), s.first = first.data();
+  s.y = y.data(), s.last = last.data();
+  const auto& kernels = *capibara::isa().scan;
+  each(kernels.selective_items(s), kernels.selective_scratch(s),
+       [&](int64_t i, float* f) { kernels.selective(s, i, f); });
+  write(y);
+  write(last);
 }
 
 // The coded tensor, after its size, and the tensor that it decodes to.
@@ -110,6 +159,10 @@ int main() {
     const int64_t kind = read<int64_t>(1)[0];
     if (kind == 0)
       attention();
+    else if (kind == 1)
+      recurrence();
+    else if (kind == 2)
+      selective_scan();
     else if (kind == 4)
       max_plus<float>();
     else if (kind == 8)

@@ -20,8 +20,11 @@ __all__ = ["TARGETS", "call", "isa", "problem"]
 TARGETS = (
     "capibara_attention_forward",
     "capibara_attention_backward",
+    "capibara_attention_bias",
     "capibara_max_plus",
     "capibara_max_plus_argmax",
+    "capibara_recurrence",
+    "capibara_selective_scan",
 )
 
 

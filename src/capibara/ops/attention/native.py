@@ -1,7 +1,8 @@
-"""Attention by the compiled kernels of :mod:`capibara.native` (float32 on CPUs)."""
+"""Attention by the compiled kernels of :mod:`capibara.native` (float32, bfloat16 and float16 on CPUs)."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -19,22 +20,18 @@ from capibara.ops.attention.problem import AttentionProblem
 __all__ = ["backward", "check", "forward"]
 
 _NO_LIMIT = 1 << 40
+# What is rounded to 16 bits when it is read and written; all sums are float32.
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check(problem: AttentionProblem) -> None:
     reason = native.problem()
     if reason is not None:
         raise NotImplementedError(reason)
-    if problem.dtype != "float32" or problem.operand_dtype is not None:
-        raise NotImplementedError(f"computes in float32, not {problem.operand_dtype or problem.dtype}")
-    given = {
-        "bias": problem.bias_shape is not None,
-        "segment_ids": problem.has_segments,
-        "softcap": problem.softcap is not None,
-        "block_size": problem.block_size is not None,
-    }
-    if any(given.values()):
-        raise NotImplementedError(f"has no {' and no '.join(name for name, there in given.items() if there)}")
+    if problem.dtype not in _DTYPES:
+        raise NotImplementedError(f"computes in float32, not {problem.dtype}")
+    if problem.block_size is not None:
+        raise NotImplementedError("has no block_size")
 
 
 def _attributes(problem: AttentionProblem) -> dict[str, int | float]:
@@ -43,6 +40,7 @@ def _attributes(problem: AttentionProblem) -> dict[str, int | float]:
         "left": _NO_LIMIT if problem.left is None else problem.left,
         "right": _NO_LIMIT if problem.right is None else problem.right,
         "scale": problem.scale,
+        "softcap": problem.softcap or 0.0,
     }
 
 
@@ -61,10 +59,33 @@ register_foreign_call("capibara_attention_forward", lambda ins, _, attributes: _
 register_foreign_call(
     "capibara_attention_backward", lambda ins, _, attributes: _cost(ins, (3, 2), attributes)
 )
+register_foreign_call("capibara_attention_bias", lambda ins, _, attributes: _cost(ins, (1, 1), attributes))
 
 
 def _like(x: jax.Array, last: int | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*x.shape[:-1], last or x.shape[-1]), jnp.float32)
+    return jax.ShapeDtypeStruct((*x.shape[:-1], last or x.shape[-1]), x.dtype)
+
+
+def _inputs(arrays: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """Query, key, value, bias and segments as the library takes them: an empty array stands for none."""
+    *qkv, bias, query_ids, key_ids = arrays
+    bias = jnp.zeros((0,), jnp.float32) if bias is None else bias.astype(jnp.float32)
+    ids = [jnp.zeros((0,), jnp.int32) if x is None else x for x in (query_ids, key_ids)]
+    return *qkv, bias, *ids
+
+
+def _small_ids(query_ids: Any, key_ids: Any) -> tuple[Any, Any]:
+    """The same segments by numbers of 32 bits."""
+    if query_ids is None:
+        return None, None
+    if max(query_ids.dtype.itemsize, key_ids.dtype.itemsize) < 8:
+        return query_ids.astype(jnp.int32), key_ids.astype(jnp.int32)
+    # Numbers of 64 bits: by their rank, since two of them may agree in their lower halves.
+    count = query_ids.shape[1]
+    both = jnp.concatenate([query_ids, key_ids], axis=1)
+    _, rank = jnp.unique(both, return_inverse=True, size=both.size)
+    rank = rank.reshape(both.shape).astype(jnp.int32)
+    return rank[:, :count], rank[:, count:]
 
 
 def _differentiable(problem: AttentionProblem) -> ModuleType:
@@ -77,61 +98,89 @@ def _differentiable(problem: AttentionProblem) -> ModuleType:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(problem: AttentionProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    out = tuple(_like(x) for x in arrays[:3])
-    return native.call("capibara_attention_backward", out, *arrays, **_attributes(problem))
+def _gradients(problem: AttentionProblem, *arrays: Any) -> tuple[Any, ...]:
+    """Gradients of query, key, value and bias."""
+    *arguments, out, stat, out_grad = arrays
+    inputs, attributes = _inputs(tuple(arguments)), _attributes(problem)
+    results = tuple(_like(x) for x in inputs[:3])
+    more = (out, stat, out_grad)
+    gradients = native.call("capibara_attention_backward", results, *inputs, *more, **attributes)
+    bias: jax.Array | None = arguments[3]
+    if bias is None:
+        return *gradients, None
+    shape = (jax.ShapeDtypeStruct(bias.shape, jnp.float32),)
+    # A call of its own, which XLA leaves out where nobody asks for its result.
+    (bias_gradient,) = native.call("capibara_attention_bias", shape, *inputs, *more, **attributes)
+    return *gradients, bias_gradient.astype(bias.dtype)
 
 
-def _gradients_forward(problem: AttentionProblem, *arrays: jax.Array) -> tuple[Any, Any]:
-    query, key, value, _out, _stat, out_grad = arrays
-    return _gradients(problem, *arrays), (query, key, value, out_grad)
+def _gradients_forward(problem: AttentionProblem, *arrays: Any) -> tuple[Any, Any]:
+    *arguments, _out, _stat, out_grad = arrays
+    return _gradients(problem, *arrays), (*arguments, out_grad)
 
 
 def _gradients_backward(problem: AttentionProblem, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    # The output and the statistic are functions of query, key and value: taken as such here, they get no
+    # The output and the statistic are functions of query, key, value and bias: taken as such here, they get no
     # gradient of their own.
     form = _differentiable(problem)
+    query, key, value, bias, query_ids, key_ids, out_grad = residuals
 
-    def gradients(query: jax.Array, key: jax.Array, value: jax.Array, out_grad: jax.Array) -> Any:
-        arrays = (query, key, value, None, None, None)
-        return form.backward(problem, arrays, *form.forward(problem, *arrays), out_grad)[:3]
+    def gradients(query: Any, key: Any, value: Any, bias: Any, out_grad: Any) -> Any:
+        arrays = (query, key, value, bias, query_ids, key_ids)
+        return form.backward(problem, arrays, *form.forward(problem, *arrays), out_grad)
 
-    _, pull = jax.vjp(gradients, *residuals)
-    pulled: Any = pull(tuple(cotangents))
-    query, key, value, out_grad = pulled
-    return query, key, value, None, None, out_grad
+    _, pull = jax.vjp(gradients, query, key, value, bias, out_grad)
+    *pulled, out_pulled = pull(tuple(cotangents))
+    return *pulled, None, None, None, None, out_pulled
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _output(problem: AttentionProblem, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _output(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     stat = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.q_len), jnp.float32)
     out = (_like(arrays[0], problem.value_dim), stat)
-    return native.call("capibara_attention_forward", out, *arrays, **_attributes(problem))
+    return native.call("capibara_attention_forward", out, *_inputs(arrays), **_attributes(problem))
 
 
-def _output_forward(problem: AttentionProblem, *arrays: jax.Array) -> tuple[Any, Any]:
+def _output_forward(problem: AttentionProblem, *arrays: Any) -> tuple[Any, Any]:
     results: Any = _output(problem, *arrays)
     return results, (*arrays, *results)
 
 
 def _output_backward(problem: AttentionProblem, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     # Only `_gradients` reads the statistic, and gives it no gradient; so there is one for the output alone.
-    return _gradients(problem, *residuals, cotangents[0])
+    return *_gradients(problem, *residuals, cotangents[0]), None, None
 
 
 _output.defvjp(_output_forward, _output_backward)
 
 
+def _taken(problem: AttentionProblem, arrays: tuple[Any, ...]) -> tuple[AttentionProblem, tuple[Any, ...]]:
+    """The problem with its operands rounded, where the caller wants that, in a dtype that the library reads."""
+    *qkv, bias, query_ids, key_ids = arrays
+    if problem.operand_dtype is not None:
+        qkv = [x.astype(problem.operand_dtype).astype(problem.dtype) for x in qkv]
+    if problem.dtype == "float16":
+        qkv = [x.astype(jnp.float32) for x in qkv]
+    mine = dataclasses.replace(problem, dtype=str(qkv[0].dtype), operand_dtype=None)
+    return mine, (*qkv, bias, *_small_ids(query_ids, key_ids))
+
+
 def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """The output in the caller's layout, and the rows' log2-sum-exp2 [batch, heads, q_len]."""
-    return _output(problem, *arrays[:3])
+    mine, taken = _taken(problem, arrays)
+    results: Any = _output(mine, *taken)
+    out, stat = results
+    return out.astype(problem.dtype), stat
 
 
 def backward(
     problem: AttentionProblem, arrays: tuple[Any, ...], out: jax.Array, stat: jax.Array, out_grad: jax.Array
 ) -> tuple[Any, ...]:
-    """Gradients of query, key, value and (none) of the bias, in the caller's layout."""
-    return *_gradients(problem, *arrays[:3], out, stat, out_grad), None
+    """Gradients of query, key, value and bias (``None`` without one), in the caller's layout and dtype."""
+    mine, taken = _taken(problem, arrays)
+    results: Any = _gradients(mine, *taken, out.astype(mine.dtype), stat, out_grad.astype(mine.dtype))
+    *gradients, of_bias = results
+    return *(g.astype(problem.dtype) for g in gradients), of_bias

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
-from capibara.ops.scan import reference, specs, xla
+from capibara.ops.scan import native, reference, specs, xla
 from capibara.ops.scan.problem import alike_in_speed, prepare
 from capibara.ops.tuning import Tuning
 
@@ -17,6 +17,7 @@ OP = Op(
     "selective_scan",
     prepare,
     [
+        Implementation("native", {"forward": native.scan}, ("cpu",), native.check, portable=False),
         Implementation(
             "xla", {"forward": xla.scan}, tunables={"chunk_length": (8, 16, 32, 64, 128, 256, 512)}
         ),
@@ -40,6 +41,8 @@ def selective_scan(
 ) -> tuple[jax.Array, jax.Array]:
     """A selective state-space model's recurrence (Mamba-2), computed as matrix products over chunks.
 
+    Without gradients it runs on CPUs as a compiled loop over the positions, which takes less arithmetic.
+
     For every batch element and head, with a state ``h [width, states]``::
 
         h[t] = exp(dt[t] * a) * h[t-1] + dt[t] * outer(x[t], b[t])
@@ -59,7 +62,8 @@ def selective_scan(
       initial_state: ``[batch, heads, width, states]``; zeros when ``None``.
       chunk_length: Positions per chunk; ``None``: what ``capibara tune`` has measured here, else 64. It changes speed
         and memory, not the result.
-      implementation: ``"auto"``, ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
+      implementation: ``"auto"``, ``"native"`` (a compiled loop on CPUs; its gradient is that of ``"xla"``),
+        ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
 
     Returns:
       ``y [batch, length, heads, width]`` in the dtype of ``x``, and the state after the last position,

@@ -12,7 +12,7 @@ from jax import lax
 
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.registry import Implementation, Op, public
-from capibara.ops.scan.recurrence import recurrence
+from capibara.ops.scan.recurrence import recurrence, takes_native
 
 __all__ = ["check_segments", "linear_recurrence", "matrix_linear_recurrence"]
 
@@ -114,6 +114,14 @@ def _xla(p: RecurrenceProblem, a: Any, x: Any, first: Any) -> tuple[Any, Any]:
     return h.reshape(p.x), last.reshape(p.x[1:])
 
 
+def _native(p: RecurrenceProblem, a: Any, x: Any, first: Any) -> tuple[Any, Any]:
+    return recurrence(*_arranged(p, a, x, first), reverse=p.reverse, native=True)
+
+
+def _takes_native(p: RecurrenceProblem) -> None:
+    takes_native(p.dtype, p.matrix, p.num_segments)
+
+
 def _reference(p: RecurrenceProblem, a: Any, x: Any, first: Any) -> tuple[Any, Any]:
     x = jnp.asarray(x)
     first = jnp.zeros(p.x[1:], x.dtype) if first is None else jnp.asarray(first)
@@ -157,6 +165,7 @@ def _prepare_matrix(
 
 def _ways() -> list[Implementation]:
     return [
+        Implementation("native", {"forward": _native}, ("cpu",), _takes_native, portable=False),
         Implementation("xla", {"forward": _xla}),
         Implementation("reference", {"forward": _reference}),
     ]
@@ -189,7 +198,8 @@ def linear_recurrence(
       reverse: run from the last step to the first.
       num_segments: segments that run at once; ``None``: chosen by the sizes (one where steps are wide). It changes
         speed and rounding, not the result.
-      implementation: ``"auto"``, ``"xla"`` or ``"reference"`` (one step at a time).
+      implementation: ``"auto"``, ``"native"`` (one compiled loop, float32 on CPUs), ``"xla"`` or ``"reference"``
+        (one step at a time).
 
     Returns:
       every state ``[steps, …]``, and the last one.

@@ -26,12 +26,14 @@ from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.scan import specs
 from capibara.ops.scan.affine import Affine, Other, bind, carried, interpret
 from capibara.ops.scan.linear import check_segments
-from capibara.ops.scan.recurrence import previous, recurrence
+from capibara.ops.scan.recurrence import previous, recurrence, takes_native
 from capibara.ops.tuning import Tuned, Tuning
 
 __all__ = ["parallel_scan"]
 
 SEGMENT_MIB = 16
+# The same for the compiled loop, which is limited by memory: cutting and joining segments would cost as much again.
+NATIVE_SEGMENT_MIB = 256
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def _over_steps(step: Callable[..., Any], fixed: Sequence[Any], moving: Sequence
 
 
 def _solve(
-    p: ParallelProblem, steps: int, consts: list[Any], first: list[Any], xs: list[Any]
+    p: ParallelProblem, native: bool, steps: int, consts: list[Any], first: list[Any], xs: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """One segment of an affine scan: the last carry and the outputs."""
     body, n, carry = p.body, len(consts), len(first)
@@ -178,7 +180,7 @@ def _solve(
             return [offset, jnp.ones((1,) * len(found.shape), found.dtype) if c is None else c]
 
         found = _over_steps(step, consts, [*(before[k] for k in order), *xs])
-        h = _states(stage, body.jaxpr.invars[n + stage.leaf].aval, found, first[stage.leaf], steps)
+        h = _states(stage, body.jaxpr.invars[n + stage.leaf].aval, found, first[stage.leaf], steps, native)
         after[stage.leaf] = h
         before[stage.leaf] = previous(h, first[stage.leaf])
     new_vars = body.jaxpr.outvars[:carry]
@@ -218,13 +220,13 @@ def _evaluate(body: Any, inputs: Sequence[Any], known: dict[Any, Any]) -> list[A
     return [read(v) for v in jaxpr.outvars]
 
 
-def _states(stage: Stage, aval: Any, found: list[Any], first: Any, steps: int) -> Any:
+def _states(stage: Stage, aval: Any, found: list[Any], first: Any, steps: int, native: bool) -> Any:
     offset = jnp.broadcast_to(found[0], (steps, *aval.shape)).astype(aval.dtype)
     if stage.kind == "given":
         return offset
     a = found[1].astype(aval.dtype)
     if stage.kind == "diagonal":
-        return recurrence(a, offset, first)[0]
+        return recurrence(a, offset, first, native=native)[0]
     if len(stage.mixed) > 1 or len(aval.shape) == 1:  # the leaf is one vector
         size = math.prod(aval.shape)
         a = a.reshape(a.shape[0], size, size)
@@ -244,12 +246,12 @@ def _states(stage: Stage, aval: Any, found: list[Any], first: Any, steps: int) -
     return jnp.moveaxis(h, -1, 1 + axis)
 
 
-def _default_segments(p: ParallelProblem) -> int:
+def _default_segments(p: ParallelProblem, most: int) -> int:
     length = p.loop.params["length"]
     if not p.stages:
         return max(1, math.isqrt(length))
     size = length * sum(a.size * a.dtype.itemsize for a in p.carry)
-    return max(1, min(-(-size // ((p.segment_mib or SEGMENT_MIB) << 20)), length))
+    return max(1, min(-(-size // ((p.segment_mib or most) << 20)), length))
 
 
 def alike_in_speed(p: ParallelProblem) -> dict[str, int | str] | None:
@@ -263,11 +265,11 @@ def alike_in_speed(p: ParallelProblem) -> dict[str, int | str] | None:
     }
 
 
-def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any) -> Any:
+def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any, most: int = SEGMENT_MIB) -> Any:
     """The traced scan, segment by segment; ``segment(steps, consts, first, xs)`` gives the last carry and outputs."""
     params = p.loop.params
     n, carry, length = params["num_consts"], params["num_carry"], params["length"]
-    count = 1 if not p.use_checkpointing else p.num_segments or _default_segments(p)
+    count = 1 if not p.use_checkpointing else p.num_segments or _default_segments(p, most)
     count = min(count, length)
     size = length // count
 
@@ -317,7 +319,11 @@ def _around(p: ParallelProblem, run: Callable[..., list[Any]], *arrays: Any) -> 
 
 
 def _affine(p: ParallelProblem, *arrays: Any) -> Any:
-    return _segmented(functools.partial(_solve, p), p, *arrays)
+    return _segmented(functools.partial(_solve, p, False), p, *arrays)
+
+
+def _native(p: ParallelProblem, *arrays: Any) -> Any:
+    return _segmented(functools.partial(_solve, p, True), p, *arrays, most=NATIVE_SEGMENT_MIB)
 
 
 def _sequential(p: ParallelProblem, *arrays: Any) -> Any:
@@ -341,6 +347,16 @@ def _takes_affine(p: ParallelProblem) -> None:
     _takes_segments(p)
     if p.refusal is not None:
         raise NotImplementedError(f"does not find the step affine in its carry: {p.refusal}")
+
+
+def _takes_native(p: ParallelProblem) -> None:
+    _takes_affine(p)
+    for stage in p.stages:
+        aval = p.body.jaxpr.invars[p.loop.params["num_consts"] + stage.leaf].aval
+        if stage.kind != "given":
+            takes_native(str(aval.dtype), stage.kind == "matrix", None)
+    if all(stage.kind == "given" for stage in p.stages):
+        raise NotImplementedError("has nothing to solve: no part of the carry depends on itself")
 
 
 def _takes_segments(p: ParallelProblem) -> None:
@@ -400,6 +416,7 @@ OP = Op(
     "parallel_scan",
     _prepare,
     [
+        Implementation("native", {"forward": _native}, ("cpu",), _takes_native, portable=False),
         # On CPUs XLA's loop costs nanoseconds a step: measured, the composition takes up to twice its time there.
         Implementation(
             "affine",
@@ -428,7 +445,7 @@ def parallel_scan(
     reverse: bool = False,
     implementation: str = "auto",
 ) -> tuple[Any, Any]:
-    """``jax.lax.scan(f, init, xs)``, parallel on accelerators if ``f`` is affine in its carry.
+    """``jax.lax.scan(f, init, xs)``, parallel if ``f`` is affine in its carry.
 
     Whether it is follows from the primitives that ``f`` is made of, never from samples: additions, products with what
     does not depend on the carry (elementwise, or matrices along one axis), selections, sums, changes of shape.
@@ -447,12 +464,13 @@ def parallel_scan(
       num_segments: pieces of the sequence that are computed one after the other; the carry between them is kept,
         what is inside is computed again for gradients, so that these take memory in proportion to ``steps /
         num_segments`` (and to ``num_segments`` carries). ``None``: about the square root of the steps for steps one
-        by one; for affine ones as few as keep a piece's states below 16 MiB, or what ``capibara tune`` has measured
-        to be faster (64 MiB at most). It need not divide the steps.
+        by one; for affine ones as few as keep a piece's states below 16 MiB (``"native"``: 256 MiB), or what
+        ``capibara tune`` has measured to be faster (64 MiB at most). It need not divide the steps.
       use_checkpointing: False keeps everything for the gradient, in one piece, whatever ``num_segments``.
       length, reverse: as for ``lax.scan``.
-      implementation: ``"auto"`` (``"affine"`` on TPUs and GPUs where it can, else ``"sequential"``: on CPUs
-        a plain loop is the faster), ``"affine"``, ``"sequential"`` or ``"reference"`` (``lax.scan``).
+      implementation: ``"auto"`` (``"affine"`` on TPUs and GPUs where it can; on CPUs ``"native"``, a compiled loop over
+        the affine steps, where they are elementwise in float32; else ``"sequential"``), or one of these, or
+        ``"reference"`` (``lax.scan``).
 
     Returns:
       the last carry and the outputs ``[steps, …]``, as ``lax.scan``.

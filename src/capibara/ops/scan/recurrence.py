@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
+from capibara import native as compiled
 from capibara.ops.one_device import alike
 
-__all__ = ["previous", "recurrence"]
+__all__ = ["previous", "recurrence", "takes_native"]
 
 WIDE = 4096  # numbers in a step of all segments together, beyond which more segments do not pay
 
@@ -45,6 +46,7 @@ def recurrence(
     reverse: bool = False,
     late: bool = False,
     segments: int | None = None,
+    native: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """``h[t] = a[t] h[t-1] + x[t]`` over the first axis: every ``h`` and the last one.
 
@@ -53,11 +55,12 @@ def recurrence(
       x: ``[steps, …]``; as ``matrix`` ``[steps, …, n, columns]``.
       first: ``h`` before the first step, of the shape of one step of ``x``.
       late: give ``x[t] + u`` and then set ``u = a[t] (x[t] + u)``, from ``u = first``; the second result is ``u``.
+      native: on CPUs, by the compiled loop of :mod:`capibara.native`; for what :func:`takes_native` takes.
     """
     if x.size == 0:
         return x, first
     a, x, first = alike((a, x, first), a, x, first)
-    options = {"matrix": matrix, "reverse": reverse, "late": late, "segments": segments}
+    options = {"matrix": matrix, "reverse": reverse, "late": late, "segments": segments, "native": native}
     return _bind(a, x, first, **options)
 
 
@@ -90,9 +93,40 @@ def choose_segments(a_shape: tuple[int, ...], x_shape: tuple[int, ...], matrix: 
     return found if found >= 8 and steps >= 4 * found else 1
 
 
+def takes_native(dtype: str, matrix: bool, segments: int | None) -> None:
+    """Raise ``NotImplementedError``, with the reason, for what the compiled loop does not take."""
+    reason = compiled.problem()
+    if reason is not None:
+        raise NotImplementedError(reason)
+    if matrix:
+        raise NotImplementedError("has no matrices for coefficients")
+    if dtype != "float32":
+        raise NotImplementedError(f"computes in float32, not {dtype}")
+    if segments is not None:
+        raise NotImplementedError("has no num_segments: it needs none to be as fast as memory")
+
+
+def _compute_on_cpu(a: Any, x: Any, first: Any, *, native: bool, **options: Any) -> Any:
+    if not native:
+        return _compute(a, x, first, native=native, **options)
+    a = jnp.broadcast_to(a, (a.shape[0], *x.shape[1:]))
+    out = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, first)]
+    switches = {name: int(options[name]) for name in ("reverse", "late")}
+    return list(compiled.call("capibara_recurrence", out, a, x, first, **switches))
+
+
 def _compute(
-    a: Any, x: Any, first: Any, *, matrix: bool, reverse: bool, late: bool, segments: int | None
+    a: Any,
+    x: Any,
+    first: Any,
+    *,
+    matrix: bool,
+    reverse: bool,
+    late: bool,
+    segments: int | None,
+    native: bool,
 ) -> Any:
+    del native  # is for CPUs
     wide = _wide(x.dtype)
     steps = x.shape[0]
     fixed = a.shape[0] == 1
@@ -193,6 +227,7 @@ def _shapes(a: Any, x: Any, first: Any, **_: Any) -> Any:
 
 
 mlir.register_lowering(_primitive, mlir.lower_fun(_compute, multiple_results=True))
+mlir.register_lowering(_primitive, mlir.lower_fun(_compute_on_cpu, multiple_results=True), platform="cpu")
 
 
 def _tangent(primals: Any, tangents: Any, **options: Any) -> Any:
