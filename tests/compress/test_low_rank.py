@@ -257,9 +257,9 @@ def test_plain_svd_is_poor_on_trained_weights() -> None:
 
     tensors = load_file(Path(package.origin).parent / "model" / "model.safetensors")
     layer = "encoder.layer.2."
-    for part in ("attention.self.value", "attention.output.dense", "intermediate.dense", "output.dense"):
+    for part in ("attention.self.value", "output.dense"):
         w = tensors[f"{layer}{part}.weight"].astype(np.float64)
-        for relative in (0.25, 0.5, 1.0):
+        for relative in (0.5, 1.0):
             back, size = run(w, relative_step=relative)
             assert error(w, back) > 1.1 * rounded_at(w, size), (part, relative)
         assert estimated_gain(w, 4) < -0.5, part
