@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.compress.errors import CompressError, DamagedError
+from capibara.compress.errors import ArchiveError, CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, to_float
 
 __all__ = ["Part", "join", "part_of", "split"]
@@ -47,7 +47,15 @@ class Part:
         """
         from capibara.compress.codecs.protocol import get_codec
 
-        return get_codec(self.codec).decode(memoryview(self.payload), self.form, self.shape, self.settings)
+        try:
+            return get_codec(self.codec).decode(
+                memoryview(self.payload), self.form, self.shape, self.settings
+            )
+        except ArchiveError:
+            raise
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            # Settings of a part come from the file, too.
+            raise DamagedError(f"a part cannot be decoded ({error}): the file is damaged") from None
 
     def values(self) -> np.ndarray:
         """The numbers as float64, in their shape."""
@@ -121,7 +129,7 @@ def split(payload: memoryview, count: int, most: int) -> tuple[dict[str, Any], l
             shape, size = one["shape"], one["size"]
             if not all(type(n) is int and n >= 0 for n in (*shape, size)) or not isinstance(settings, dict):
                 raise DamagedError("a part's sizes are none: the file is damaged")
-            if codec in NESTED or len(shape) > 32:
+            if not isinstance(codec, str) or codec in NESTED or len(shape) > 32:
                 raise DamagedError("a part is nested: the file is damaged")
             if size > len(payload) - at:
                 raise DamagedError("a part ends after its payload: the file is damaged")
