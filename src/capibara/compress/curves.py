@@ -154,9 +154,9 @@ def measure(
 
 def _sample(bits: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
     """Rows from all over the tensor, as another tensor."""
-    if bits.size <= 2 * _SAMPLE or not shape:
+    if bits.size <= 2 * _SAMPLE or len(shape) < 2:
         return bits, shape
-    length = shape[-1] if len(shape) >= 2 and shape[-1] >= 32 else bits.size // shape[0]
+    length = shape[-1] if shape[-1] >= 32 else bits.size // shape[0]
     rows = bits.reshape(-1, length)
     every = max(len(rows) * length // _SAMPLE, 1)
     some = np.ascontiguousarray(rows[::every])

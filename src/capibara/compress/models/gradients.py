@@ -55,9 +55,9 @@ def gradients(
     value, slopes = jax.value_and_grad(objective)({n: values[n] for n in names})
     out: dict[str, np.ndarray] = {}
     for name, slope in slopes.items():
-        bits, form, shape = to_bits(slope, name)
+        bits, form, shape = to_bits(slope, str(name))
         numbers = to_float(bits, form).astype(np.float32).reshape(shape)
-        first: str = adapter.tied.get(name, name)
+        first = adapter.tied.get(str(name), str(name))
         out[first] = out[first] + numbers if first in out else numbers
     return float(value), out
 
