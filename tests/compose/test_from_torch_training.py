@@ -145,7 +145,7 @@ def test_the_line_that_calls_an_unknown_operation_is_named() -> None:
 
     line = Net.forward.__code__.co_firstlineno + 2
     with pytest.raises(
-        ml.UnsupportedTorchError, match=rf"aten::lgamma in .*test_from_torch_more\.py:{line}\)"
+        ml.UnsupportedTorchError, match=rf"aten::lgamma in .*test_from_torch_training\.py:{line}\)"
     ):
         ml.from_torch(Net(), (torch.zeros(2),))
 
@@ -156,7 +156,7 @@ def test_an_argument_that_is_unknown_is_named_with_its_line() -> None:
             return torch.div(x, 2, rounding_mode="trunc")
 
     with pytest.raises(
-        ml.UnsupportedTorchError, match=r"test_from_torch_more\.py:\d+\): rounding_mode='trunc'"
+        ml.UnsupportedTorchError, match=r"test_from_torch_training\.py:\d+\): rounding_mode='trunc'"
     ):
         ml.from_torch(Net(), (torch.zeros(2),))
 
