@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -273,12 +273,12 @@ def test_strategies_of_the_configuration() -> None:
         (lambda s: s.compress(np.array(["a"])), "expected one of"),
         (lambda s: s.decompress(b"abc"), "compressed: got bytes"),
         (lambda s: s.get_component("gpu"), "component: got 'gpu'"),
-        (lambda s: SystemIntegrationCoordinator({"enable_jax": True}), "config: got dict"),
+        (lambda s: SystemIntegrationCoordinator(cast(Any, {"enable_jax": True})), "config: got dict"),
         (
             lambda s: SystemIntegrationCoordinator(SystemConfiguration(strategy="best")),
             "strategy: got 'best'",
         ),
-        (lambda s: SystemIntegrationCoordinator(monitor=3), "monitor: got int"),
+        (lambda s: SystemIntegrationCoordinator(monitor=cast(Any, 3)), "monitor: got int"),
     ],
 )
 def test_bad_arguments(system: SystemIntegrationCoordinator, call: Any, words: str) -> None:
@@ -313,3 +313,16 @@ def test_the_same_bytes_from_every_engine(wanted: OptimizationStrategy) -> None:
         assert made.payloads == expected
         assert (made.engine == "jax") == (wanted is OptimizationStrategy.JAX_ACCELERATED)
         np.testing.assert_array_equal(system.decompress(made), values)
+
+
+def test_a_whole_model() -> None:
+    tree = {"weight": RANDOM.normal(size=(80, 64)).astype(np.float32), "bias": np.zeros(80, np.float32)}
+    with SystemIntegrationCoordinator() as system:
+        back = system.compress_model(tree).decompress()
+        assert {name: a.tobytes() for name, a in back.items()} == {
+            name: a.tobytes() for name, a in tree.items()
+        }
+        assert system.monitor.latest(MetricType.COMPRESSION_TIME) is not None
+    with SystemIntegrationCoordinator(SystemConfiguration(target_compression_ratio=3.0)) as system:
+        lossy = system.compress_model(tree).decompress()
+    assert 0 < np.linalg.norm(lossy["weight"] - tree["weight"]) < 0.3 * np.linalg.norm(tree["weight"])

@@ -257,11 +257,11 @@ class SystemIntegrationCoordinator:
 
         self._check_running()
         if profile is None:
-            exact = {} if self.config.target_compression_ratio else {"mode": "lossless"}
+            ratio = self.config.target_compression_ratio
             profile = CompressionProfile(
                 strategy=self.config.strategy,
-                target_compression_ratio=self.config.target_compression_ratio,
-                **exact,
+                target_compression_ratio=ratio,
+                mode="lossless" if ratio is None else "balanced",
             )
         with self.monitor.track(MetricType.COMPRESSION_TIME, PipelineType.SYSTEM):
             made = ModelCompressionAPI(profile).compress(model, validation_data=validation_data)

@@ -113,13 +113,9 @@ class HostTropicalEngine:
         if len(coefficients) == 0:
             raise CompressError("coefficients: got none, expected at least one")
         # By Horner's rule: a product is a sum here, and a sum the maximum.
-        out = None
-        for i in range(len(coefficients) - 1, -1, -1):
-            here = sign * coefficients[i]
-            if out is None:
-                out = here + 0 * x
-            else:
-                out = (out + sign * x).clip(min=here)
+        out: Any = sign * coefficients[-1] + 0 * x
+        for i in range(len(coefficients) - 2, -1, -1):
+            out = (out + sign * x).clip(min=sign * coefficients[i])
         return sign * out
 
     def describe(self) -> dict[str, Any]:

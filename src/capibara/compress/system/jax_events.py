@@ -98,11 +98,18 @@ _lock = threading.Lock()
 _registered = False
 
 
-def _pass_on(event: str, seconds: float | None = None, **_: Any) -> None:
+def _happened(event: str, **_: Any) -> None:
     with _lock:
         monitors = list(_monitors)
     for monitor in monitors:
-        monitor.heard(event, seconds)
+        monitor.heard(event)
+
+
+def _took(event: str, duration_secs: float, **_: Any) -> None:
+    with _lock:
+        monitors = list(_monitors)
+    for monitor in monitors:
+        monitor.heard(event, duration_secs)
 
 
 def _listen(monitor: JaxPerformanceMonitor) -> None:
@@ -110,6 +117,6 @@ def _listen(monitor: JaxPerformanceMonitor) -> None:
     with _lock:
         _monitors.add(monitor)
         if not _registered:
-            jax.monitoring.register_event_listener(_pass_on)
-            jax.monitoring.register_event_duration_secs_listener(_pass_on)
+            jax.monitoring.register_event_listener(_happened)
+            jax.monitoring.register_event_duration_secs_listener(_took)
             _registered = True

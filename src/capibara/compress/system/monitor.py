@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from capibara.errors import did_you_mean
 from capibara.files import replace_file
 
 __all__ = ["Alert", "MetricType", "PipelineType", "Statistics", "Threshold", "UnifiedPerformanceMonitor"]
+
+_Kind = TypeVar("_Kind", bound=StrEnum)
 
 
 class MetricType(StrEnum):
@@ -174,20 +176,20 @@ class UnifiedPerformanceMonitor:
         Raises:
           CompressError: no such metric or pipeline, or the value is not finite.
         """
-        metric, pipeline = _one_of(MetricType, "metric", metric), _one_of(PipelineType, "pipeline", pipeline)
+        kind, where = _one_of(MetricType, "metric", metric), _one_of(PipelineType, "pipeline", pipeline)
         try:
             value = float(value)
         except (TypeError, ValueError):
-            raise CompressError(f"value: got {value!r:.200}, expected a number ({metric})") from None
+            raise CompressError(f"value: got {value!r:.200}, expected a number ({kind})") from None
         if not math.isfinite(value):
-            raise CompressError(f"value: got {value!r}, expected a finite number ({metric})")
+            raise CompressError(f"value: got {value!r}, expected a finite number ({kind})")
         with self._lock:
-            series = self._series.setdefault((metric, pipeline), _Series(self._keep))
+            series = self._series.setdefault((kind, where), _Series(self._keep))
             series.add(value)
-            limits = [t for t in self._thresholds.values() if t.metric == metric and series.count > t.after]
+            limits = [t for t in self._thresholds.values() if t.metric == kind and series.count > t.after]
             crossed = [t for t in limits if t.is_crossed(value)]
-            remedy = REMEDIES.get(metric, "look at what ran")
-            alerts = [Alert(time.time(), metric, pipeline, value, t.limit, remedy) for t in crossed]
+            remedy = REMEDIES.get(kind, "look at what ran")
+            alerts = [Alert(time.time(), kind, where, value, t.limit, remedy) for t in crossed]
             self._alerts.extend(alerts)
         if self._on_alert is not None:
             for alert in alerts:
@@ -218,13 +220,13 @@ class UnifiedPerformanceMonitor:
         Raises:
           CompressError: no such metric, or the limit is not a number.
         """
-        metric = _one_of(MetricType, "metric", metric)
+        kind = _one_of(MetricType, "metric", metric)
         if not isinstance(limit, float | int) or isinstance(limit, bool) or math.isnan(limit):
             raise CompressError(f"limit: got {limit!r}, expected a number")
         if type(after) is not int or after < 0:
             raise CompressError(f"after: got {after!r}, expected a whole number ≥ 0")
         with self._lock:
-            self._thresholds[metric, above] = Threshold(metric, float(limit), above, after)
+            self._thresholds[kind, above] = Threshold(kind, float(limit), above, after)
 
     def remove_threshold(self, metric: MetricType | str) -> None:
         """No alerts of this metric any more."""
@@ -307,9 +309,9 @@ class UnifiedPerformanceMonitor:
         replace_file(path, json.dumps(self.report(), indent=1))
 
 
-def _one_of(kind: Any, name: str, value: object) -> Any:
+def _one_of(kind: type[_Kind], name: str, value: object) -> _Kind:
     try:
-        return kind(value.lower() if isinstance(value, str) else value)
+        return kind(str(value).lower())
     except ValueError:
         options = [member.value for member in kind]
         raise CompressError(
