@@ -244,7 +244,7 @@ class StrategySelector:
             return "auto", f"{bits.values.nbytes} bytes are not worth the way to the accelerator"
         return (
             "auto",
-            "JAX has no accelerator here: the host's code is quicker than JAX on the same processor",
+            "JAX has no accelerator here, and the host's code need not be compiled for each shape",
         )
 
 
