@@ -82,6 +82,10 @@ TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] =
     "async_all_reduce": lambda: ((_array(1024, 1024),), {}),
     "optimized_gemm": lambda: ((_array(512, 512), _array(512, 512)), {}),
     "fast_svd": lambda: ((_array(1024, 1024), 32), {}),
+    "quantised_matmul": lambda: (
+        (_array(64, 512), _array(512, 512, dtype=jnp.int8), _array(512, 16)),
+        {"group": 32},
+    ),
     "qr": lambda: ((_array(1024, 64),), {}),
     "cholesky_update": lambda: ((_array(256, 256), _array(256)), {}),
     "winograd_conv2d": lambda: ((_array(8, 28, 28, 128), _array(3, 3, 128, 128)), {}),
