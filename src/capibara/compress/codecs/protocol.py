@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from capibara.compress.codecs import exponent, fixed, lossless, uniform
+from capibara.compress.codecs import exponent, fixed, lossless, low_rank, sparse, uniform
 from capibara.compress.errors import ArchiveError
 from capibara.compress.formats import NumberFormat
 
@@ -45,6 +45,8 @@ CODECS: dict[str, Codec] = {
     "int8": fixed.INT8,
     "int4": fixed.INT4,
     "nf4": fixed.NF4_CODEC,
+    "low_rank": low_rank.LOW_RANK,
+    "sparse": sparse.SPARSE,
 }
 
 # Settings that say something of a layer's inputs: for the encoder alone, and too large for an index.
