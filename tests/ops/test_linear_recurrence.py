@@ -106,8 +106,9 @@ def test_empty_and_explained():
     assert h.shape == (0, 3)
     np.testing.assert_array_equal(last, np.zeros(3))
     x = jax.ShapeDtypeStruct((8, 3), "float32")
-    for platform in ("cpu", "tpu", "cuda"):
+    for platform in ("tpu", "cuda"):
         assert explain(linear_recurrence, x, x, platform=platform).chosen == "xla"
+    assert explain(linear_recurrence, x, x, platform="cpu").chosen in ("native", "xla")
 
 
 def test_narrow_floats_are_summed_in_float32():
