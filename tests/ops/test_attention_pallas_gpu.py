@@ -145,7 +145,7 @@ def test_auto_takes_it_only_where_it_was_measured_to_be_faster():
     found = explain(flash_attention, x, x, x, platform="cuda")
     assert found.chosen == "xla"
     assert found.reasons["pallas_gpu"].startswith("was not measured to be faster here")
-    assert explain(flash_attention, x, x, x, platform="cpu").reasons["pallas_gpu"] == "is for cuda, not cpu"
+    assert explain(flash_attention, x, x, x, platform="rocm").reasons["pallas_gpu"] == "is for cuda, not rocm"
     with forced("flash_attention", Tuned("cuda", "pallas_gpu", (("pallas_gpu", (("block_size", 32),)),))):
         found = explain(flash_attention, x, x, x, platform="cuda")
         assert (found.chosen, dict(found.parameters)) == ("pallas_gpu", {"block_size": 32})

@@ -89,7 +89,7 @@ def test_decompositions_keep_it_in_its_matrix():
         np.testing.assert_allclose(np.asarray(s)[[0, 2]], want[[0, 2]], rtol=1e-3, err_msg=name)
         assert np.isnan(np.asarray(s)[1]).all(), name
         assert all(np.isfinite(np.asarray(x)[[0, 2]]).all() for x in (u, vh)), name
-    lower = np.stack([np.eye(3, dtype=np.float32) * 2] * 2)
+    lower: Any = np.stack([np.eye(3, dtype=np.float32) * 2] * 2)
     vector = put(normal(2, 3), ((1, 1), np.nan))
     found = every("cholesky_update", lambda name: cholesky_update(lower, vector, implementation=name))
     for name, got in found.items():
