@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -43,8 +44,6 @@ def draw(spec, seed=0, wild=0.0, dtype="float32"):
 
 
 def run(implementation, spec, a, b, **options):
-    if implementation == "native" and spec.b[-1] < 8:
-        implementation = "auto"
     return tropical.matmul(a, b, implementation=implementation, **options)
 
 
@@ -124,15 +123,33 @@ def test_signs_decide_how_the_kernel_compares_and_not_what_it_finds(pattern, imp
     np.testing.assert_array_equal(at, index)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_few_columns_with_ties_and_what_is_not_finite(dtype, implementation):
+    """One column to eight, and depths that fill vectors, leave some over, or fill none."""
+    rng = np.random.default_rng(5)
+    with jax.enable_x64(dtype == "float64"):
+        for columns, depth in itertools.product((1, 2, 7, 8), (1, 31, 64, 333)):
+            a = rng.integers(-3, 3, (9, depth)).astype(dtype)  # small whole numbers: many ties
+            b = rng.integers(-3, 3, (depth, columns)).astype(dtype)
+            a[1], a[2, depth // 2], a[3, -1], a[4, 0] = -np.inf, np.inf, np.nan, -0.0
+            b[-1, -1] = -np.inf
+            value, index = oracle(a, b)
+            got, at = tropical.matmul(a, b, implementation=implementation, return_argmax=True)
+            np.testing.assert_array_equal(got, value)
+            np.testing.assert_array_equal(at, index)
+            np.testing.assert_array_equal(tropical.matmul(a, b, implementation=implementation), value)
+
+
 SETS = """
 import numpy as np
 from capibara import native
 from capibara.ops import tropical
 rng = np.random.default_rng(0)
 for sign in (lambda x: x, abs, lambda x: -abs(x)):
-    for dtype in ("float32", "bfloat16"):
-        a, b = (sign(rng.integers(-9, 9, size)).astype("float32") for size in ((37, 300), (300, 41)))
-        b[:, 33] -= 99
+    for dtype, columns in (("float32", 41), ("bfloat16", 41), ("float32", 3)):
+        a, b = (sign(rng.integers(-9, 9, size)).astype("float32") for size in ((37, 300), (300, columns)))
+        b[:, 33:] -= 99
         terms = a[:, :, None] + b[None]
         value, index = tropical.matmul(
             a.astype(dtype), b.astype(dtype), return_argmax=True, implementation="native"

@@ -145,12 +145,20 @@ static int64_t share(const Tropical& p) {
   return parts(p.rows, count);
 }
 
+}  // namespace CAPIBARA_ISA
+
+#include "tropical_thin.h"
+
+namespace CAPIBARA_ISA {
+
 static int64_t tropical_items(const Tropical& p) {
   if (p.batch == 0 || p.rows == 0 || p.columns == 0) return 0;
+  if (is_thin(p)) return p.batch * parts(p.rows, thin_rows(p));
   return p.batch * parts(p.rows, share(p)) * parts(p.columns, kColumns);
 }
 
 static int64_t tropical_scratch(const Tropical& p, int64_t bytes) {
+  if (is_thin(p)) return (p.columns * p.depth + 1) * (bytes / 4);
   const int64_t rows = share(p);
   const int64_t results = (p.index == nullptr ? 1 : 2) * rows * kColumns;
   return (kDepth * kColumns + kChunk * kRowStep + results + kColumns + rows) * (bytes / 4);
@@ -329,10 +337,11 @@ static void compute(const Tropical& p, int64_t item, float* scratch) {
 
 template <typename T>
 static void tropical(const Tropical& p, int64_t item, float* scratch) {
-  if (p.index == nullptr)
-    compute<T, false>(p, item, scratch);
+  const bool some = p.index != nullptr;
+  if (is_thin(p))
+    some ? thin<T, true>(p, item, scratch) : thin<T, false>(p, item, scratch);
   else
-    compute<T, true>(p, item, scratch);
+    some ? compute<T, true>(p, item, scratch) : compute<T, false>(p, item, scratch);
 }
 
 extern const capibara::TropicalKernels kTropical;

@@ -99,8 +99,6 @@ def native_check(problem: TropicalProblem) -> None:
     reason = native.problem()
     if reason is not None:
         raise NotImplementedError(reason)
-    if problem.columns < 8:
-        raise NotImplementedError(f"fills its vectors with 8 columns or more, not {problem.columns}")
 
 
 def _out(problem: TropicalProblem, dtype: Any) -> jax.ShapeDtypeStruct:
