@@ -78,7 +78,7 @@ class LowRank:
       relative_step: the same, in root mean squares of the tensor.
       factors: the codec of the factors; ``"uniform"`` with a step, else ``"lossless"`` by default.
       factor_settings: of that codec; not for ``"uniform"``, whose step it is.
-      hessian: E[x xᵀ] [features, features] of the layer's inputs; without it all features count alike.
+      hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs; without it all features count alike.
       damping: is added to its diagonal, as a share of the mean of that; 0.01 by default.
       input_axes: the axes of the features; the last of a matrix, all but the first of other tensors by default.
     """

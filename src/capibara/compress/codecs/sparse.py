@@ -90,7 +90,7 @@ class Sparse:
       values: the codec of the kept values; ``"uniform"`` with a step, else ``"lossless"`` by default.
       step: of ``"uniform"``.
       value_settings: of another codec.
-      hessian: E[x xᵀ] [features, features] of the layer's inputs.
+      hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs.
       refit: whether kept numbers make up for zeros, ``True`` by default; only with a hessian.
       damping: is added to its diagonal, as a share of the mean of that; 0.01 by default.
       input_axes: the axes of the features; the last of a matrix, all but the first of other tensors by default.
