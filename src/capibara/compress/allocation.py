@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compress.codecs.matrices import LARGEST
 from capibara.compress.codecs.protocol import CODECS, get_codec, stored_settings
 from capibara.compress.container.index import CHUNK, Chunk, Entry, dump
 from capibara.compress.curves import Curve, Point, measure_curve
@@ -199,8 +200,10 @@ def survey(
 
 
 def _is_plain(bits: np.ndarray, form: NumberFormat) -> bool:
-    values = to_float(bits, form)
-    return bool(np.isfinite(values).all() and values.any())
+    with np.errstate(invalid="ignore"):  # quiets NaNs
+        values = to_float(bits, form)
+    # Errors are compared by their squares, which have to be finite as well.
+    return bool(np.isfinite(values).all() and values.any() and np.abs(values).max() <= LARGEST)
 
 
 def estimate(found: Survey, ratio: float, *, weights: Mapping[str, float]) -> Allocation | None:

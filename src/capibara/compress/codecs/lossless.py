@@ -141,9 +141,11 @@ def decode(
         is known is bounded by the payload's own size, at 2¹⁸ numbers for each 128 bytes.
     """
     count = math.prod(shape)
-    if len(payload) and payload[0] == CODED and not _may_be_coded(len(payload), count):
+    if len(payload) == 0 or payload[0] > CODED:
+        raise DamagedError("a tensor's payload has no known beginning: the file is damaged")
+    if payload[0] == CODED and not _may_be_coded(len(payload), count):
         raise DamagedError(f"{len(payload)} bytes cannot hold {count} numbers: the file is damaged")
-    if len(payload) and payload[0] == STORED and len(payload) != size_bound(form, count):
+    if payload[0] == STORED and len(payload) != size_bound(form, count):
         raise DamagedError(f"a tensor of {count} numbers has {len(payload) - 1} bytes: the file is damaged")
     out = np.empty(count, form.unsigned)
     _decode_into(out, payload, form, shape, executor or best_executor(), _threads(count))

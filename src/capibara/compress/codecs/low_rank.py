@@ -34,7 +34,7 @@ from capibara.compress.codecs.matrices import (
     get_number,
     sides,
 )
-from capibara.compress.codecs.nested import Part, join, part_of, split
+from capibara.compress.codecs.nested import Part, check_size, join, part_of, split
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, largest
 
@@ -118,11 +118,14 @@ class LowRank:
             weights = np.ones(matrix.shape[1]) if hessian is None else np.sqrt(hessian.diagonal())
             worth = _worth(singular, matrix.shape, step)
             parts = _rounded(matrix, left[:, worth], singular[worth], weights, step)
-        return join({"axes": axes}, parts)
+        payload = join({"axes": axes}, parts)
+        check_size(len(payload), math.prod(shape), CompressError)
+        return payload
 
     def decode(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> np.ndarray:
+        check_size(len(payload), math.prod(shape))
         found = self.parts(payload, form, shape, settings)
         with np.errstate(over="ignore", invalid="ignore"):
             product = found.left @ found.right

@@ -12,7 +12,9 @@ from capibara.compress.calibration.activations import as_matrix
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, to_float
 
-__all__ = ["check_axes", "finite_matrix", "get_axes", "get_hessian", "get_number"]
+__all__ = ["LARGEST", "check_axes", "finite_matrix", "get_axes", "get_hessian", "get_number"]
+
+LARGEST = 1e140  # sums of squares of so large numbers are finite
 
 
 def get_axes(settings: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -93,6 +95,10 @@ def finite_matrix(
     values = to_float(bits, form).astype(np.float64)
     if not np.isfinite(values).all():
         raise CompressError("values: NaN or infinite. Remedy: codec='lossless' for this tensor.")
+    if values.size and float(np.abs(values).max()) > LARGEST:
+        raise CompressError(
+            f"values: some are above {LARGEST:g}, whose squares overflow. Remedy: codec='lossless' for this tensor."
+        )
     return as_matrix(values.reshape(shape), axes)
 
 

@@ -22,11 +22,12 @@ import numpy as np
 from capibara.compress.errors import ArchiveError, CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, to_float
 
-__all__ = ["Part", "join", "part_of", "split"]
+__all__ = ["Part", "check_size", "join", "part_of", "split"]
 
 NESTED = ("low_rank", "sparse")  # codecs with parts, which no part may have
 _MOST_HEAD = 1 << 16
 _LENGTH = struct.Struct("<I")
+_FREE, _MOST_EACH = 1 << 24, 1 << 14  # numbers that any payload may become, and for each byte above that
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,22 @@ def join(head: Mapping[str, Any], parts: Sequence[Part]) -> bytes:
     if len(text) > _MOST_HEAD:
         raise CompressError(f"settings: they take {len(text)} bytes as text, expected at most {_MOST_HEAD}")
     return b"".join([_LENGTH.pack(len(text)), text, *(p.payload for p in parts)])
+
+
+def check_size(size: int, count: int, error: type[CompressError] | type[DamagedError] = DamagedError) -> None:
+    """Refuse payloads that would become too many numbers: two short factors may stand for any number of them.
+
+    Args:
+      size: bytes of the payload.
+      count: numbers of the tensor.
+      error: what to raise; a writer makes nothing that a reader refuses.
+    """
+    if count > max(_FREE, size * _MOST_EACH):
+        raise error(
+            f"{size} bytes would stand for {count} numbers, more than is read back. Remedy: codec='lossless'."
+            if error is CompressError
+            else f"{size} bytes cannot hold {count} numbers: the file is damaged"
+        )
 
 
 def split(payload: memoryview, count: int, most: int) -> tuple[dict[str, Any], list[Part]]:

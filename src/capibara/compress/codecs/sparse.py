@@ -32,7 +32,7 @@ from capibara.compress.codecs.matrices import (
     get_number,
     sides,
 )
-from capibara.compress.codecs.nested import join, part_of, split
+from capibara.compress.codecs.nested import check_size, join, part_of, split
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format
 
@@ -130,7 +130,9 @@ class Sparse:
         counts = mask.sum(1)
         if len(counts) and counts[0] and (counts == counts[0]).all():
             kept = kept.reshape(len(counts), -1)  # the coder tells rows of different scale apart
-        return join({"axes": axes}, [first, part_of(kept, form, codec, inner, bits=True)])
+        payload = join({"axes": axes}, [first, part_of(kept, form, codec, inner, bits=True)])
+        check_size(len(payload), math.prod(shape), CompressError)
+        return payload
 
     def decode(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
@@ -149,6 +151,7 @@ class Sparse:
           DamagedError: the payload is not what :meth:`encode` writes for this type and shape.
         """
         count = math.prod(shape)
+        check_size(len(payload), count)
         head, (bitmap, values) = split(payload, 2, count + -(-count // 8))
         axes = check_axes(head.get("axes"), shape)
         if bitmap.form.name != "U8" or bitmap.shape != (-(-count // 8),) or values.form != form:
