@@ -203,7 +203,7 @@ def _is_plain(bits: np.ndarray, form: NumberFormat) -> bool:
     with np.errstate(invalid="ignore"):  # quiets NaNs
         values = to_float(bits, form)
     # Errors are compared by their squares, which have to be finite as well.
-    return bool(np.isfinite(values).all() and values.any() and np.abs(values).max() <= LARGEST)
+    return bool(np.isfinite(values).all() and values.any() and float(np.abs(values).max()) <= LARGEST)
 
 
 def estimate(found: Survey, ratio: float, *, weights: Mapping[str, float]) -> Allocation | None:
