@@ -6,6 +6,7 @@ made lies in a temporary folder, which goes with the object; ``save`` copies it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -114,6 +115,25 @@ class CompressedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedModel:
+        """Another one of the same archive, whose numbers are its own."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        shared = ("_adapter", "_owned")  # a copy of what keeps the file would not keep it
+        state = {k: v if k in shared else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
+        new.__dict__.update(state)
+        return new
+
+    def __copy__(self) -> CompressedModel:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CompressError(
+            "a compressed model is not pickled. Remedy: save(path), and CompressedModel.load(path, model) there."
+        )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the archive, in one step.
@@ -245,5 +265,6 @@ def _torch_class() -> type[CompressedModel]:
 
 def _prefixed(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Names as the original has them, as ``state_dict`` gives them, on their way to the module inside."""
-    for name in [n for n in state if n.startswith(prefix) and not n.startswith(prefix + "module.")]:
-        state[f"{prefix}module.{name[len(prefix) :]}"] = state.pop(name)
+    own = module.module.state_dict()  # which may itself have a part that is called "module"
+    found = {name: state.pop(prefix + name) for name in own if prefix + name in state}
+    state.update({f"{prefix}module.{name}": value for name, value in found.items()})

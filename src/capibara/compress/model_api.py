@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -131,7 +131,7 @@ class ModelCompressionAPI:
           CompressError: ratios that do not ascend, or the first one cannot be met.
           TargetError: the first ratio loses too much already.
         """
-        targets = [check_ratio(r) for r in ratios]
+        targets = [check_ratio(r) for r in ratios] if isinstance(ratios, Iterable) else []
         if not targets or any(b <= a for a, b in itertools.pairwise(targets)):
             raise CompressError(
                 f"ratios: got {ratios!r}, expected ascending numbers above 1, such as (2, 4, 8)"

@@ -53,7 +53,7 @@ class CompressionProfile:
                 f"strategy: got {self.strategy!r}, expected one of {', '.join(known)}."
                 f"{did_you_mean(str(self.strategy), known)}"
             )
-        if self.mode not in MODES:
+        if not isinstance(self.mode, str) or self.mode not in MODES:
             raise CompressError(
                 f"mode: got {self.mode!r}, expected one of {', '.join(MODES)}.{did_you_mean(str(self.mode), MODES)}"
             )
@@ -71,7 +71,9 @@ class CompressionProfile:
             raise CompressError(
                 f"preserve_accuracy_threshold: got {least!r}, expected a number above 0 and at most 1, or None"
             )
-        if isinstance(self.exclude, str) or not all(isinstance(p, str) for p in self.exclude):
+        if not isinstance(self.exclude, list | tuple | set | frozenset) or not all(
+            isinstance(p, str) for p in self.exclude
+        ):
             raise CompressError(
                 f"exclude: got {self.exclude!r}, expected patterns of names, such as ('*.bias', 'head.*')"
             )
