@@ -238,9 +238,11 @@ def decompress_files(jobs: list[Job], *, progress: Progress | None = None) -> No
     """
     for job in _jobs(jobs):
         with Archive(job.source) as archive:
+            coming = archive.read_many()
 
-            def read(name: str, archive: Archive = archive):
-                bits = archive.read(name)
+            def read(name: str, coming: Iterator[tuple[str, np.ndarray]] = coming) -> np.ndarray:
+                got, bits = next(coming)
+                assert got == name  # both go through the archive in its order
                 if progress is not None:
                     progress(name, bits.nbytes)
                 return bits

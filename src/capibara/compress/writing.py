@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 
 from capibara.compress.allocation import Allocation
 from capibara.compress.container import Archive, ArchiveWriter
-from capibara.compress.container.index import dump, parse_footer
+from capibara.compress.container.index import Entry, dump, parse_footer
+from capibara.compress.container.writer import Tensor
 from capibara.compress.curves import squared_error
-from capibara.compress.formats import to_float
+from capibara.compress.formats import NumberFormat, to_float
 from capibara.compress.models.source import TensorSource
 
 __all__ = ["add_tensors", "change_metadata", "compare"]
@@ -35,16 +37,23 @@ def add_tensors(
       progress: called after each tensor, with the bytes it takes as it is.
     """
     points = {} if chosen is None else chosen.points
-    for name, form, shape in source:
-        bits = source.read(name)
-        if name in twins:
-            archive.add_twin(name, twins[name])
-        elif (point := points.get(name)) is not None:
-            archive.add(name, bits, form, shape, codec=point.codec, settings=point.settings)
-        else:
-            archive.add(name, bits, form, shape)
+
+    def told(entry: Entry) -> None:
         if progress is not None:
-            progress(name, bits.nbytes)
+            progress(entry.name, entry.original_bytes)
+
+    def tensor(name: str, form: NumberFormat, shape: tuple[int, ...]) -> Tensor:
+        if (point := points.get(name)) is None:
+            return Tensor(name, source.read(name), form, shape)
+        return Tensor(name, source.read(name), form, shape, point.codec, point.settings)
+
+    # A second name can be entered when the first is written: it ends a run of tensors that are coded side by side.
+    for again, run in itertools.groupby(source, lambda one: one[0] in twins):
+        if again:
+            for name, _, _ in run:
+                told(archive.add_twin(name, twins[name]))
+        else:
+            archive.add_many((tensor(*one) for one in run), told)
 
 
 def compare(path: Path, source: TensorSource) -> tuple[dict[str, float], float, float]:
