@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compress.calibration.activations import as_matrix
+from capibara.compress.codecs.matrices import get_axes
 from capibara.compress.codecs.protocol import CODECS, get_codec
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
@@ -222,8 +224,10 @@ def _gains(
     guess = getattr(sys.modules[type(CODECS[codec]).__module__], "estimated_gain", None)
     if guess is None:
         return True
-    matrix = to_float(bits, form).astype(np.float64).reshape(-1, shape[-1] if second is None else len(second))
-    return guess(matrix, 3.0, second) > 0
+    values = to_float(bits, form).astype(np.float64)
+    if second is not None:
+        return guess(values.reshape(-1, len(second)), 3.0, second) > 0
+    return guess(as_matrix(values.reshape(shape), get_axes({}, shape)), 3.0, None) > 0
 
 
 def _competes(
