@@ -1,1 +1,94 @@
-"""Making tensors and models smaller: codecs, and the archive that holds what they make."""
+"""Making tensors and models smaller: codecs, and the archive that holds what they make.
+
+The names below are found when they are first asked for, so that importing the package costs nothing, and a part of it
+that needs JAX or PyTorch only what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from capibara.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from capibara.compress.allocation import Allocation, allocate, survey
+    from capibara.compress.analysis import Compressibility
+    from capibara.compress.calibration.activations import Moments, collect
+    from capibara.compress.codecs.engine import use_engine
+    from capibara.compress.codecs.protocol import CODECS, Codec
+    from capibara.compress.compressed import CompressedModel
+    from capibara.compress.container import Archive, ArchiveWriter, Entry
+    from capibara.compress.direct import QuantisedMatrix, load_quantised
+    from capibara.compress.errors import ArchiveError, CompressError, DamagedError, TargetError
+    from capibara.compress.loading import load_sharded
+    from capibara.compress.model_api import ModelCompressionAPI
+    from capibara.compress.profile import CompressionProfile
+    from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
+    from capibara.compress.statistics import CompressionStats
+    from capibara.compress.tropical import merge_neurons
+
+__all__ = [
+    "CODECS",
+    "Allocation",
+    "Archive",
+    "ArchiveError",
+    "ArchiveWriter",
+    "Codec",
+    "CompressError",
+    "CompressedModel",
+    "Compressibility",
+    "CompressionProfile",
+    "CompressionStats",
+    "DamagedError",
+    "Entry",
+    "ModelCompressionAPI",
+    "Moments",
+    "QuantisedMatrix",
+    "SafetensorsFile",
+    "TargetError",
+    "allocate",
+    "collect",
+    "load_quantised",
+    "load_sharded",
+    "merge_neurons",
+    "survey",
+    "use_engine",
+    "write_safetensors",
+]
+
+_MODULES = {
+    "allocation": ("Allocation", "allocate", "survey"),
+    "analysis": ("Compressibility",),
+    "calibration.activations": ("Moments", "collect"),
+    "codecs.engine": ("use_engine",),
+    "codecs.protocol": ("CODECS", "Codec"),
+    "compressed": ("CompressedModel",),
+    "container": ("Archive", "ArchiveWriter", "Entry"),
+    "direct": ("QuantisedMatrix", "load_quantised"),
+    "errors": ("ArchiveError", "CompressError", "DamagedError", "TargetError"),
+    "loading": ("load_sharded",),
+    "model_api": ("ModelCompressionAPI",),
+    "profile": ("CompressionProfile",),
+    "safetensors_file": ("SafetensorsFile", "write_safetensors"),
+    "statistics": ("CompressionStats",),
+    "tropical": ("merge_neurons",),
+}
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if (module := _PLACES.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "jax":
+            raise
+        raise MissingExtraError("jax", "jax", f"capibara.compress.{name}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
