@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_pickling_says_what_to_do_instead() -> None:
 
 def test_a_deep_copy_of_a_module_has_numbers_of_its_own() -> None:
     torch = pytest.importorskip("torch")
-    made = API.compress(torch.nn.Linear(90, 90))
+    made: Any = API.compress(torch.nn.Linear(90, 90))
     other = copy.deepcopy(made)
     with torch.no_grad():
         other.module.weight.zero_()
@@ -65,7 +66,7 @@ def test_a_part_of_the_original_may_be_called_module() -> None:
         def forward(self, x):
             return self.module(x)
 
-    made = API.compress(Wrapped())
+    made: Any = API.compress(Wrapped())
     state = {name: torch.zeros_like(value) for name, value in made.state_dict().items()}
     assert list(state) == ["module.weight", "module.bias"]
     made.load_state_dict(state)

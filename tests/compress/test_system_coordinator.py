@@ -326,3 +326,22 @@ def test_a_whole_model() -> None:
     with SystemIntegrationCoordinator(SystemConfiguration(target_compression_ratio=3.0)) as system:
         lossy = system.compress_model(tree).decompress()
     assert 0 < np.linalg.norm(lossy["weight"] - tree["weight"]) < 0.3 * np.linalg.norm(tree["weight"])
+
+
+@pytest.mark.parametrize("given", [{}, {"target_compression_ratio": 4.0}])
+def test_exact_strategies_are_taken_as_they_are(given: dict[str, Any]) -> None:
+    values = np.random.default_rng(0).normal(size=(90, 90)).astype(np.float32)
+    with SystemIntegrationCoordinator(SystemConfiguration(strategy="exponent", **given)) as system:
+        made = system.compress(values)
+        assert made.codec == "exponent"
+        np.testing.assert_array_equal(system.decompress(made), values)
+        assert system.compress(values.astype(np.float64)).codec == "lossless"  # which it has no windows for
+        assert {t.codec for t in system.compress_model({"w": values}).stats.tensors} == {"exponent"}
+        with pytest.raises(CompressError, match="ratio: got 2, but 'exponent'"):
+            system.compress(values, ratio=2)
+
+
+@pytest.mark.parametrize("name", ["", 5, "a\nb"])
+def test_a_name_that_no_file_can_hold(name: object) -> None:
+    with SystemIntegrationCoordinator() as system, pytest.raises(CompressError, match="name: got"):
+        system.compress(np.zeros(3, np.float32), name=name)  # type: ignore[arg-type]

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
+from capibara.compress.container.index import check_name
 from capibara.compress.errors import CompressError
+from capibara.compress.profile import EXACT
 from capibara.compress.system.configuration import SystemConfiguration
 from capibara.compress.system.engines import engine_problem, fallback_engine, warn_fallback
 from capibara.compress.system.host_tropical import HostTropicalEngine
@@ -170,14 +172,17 @@ class SystemIntegrationCoordinator:
           verify: decode and compare, for the error in the result.
 
         Raises:
-          CompressError: not a tensor, an unknown strategy, a ratio that cannot be met, or the system is shut down.
+          CompressError: not a tensor, an unknown strategy, a name that files cannot hold, a ratio that cannot be met,
+            or the system is shut down.
         """
         self._check_running()
         wanted = self.config.target_compression_ratio if ratio is None else ratio
-        if (strategy or self.config.strategy) == "lossless":
+        if (wrong := check_name(name)) is not None:
+            raise CompressError(f"name: got {name!r:.200}: {wrong}")
+        if (exact := self.config.strategy if strategy is None else strategy) in EXACT:
             if ratio is not None:
                 raise CompressError(
-                    f"ratio: got {ratio}, but 'lossless' is as small as it is. Remedy: another strategy."
+                    f"ratio: got {ratio}, but {exact!r} is as small as it is. Remedy: another strategy."
                 )
             wanted = None
         bits = read_tensor(tensor)
@@ -257,7 +262,7 @@ class SystemIntegrationCoordinator:
 
         self._check_running()
         if profile is None:
-            ratio = self.config.target_compression_ratio
+            ratio = None if self.config.strategy in EXACT else self.config.target_compression_ratio
             profile = CompressionProfile(
                 strategy=self.config.strategy,
                 target_compression_ratio=ratio,

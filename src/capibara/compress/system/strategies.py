@@ -19,6 +19,7 @@ from capibara.compress.codecs.engine import use_engine
 from capibara.compress.codecs.executors import best_executor
 from capibara.compress.codecs.protocol import CODECS, get_codec
 from capibara.compress.container.index import Entry
+from capibara.compress.curves import candidates
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
 from capibara.compress.models.source import Tensors
@@ -64,6 +65,8 @@ class CompressionStrategy:
         Raises:
           CompressError: the ratio cannot be met with these codecs.
         """
+        if self.codecs == ("exponent",) and candidates("exponent", bits.form, bits.shape):
+            return "exponent", {}  # exact as well, and another one that devices decode
         if ratio is None or self.codecs == ("lossless",):
             return "lossless", {}
         if not bits.form.is_float:
