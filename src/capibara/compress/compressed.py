@@ -55,8 +55,8 @@ class CompressedModel:
         self, path: str | os.PathLike[str], adapter: Adapter | None = None, *, owned: Any = None
     ) -> None:
         with Archive(path) as archive:
-            known = _object(archive.metadata.get(STATS, "{}"), path)
-            profile = _object(archive.metadata.get(PROFILE, "null"), path)
+            known = _object(archive.metadata.get(STATS, "{}"), path, dict)
+            profile = _object(archive.metadata.get(PROFILE, "{}"), path, dict)
             stats = stats_of(archive, known)
             if adapter is not None:
                 _check_fit(archive, adapter)
@@ -89,6 +89,10 @@ class CompressedModel:
 
             @functools.cache
             def make(name: str) -> np.ndarray:
+                if name not in archive.entries:
+                    raise ArchiveError(
+                        f"{self.path}: its metadata names a tensor that is not there: {name!r:.200}"
+                    )
                 entry = archive[name]
                 if entry.same_as is not None:
                     return make(entry.same_as)
@@ -189,12 +193,12 @@ def open_compressed(path: str | os.PathLike[str], adapter: Adapter, owned: Any =
     return kind(path, adapter, owned=owned)
 
 
-def _object(text: str, path: object) -> Any:
+def _object(text: str, path: object, kind: Any = dict | str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise ArchiveError(f"{path}: its metadata is not what Capibara writes") from None
-    if value is not None and not isinstance(value, dict | str):
+    if not isinstance(value, kind):
         raise ArchiveError(f"{path}: its metadata is not what Capibara writes")
     return value
 

@@ -7,6 +7,7 @@ and scales, which goes through ``jit`` and onto devices like other arrays; :meth
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,11 +146,11 @@ class QuantisedMatrix:
         return out.reshape(*indices.shape, self.shape[1])
 
 
-def load_quantised(archive: Archive, name: str) -> QuantisedMatrix:
+def load_quantised(archive: str | os.PathLike[str] | Archive, name: str) -> QuantisedMatrix:
     """A matrix of an archive as it is stored, on JAX's default device.
 
     Args:
-      archive: an open one.
+      archive: a ``.capi`` file, or an open one.
       name: of a tensor with two axes that was stored with ``int8``, ``int4`` or ``nf4``.
 
     Raises:
@@ -157,6 +158,9 @@ def load_quantised(archive: Archive, name: str) -> QuantisedMatrix:
       CompressError: another codec, or another number of axes.
       DamagedError: the payload is not what its codec writes.
     """
+    if not isinstance(archive, Archive):
+        with Archive(archive) as opened:
+            return load_quantised(opened, name)
     entry = archive[name]
     codec = get_codec(entry.codec)
     if not isinstance(codec, Fixed) or len(entry.shape) != 2 or 0 in entry.shape:

@@ -80,7 +80,15 @@ def load_sharded(
             array, sharding = made[entry.same_as], find(entry.name, entry.shape)
             same = array.sharding.is_equivalent_to(sharding, len(entry.shape))
             made[entry.name] = array if same else jax.device_put(array, sharding)
-    return made if structure is None else assemble(structure, made.__getitem__)
+
+    def made_of(name: str) -> Any:
+        if name not in made:
+            raise ArchiveError(
+                f"{archive.path}: its metadata names a tensor that is not there: {name!r:.200}"
+            )
+        return made[name]
+
+    return made if structure is None else assemble(structure, made_of)
 
 
 def _structure(archive: Archive) -> Any:

@@ -123,6 +123,8 @@ class Validation:
     def __init__(self, adapter: Adapter, data: Any) -> None:
         self._adapter, self._batches = adapter, as_batches(data)
         self._expected = [float_outputs(adapter.run(adapter.model, x)) for x, _ in self._batches]
+        if not any(y.size for ys in self._expected for y in ys):
+            raise CompressError("validation_data: there is nothing in its batches, so that outputs are empty")
         self._square = sum(float((y**2).sum()) for ys in self._expected for y in ys)
         if not math.isfinite(self._square):
             raise CompressError("model: its outputs on the validation data are not finite")
