@@ -112,6 +112,30 @@ def _step(h: Any, ax: Any) -> Any:
     return h, (jnp.tanh(h), ax[0])
 
 
+def test_a_selection_clears_an_infinite_carry_unless_native_is_asked_for():
+    def step(h: Any, ax: Any) -> Any:
+        reset, x = ax
+        g = 0.5 * jnp.where(reset, x, 2 * h + x)  # the selection inside of what else is done
+        return g + x, g
+
+    reset = jnp.asarray([False, False, True, False])
+    calm = (reset, jnp.asarray([1.0, 2.0, 3.0, 4.0]))
+    wild = (reset, jnp.asarray([1.0, jnp.inf, 3.0, 4.0]))
+    want = lax.scan(step, jnp.float32(1), wild)[1]
+    assert np.isfinite(want[2:]).all()
+    np.testing.assert_array_equal(parallel_scan(step, jnp.float32(1), wild)[1], want)
+    found = explain(parallel_scan, step, jnp.float32(1), wild, platform="cpu")
+    assert found.chosen == "sequential"
+    assert "product with 0" in found.reasons["native"]
+    got = parallel_scan(step, jnp.float32(1), calm, implementation="native")[1]
+    np.testing.assert_allclose(got, lax.scan(step, jnp.float32(1), calm)[1], rtol=1e-6)
+
+    def between(h: Any, ax: Any) -> Any:  # both are of the carry: nothing is cleared
+        return jnp.where(ax[0], 0.5 * h, h + ax[1]), h
+
+    assert explain(parallel_scan, between, jnp.float32(1), calm, platform="cpu").chosen == "native"
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("num_segments", [None, 3])
 def test_an_affine_scan(reverse, num_segments):

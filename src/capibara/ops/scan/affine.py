@@ -33,12 +33,15 @@ class Term:
       shape: of the leaf. ``links``: for each axis of the value the axis of the leaf that runs along, or None.
       inner: the other axes of the leaf, ascending.
       coefficients: ``[axes of the value or 1 …, inner axes …]``; None: one.
+      cleared: some coefficients are 0 because a selection took something without the leaf: a product with 0 is the
+        same only where the leaf is finite.
     """
 
     shape: tuple[int, ...]
     links: tuple[int | None, ...]
     inner: tuple[int, ...] = ()
     coefficients: Any = None
+    cleared: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def _unlink(term: Term, axis: int, dtype: Any) -> Term:
     eye = jnp.eye(size, dtype=dtype).reshape([size if i in (axis, at) else 1 for i in range(c.ndim)])
     links = tuple(None if i == axis else link for i, link in enumerate(term.links))
     # Chosen, not multiplied: a coefficient that is not finite must not spoil the zeros beside it.
-    return Term(term.shape, links, inner, jnp.where(eye != 0, c, jnp.zeros((), dtype)))
+    return Term(term.shape, links, inner, jnp.where(eye != 0, c, jnp.zeros((), dtype)), term.cleared)
 
 
 def _alike(one: Term, other: Term, dtype: Any) -> tuple[Term, Term]:
@@ -204,7 +207,7 @@ def _joined(x: Affine, y: Affine, join: Callable[[Any, Any], Any]) -> Affine:
             continue
         one, other = _alike(terms[i], term, x.dtype)
         both = join(_coefficients(one, x.dtype), _coefficients(other, x.dtype))
-        terms[i] = replace(one, coefficients=both)
+        terms[i] = replace(one, coefficients=both, cleared=one.cleared or other.cleared)
     offset = y.offset if x.offset is None else x.offset if y.offset is None else join(x.offset, y.offset)
     return replace(x, terms=terms, offset=offset)
 
@@ -241,7 +244,9 @@ def _select(eqn: Any, which: Any, *cases: Any) -> Affine | Other:
         assert kept is not None
         zero = jnp.zeros((), like.dtype)
         low, high = (zero if t is None else _coefficients(t, like.dtype) for t in (one, other))
-        terms[i] = replace(kept, coefficients=jnp.where(_beside(which, like, len(kept.inner)), high, low))
+        chosen = jnp.where(_beside(which, like, len(kept.inner)), high, low)
+        cleared = one is None or other is None or one.cleared or other.cleared
+        terms[i] = replace(kept, coefficients=chosen, cleared=cleared)
     zero = jnp.zeros(like.shape, like.dtype)
     if no.offset is None and yes.offset is None:
         return replace(like, terms=terms, offset=None)
@@ -372,7 +377,7 @@ def _dot(eqn: Any, x: Any, y: Any) -> Affine | Other:
         ).astype(aval.dtype)
         link_of = {mine[axis]: link for axis, link in enumerate(term.links)}
         links = tuple(link_of.get(letter) for letter in outer)
-        terms[i] = Term(term.shape, links, tuple(inner), c)
+        terms[i] = Term(term.shape, links, tuple(inner), c, term.cleared)
     offset = value.offset
     if offset is not None:
         offset = bind(eqn, *((offset, plain) if first else (plain, offset)))[0]

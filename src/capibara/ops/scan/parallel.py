@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ from capibara.ops.errors import OpTypeError
 from capibara.ops.one_device import typed_as
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.scan import specs
-from capibara.ops.scan.affine import Affine, Other, bind, carried, interpret
+from capibara.ops.scan.affine import bind
 from capibara.ops.scan.linear import check_segments
-from capibara.ops.scan.recurrence import previous, recurrence, takes_native
+from capibara.ops.scan.recurrence import takes_native
+from capibara.ops.scan.stages import Stage, recognise, solve
 from capibara.ops.tuning import Tuned, Tuning
 
 __all__ = ["parallel_scan"]
@@ -34,15 +35,6 @@ __all__ = ["parallel_scan"]
 SEGMENT_MIB = 16
 # The same for the compiled loop, which is limited by memory: cutting and joining segments would cost as much again.
 NATIVE_SEGMENT_MIB = 256
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of the carry that can be solved when those before it are: its place and the kind of its recurrence."""
-
-    leaf: int
-    kind: str  # "given" | "diagonal" | "matrix"
-    mixed: tuple[int, ...]  # the axes that a matrix acts on
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,174 +70,6 @@ class ParallelProblem:
         return self.loop.params["jaxpr"]
 
 
-def _recognise(loop: Any) -> tuple[tuple[Stage, ...], str | None]:
-    """The order in which the carry can be solved, or why it cannot."""
-    body, consts, carry = (loop.params[name] for name in ("jaxpr", "num_consts", "num_carry"))
-    avals = [v.aval for v in body.jaxpr.invars]
-    stages: list[Stage] = []
-    while len(stages) < carry:
-        known = {stage.leaf for stage in stages}
-        kinds: dict[int, Stage] = {}
-        reasons: list[str] = []
-
-        def step(*given: Any, known: Any = known, kinds: Any = kinds, reasons: Any = reasons) -> Any:
-            new = _new_carry(body, consts, carry, given, known)
-            for leaf in range(carry):
-                if leaf not in known:
-                    found = _stage(leaf, new[leaf])
-                    if isinstance(found, str):
-                        reasons.append(found)
-                    else:
-                        kinds[leaf] = found
-            return ()
-
-        jax.eval_shape(step, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-        if not kinds:
-            return (), reasons[0]
-        stages += kinds.values()
-    return tuple(stages), None
-
-
-def _new_carry(body: Any, consts: int, carry: int, given: Sequence[Any], known: Any) -> list[Any]:
-    """The new carry of a step, as values that say how they depend on the parts of it that are not yet known."""
-    values = list(given)
-    for leaf in range(carry):
-        if leaf not in known:
-            values[consts + leaf] = carried(leaf, body.jaxpr.invars[consts + leaf].aval)
-    return interpret(body.jaxpr, body.consts, values)[:carry]
-
-
-def _stage(leaf: int, value: Any) -> Stage | str:
-    """How a part of the carry can be solved now, or why it cannot."""
-    if isinstance(value, Other):
-        return value.reason
-    if not isinstance(value, Affine) or not value.terms:
-        return Stage(leaf, "given", ())
-    if set(value.terms) != {leaf}:
-        return "parts of the carry depend on one another in a circle"
-    term = value.terms[leaf]
-    mixed = tuple(axis for axis, link in enumerate(term.links) if link != axis)
-    if not mixed and not term.inner:
-        return Stage(leaf, "diagonal", ())
-    every = tuple(range(len(term.shape)))
-    apart = all(term.links[axis] is None for axis in mixed)
-    if apart and term.inner == mixed and (len(mixed) == 1 or mixed == every):
-        return Stage(leaf, "matrix", mixed)
-    return "an axis of the carry takes the place of another, or some of several are mixed"
-
-
-def _dependent(jaxpr: Any, moving: Sequence[bool]) -> list[bool]:
-    """Which results depend on inputs that change from step to step."""
-    env: dict[Any, bool] = dict(zip(jaxpr.invars, moving, strict=True))
-    for eqn in jaxpr.eqns:
-        found = any(env.get(v, False) for v in eqn.invars if not hasattr(v, "val"))
-        env.update(dict.fromkeys(eqn.outvars, found))
-    return [not hasattr(v, "val") and env.get(v, False) for v in jaxpr.outvars]
-
-
-def _over_steps(step: Callable[..., Any], fixed: Sequence[Any], moving: Sequence[Any]) -> list[Any]:
-    """``step`` of every step at once; what is the same for all steps has one only."""
-    if not moving:
-        return [jnp.asarray(v)[None] for v in step(*fixed)]
-    count = len(fixed)
-    closed = jax.make_jaxpr(lambda *v: step(*v[:count], *(m[0] for m in v[count:])))(*fixed, *moving)
-    depends = _dependent(closed.jaxpr, [False] * count + [True] * len(moving))
-    out = jax.vmap(
-        step, in_axes=(None,) * count + (0,) * len(moving), out_axes=[0 if d else None for d in depends]
-    )(*fixed, *moving)
-    return [v if d else v[None] for v, d in zip(out, depends, strict=True)]
-
-
-def _solve(
-    p: ParallelProblem, native: bool, steps: int, consts: list[Any], first: list[Any], xs: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """One segment of an affine scan: the last carry and the outputs."""
-    body, n, carry = p.body, len(consts), len(first)
-    before: dict[int, Any] = {}
-    after: dict[int, Any] = {}
-    for stage in p.stages:
-        order = list(before)
-
-        def step(*values: Any, leaf: int = stage.leaf, order: list[int] = order) -> Any:
-            given: list[Any] = [*values[:n], *[None] * carry, *values[n + len(order) :]]
-            for k, v in zip(order, values[n : n + len(order)], strict=True):
-                given[n + k] = v
-            found = _new_carry(body, n, carry, given, order)[leaf]
-            if not isinstance(found, Affine):
-                return [found]
-            offset = jnp.zeros(found.shape, found.dtype) if found.offset is None else found.offset
-            if not found.terms:
-                return [offset]
-            c = found.terms[leaf].coefficients
-            return [offset, jnp.ones((1,) * len(found.shape), found.dtype) if c is None else c]
-
-        found = _over_steps(step, consts, [*(before[k] for k in order), *xs])
-        h = _states(stage, body.jaxpr.invars[n + stage.leaf].aval, found, first[stage.leaf], steps, native)
-        after[stage.leaf] = h
-        before[stage.leaf] = previous(h, first[stage.leaf])
-    new_vars = body.jaxpr.outvars[:carry]
-
-    def outputs(*values: Any) -> Any:
-        # The new carry is known already: what the outputs take from it is not computed again.
-        mine = dict(zip(new_vars, values[n + carry : n + 2 * carry], strict=True))
-        inputs = [*values[: n + carry], *values[n + 2 * carry :]]
-        return _evaluate(body, inputs, mine)[carry:]
-
-    leaves = range(carry)
-    moving = [*(before[k] for k in leaves), *(after[k] for k in leaves), *xs]
-    ys = _over_steps(outputs, consts, moving)
-    ys = [jnp.broadcast_to(y, (steps, *y.shape[1:])) for y in ys]
-    return [after[k][-1] for k in leaves], ys
-
-
-def _evaluate(body: Any, inputs: Sequence[Any], known: dict[Any, Any]) -> list[Any]:
-    """The results of a jaxpr in which some variables are known."""
-    jaxpr = body.jaxpr
-    env = dict(zip(jaxpr.constvars, body.consts, strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
-    # A variable that goes in cannot be replaced: where a part of the carry is handed on its old value is meant.
-    known = {v: value for v, value in known.items() if not hasattr(v, "val") and v not in env}
-
-    def read(v: Any) -> Any:
-        return v.val if hasattr(v, "val") else env[v]
-
-    for eqn in jaxpr.eqns:
-        out = (
-            [known[v] for v in eqn.outvars]
-            if all(v in known for v in eqn.outvars)
-            else bind(eqn, *map(read, eqn.invars))
-        )
-        for v, value in zip(eqn.outvars, out, strict=True):
-            env[v] = known.get(v, value)
-    return [read(v) for v in jaxpr.outvars]
-
-
-def _states(stage: Stage, aval: Any, found: list[Any], first: Any, steps: int, native: bool) -> Any:
-    offset = jnp.broadcast_to(found[0], (steps, *aval.shape)).astype(aval.dtype)
-    if stage.kind == "given":
-        return offset
-    a = found[1].astype(aval.dtype)
-    if stage.kind == "diagonal":
-        return recurrence(a, offset, first, native=native)[0]
-    if len(stage.mixed) > 1 or len(aval.shape) == 1:  # the leaf is one vector
-        size = math.prod(aval.shape)
-        a = a.reshape(a.shape[0], size, size)
-        h = recurrence(a, offset.reshape(steps, size, 1), first.reshape(size, 1), matrix=True)[0]
-        return h.reshape(offset.shape)
-    axis = min(stage.mixed)
-    size = aval.shape[axis]
-    a = jnp.moveaxis(a, 1 + axis, -2)
-    x, begin = jnp.moveaxis(offset, 1 + axis, -1), jnp.moveaxis(first, axis, -1)
-    if all(s == 1 for s in a.shape[1:-2]):  # one matrix for all: the other axes are columns of one product
-        columns = jnp.swapaxes(x.reshape(steps, -1, size), 1, 2)
-        begin = jnp.swapaxes(begin.reshape(-1, size), 0, 1)
-        h = recurrence(a.reshape(a.shape[0], size, size), columns, begin, matrix=True)[0]
-        h = jnp.swapaxes(h, 1, 2).reshape(x.shape)
-    else:
-        h = recurrence(a, x[..., None], begin[..., None], matrix=True)[0][..., 0]
-    return jnp.moveaxis(h, -1, 1 + axis)
-
-
 def _default_segments(p: ParallelProblem, most: int) -> int:
     length = p.loop.params["length"]
     if not p.stages:
@@ -258,6 +82,8 @@ def alike_in_speed(p: ParallelProblem) -> dict[str, int | str] | None:
     """What decides which segments are fast; None for steps that are not affine, or where the caller has said them."""
     if p.loop is None or not p.stages or p.num_segments is not None or not p.use_checkpointing:
         return None
+    if any(stage.cleared for stage in p.stages):
+        return None  # what was fastest for other steps must not choose a form with other infinities for these
     return {
         "steps": p.loop.params["length"],
         "numbers": sum(a.size for a in p.carry),
@@ -319,11 +145,11 @@ def _around(p: ParallelProblem, run: Callable[..., list[Any]], *arrays: Any) -> 
 
 
 def _affine(p: ParallelProblem, *arrays: Any) -> Any:
-    return _segmented(functools.partial(_solve, p, False), p, *arrays)
+    return _segmented(functools.partial(solve, p.body, p.stages, False), p, *arrays)
 
 
 def _native(p: ParallelProblem, *arrays: Any) -> Any:
-    return _segmented(functools.partial(_solve, p, True), p, *arrays, most=NATIVE_SEGMENT_MIB)
+    return _segmented(functools.partial(solve, p.body, p.stages, True), p, *arrays, most=NATIVE_SEGMENT_MIB)
 
 
 def _sequential(p: ParallelProblem, *arrays: Any) -> Any:
@@ -355,6 +181,11 @@ def _takes_native(p: ParallelProblem) -> None:
         aval = p.body.jaxpr.invars[p.loop.params["num_consts"] + stage.leaf].aval
         if stage.kind != "given":
             takes_native(str(aval.dtype), stage.kind == "matrix", None)
+    if p.implementation == "auto" and any(stage.cleared for stage in p.stages):
+        raise NotImplementedError(
+            "would select by a product with 0, which does not clear a carry that has become infinite: ask for it by "
+            "name where carries stay finite"
+        )
     if all(stage.kind == "given" for stage in p.stages):
         raise NotImplementedError("has nothing to solve: no part of the carry depends on itself")
 
@@ -394,7 +225,7 @@ def _prepare(
     loop = next((e for e in outer.jaxpr.eqns if e.primitive.name == "scan"), None)
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         loop = None
-    stages, refusal = _recognise(loop) if loop is not None else ((), None)
+    stages, refusal = recognise(loop) if loop is not None else ((), None)
     effects = loop is not None and bool(loop.params["jaxpr"].effects)
     problem = ParallelProblem(
         outer,
@@ -455,8 +286,11 @@ def parallel_scan(
 
     Affine steps are computed in another order than one by one: sums and products of floats are rounded differently
     (the states of a growing recurrence can differ as much as they are sensitive to rounding), and the states of
-    narrow floats are kept in float32. A carry that has become infinite is not cleared by a selection, which there is a
-    product with 0: ``implementation="sequential"`` is for those. Integers are exact; any other step is exact.
+    narrow floats are kept in float32. What a step does with the carry is taken together first, so that infinities can
+    meet otherwise than one by one (``(c * 1e30) * 1e-30`` does not overflow there, ``c * 1e30 * 1e30`` of 0 is NaN). A
+    carry that has become infinite is not cleared by a selection (``jnp.where(reset, x, a * c)``), which there is a
+    product with 0: on CPUs such steps run one by one unless ``"native"`` is asked for by name, elsewhere
+    ``implementation="sequential"`` is for them. Integers are exact; any other step is exact.
 
     Args:
       f: ``(carry, x) -> (carry, y)``, as for ``lax.scan``.
