@@ -345,3 +345,16 @@ def test_exact_strategies_are_taken_as_they_are(given: dict[str, Any]) -> None:
 def test_a_name_that_no_file_can_hold(name: object) -> None:
     with SystemIntegrationCoordinator() as system, pytest.raises(CompressError, match="name: got"):
         system.compress(np.zeros(3, np.float32), name=name)  # type: ignore[arg-type]
+
+
+def test_a_codec_that_knows_its_width_needs_no_ratio() -> None:
+    values = np.random.default_rng(0).normal(size=(64, 128)).astype("float32")
+    with SystemIntegrationCoordinator(SystemConfiguration(enable_jax=False)) as system:
+        for codec in ("int8", "int4", "nf4"):
+            made = system.compress(values, strategy=codec)
+            assert made.entry.codec == codec
+            assert 0 < np.abs(system.decompress(made) - values).max() < 1
+        for codec in ("uniform", "low_rank"):
+            with pytest.raises(CompressError, match=r"Remedy: a ratio|step|rank"):
+                system.compress(values, strategy=codec)
+        assert system.compress(values[0], strategy="int8").entry.codec == "lossless"

@@ -106,6 +106,14 @@ def test_vmap(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("columns", [2, 16])
+def test_vmap_over_nothing(implementation, columns):
+    a, b = np.zeros((0, 5, 4), "float32"), np.zeros((0, 4, columns), "float32")
+    run = jax.jit(jax.vmap(lambda a, b: tropical.matmul(a, b, implementation=implementation)))
+    assert run(a, b).shape == (0, 5, columns)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nan_among_finite_numbers(implementation):
     a, b = draw(SPECS[2])
     a[3, 200], b[77, 5] = np.nan, np.nan

@@ -185,8 +185,9 @@ def compress_files(
 
     Args:
       jobs: of :func:`plan_compress`.
-      ratio: how many times smaller than all sources together the archives together are to be, within 2 %; without one
-        nothing is lost, unless the strategy is a codec that needs none, such as ``"int8"``.
+      ratio: how many times smaller than all sources together the archives together are to be, within 2 % (smaller, with
+        codecs of fixed widths alone); without one nothing is lost, unless the strategy is a codec that needs none,
+        such as ``"int8"``.
       strategy: ``"auto"``, or the name of the one codec that is used beside ``lossless``.
       progress: called after each tensor, with the bytes it takes as it is; with a ratio twice, when it is measured and
         when it is written.

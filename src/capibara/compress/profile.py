@@ -26,8 +26,8 @@ class CompressionProfile:
         :data:`capibara.compress.codecs.protocol.CODECS`, which is then the only one that loses anything.
       mode: the ratio to aim at where ``target_compression_ratio`` is ``None``: ``"lossless"`` none, so that every bit
         stays; ``"conservative"`` 2; ``"balanced"`` 4; ``"aggressive"`` 8.
-      target_compression_ratio: original bytes over the file's bytes, above 1; met within 2 %; none with
-        ``"lossless"``.
+      target_compression_ratio: original bytes over the file's bytes, above 1; none with ``"lossless"``. Met within
+        2 %; with a single codec of few fixed widths (``int8``, ``int4``, ``nf4``) a file may come out smaller.
       preserve_accuracy_threshold: the least fidelity, above 0 and at most 1; ``None``: any. Fidelity is, with labelled
         validation data, the model's accuracy over the original's; with unlabelled data 1 − the relative error of its
         outputs; without data 1 − the relative error of its weights.

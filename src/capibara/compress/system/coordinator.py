@@ -165,8 +165,9 @@ class SystemIntegrationCoordinator:
 
         Args:
           tensor: of any shape and any type of :data:`capibara.compress.formats.FORMATS`.
-          ratio: original bytes over compressed ones, above 1, met within 2 %; the configuration's
-            ``target_compression_ratio`` if left out, and without one exact.
+          ratio: original bytes over compressed ones, above 1, met within 2 % (codecs of fixed widths may
+            come out smaller); the configuration's ``target_compression_ratio`` if left out. Without one exact, but for
+            codecs that say themselves how much they lose (``int8``, ``int4``, ``nf4``).
           strategy: instead of the configuration's.
           name: to keep with it.
           verify: decode and compare, for the error in the result.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.compress.allocation import allocate, survey
+from capibara.compress.allocation import allocate, everywhere, survey
 from capibara.compress.codecs.engine import use_engine
 from capibara.compress.codecs.executors import best_executor
 from capibara.compress.codecs.protocol import CODECS, get_codec
@@ -23,6 +23,7 @@ from capibara.compress.curves import candidates
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
 from capibara.compress.models.source import Tensors
+from capibara.compress.profile import EXACT
 from capibara.compress.system.configuration import OptimizationStrategy, SystemConfiguration
 from capibara.compress.system.engines import engine_problem, warn_fallback
 from capibara.compress.system.result import CompressedTensor, pack, row_pieces
@@ -60,13 +61,19 @@ class CompressionStrategy:
     engine: str = "auto"
 
     def plan(self, bits: Bits, ratio: float | None) -> tuple[str, dict[str, Any]]:
-        """The codec and its settings for a tensor that is to become ``ratio`` times smaller; exact without one.
+        """The codec and its settings for a tensor that is to become ``ratio`` times smaller.
+
+        Without a ratio it stays exact, unless the strategy is a codec that says itself how much it loses (``int8``).
 
         Raises:
-          CompressError: the ratio cannot be met with these codecs.
+          CompressError: the ratio cannot be met with these codecs, or the one codec needs a ratio.
         """
         if self.codecs == ("exponent",) and candidates("exponent", bits.form, bits.shape):
             return "exponent", {}  # exact as well, and another one that devices decode
+        if ratio is None and self.codecs is not None and self.codecs[0] not in EXACT:
+            if not bits.form.is_float or len(bits.shape) < 2:
+                return "lossless", {}  # as in a file: integers and vectors stay
+            return everywhere(_source(bits), self.codecs[0], smallest=0).points["tensor"].codec, {}
         if ratio is None or self.codecs == ("lossless",):
             return "lossless", {}
         if not bits.form.is_float:
@@ -96,7 +103,7 @@ class CompressionStrategy:
 
         Args:
           bits: of :func:`capibara.compress.system.tensors.read_tensor`.
-          ratio: original bytes over compressed ones, above 1; ``None``: without loss.
+          ratio: original bytes over compressed ones, above 1; ``None``: without loss, or as :meth:`plan` says.
           name: to keep with it.
           reason: to keep with the result.
           verify: decode it and compare; without, a lossy codec's error stays unknown.

@@ -158,6 +158,7 @@ static int64_t tropical_items(const Tropical& p) {
 }
 
 static int64_t tropical_scratch(const Tropical& p, int64_t bytes) {
+  if (tropical_items(p) == 0) return 0;
   if (is_thin(p)) return (p.columns * p.depth + 1) * (bytes / 4);
   const int64_t rows = share(p);
   const int64_t results = (p.index == nullptr ? 1 : 2) * rows * kColumns;
