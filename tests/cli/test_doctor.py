@@ -46,6 +46,8 @@ def test_tables_name_devices_implementations_and_reasons(capsys, monkeypatch):
 
 def test_colour_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")  # a dumb one has no colours however much they are wanted
+    monkeypatch.delenv("NO_COLOR", raising=False)
     call()
     assert "\x1b[" in capsys.readouterr().out
 

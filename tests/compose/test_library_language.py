@@ -236,13 +236,13 @@ def test_values_and_gradients(name: str, found: Any) -> None:
 # Primitives whose outputs are random, many or of no fixed sign: where their references are, and under what name.
 ELSEWHERE = {
     "Dropout": ("test_randomness", "Dropout"),
-    "PrincipalComponents": ("test_library_operations", "PrincipalComponents"),
+    "PrincipalComponents": ("test_library_metrics", "PrincipalComponents"),
     "Quantise": ("test_library", "VectorQuantiser"),
     "RandInt": ("test_library_arrays", "RandInt"),
     "Randn": ("test_library_arrays", "Randn"),
     "RandomUniform": ("test_library_arrays", "RandomUniform"),
-    "Route": ("test_library_operations", "Route"),
-    "TsnePJoint": ("test_library_operations", "TsnePJoint"),
+    "Route": ("test_library_metrics", "Route"),
+    "TsnePJoint": ("test_library_metrics", "TsnePJoint"),
 }
 
 

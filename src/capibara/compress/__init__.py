@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "jax":
             raise
-        raise MissingExtraError("jax", "jax", f"capibara.compress.{name}") from None
+        raise MissingExtraError("jax", "train", f"capibara.compress.{name}") from None
     globals()[name] = value
     return value
 

@@ -58,7 +58,7 @@ def load_sharded(
     try:
         import jax
     except ImportError:
-        raise MissingExtraError("jax", "jax", "Loading onto a mesh") from None
+        raise MissingExtraError("jax", "train", "Loading onto a mesh") from None
     if not isinstance(archive, Archive):
         with Archive(archive) as opened:
             return load_sharded(opened, shardings, progress=progress)

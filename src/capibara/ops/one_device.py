@@ -9,7 +9,7 @@ one made of XLA operations, lowered where the arrays lie over several devices an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-__all__ = ["alike", "on_one_device", "typed_as"]
+from capibara import native
+
+__all__ = ["alike", "native_call", "on_one_device", "typed_as"]
 
 _primitive = Primitive("capibara_on_one_device")
 _primitive.multiple_results = True
@@ -50,8 +52,16 @@ def alike(tree: Any, *arrays: Any) -> Any:
         return tree
     never = jnp.zeros((), bool)
     for x in jax.tree.leaves(arrays):
-        never = never | (jnp.zeros((), bool) & (x[(0,) * x.ndim] == 0))
+        one = x[(0,) * x.ndim] if x.size else jnp.sum(x)
+        never = never | (jnp.zeros((), bool) & (one == 0))
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros((), x.dtype), x), tree)
+
+
+def native_call(
+    target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: int | float
+) -> Any:
+    """:func:`capibara.native.call`, whose results inside ``jax.shard_map`` vary over what the arrays vary over."""
+    return alike(native.call(target, out, *arrays, **attributes), arrays)
 
 
 def typed_as(aval: Any, x: Any) -> Any:

@@ -178,7 +178,7 @@ def collect(
     try:
         from capibara.compress.calibration.jax_watch import watch_jax
     except ImportError:
-        raise MissingExtraError("jax", "jax", "Calibrating with a JAX function") from None
+        raise MissingExtraError("jax", "train", "Calibrating with a JAX function") from None
 
     return _some(watch_jax(run, params, batches, names or join))
 

@@ -16,6 +16,7 @@ from capibara import native
 from capibara.measure.flops import register_foreign_call
 from capibara.ops.attention import cpu, xla
 from capibara.ops.attention.problem import AttentionProblem
+from capibara.ops.one_device import native_call
 
 __all__ = ["backward", "check", "forward"]
 
@@ -104,13 +105,13 @@ def _gradients(problem: AttentionProblem, *arrays: Any) -> tuple[Any, ...]:
     inputs, attributes = _inputs(tuple(arguments)), _attributes(problem)
     results = tuple(_like(x) for x in inputs[:3])
     more = (out, stat, out_grad)
-    gradients = native.call("capibara_attention_backward", results, *inputs, *more, **attributes)
+    gradients = native_call("capibara_attention_backward", results, *inputs, *more, **attributes)
     bias: jax.Array | None = arguments[3]
     if bias is None:
         return *gradients, None
     shape = (jax.ShapeDtypeStruct(bias.shape, jnp.float32),)
     # A call of its own, which XLA leaves out where nobody asks for its result.
-    (bias_gradient,) = native.call("capibara_attention_bias", shape, *inputs, *more, **attributes)
+    (bias_gradient,) = native_call("capibara_attention_bias", shape, *inputs, *more, **attributes)
     return *gradients, bias_gradient.astype(bias.dtype)
 
 
@@ -141,7 +142,7 @@ _gradients.defvjp(_gradients_forward, _gradients_backward)
 def _output(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     stat = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.q_len), jnp.float32)
     out = (_like(arrays[0], problem.value_dim), stat)
-    return native.call("capibara_attention_forward", out, *_inputs(arrays), **_attributes(problem))
+    return native_call("capibara_attention_forward", out, *_inputs(arrays), **_attributes(problem))
 
 
 def _output_forward(problem: AttentionProblem, *arrays: Any) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from capibara import native
 from capibara.measure.flops import register_foreign_call
+from capibara.ops.one_device import native_call
 from capibara.ops.scan import xla
 from capibara.ops.scan.problem import ScanProblem
 
@@ -44,7 +45,7 @@ def _scan(problem: ScanProblem, *arrays: jax.Array) -> tuple[jax.Array, jax.Arra
     x, *_, initial_state = arrays
     wide = [v.astype(jnp.float32) for v in arrays]
     out = [jax.ShapeDtypeStruct(v.shape, jnp.float32) for v in (x, initial_state)]
-    y, state = native.call("capibara_selective_scan", out, *wide)
+    y, state = native_call("capibara_selective_scan", out, *wide)
     return y.astype(x.dtype), state
 
 

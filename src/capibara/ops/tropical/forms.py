@@ -18,6 +18,7 @@ from jax import lax
 
 from capibara import native
 from capibara.measure.flops import register_foreign_call
+from capibara.ops.one_device import native_call
 from capibara.ops.tropical.problem import TropicalProblem, times
 
 __all__ = [
@@ -106,12 +107,12 @@ def _out(problem: TropicalProblem, dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def native_value(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> jax.Array:
-    return native.call("capibara_max_plus", [_out(problem, a.dtype)], a, b)[0]
+    return native_call("capibara_max_plus", [_out(problem, a.dtype)], a, b)[0]
 
 
 def native_both(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     out = [_out(problem, a.dtype), _out(problem, jnp.int32)]
-    value, index = native.call("capibara_max_plus_argmax", out, a, b)
+    value, index = native_call("capibara_max_plus_argmax", out, a, b)
     return value, index
 
 
