@@ -20,6 +20,8 @@ from capibara.core.decoder import build_decoder
 if TYPE_CHECKING:
     import jax
 
+    from capibara.config.axes import AxisRules
+
 __all__ = ["ModularCapibaraModel"]
 
 
@@ -31,6 +33,7 @@ class ModularCapibaraModel:
         mesh: a ``jax.sharding.Mesh`` to lay parameters and activations over. By default, with ``tpu.enabled`` and
             at least ``tpu.num_chips`` devices of the default platform, a mesh of ``tpu.topology``; else none.
         platform: the platform to compile for, if it is not the one of the devices at hand.
+        rules: which mesh axes parameters and activations are laid over; by default ``AxisRules()``.
 
     Example::
 
@@ -46,6 +49,7 @@ class ModularCapibaraModel:
         *,
         mesh: jax.sharding.Mesh | None = None,
         platform: str | None = None,
+        rules: AxisRules | None = None,
     ) -> None:
         if not isinstance(config, ModularModelConfig):
             raise InputError(
@@ -56,7 +60,7 @@ class ModularCapibaraModel:
         self.mesh = _mesh(config) if mesh is None else mesh
         p = config.precision
         policy = Precision(p.param_dtype, p.compute_dtype, p.accumulate_dtype)
-        self.backend = JaxBackend(policy=policy, device_mesh=self.mesh, platform=platform)
+        self.backend = JaxBackend(policy=policy, device_mesh=self.mesh, platform=platform, rules=rules)
         self.compiled: CompiledModel = compile(build_decoder(config.model), self.backend)
         self._params: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from capibara.errors import ConfigError
 from capibara.train.state import TrainState
 
-__all__ = ["Placement", "make_eval_step", "make_train_step"]
+__all__ = ["Placement", "make_eval_step", "make_train_step", "train_step"]
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ def microbatch(tokens: np.ndarray, accumulation_steps: int) -> np.ndarray:
     return tokens.reshape(accumulation_steps, -1, tokens.shape[1])
 
 
-def make_train_step(
+def train_step(
     model: Any, optimizer: Any, *, schedule: Callable[[Any], Any] | None = None
-) -> jax.stages.Wrapped:
-    """Compile ``(state, batch) -> (state, metrics)``; the state that goes in is donated.
+) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
+    """The pure function ``(state, batch) -> (state, metrics)`` that :func:`make_train_step` compiles.
 
     ``batch["tokens"]`` is int32 ``[microbatches, rows, length + 1]``. Metrics are float32 scalars, means over
     the
@@ -127,7 +127,14 @@ def make_train_step(
         }
         return TrainState(state.step + 1, params, opt_state, model_state, state.key), scalars
 
-    return jax.jit(step, donate_argnums=0)
+    return step
+
+
+def make_train_step(
+    model: Any, optimizer: Any, *, schedule: Callable[[Any], Any] | None = None
+) -> jax.stages.Wrapped:
+    """Compile :func:`train_step`; the state that goes in is donated."""
+    return jax.jit(train_step(model, optimizer, schedule=schedule), donate_argnums=0)
 
 
 def make_eval_step(model: Any) -> jax.stages.Wrapped:

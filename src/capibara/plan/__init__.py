@@ -1,0 +1,1 @@
+"""Knowing what a program needs on a TPU slice before renting one: memory, time and price."""

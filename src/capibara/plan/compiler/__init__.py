@@ -1,0 +1,23 @@
+"""Compiling for TPUs that are not here: one process a program, results kept on disk.
+
+The TPU compiler, ``libtpu``, works on any Linux machine, but not in every process: it takes a lock, it looks for TPUs,
+and JAX's platform is chosen once. So a program is compiled in a process of its own, which never touches the devices of
+the one that asks, and a crash of the compiler costs one result, not the session.
+"""
+
+from __future__ import annotations
+
+from capibara.plan.compiler.cache import ProgramCache
+from capibara.plan.compiler.environment import find_compiler
+from capibara.plan.compiler.job import CompiledProgram, Job, Memory
+from capibara.plan.compiler.pool import compile_program, compile_programs
+
+__all__ = [
+    "CompiledProgram",
+    "Job",
+    "Memory",
+    "ProgramCache",
+    "compile_program",
+    "compile_programs",
+    "find_compiler",
+]

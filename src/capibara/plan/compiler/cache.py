@@ -1,0 +1,112 @@
+"""Compiled results on disk, found by everything that they depend on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import capibara
+from capibara.files import replace_file
+from capibara.plan.compiler.environment import Compiler
+from capibara.plan.compiler.job import CompiledProgram, Job
+from capibara.plan.errors import PlanError
+
+__all__ = ["ProgramCache"]
+
+_ROOT = Path(capibara.__file__).parent
+# What a lowered program can depend on; planning's own reading of programs is not among it.
+_ROOMS = ("config", "compose", "core", "ops", "vq", "train", "serve", "plan/workloads", "plan/compiler")
+_MOST_BYTES = 4 << 30
+_MOST_JSON = 64 << 20
+
+
+class ProgramCache:
+    """A folder of results.
+
+    Args:
+      folder: by default ``capibara/programs`` in the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache``).
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.folder = base / "capibara" / "programs" if folder is None else Path(folder)
+
+    def key(self, job: Job, compiler: Compiler) -> str:
+        """A hash of the job, of the versions that compile it and of the code that builds it."""
+        facts = {
+            "job": job.to_json(),
+            "libtpu": compiler.version,
+            "jax": importlib.metadata.version("jax"),
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            "code": _code_hash(),
+            "builder": _file_hash(job.builder.partition(":")[0]),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def paths(self, key: str) -> tuple[Path, Path]:
+        """The result's file and the program text's."""
+        return self.folder / f"{key}.json", self.folder / f"{key}.hlo.gz"
+
+    def get(self, key: str) -> CompiledProgram | None:
+        """The result, or None where there is none that can be used."""
+        path, text = self.paths(key)
+        try:
+            if path.stat().st_size > _MOST_JSON:
+                return None
+            found = CompiledProgram.from_json(json.loads(path.read_bytes()), text, cached=True)
+        except (OSError, ValueError, PlanError):
+            return None
+        if found.status == "ok" and not text.is_file():
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return found
+
+    def put(self, key: str, result: CompiledProgram) -> None:
+        """Keep a result whose text, if it has one, is in the cache's file already."""
+        path, _ = self.paths(key)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(result.to_json()))
+        self._prune()
+
+    def _prune(self) -> None:
+        """Drop the results that nobody asked for longest, where all take more than the folder may."""
+        sizes: list[tuple[float, int, Path]] = []
+        for path in self.folder.glob("*"):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                sizes.append((stat.st_mtime, stat.st_size, path))
+        total = sum(size for _, size, _ in sizes)
+        for changed, size, path in sorted(sizes):
+            # Files just written belong to compilations that are under way.
+            if total <= _MOST_BYTES or time.time() - changed < 3600:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+                total -= size
+
+
+@functools.cache
+def _code_hash() -> str:
+    digest = hashlib.sha256()
+    for room in _ROOMS:
+        for path in sorted((_ROOT / room).rglob("*.py")):
+            digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _file_hash(module: str) -> str:
+    """Of a builder's own file, which need not be Capibara's."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        spec: Any = importlib.util.find_spec(module)
+        if spec is not None and spec.origin and Path(spec.origin).is_file():
+            return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    return ""

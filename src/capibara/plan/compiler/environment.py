@@ -1,0 +1,87 @@
+"""Where the TPU compiler is, and what a process that uses it needs in its environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from capibara.plan.errors import CompilerMissingError
+
+__all__ = ["Compiler", "find_compiler"]
+
+VARIABLE = "CAPIBARA_LIBTPU"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """An installed ``libtpu``.
+
+    Attributes:
+      version: of the package.
+      path: the folder to put on the import path, or None where it is there already.
+    """
+
+    version: str
+    path: str | None
+
+    def environment(self) -> dict[str, str]:
+        """Variables for a process that compiles for TPUs and runs on the CPU."""
+        paths = [self.path] if self.path else []
+        paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "JAX_PLATFORMS": "cpu",
+            # An emulated mesh of the asking process only takes memory here.
+            "XLA_FLAGS": " ".join(f for f in flags if "host_platform_device_count" not in f),
+            # Compiling asks no metadata server; several may load the library at once, for none opens a TPU.
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_STDERR_LOG_LEVEL": "3",
+            "TPU_MIN_LOG_LEVEL": "3",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
+
+
+def find_compiler() -> Compiler:
+    """The ``libtpu`` of this environment.
+
+    It is looked for in the folder that the variable CAPIBARA_LIBTPU names, on the import path, and in the folder
+    ``libtpu`` of the environment (``pip install --target``: there JAX does not look for TPUs in every process).
+
+    Raises:
+      CompilerMissingError: there is none; the text says how to install it, or that this machine cannot have it.
+    """
+    asked = os.environ.get(VARIABLE)
+    folders = [Path(asked)] if asked else [Path(sys.prefix) / "libtpu"]
+    if not asked and (spec := importlib.util.find_spec("libtpu")) and spec.origin:
+        return Compiler(_version(Path(spec.origin).parent.parent), None)
+    for folder in folders:
+        if (folder / "libtpu" / "libtpu.so").is_file():
+            return Compiler(_version(folder), str(folder.resolve()))
+    if asked:
+        raise CompilerMissingError(f"{VARIABLE}={asked!r} names no folder with libtpu/libtpu.so in it")
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise CompilerMissingError(
+            f"the TPU compiler (libtpu) exists for Linux on x86-64 only; this is {platform.system()} on "
+            f"{platform.machine()}. Plan there, or take the analytic estimate (compile=False)"
+        )
+    raise CompilerMissingError(
+        "the TPU compiler (libtpu) is not installed. Install it with: pip install 'capibara-jax[plan]'; or take the "
+        "analytic estimate (compile=False, --no-compile)"
+    )
+
+
+def _version(folder: Path) -> str:
+    names = [
+        match[1]
+        for entry in folder.glob("libtpu-*.dist-info")
+        if (match := re.match(r"libtpu-(.+)\.dist-info", entry.name))
+    ]
+    return max(names, default="unknown")

@@ -1,0 +1,198 @@
+"""A program to compile, and what the compiler said of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from capibara.plan.errors import PlanError
+from capibara.plan.slices import Slice
+
+__all__ = ["CompiledProgram", "Job", "Memory"]
+
+MAX_TEXT = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a worker is to compile.
+
+    Attributes:
+      builder: ``"module:function"``; called as ``function(mesh, **params)`` it gives a
+        :class:`~capibara.plan.workloads.Workload`, on a mesh of devices that are only described.
+      params: its further arguments: what JSON holds.
+      slice: the target.
+      mesh: mesh axes and sizes.
+      compiler_options: flags of the compiler for this program.
+      buffers: whether to list the largest buffers (the compiler writes a report, which takes a little time).
+    """
+
+    builder: str
+    params: Mapping[str, Any]
+    slice: Slice
+    mesh: tuple[tuple[str, int], ...]
+    compiler_options: Mapping[str, str] = field(default_factory=dict)
+    buffers: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "builder": self.builder,
+            "params": dict(self.params),
+            "slice": asdict(self.slice),
+            "mesh": [list(pair) for pair in self.mesh],
+            "compiler_options": dict(self.compiler_options),
+            "buffers": self.buffers,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Job:
+        """What :meth:`to_json` gave."""
+        target = data["slice"]
+        return cls(
+            builder=data["builder"],
+            params=data["params"],
+            slice=Slice(target["generation"], tuple(target["shape"]), target["view"]),
+            mesh=tuple((axis, size) for axis, size in data["mesh"]),
+            compiler_options=data["compiler_options"],
+            buffers=data["buffers"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of HBM a device takes, as the compiler lays them out (padding to tiles included).
+
+    Attributes:
+      arguments: all that comes in. outputs: all that goes out. aliased: outputs that take the place of arguments.
+      temporaries: what lives only within the step. host: bytes in the host's memory.
+      kinds: arguments by kind (``parameters``, ``optimizer`` …), as they are without padding.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    host: int = 0
+    kinds: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """What one device must have: arguments + outputs − aliased + temporaries."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    @property
+    def padding(self) -> int:
+        """What laying the arguments out in tiles adds."""
+        return max(0, self.arguments - sum(self.kinds.values())) if self.kinds else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """What came of a :class:`Job`.
+
+    Attributes:
+      status: ``"ok"``, ``"oom"`` (it does not fit) or ``"error"``.
+      memory: None unless it compiled.
+      needed_bytes: where it does not fit: what the compiler says it would take (an early estimate).
+      message: where it did not compile: the compiler's words, shortened.
+      coordinates: of every device, in the order of the mesh.
+      program_hash: SHA-256 of the program before compilation.
+      buffers: the largest: ``{"bytes", "shape", "op_name", "padding"}``.
+      versions: of jax, jaxlib and libtpu.
+      lower_seconds, compile_seconds: what it took (when it was first compiled).
+      text_path: the compiled program's text, compressed; None unless it compiled.
+      cached: whether it was found in the cache.
+    """
+
+    status: Literal["ok", "oom", "error"]
+    memory: Memory | None = None
+    needed_bytes: int | None = None
+    message: str = ""
+    coordinates: tuple[tuple[int, ...], ...] = ()
+    program_hash: str = ""
+    buffers: tuple[Mapping[str, Any], ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    lower_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    text_path: Path | None = None
+    cached: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether it compiled."""
+        return self.status == "ok"
+
+    @cached_property
+    def text(self) -> str:
+        """The compiled program: the scheduled HLO of one device.
+
+        Raises:
+          PlanError: it did not compile, or its text is gone from the cache.
+        """
+        if self.text_path is None:
+            raise PlanError(f"the program did not compile ({self.status}), so it has no text: {self.message}")
+        try:
+            with gzip.open(self.text_path, "rb") as stream:
+                data = stream.read(MAX_TEXT + 1)
+        except (OSError, EOFError) as error:
+            raise PlanError(f"{self.text_path}: the text of the program cannot be read: {error}") from error
+        if len(data) > MAX_TEXT:
+            raise PlanError(f"{self.text_path}: the text of the program is longer than {MAX_TEXT} bytes")
+        return data.decode()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without the text."""
+        data = {key: getattr(self, key) for key in ("status", "needed_bytes", "message", "program_hash")}
+        data |= {"lower_seconds": self.lower_seconds, "compile_seconds": self.compile_seconds}
+        data |= {"versions": dict(self.versions), "buffers": [dict(each) for each in self.buffers]}
+        data["coordinates"] = [list(each) for each in self.coordinates]
+        data["memory"] = (
+            None if self.memory is None else {**asdict(self.memory), "kinds": dict(self.memory.kinds)}
+        )
+        return data
+
+    @classmethod
+    def from_json(
+        cls, data: Mapping[str, Any], text_path: Path | None = None, cached: bool = False
+    ) -> CompiledProgram:
+        """What :meth:`to_json` gave.
+
+        Raises:
+          PlanError: it is something else.
+        """
+        try:
+            rest = {
+                k: data[k]
+                for k in (
+                    "status",
+                    "needed_bytes",
+                    "message",
+                    "program_hash",
+                    "versions",
+                    "lower_seconds",
+                    "compile_seconds",
+                )
+            }
+            if rest["status"] not in ("ok", "oom", "error"):
+                raise ValueError(f"status {rest['status']!r}")
+            return cls(
+                **rest,
+                memory=None if data["memory"] is None else Memory(**data["memory"]),
+                coordinates=tuple(tuple(int(n) for n in each) for each in data["coordinates"]),
+                buffers=tuple(data["buffers"]),
+                text_path=text_path if rest["status"] == "ok" else None,
+                cached=cached,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"this is no result of a compilation: {error!r}") from None
+
+    def __str__(self) -> str:
+        if self.memory is not None:
+            return f"compiled: {self.memory.total / 2**30:.2f} GiB a device, {self.compile_seconds:.1f} s"
+        return f"{self.status}: {json.dumps(self.message[:200])}"

@@ -1,0 +1,183 @@
+"""Processes that compile, several at a time, and the cache before them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from capibara.plan.compiler.cache import ProgramCache
+from capibara.plan.compiler.environment import Compiler, find_compiler
+from capibara.plan.compiler.job import CompiledProgram, Job
+from capibara.plan.errors import CompilationError, PlanError
+
+__all__ = ["compile_program", "compile_programs", "default_workers"]
+
+# A compilation takes up to about 2 GiB of this machine's memory (v4, scanned layers).
+_BYTES_A_WORKER = 3 << 30
+_LAST_WORDS = 4000
+
+
+def default_workers() -> int:
+    """Compilations at a time: the processors this process may use, as far as the free memory reaches."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return max(1, min(cores, int(line.split()[1]) * 1024 // _BYTES_A_WORKER))
+    return max(1, cores)
+
+
+def compile_program(
+    job: Job, *, cache: ProgramCache | None = None, timeout: float = 1800.0
+) -> CompiledProgram:
+    """Compile one program, or find it in the cache.
+
+    Raises:
+      CompilerMissingError: there is no TPU compiler here.
+      CompilationError: the process died or took longer than ``timeout`` seconds. A program that the compiler refuses is
+        a result, not an error.
+    """
+    return next(iter(compile_programs([job], cache=cache, timeout=timeout)))[1]
+
+
+def compile_programs(
+    jobs: Iterable[Job],
+    *,
+    cache: ProgramCache | None = None,
+    workers: int | None = None,
+    timeout: float = 1800.0,
+    started: Callable[[int], None] | None = None,
+) -> Iterator[tuple[int, CompiledProgram]]:
+    """Compile programs side by side; gives ``(number of the job, result)`` as each is done.
+
+    Closing the iterator, or an interrupt, stops the processes.
+
+    Args:
+      workers: how many at a time; by default :func:`default_workers`.
+      started: called with a job's number when its process starts (not for what the cache knows).
+
+    Raises:
+      CompilerMissingError, CompilationError: as :func:`compile_program`.
+    """
+    compiler = find_compiler()
+    cache = ProgramCache() if cache is None else cache
+    waiting: list[tuple[int, Job, str]] = []
+    for number, job in enumerate(jobs):
+        key = cache.key(job, compiler)
+        if (found := cache.get(key)) is not None:
+            yield number, found
+        else:
+            waiting.append((number, job, key))
+    if not waiting:
+        return
+    running = _Running()
+    pool = ThreadPoolExecutor(min(workers or default_workers(), len(waiting)))
+
+    def one(number: int, job: Job, key: str) -> CompiledProgram:
+        if started is not None and not running.stopped:
+            started(number)
+        return _run(job, key, compiler, cache, running, timeout)
+
+    try:
+        futures: dict[Future[CompiledProgram], int] = {
+            pool.submit(one, number, job, key): number for number, job, key in waiting
+        }
+        while futures:
+            done, _ = wait(futures, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield futures.pop(future), future.result()
+    finally:
+        running.stop()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Running:
+    """The processes of one call, so that all of them can be stopped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self.stopped = False
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._processes.add(process)
+        if self.stopped:
+            _kill(process)
+
+    def remove(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._processes.discard(process)
+
+    def stop(self) -> None:
+        self.stopped = True
+        with self._lock:
+            processes = list(self._processes)
+        for process in processes:
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _run(
+    job: Job, key: str, compiler: Compiler, cache: ProgramCache, running: _Running, timeout: float
+) -> CompiledProgram:
+    if running.stopped:
+        raise CompilationError("stopped")
+    with tempfile.TemporaryDirectory(prefix="capibara-plan-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(job.to_json()))
+        with open(folder / "words", "wb") as words:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "capibara.plan.compiler.worker", name],
+                env=compiler.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            running.add(process)
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise CompilationError(
+                    f"compiling {job.builder} for {job.slice} took longer than {timeout:.0f} s and was stopped"
+                ) from None
+            finally:
+                _kill(process)
+                process.wait()
+                running.remove(process)
+        if running.stopped:
+            raise CompilationError("stopped")
+        try:
+            result = CompiledProgram.from_json(json.loads((folder / "result.json").read_bytes()))
+        except (OSError, ValueError, PlanError):
+            last = (folder / "words").read_bytes()[-_LAST_WORDS:].decode(errors="replace")
+            raise CompilationError(
+                f"the process that compiled {job.builder} for {job.slice} ended with exit code {code} and no result. "
+                f"Its last words:\n{last}"
+            ) from None
+        if result.status == "error":
+            # The reason may lie outside of what the key knows (a missing file …): not kept.
+            return result
+        _, text = cache.paths(key)
+        if result.status == "ok":
+            text.parent.mkdir(parents=True, exist_ok=True)
+            partial = text.with_name(f".{text.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+            shutil.copyfile(folder / "program.hlo.gz", partial)
+            os.replace(partial, text)
+        cache.put(key, result)
+    return CompiledProgram.from_json(result.to_json(), text if result.status == "ok" else None)

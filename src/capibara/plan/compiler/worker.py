@@ -1,0 +1,133 @@
+"""The process that compiles: ``python -m capibara.plan.compiler.worker FOLDER``.
+
+``FOLDER/job.json`` says what; ``FOLDER/result.json`` and ``FOLDER/program.hlo.gz`` are what comes of it. The exit code
+is 0 whenever there is a result, also that of a program that does not fit.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from capibara.files import replace_file
+from capibara.plan.compiler.buffers import read_buffers
+from capibara.plan.compiler.job import CompiledProgram, Job, Memory
+from capibara.plan.errors import PlanError
+
+__all__ = ["main"]
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_LONGEST = 4000
+
+
+def main(folder: str) -> int:
+    """Compile what the folder's job says."""
+    place = Path(folder)
+    job = Job.from_json(json.loads((place / "job.json").read_bytes()))
+    result = run(job, place)
+    replace_file(place / "result.json", json.dumps(result.to_json()))
+    return 0
+
+
+def run(job: Job, folder: Path) -> CompiledProgram:
+    """Lower and compile, here."""
+    from capibara.plan.compiler.devices import describe_mesh
+    from capibara.plan.compiler.environment import find_compiler
+
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    versions["libtpu"] = find_compiler().version
+    try:
+        mesh, coordinates = describe_mesh(job.slice, job.mesh)
+        start = time.perf_counter()
+        workload = _builder(job.builder)(mesh, **job.params)
+        lowered = workload.lowered
+        program_hash = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        lowering = time.perf_counter() - start
+    except Exception as error:  # whatever a builder raises is its result
+        return CompiledProgram(status="error", message=_words(error), versions=versions)
+    options: dict[str, Any] = dict(job.compiler_options)
+    if job.buffers:
+        options["xla_dump_to"] = str(folder / "dump")
+    start = time.perf_counter()
+    known: dict[str, Any] = {
+        "versions": versions,
+        "coordinates": coordinates,
+        "program_hash": program_hash,
+        "lower_seconds": lowering,
+    }
+    try:
+        compiled = lowered.compile(compiler_options=options or None)
+    except Exception as error:
+        text = str(error)
+        out_of_memory = "RESOURCE_EXHAUSTED" in text and ("hbm" in text.lower() or "memory" in text.lower())
+        return CompiledProgram(
+            status="oom" if out_of_memory else "error",
+            message=_words(error),
+            needed_bytes=_needed(text) if out_of_memory else None,
+            buffers=read_buffers(folder / "dump") if job.buffers else (),
+            compile_seconds=time.perf_counter() - start,
+            **known,
+        )
+    seconds = time.perf_counter() - start
+    analysis = compiled.memory_analysis()
+    host = sum(
+        getattr(analysis, f"host_{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")
+    ) - getattr(analysis, "host_alias_size_in_bytes", 0)
+    memory = Memory(
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        host=host,
+        kinds=workload.bytes_by_kind(),
+    )
+    with gzip.open(folder / "program.hlo.gz", "wb", compresslevel=3) as stream:
+        stream.write(compiled.as_text().encode())
+    return CompiledProgram(
+        status="ok",
+        memory=memory,
+        buffers=read_buffers(folder / "dump") if job.buffers else (),
+        compile_seconds=seconds,
+        **known,
+    )
+
+
+def _builder(name: str) -> Any:
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(
+            f"builder={name!r}, expected 'module:function' that can be imported: {error}"
+        ) from error
+
+
+def _words(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+
+
+def _needed(text: str) -> int | None:
+    """Bytes that the compiler says the program takes, from its refusal."""
+    number = r"([\d.]+)\s*([KMGT]?)i?B?"
+    for pattern in (
+        rf"[Uu]sed {number} of",
+        rf"\({number}\) exceeds",
+        rf"requires? {number}",
+        rf"allocate {number}",
+    ):
+        if match := re.search(pattern, text):
+            return int(float(match[1]) * _UNITS[match[2]])
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,23 @@
+"""What can go wrong in planning."""
+
+from __future__ import annotations
+
+from capibara.errors import CapibaraError
+
+__all__ = ["CompilationError", "CompilerMissingError", "DoesNotFitError", "PlanError"]
+
+
+class PlanError(CapibaraError, ValueError):
+    """A plan cannot be made of what was asked for."""
+
+
+class CompilerMissingError(PlanError):
+    """The TPU compiler, the package ``libtpu``, is not on this machine."""
+
+
+class CompilationError(PlanError, RuntimeError):
+    """The compiler refused a program for another reason than its memory, or died of it."""
+
+
+class DoesNotFitError(PlanError, MemoryError):
+    """No layout of the work fits the memory of the devices."""

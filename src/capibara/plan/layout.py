@@ -1,0 +1,153 @@
+"""How a step is laid over a slice: what the search varies, and what a plan hands to the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from capibara.config.axes import AxisRules
+from capibara.errors import did_you_mean
+from capibara.plan.errors import PlanError
+
+__all__ = ["Layout"]
+
+Parameters = Literal["sharded", "replicated"]
+Optimizer = Literal["as parameters", "sharded"]
+Remat = Literal["none", "dots", "full"]
+Offload = Literal["none", "optimizer"]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "parameters": ("sharded", "replicated"),
+    "optimizer": ("as parameters", "sharded"),
+    "remat": ("none", "dots", "full"),
+    "offload": ("none", "optimizer"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way of running a step.
+
+    Attributes:
+      mesh: mesh axes and their sizes, outermost first: ``(("data", 4), ("model", 8))``. ``data`` splits the batch,
+        ``model`` heads, feed-forward and vocabulary.
+      parameters: ``"sharded"`` over ``data`` too (FSDP; Rajbhandari et al., "ZeRO", stage 3) or
+        ``"replicated"`` there.
+      optimizer: moments laid out as the parameters, or ``"sharded"`` over ``data`` though those are not (ZeRO,
+        stage 1).
+      remat: what the backward pass computes again: nothing, all but matrix products, or each block whole.
+      microbatches: parts a batch is worked off in, one after another.
+      offload: ``"optimizer"`` keeps the moments in the hosts' memory.
+      flags: compiler options, ``(name, value)`` pairs.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    parameters: Parameters = "sharded"
+    optimizer: Optimizer = "as parameters"
+    remat: Remat = "full"
+    microbatches: int = 1
+    offload: Offload = "none"
+    flags: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise PlanError(
+                    f"layout: {name}={value!r} must be one of {', '.join(choices)}.{did_you_mean(str(value), choices)}"
+                )
+        if not self.mesh or len({axis for axis, _ in self.mesh}) != len(self.mesh):
+            raise PlanError(
+                f"layout: mesh={self.mesh!r} must name each of its axes once, as (('data', 4), ('model', 8))"
+            )
+        for axis, size in self.mesh:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise PlanError(
+                    f"layout: the mesh axis {axis!r} has the size {size!r}, expected a whole number from 1"
+                )
+        if (
+            isinstance(self.microbatches, bool)
+            or not isinstance(self.microbatches, int)
+            or self.microbatches < 1
+        ):
+            raise PlanError(f"layout: microbatches={self.microbatches!r} must be a whole number from 1")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Size by axis."""
+        return dict(self.mesh)
+
+    @property
+    def rules(self) -> AxisRules:
+        """The table that lays parameters and activations over the mesh."""
+        return AxisRules() if self.parameters == "sharded" else _without_data(AxisRules())
+
+    @property
+    def optimizer_rules(self) -> AxisRules:
+        """The table for the moments."""
+        return AxisRules() if "sharded" in (self.parameters, self.optimizer) else self.rules
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """``flags`` as a dict."""
+        return dict(self.flags)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, strings and numbers; :meth:`from_json` reads them."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Layout:
+        """What :meth:`to_json` gave.
+
+        Raises:
+          PlanError: a key is unknown or a value wrong.
+        """
+        known = {f.name for f in fields(cls)}
+        if not isinstance(data, Mapping) or not data.keys() <= known or "mesh" not in data:
+            raise PlanError(
+                f"layout: expected a table with mesh and any of {', '.join(sorted(known))}; got {data!r:.200}"
+            )
+        try:
+            pairs = {
+                "mesh": tuple((str(axis), size) for axis, size in data["mesh"]),
+                "flags": tuple((str(k), str(v)) for k, v in data.get("flags", ())),
+            }
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"layout: mesh and flags must be lists of pairs: {error}") from None
+        return cls(**{**data, **pairs})
+
+    def overrides(self) -> list[str]:
+        """The same as ``key=value`` overrides of a configuration."""
+        return [
+            f"tpu.topology={'x'.join(str(size) for _, size in self.mesh)}",
+            f"tpu.num_chips={self.num_devices}",
+            f"tpu.mesh_axes={[axis for axis, _ in self.mesh]!r}".replace("'", '"'),
+            f"model.remat={self.remat}",
+            f"train.gradient_accumulation_steps={self.microbatches}",
+        ]
+
+    def __str__(self) -> str:
+        mesh = " × ".join(f"{axis} {size}" for axis, size in self.mesh)
+        words = [mesh, f"parameters {self.parameters}", f"remat {self.remat}"]
+        if self.parameters == "replicated" and self.optimizer == "sharded":
+            words.append("optimizer sharded")
+        if self.microbatches > 1:
+            words.append(f"{self.microbatches} microbatches")
+        if self.offload != "none":
+            words.append(f"{self.offload} offloaded")
+        return ", ".join(words)
+
+
+def _without_data(rules: AxisRules) -> AxisRules:
+    parameters = {
+        axis: tuple(place for place in places if not {"data", "fsdp"} & set(place.split("+")))
+        for axis, places in rules.parameters.items()
+    }
+    return AxisRules(parameters=parameters, activations=rules.activations)

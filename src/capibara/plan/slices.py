@@ -1,0 +1,237 @@
+"""A TPU slice as a target of compilation and prediction: which devices it has, how they hang together.
+
+A slice is a grid of chips. What JAX calls a device is a whole chip where its cores act as one (v4 with megacore, v5p,
+v5e, v6e) or one core of two (v4 without megacore, TPU7x): the two *views*. Figures here are always those of one device.
+
+Links: each chip has one link each way along each axis of the grid. An axis closes to a ring ("wraps") on v4, v5p and
+TPU7x where the slice is made of whole cubes of 4×4×4, and on v5e and v6e where the axis is 16 long, the whole pod
+(the Cloud TPU documentation's pages of each version; "How to Scale Your Model", part 2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from capibara.errors import did_you_mean
+from capibara.hardware import Chip, get_chip
+from capibara.hardware.topology import parse_topology
+from capibara.plan.errors import PlanError
+
+__all__ = ["GENERATIONS", "Slice", "parse_slice"]
+
+View = Literal["chip", "core"]
+
+GENERATIONS = ("v4", "v5e", "v5p", "v6e", "v7x")
+_DIMENSIONS = {"v4": 3, "v5p": 3, "v7x": 3, "v5e": 2, "v6e": 2}
+# A device's floating-point operations in one cycle in bfloat16: matrix units × rows × columns × 2. With the vendor's
+# peak it gives the clock, which no page states. Units per chip: jax's TPU table and "How to Scale Your Model", part 2.
+_FLOP_PER_CYCLE = {
+    "v4": 8 * 128 * 128 * 2,
+    "v5e": 4 * 128 * 128 * 2,
+    "v5p": 8 * 128 * 128 * 2,
+    "v6e": 4 * 256 * 256 * 2,
+    "v7x": 8 * 256 * 256 * 2,
+}
+# Grids of the slices that Google names by a number of cores (v4, v5p, TPU7x: the 3-D ones) or chips.
+_GRIDS_3D = {
+    1: (1, 1, 1),
+    2: (1, 1, 2),
+    4: (2, 2, 1),
+    8: (2, 2, 2),
+    16: (2, 2, 4),
+    32: (2, 4, 4),
+    64: (4, 4, 4),
+    128: (4, 4, 8),
+    192: (4, 4, 12),
+    256: (4, 8, 8),
+    512: (8, 8, 8),
+    1024: (8, 8, 16),
+    2048: (8, 16, 16),
+    3072: (12, 16, 16),
+    4096: (16, 16, 16),
+    6144: (16, 16, 24),
+}
+_GRIDS_2D = {
+    1: (1, 1),
+    2: (1, 2),
+    4: (2, 2),
+    8: (2, 4),
+    16: (4, 4),
+    32: (4, 8),
+    64: (8, 8),
+    128: (8, 16),
+    256: (16, 16),
+}
+_MOST_CHIPS = {"v4": 4096, "v5p": 6144, "v7x": 9216, "v5e": 256, "v6e": 256}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice of a TPU pod.
+
+    Attributes:
+      generation: ``"v4"``, ``"v5e"``, ``"v5p"``, ``"v6e"`` or ``"v7x"``.
+      shape: chips along each axis of the grid.
+      view: whether a device is a whole chip or one core of it.
+    """
+
+    generation: str
+    shape: tuple[int, ...]
+    view: View = "chip"
+
+    @property
+    def num_chips(self) -> int:
+        """Chips, the unit that is rented."""
+        return math.prod(self.shape)
+
+    @property
+    def devices_per_chip(self) -> int:
+        """Devices that JAX shows for a chip."""
+        return (self._whole_chip.cores_per_chip or 1) if self.view == "core" else 1
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that JAX shows, all together."""
+        return self.num_chips * self.devices_per_chip
+
+    @cached_property
+    def _whole_chip(self) -> Chip:
+        return get_chip(f"tpu-{self.generation}")
+
+    @cached_property
+    def chip(self) -> Chip:
+        """What one device can do (half of a chip in the core view)."""
+        return self._whole_chip.core_view() if self.view == "core" else self._whole_chip
+
+    @property
+    def usable_hbm_bytes(self) -> int:
+        """Memory that the compiler lets a program have on one device, in bytes."""
+        usable = self.chip.usable_hbm_bytes
+        if usable is None and self.view == "chip":
+            usable = self._whole_chip.usable_hbm_bytes_core
+        if usable is None:
+            raise PlanError(f"{self}: the usable memory of a device is not known in the {self.view} view")
+        return usable
+
+    @property
+    def clock_hz(self) -> float:
+        """Cycles a second: the vendor's peak in bfloat16 over what the matrix units do in a cycle."""
+        return self._whole_chip.peak("bfloat16") / _FLOP_PER_CYCLE[self.generation]
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes a second over one link, one way."""
+        chip = self._whole_chip
+        if chip.link_bandwidth is not None:
+            return chip.link_bandwidth
+        if chip.interconnect_bandwidth is None or chip.links_per_chip is None:
+            raise PlanError(f"{self}: the speed of a link is not known")
+        # The vendor states all links of a chip, both ways.
+        return chip.interconnect_bandwidth / (2 * chip.links_per_chip)
+
+    @property
+    def wrap(self) -> tuple[bool, ...]:
+        """Which axes of the grid close to a ring."""
+        if _DIMENSIONS[self.generation] == 3:
+            return (all(size % 4 == 0 for size in self.shape),) * 3
+        return tuple(size == 16 for size in self.shape)
+
+    @property
+    def grid(self) -> str:
+        """``"2x2x4"``."""
+        return "x".join(map(str, self.shape))
+
+    @property
+    def topology_name(self) -> str:
+        """The name that ``jax.experimental.topologies.get_topology_desc`` knows."""
+        return f"{'tpu7x' if self.generation == 'v7x' else self.generation}:{self.grid}"
+
+    @property
+    def topology_options(self) -> dict[str, Any]:
+        """Its further arguments."""
+        options: dict[str, Any] = {}
+        if self.generation == "v4" and self.view == "chip":
+            options["chip_config_name"] = "megacore"
+        if any(self.wrap):
+            options["wrap"] = self.wrap
+        return options
+
+    @property
+    def slice_name(self) -> str:
+        """The name Google rents it under, such as ``"v4-32"``."""
+        return parse_topology(f"{self.generation}:{self.grid}").slice_name or ""
+
+    @property
+    def text(self) -> str:
+        """The short form that :func:`parse_slice` reads back (without the view): ``"v4:2x2x4"``."""
+        return f"{self.generation}:{self.grid}"
+
+    def __str__(self) -> str:
+        devices = f", {self.num_devices} devices (one a core)" if self.view == "core" else ""
+        return f"{self.text} ({self.num_chips} chips, {self.slice_name}{devices})"
+
+
+def parse_slice(text: str | Slice, view: str | None = None) -> Slice:
+    """Read ``"v4:2x2x4"`` or a name such as ``"v4-32"`` (cores, 16 chips) or ``"v6e-16"`` (chips).
+
+    Args:
+      text: the slice; a grid with one number too few gets a last axis of 1.
+      view: ``"chip"`` or ``"core"``; by default a chip where the generation can be seen so (all but TPU7x).
+
+    Raises:
+      PlanError: no such generation or view, a grid of the wrong number of axes, a name without a usual grid, or more
+        chips than a pod has.
+      TopologyError: it is not the name of a topology at all.
+    """
+    if isinstance(text, Slice):
+        return text if view in (None, text.view) else _slice(text.generation, text.shape, view)
+    topology = parse_topology(text)
+    if topology.generation is None:
+        raise PlanError(
+            f"topology={text!r} names no TPU generation: write 'v4:{text}' (chips on a grid) or a name as 'v4-32'"
+        )
+    generation = topology.generation
+    if generation not in GENERATIONS:
+        raise PlanError(f"topology={text!r}: plans are made for {', '.join(GENERATIONS)}")
+    dimensions = _DIMENSIONS[generation]
+    shape = topology.shape
+    if len(shape) == 1:
+        grids = _GRIDS_3D if dimensions == 3 else _GRIDS_2D
+        if shape[0] not in grids:
+            near = sorted(sorted(grids, key=lambda n: abs(math.log(n / shape[0])))[:3])
+            names = [parse_topology(f"{generation}:{'x'.join(map(str, grids[n]))}").slice_name for n in near]
+            raise PlanError(
+                f"topology={text!r}: {shape[0]} chips have no usual grid. The nearest slices: "
+                f"{', '.join(map(str, names))}; or give the grid: '{generation}:{'x'.join(['2'] * dimensions)}'"
+            )
+        shape = grids[shape[0]]
+    elif len(shape) == dimensions - 1:
+        shape = (*shape, 1)
+    if len(shape) != dimensions:
+        raise PlanError(
+            f"topology={text!r} has {len(shape)} axes, expected {dimensions}: {generation} chips stand on a grid of "
+            f"{dimensions} axes"
+        )
+    return _slice(generation, shape, view)
+
+
+def _slice(generation: str, shape: tuple[int, ...], view: str | None) -> Slice:
+    chip = get_chip(f"tpu-{generation}")
+    if math.prod(shape) > _MOST_CHIPS[generation]:
+        raise PlanError(
+            f"{generation}:{'x'.join(map(str, shape))} has {math.prod(shape)} chips; a {generation} pod has "
+            f"{_MOST_CHIPS[generation]}"
+        )
+    views: tuple[View, ...] = (
+        ("chip", "core") if generation == "v4" else ("core",) if generation == "v7x" else ("chip",)
+    )
+    if view is None:
+        return Slice(generation, shape, views[0])
+    if view not in ("chip", "core"):
+        raise PlanError(f"view={view!r} must be 'chip' or 'core'.{did_you_mean(str(view), ('chip', 'core'))}")
+    if view not in views:
+        raise PlanError(f"view={view!r}: {chip.title} shows JAX one device a {views[0]} only")
+    return Slice(generation, shape, views[0] if view == views[0] else "core")
