@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.compress.allocation import Survey, allocate, check_ratio, estimate, survey
+from capibara.compress.calibration.activations import Metric
 from capibara.compress.codecs.protocol import get_codec
 from capibara.compress.container import ArchiveWriter
 from capibara.compress.curves import Curve, Point, measure, measure_curve
@@ -186,7 +187,7 @@ def test_errors_are_those_of_a_layers_outputs_where_its_inputs_are_known():
     second = inputs.T @ inputs / len(inputs)
     weight = normal((80, 64))
     bits = weight.reshape(-1).view(np.uint32)
-    point = measure("uniform", {"step": 0.3}, bits, F32, weight.shape, second)
+    point = measure("uniform", {"step": 0.3}, bits, F32, weight.shape, Metric(second, (1,)))
     payload = get_codec("uniform").encode(bits, F32, weight.shape, {"step": 0.3})
     back = get_codec("uniform").decode(memoryview(payload), F32, weight.shape, {}).view(np.float32)
     wrong = inputs @ (back.reshape(80, 64).astype(np.float64) - weight).T

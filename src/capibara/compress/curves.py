@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.compress.calibration.activations import as_matrix
+from capibara.compress.calibration.activations import Metric, as_matrix
 from capibara.compress.codecs.matrices import get_axes
 from capibara.compress.codecs.protocol import CODECS, get_codec
 from capibara.compress.errors import CompressError
@@ -112,24 +112,21 @@ def candidates(codec: str, form: NumberFormat, shape: tuple[int, ...]) -> list[d
 
 
 def squared_error(
-    a: np.ndarray, b: np.ndarray, form: NumberFormat, second: np.ndarray | None = None
+    a: np.ndarray,
+    b: np.ndarray,
+    form: NumberFormat,
+    metric: Metric | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> float:
     """The sum of squared differences of numbers that are given as bits.
 
-    With ``second`` (S [features, features], of inputs that run along the last axis) it is tr(D S Dᵀ), scaled so that it
-    is the same for S = 1.
+    With a ``metric`` for a tensor of that shape it is tr(D S Dᵀ), scaled so that it is the same for S = 1.
     """
     difference = to_float(a, form).astype(np.float64) - to_float(b, form).astype(np.float64)
-    if second is None:
+    if metric is None:
         return float(np.dot(difference.ravel(), difference.ravel()))
-    return weighted_square(difference, second)
-
-
-def weighted_square(values: np.ndarray, second: np.ndarray) -> float:
-    """tr(W S Wᵀ) of W [..., features], over the mean of S's diagonal."""
-    rows = values.reshape(-1, len(second))
-    scale = float(np.trace(second)) / len(second) or 1.0
-    return max(float(((rows @ second) * rows).sum()), 0.0) / scale
+    assert shape is not None
+    return metric.square(difference.reshape(shape))
 
 
 def measure(
@@ -138,12 +135,12 @@ def measure(
     bits: np.ndarray,
     form: NumberFormat,
     shape: tuple[int, ...],
-    second: np.ndarray | None = None,
+    metric: Metric | None = None,
 ) -> Point:
     """Encode, decode, and look at what came out.
 
     Args:
-      second: as in :func:`squared_error`.
+      metric: as in :func:`squared_error`.
 
     Raises:
       CompressError: the codec cannot take this tensor.
@@ -151,13 +148,19 @@ def measure(
     how = get_codec(codec)
     payload = how.encode(bits, form, shape, settings)
     decoded = how.decode(memoryview(payload), form, shape, settings)
-    return Point(codec, settings, len(payload), squared_error(bits, decoded, form, second))
+    return Point(codec, settings, len(payload), squared_error(bits, decoded, form, metric, shape))
 
 
-def _sample(bits: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows from all over the tensor, as another tensor."""
+def _sample(
+    bits: np.ndarray, shape: tuple[int, ...], metric: Metric | None
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Rows from all over the tensor, as another tensor; columns, where inputs run along the rows."""
     if bits.size <= 2 * _SAMPLE or len(shape) < 2:
         return bits, shape
+    if metric is not None and metric.axes == (0,):
+        every = max(bits.size // _SAMPLE, 1)
+        some = np.ascontiguousarray(bits.reshape(shape[0], -1)[:, ::every])
+        return some.reshape(-1), some.shape
     length = shape[-1] if shape[-1] >= 32 else bits.size // shape[0]
     rows = bits.reshape(-1, length)
     every = max(len(rows) * length // _SAMPLE, 1)
@@ -180,20 +183,20 @@ def measure_curve(
       bits, form, shape: of the tensor, whose numbers are finite.
       codecs: names of those that may be used beside ``lossless``.
       lossless: bytes that this one takes.
-      moments: settings of calibration, ``hessian`` and ``input_axes``, of a layer whose inputs run along the last axis.
+      moments: settings of calibration, ``hessian`` and ``input_axes``, of a layer.
     """
     codecs = list(codecs)
-    second = None if moments is None else np.asarray(moments["hessian"], np.float64)
+    metric = None if moments is None else Metric.of(moments)
     values = to_float(bits, form).astype(np.float64).ravel()
-    square = float(np.dot(values, values)) if second is None else weighted_square(values, second)
+    square = float(np.dot(values, values)) if metric is None else metric.square(values.reshape(shape))
     curve = Curve(bits.size, square, [Point("lossless", {}, lossless, 0.0)])
-    some = _sample(bits, shape)
+    some = _sample(bits, shape, metric)
     if "uniform" in codecs:
-        _measure_uniform(curve, *some, form, second)
+        _measure_uniform(curve, *some, form, metric)
     for codec in codecs:
         if codec in ("lossless", "uniform"):
             continue
-        if "uniform" in codecs and not _gains(codec, bits, form, shape, second):
+        if "uniform" in codecs and not _gains(codec, bits, form, shape, metric):
             continue
         tried = candidates(codec, form, shape)
         if "uniform" in codecs and len(tried) > _MOST:
@@ -202,31 +205,31 @@ def measure_curve(
             # One look at the middle first: a codec that is far off there is not the best at its ends.
             middle = {**tried[len(tried) // 2], **(moments or {})}
             try:
-                if not _competes(curve, codec, middle, *some, form, second, bits.size, slack=0.5):
+                if not _competes(curve, codec, middle, *some, form, metric, bits.size, slack=0.5):
                     continue
             except CompressError:
                 pass  # its other settings may do
         for settings in tried:
             given = {**settings, **(moments or {})}
             try:
-                if "uniform" in codecs and not _competes(curve, codec, given, *some, form, second, bits.size):
+                if "uniform" in codecs and not _competes(curve, codec, given, *some, form, metric, bits.size):
                     continue
-                curve.points.append(measure(codec, given, bits, form, shape, second))
+                curve.points.append(measure(codec, given, bits, form, shape, metric))
             except CompressError:
                 continue  # this codec is not for this tensor
     return curve
 
 
 def _gains(
-    codec: str, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], second: np.ndarray | None
+    codec: str, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], metric: Metric | None
 ) -> bool:
     """Whether a codec that can tell from the whole tensor alone does not rule itself out."""
     guess = getattr(sys.modules[type(CODECS[codec]).__module__], "estimated_gain", None)
     if guess is None:
         return True
     values = to_float(bits, form).astype(np.float64)
-    if second is not None:
-        return guess(values.reshape(-1, len(second)), 3.0, second) > 0
+    if metric is not None:
+        return guess(as_matrix(values.reshape(shape), metric.axes), 3.0, metric.second) > 0
     return guess(as_matrix(values.reshape(shape), get_axes({}, shape)), 3.0, None) > 0
 
 
@@ -237,14 +240,14 @@ def _competes(
     bits: np.ndarray,
     shape: tuple[int, ...],
     form: NumberFormat,
-    second: np.ndarray | None,
+    metric: Metric | None,
     count: int,
     slack: float = 0.1,
 ) -> bool:
     """Whether some rows come out at an error that is not far above that of ``uniform`` in as many bytes."""
     if hasattr(sys.modules[type(CODECS[codec]).__module__], "estimated_gain"):
         return True  # what rows share is not seen in some of them
-    point = measure(codec, settings, bits, form, shape, second)
+    point = measure(codec, settings, bits, form, shape, metric)
     share = count / bits.size
     # Sizes fall along the curve.
     expected = np.interp(point.size * share, curve.sizes[::-1], np.log2(curve.errors[::-1]))
@@ -252,7 +255,7 @@ def _competes(
 
 
 def _measure_uniform(
-    curve: Curve, bits: np.ndarray, shape: tuple[int, ...], form: NumberFormat, second: np.ndarray | None
+    curve: Curve, bits: np.ndarray, shape: tuple[int, ...], form: NumberFormat, metric: Metric | None
 ) -> None:
     values = to_float(bits, form).astype(np.float64)
     deviation = math.sqrt(float((values**2).mean())) or 1e-30
@@ -262,7 +265,7 @@ def _measure_uniform(
     # Above eight bits the curve is straight.
     middle = max(first, math.floor(top - 8))
     steps = np.array([*range(first, middle, 3), *range(middle, last + 1)], np.float64)
-    points = [measure("uniform", {"step": 2.0**s}, bits, form, shape, second) for s in steps]
+    points = [measure("uniform", {"step": 2.0**s}, bits, form, shape, metric) for s in steps]
     share = curve.count / bits.size
     # A curve that does not fall would not be one.
     sizes = np.maximum.accumulate(np.array([p.size for p in points])[::-1])[::-1] * share

@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from capibara.compress.allocation import Allocation, Survey, allocate, check_ratio, everywhere, survey
 from capibara.compress.analysis import Compressibility, analyse
-from capibara.compress.calibration.activations import Moments, collect
+from capibara.compress.calibration.layers import layer_moments
 from capibara.compress.codecs.engine import use_engine
 from capibara.compress.codecs.executors import best_executor
 from capibara.compress.compressed import PROFILE, STATS, CompressedModel, make_folder, open_compressed
@@ -261,16 +259,10 @@ class _Compression:
 
     @functools.cached_property
     def moments(self) -> dict[str, dict[str, Any]]:
-        """Second moments of the inputs of a module's linear layers, on the validation data."""
-        if self.validation is None or self.adapter.kind != "torch":
+        """Second moments of the inputs of linear layers, on the validation data."""
+        if self.validation is None:
             return {}
-        batches = [x for x, _ in self.validation.batches]
-        found = {n: _shrunk(m) for n, m in collect(self.adapter.model, batches).items()}
-        forms = self.adapter.tensors.forms
-        return {
-            n: m for n, m in found.items()
-            if n in forms and tuple(m["input_axes"]) == (1,) and len(forms[n][1]) == 2
-        }  # fmt: skip
+        return layer_moments(self.adapter, (x for x, _ in self.validation.batches))
 
     def metadata(self) -> dict[str, str]:
         profile = json.dumps(self.profile.as_dict(), separators=(",", ":"))
@@ -343,17 +335,3 @@ class _Compression:
         tensors = tuple(replace(t, error=errors.get(t.name)) for t in model.stats.tensors)
         model.stats = replace(model.stats, tensors=tensors)
         return model
-
-
-def _shrunk(moments: Moments) -> dict[str, Any]:
-    """Moments as settings, drawn towards those of inputs without any structure as far as they are few.
-
-    Directions that few inputs did not happen to take are not worthless: with as many inputs as features, half of what
-    is believed is that all directions are alike (as O. Ledoit and M. Wolf, "A well-conditioned estimator for
-    large-dimensional covariance matrices", J. Multivariate Anal., 2004, but for the share, which is a fixed one here).
-    """
-    settings = moments.settings()
-    second = settings["hessian"]
-    share = len(second) / (len(second) + moments.count)
-    alike = np.eye(len(second)) * (np.trace(second) / len(second))
-    return {**settings, "hessian": (1 - share) * second + share * alike}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.allocation import Survey
+from capibara.compress.calibration.activations import Metric
 from capibara.compress.codecs.protocol import get_codec
 from capibara.compress.curves import squared_error
 from capibara.compress.formats import to_float
@@ -60,8 +61,8 @@ def by_outputs(
         settings = {"step": step}
         payload = uniform.encode(original, form, shape, settings)
         changed = uniform.decode(memoryview(payload), form, shape, settings)
-        second = None if name not in moments else moments[name]["hessian"]
-        lost = squared_error(original, changed, form, second)
+        metric = None if name not in moments else Metric.of(moments[name])
+        lost = squared_error(original, changed, form, metric, shape)
         error = validation.measure(adapter.variant({name: changed})).error
         weights[name] = min(error, 1e6) ** 2 / lost if lost else 0.0
         if progress is not None:

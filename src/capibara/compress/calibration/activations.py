@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 from capibara.compress.errors import CompressError
 from capibara.errors import MissingExtraError
 
-__all__ = ["Moments", "as_matrix", "collect", "from_matrix", "moments"]
+__all__ = ["Metric", "Moments", "as_matrix", "collect", "from_matrix", "moments"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,30 @@ class Moments:
         whole = float(((w @ self.second) * w).sum())
         wrong = max(float(((d @ self.second) * d).sum()), 0.0)
         return math.sqrt(wrong / whole) if whole > 0 else 0.0 if wrong == 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a squared error of a weight is for the layer's output.
+
+    Attributes:
+      second: float64 [features, features], E[x xᵀ].
+      axes: of the weight, along which inputs run.
+    """
+
+    second: np.ndarray
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Metric:
+        """From settings as :meth:`Moments.settings` gives them."""
+        return cls(np.asarray(settings["hessian"], np.float64), tuple(settings["input_axes"]))
+
+    def square(self, weight: np.ndarray) -> float:
+        """tr(W S Wᵀ) over the mean of S's diagonal: the sum of squares, where S is 1."""
+        rows = as_matrix(weight, self.axes)
+        scale = float(np.trace(self.second)) / len(self.second) or 1.0
+        return max(float(((rows @ self.second) * rows).sum()), 0.0) / scale
 
 
 def as_matrix(weight: np.ndarray, axes: Iterable[int]) -> np.ndarray:

@@ -1,0 +1,148 @@
+"""What the inputs of layers tell, used for JAX and composed models as it is for torch modules."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import capibara.compose as ml
+from capibara.compress.calibration.activations import Metric
+from capibara.compress.calibration.layers import layer_moments
+from capibara.compress.container import Archive
+from capibara.compress.curves import squared_error
+from capibara.compress.formats import get_format
+from capibara.compress.model_api import ModelCompressionAPI
+from capibara.compress.models.adapters import adapt
+from capibara.compress.profile import CompressionProfile
+
+torch = pytest.importorskip("torch")
+SIZES = (96, 128, 64)
+
+
+def api(**fields: Any) -> ModelCompressionAPI:
+    return ModelCompressionAPI(CompressionProfile(**fields))
+
+
+def weights() -> list[tuple[np.ndarray, np.ndarray]]:
+    """[out, in] and biases."""
+    rng = np.random.default_rng(3)
+    return [
+        (
+            (rng.standard_t(5, size=(m, n)) / n**0.5).astype(np.float32),
+            rng.normal(size=m).astype(np.float32) / 9,
+        )
+        for n, m in itertools.pairwise(SIZES)
+    ]
+
+
+def data() -> np.ndarray:
+    """Inputs that lie mostly in a few directions."""
+    rng = np.random.default_rng(4)
+    mixing = rng.normal(size=(SIZES[0], SIZES[0])) * 0.9 ** np.arange(SIZES[0])
+    return (rng.normal(size=(512, SIZES[0])) @ mixing.T).astype(np.float32)
+
+
+def as_torch() -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(*SIZES[:2]), torch.nn.ReLU(), torch.nn.Linear(*SIZES[1:]))
+    with torch.no_grad():
+        for layer, (w, b) in zip((model[0], model[2]), weights(), strict=True):
+            layer.weight.copy_(torch.from_numpy(w))
+            layer.bias.copy_(torch.from_numpy(b))
+    return model
+
+
+def as_jax() -> dict[str, Any]:
+    """The same with matrices as [in, out]."""
+    return {str(i): {"w": jnp.asarray(w.T), "b": jnp.asarray(b)} for i, (w, b) in enumerate(weights())}
+
+
+def apply(params: Any, x: Any) -> Any:
+    hidden = jax.nn.relu(x @ params["0"]["w"] + params["0"]["b"])
+    return hidden @ params["1"]["w"] + params["1"]["b"]
+
+
+def composed() -> tuple[Any, Any]:
+    model = ml.Model()
+    model |= ml.Linear(SIZES[1])(input="x", output="h")
+    model += ml.Relu()
+    model += ml.Linear(SIZES[2])(output="y")
+    compiled = ml.compile(model, ml.JaxBackend(), shapes={"x": [None, SIZES[0]]})
+    params = compiled.randomize_params(seed=0)
+    tree = jax.tree_util.tree_structure(params)
+    leaves = iter(jax.tree_util.tree_leaves(params))
+    by_shape: dict[tuple[int, ...], np.ndarray] = {}
+    for w, b in weights():
+        by_shape |= {w.shape: w, w.T.shape: w.T, b.shape: b}
+    new = [jnp.asarray(by_shape[leaf.shape]) for leaf in leaves]
+    return compiled, jax.tree_util.tree_unflatten(tree, new)
+
+
+def test_moments_are_those_of_torch() -> None:
+    x = data()
+    expected = layer_moments(adapt(as_torch()), [torch.from_numpy(x)])
+    found = layer_moments(adapt(as_jax(), apply), [jnp.asarray(x)])
+    assert [m["input_axes"] for m in found.values()] == [[0], [0]]
+    assert [m["input_axes"] for m in expected.values()] == [[1], [1]]
+    for a, b in zip(found.values(), expected.values(), strict=True):
+        np.testing.assert_allclose(a["hessian"], b["hessian"], rtol=1e-4, atol=1e-4)
+    of_composed = layer_moments(adapt(composed()), [{"x": jnp.asarray(x)}])
+    assert len(of_composed) == 2
+    for a, b in zip(of_composed.values(), expected.values(), strict=True):
+        np.testing.assert_allclose(a["hessian"], b["hessian"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["int4", "nf4", pytest.param("low_rank", marks=pytest.mark.slow)])
+def test_errors_are_those_of_the_same_network_in_torch(strategy: str) -> None:
+    x, profile = data(), {"strategy": strategy, "target_compression_ratio": 6.0, "smallest": 1000}
+    made = {
+        "torch": api(**profile).compress(as_torch(), torch.from_numpy(x)),
+        "jax": api(**profile).compress(as_jax(), jnp.asarray(x), apply=apply),
+        "composed": api(**profile).compress(composed(), {"x": jnp.asarray(x)}),
+    }
+    blind = api(**profile).compress(as_torch())
+    outputs = as_torch()(torch.from_numpy(x)).detach().numpy()
+    gone = blind.model(torch.from_numpy(x)).detach().numpy() - outputs
+    errors = {kind: m.stats.output_error or 0.0 for kind, m in made.items()}
+    assert errors["jax"] == pytest.approx(errors["torch"], rel=0.03)
+    assert errors["composed"] == pytest.approx(errors["torch"], rel=0.03)
+    assert errors["jax"] < 0.85 * np.linalg.norm(gone) / np.linalg.norm(outputs)
+    with Archive(made["jax"].path) as archive:
+        assert {archive[f"{i}.w"].codec for i in "01"} == {strategy}
+
+
+def test_a_tied_matrix_that_is_used_along_both_axes_has_none() -> None:
+    w = jnp.asarray(weights()[0][0])
+    params = {"a": w, "b": w, "c": jnp.ones((128, 5))}
+
+    def both(p: Any, x: Any) -> Any:
+        return (x @ p["a"].T) @ p["b"] @ jnp.ones((96, 128)) @ p["c"]
+
+    found = layer_moments(adapt(params, both), [jnp.asarray(data())])
+    assert list(found) == ["c"]
+
+
+def test_functions_that_jax_cannot_trace_are_named() -> None:
+    def untraceable(p: Any, x: Any) -> Any:
+        return np.maximum(np.asarray(x) @ np.asarray(p["0"]["w"]), 0)
+
+    with pytest.warns(UserWarning, match="cannot trace the model"):
+        assert layer_moments(adapt(as_jax(), untraceable), [jnp.asarray(data())]) == {}
+    in_numpy = {"w": np.ones((8, 8), np.float32)}
+    assert layer_moments(adapt(in_numpy, untraceable), [data()]) == {}
+
+
+def test_errors_along_either_axis_are_those_of_the_outputs() -> None:
+    (w, _), x = weights()[0], data()
+    changed = w + np.random.default_rng(0).normal(size=w.shape).astype(np.float32) / 50
+    second = x.T.astype(np.float64) @ x / len(x)
+    expected = np.sum((x @ (changed - w).T) ** 2, dtype=np.float64) / len(x) / np.mean(np.diag(second))
+    form = get_format("F32")
+    for a, b, axes in ((w, changed, (1,)), (w.T, changed.T, (0,))):
+        first, other = (np.ascontiguousarray(v).reshape(-1).view(np.uint32) for v in (a, b))
+        found = squared_error(first, other, form, Metric(second, axes), a.shape)
+        assert found == pytest.approx(expected, rel=1e-4)
