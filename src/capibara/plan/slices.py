@@ -156,7 +156,8 @@ class Slice:
         if self.generation == "v4" and self.view == "chip":
             options["chip_config_name"] = "megacore"
         if any(self.wrap):
-            options["wrap"] = self.wrap
+            # Of three axes, also where the grid has two.
+            options["wrap"] = (*self.wrap, *(False,) * (3 - len(self.shape)))
         return options
 
     @property
