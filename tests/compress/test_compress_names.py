@@ -36,3 +36,14 @@ except ImportError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "capibara.compress.load_quantised" in done.stdout
     assert "jax" in done.stdout
+
+
+def test_everything_can_be_taken_without_jax() -> None:
+    code = """
+import sys
+sys.modules["jax"] = None
+from capibara.compress import *
+assert merge_neurons and Archive
+assert "load_quantised" not in globals()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

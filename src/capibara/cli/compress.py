@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         default="auto",
         metavar="CODEC",
-        help="the one codec that may lose something, such as uniform, or int8, which needs no ratio "
-        "(default: auto, the best for each tensor)",
+        help="the one codec that may lose something, such as uniform, or int8, which needs no ratio; or jax: the best "
+        "for each tensor, computed by JAX, with the same bytes (default: auto, the best for each tensor)",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="PNG", help="draw the error to expect at other ratios; with --ratio"

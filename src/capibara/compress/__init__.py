@@ -7,6 +7,7 @@ that needs JAX or PyTorch only what it needs.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from capibara.errors import MissingExtraError
@@ -56,6 +57,18 @@ __all__ = [
     "use_engine",
     "write_safetensors",
 ]
+
+
+def _has_jax() -> bool:
+    try:
+        return importlib.util.find_spec("jax") is not None
+    except ImportError:  # something stands in the way of it
+        return False
+
+
+if not _has_jax():  # what is there is what ``import *`` takes
+    __all__.remove("QuantisedMatrix")
+    __all__.remove("load_quantised")
 
 _MODULES = {
     "allocation": ("Allocation", "allocate", "survey"),

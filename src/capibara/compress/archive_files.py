@@ -23,6 +23,7 @@ from capibara.compress.models.source import find_twins
 from capibara.compress.profile import EXACT
 from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
 from capibara.compress.sensitivity import by_scale
+from capibara.compress.system.engines import strategy_engine
 from capibara.compress.writing import add_tensors, compare
 from capibara.errors import did_you_mean
 from capibara.files import replace_file
@@ -138,7 +139,7 @@ def _allocate(
     metadata = sum(len(json.dumps(s.metadata)) + 70 for s in sources)
     found = survey(
         _Together(sources),
-        codecs=None if strategy == "auto" else [strategy],
+        codecs=None if strategy in ("auto", "jax") else [strategy],
         twins=together,
         metadata=metadata,
         progress=None if progress is None else lambda name, size: progress(name.partition(":")[2], size),
@@ -188,7 +189,8 @@ def compress_files(
       ratio: how many times smaller than all sources together the archives together are to be, within 2 % (smaller, with
         codecs of fixed widths alone); without one nothing is lost, unless the strategy is a codec that needs none,
         such as ``"int8"``.
-      strategy: ``"auto"``, or the name of the one codec that is used beside ``lossless``.
+      strategy: ``"auto"``; ``"jax"``, the same computed by JAX; or the name of the one codec that is used beside
+        ``lossless``.
       progress: called after each tensor, with the bytes it takes as it is; with a ratio twice, when it is measured and
         when it is written.
       analysed: called with what to expect at other ratios, with a ratio only.
@@ -199,23 +201,23 @@ def compress_files(
       ArchiveError: a source is no safetensors file, or a damaged one.
       OSError: reading or writing failed; files that were there stand.
     """
-    if strategy not in ("auto", *CODECS):
+    known = ["auto", "jax", *CODECS]
+    if strategy not in known:
         raise CompressError(
-            f"strategy: got {strategy!r}, expected one of auto, {', '.join(CODECS)}."
-            f"{did_you_mean(str(strategy), ['auto', *CODECS])}"
+            f"strategy: got {strategy!r}, expected one of {', '.join(known)}.{did_you_mean(str(strategy), known)}"
         )
     if ratio is not None:
         check_ratio(ratio)
         if strategy in EXACT:
             raise CompressError(f"ratio: got {ratio}, but without loss a file is as small as it is")
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, strategy_engine(strategy):
         work = list(_jobs(jobs))
         sources = [stack.enter_context(SafetensorsFile(job.source)) for job in work]
         twins = [find_twins(source) for source in sources]
         chosen: list[Allocation | None] = [None] * len(work)
         if ratio is not None:
             chosen[:] = _allocate(sources, twins, ratio, strategy, progress, analysed)
-        elif strategy not in ("auto", "lossless"):
+        elif strategy not in ("auto", "jax", "lossless"):
             chosen[:] = [everywhere(source, strategy) for source in sources]
         written = []
         for job, source, same, how in zip(work, sources, twins, chosen, strict=True):

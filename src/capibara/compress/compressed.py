@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.container import Archive
-from capibara.compress.errors import ArchiveError, CompressError
+from capibara.compress.errors import ArchiveError, CompressError, FolderError
 from capibara.compress.models.adapters import STRUCTURE, Adapter, adapt, assemble
 from capibara.compress.models.numbers import from_bits
 from capibara.compress.profile import CompressionProfile
@@ -143,9 +143,14 @@ class CompressedModel:
         """Write the archive, in one step.
 
         Raises:
+          FolderError: ``path`` is a folder.
           OSError: the folder is missing, the disk is full …; a file that was there stands.
         """
         target = Path(path)
+        if target.is_dir():
+            raise FolderError(
+                f"path: {target} is a folder, expected a file to write. Remedy: {target / 'model.capi'}"
+            )
         if not (target.exists() and target.samefile(self.path)):
             with open(self.path, "rb") as source:
                 replace_file(target, functools.partial(shutil.copyfileobj, source))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from capibara.errors import CapibaraError
 
-__all__ = ["ArchiveError", "CompressError", "DamagedError", "TargetError"]
+__all__ = ["ArchiveError", "CompressError", "DamagedError", "FolderError", "TargetError"]
 
 
 class CompressError(CapibaraError, ValueError):
     """An argument that cannot be compressed, or cannot be compressed that way."""
+
+
+class FolderError(CompressError, IsADirectoryError):
+    """A folder where a file is expected."""
 
 
 class ArchiveError(CapibaraError, ValueError):

@@ -6,7 +6,6 @@ with validation data, run.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -19,7 +18,6 @@ from typing import Any
 from capibara.compress.allocation import Allocation, Survey, allocate, check_ratio, everywhere, survey
 from capibara.compress.analysis import Compressibility, analyse
 from capibara.compress.calibration.layers import layer_moments
-from capibara.compress.codecs.engine import use_engine
 from capibara.compress.codecs.executors import best_executor
 from capibara.compress.compressed import PROFILE, STATS, CompressedModel, make_folder, open_compressed
 from capibara.compress.container import Archive, ArchiveWriter
@@ -30,7 +28,7 @@ from capibara.compress.models.gradients import distance
 from capibara.compress.models.source import Tensors, find_twins
 from capibara.compress.profile import EXACT, CompressionProfile
 from capibara.compress.sensitivity import by_outputs, by_scale
-from capibara.compress.system.engines import engine_problem, warn_fallback
+from capibara.compress.system.engines import strategy_engine
 from capibara.compress.validation import Validation, as_batches
 from capibara.compress.writing import add_tensors, change_metadata, compare
 
@@ -85,7 +83,7 @@ class ModelCompressionAPI:
         """
         if not isinstance(compressed, CompressedModel):
             raise CompressError(f"compressed: got {type(compressed).__name__}, expected a CompressedModel")
-        with _engine(self.profile):
+        with strategy_engine(self.profile.strategy):
             return compressed.decompress()
 
     def analyze_compressibility(
@@ -178,7 +176,7 @@ class ModelCompressionAPI:
           CompressError: as :meth:`compress`, a loss that is not finite, or a profile without loss.
           TargetError: as :meth:`compress`.
         """
-        if self.profile.ratio is None:
+        if self.profile.ratio is None and not self.profile.own_width:
             raise CompressError("profile: it loses nothing, so that there is nothing to tune for")
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise CompressError(f"steps: got {steps!r}, expected a whole number above 0")
@@ -194,7 +192,8 @@ class ModelCompressionAPI:
             batches = [(x, adapter.run(adapter.model, x)) for x, _ in batches]
         work = _Compression(self.profile, adapter, validation_data)
         # Tuned numbers spread a little: they take more bytes at the same steps.
-        chosen = allocate(work.surveyed(), 1.01 * self.profile.ratio, weights=work.weights)
+        ratio = self.profile.ratio
+        chosen = work.own_width() if ratio is None else work.allocate(1.01 * ratio)
         tuned = tune(
             adapter, batches, chosen, loss or distance,
             steps=steps, learning_rate=learning_rate, progress=progress,
@@ -203,26 +202,13 @@ class ModelCompressionAPI:
         forms = source.forms
         changed = Tensors(forms, lambda name: tuned[name] if name in tuned else source.read(name))
         made = work.write(chosen, changed)
-        if made.stats.compression_ratio < 0.985 * self.profile.ratio:
+        if ratio is not None and made.stats.compression_ratio < 0.985 * ratio:
             # Other steps than those that the numbers were tuned for: a last resort.
             again = work.survey_of(changed)
-            made = work.write(allocate(again, self.profile.ratio, weights=work.weights), changed)
+            made = work.write(allocate(again, ratio, weights=work.weights), changed)
         if not work.good(made):
             raise work.failure(made)
         return made
-
-
-def _engine(profile: CompressionProfile) -> contextlib.AbstractContextManager[None]:
-    """Where codecs compute: with the strategy ``"jax"`` in JAX, if it is installed."""
-    if profile.strategy != "jax":
-        return contextlib.nullcontext()
-    if (problem := engine_problem("jax")) is not None:
-        warn_fallback(
-            "jax",
-            f"strategy='jax': JAX does not run here ({problem}): codecs run on what is here, with the same bytes.",
-        )
-        return contextlib.nullcontext()
-    return use_engine("jax")
 
 
 class _Compression:
@@ -271,10 +257,24 @@ class _Compression:
     def make(self, ratio: float | None) -> CompressedModel:
         """The model at a ratio; ``None``: without loss."""
         if ratio is not None:
-            return self.write(allocate(self.surveyed(), ratio, weights=self.weights))
+            return self.write(self.allocate(ratio))
+        if self.profile.own_width:
+            return self.write(self.own_width())
         exact = self.profile.strategy if self.profile.strategy in EXACT else "lossless"
         options: dict[str, Any] = {"exclude": self.profile.exclude, "smallest": self.profile.smallest}
         return self.write(None if exact == "lossless" else everywhere(self.adapter.tensors, exact, **options))
+
+    def allocate(self, ratio: float) -> Allocation:
+        """What becomes of each tensor at a ratio."""
+        return allocate(self.surveyed(), ratio, weights=self.weights)
+
+    def own_width(self) -> Allocation:
+        """The profile's codec at its own width, for every tensor that may lose something."""
+        codec = self.profile.strategy
+        options: dict[str, Any] = {"exclude": self.profile.exclude, "smallest": self.profile.smallest}
+        found = everywhere(self.adapter.tensors, codec, **options)
+        points = {n: replace(p, settings=self.moments.get(n, {})) for n, p in found.points.items()}
+        return replace(found, points=points)
 
     def good(self, made: CompressedModel) -> bool:
         """Whether enough of the accuracy is preserved."""
@@ -291,7 +291,7 @@ class _Compression:
     def failure(self, made: CompressedModel) -> TargetError:
         """What to say of a model that lost too much, with what can be had below its ratio, measured by doing it."""
         points = [(made.stats.compression_ratio, made.stats.fidelity)]
-        share = self.profile.ratio or 1.0
+        share = self.profile.ratio or made.stats.compression_ratio
         while (share := share / 1.4) > 1.05:
             one = self.make(share)
             points.append((one.stats.compression_ratio, one.stats.fidelity))
@@ -310,7 +310,7 @@ class _Compression:
         path = folder / "model.capi"
         source = self.adapter.tensors
         # Sizes were looked for with the quickest executor: bytes are the same from all of them.
-        with _engine(self.profile), ArchiveWriter(path, self.metadata()) as archive:
+        with strategy_engine(self.profile.strategy), ArchiveWriter(path, self.metadata()) as archive:
             executor = best_executor().name
             add_tensors(archive, tuned or source, self.twins, chosen, self.progress)
         errors, lost, whole = compare(path, source)

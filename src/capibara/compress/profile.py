@@ -10,10 +10,11 @@ from capibara.compress.codecs.protocol import CODECS
 from capibara.compress.errors import CompressError
 from capibara.errors import did_you_mean
 
-__all__ = ["EXACT", "MODES", "CompressionProfile"]
+__all__ = ["EXACT", "FIXED", "MODES", "CompressionProfile"]
 
 MODES: dict[str, float | None] = {"lossless": None, "conservative": 2.0, "balanced": 4.0, "aggressive": 8.0}
 EXACT = ("lossless", "exponent")  # codecs that lose nothing
+FIXED = ("int8", "int4", "nf4")  # codecs that have a ratio of their own
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,10 @@ class CompressionProfile:
         same, computed by JAX where it is installed (with a warning where it is not); or the name of a codec in
         :data:`capibara.compress.codecs.protocol.CODECS`, which is then the only one that loses anything.
       mode: the ratio to aim at where ``target_compression_ratio`` is ``None``: ``"lossless"`` none, so that every bit
-        stays; ``"conservative"`` 2; ``"balanced"`` 4; ``"aggressive"`` 8.
+        stays; ``"conservative"`` 2; ``"balanced"`` 4, but with a codec of fixed width (``int8``, ``int4``, ``nf4``)
+        what its own width gives; ``"aggressive"`` 8.
       target_compression_ratio: original bytes over the file's bytes, above 1; none with ``"lossless"``. Met within
-        2 %; with a single codec of few fixed widths (``int8``, ``int4``, ``nf4``) a file may come out smaller.
+        2 %; with a single codec of fixed width a file may come out smaller.
       preserve_accuracy_threshold: the least fidelity, above 0 and at most 1; ``None``: any. Fidelity is, with labelled
         validation data, the model's accuracy over the original's; with unlabelled data 1 − the relative error of its
         outputs; without data 1 − the relative error of its weights.
@@ -83,12 +85,17 @@ class CompressionProfile:
 
     @property
     def ratio(self) -> float | None:
-        """The ratio that is aimed at; ``None``: no loss."""
-        if self.strategy in EXACT:
+        """The ratio that is aimed at; ``None``: no loss, or :attr:`own_width`."""
+        if self.strategy in EXACT or self.own_width:
             return None
         return (
             self.target_compression_ratio if self.target_compression_ratio is not None else MODES[self.mode]
         )
+
+    @property
+    def own_width(self) -> bool:
+        """Whether the strategy's codec says how small a file becomes: one of fixed width, and no ratio is given."""
+        return self.strategy in FIXED and self.target_compression_ratio is None and self.mode == "balanced"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them; ``CompressionProfile(**…)`` reads them."""

@@ -143,6 +143,12 @@ class Validation:
                 f"validation_data: targets are {array.dtype} {array.shape}, expected classes: whole numbers of "
                 f"the shape {output.shape[:-1]}. Remedy: leave them out; outputs are then compared with the original's."
             )
+        classes = output.shape[-1]
+        if array.size and not 0 <= int(array.min()) <= int(array.max()) < classes:
+            raise CompressError(
+                f"validation_data: targets are from {array.min()} to {array.max()}, expected classes from 0 to "
+                f"{classes - 1}, as many as the outputs have. Remedy: leave padding and unknown classes out."
+            )
         return array
 
     @property

@@ -6,6 +6,7 @@ package that is installed and broken is as good as none, but the reason is kept 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -21,6 +22,7 @@ __all__ = [
     "MissingEngineError",
     "engine_problem",
     "fallback_engine",
+    "strategy_engine",
     "warn_fallback",
 ]
 
@@ -53,6 +55,21 @@ def engine_problem(name: str) -> str | None:
 def fallback_engine() -> str:
     """What runs where JAX does not: ``"torch"``, or ``"numpy"`` where that is missing too."""
     return "numpy" if engine_problem("torch") else "torch"
+
+
+def strategy_engine(strategy: str) -> contextlib.AbstractContextManager[None]:
+    """Where codecs compute: with the strategy ``"jax"`` in JAX; with a warning on what is here, where that is not."""
+    from capibara.compress.codecs.engine import use_engine
+
+    if strategy != "jax":
+        return contextlib.nullcontext()
+    if (problem := engine_problem("jax")) is not None:
+        warn_fallback(
+            "jax",
+            f"strategy='jax': JAX does not run here ({problem}): codecs run on what is here, with the same bytes.",
+        )
+        return contextlib.nullcontext()
+    return use_engine("jax")
 
 
 _warned: set[str] = set()
