@@ -15,12 +15,13 @@ from capibara.compose import CompiledModel, JaxBackend, Precision, compile
 from capibara.compose.errors import InputError
 from capibara.compose.physical.randomness import as_key
 from capibara.config import ModularModelConfig
+from capibara.config.axes import AxisRules
 from capibara.core.decoder import build_decoder
+from capibara.core.flops import flops_per_token
 
 if TYPE_CHECKING:
     import jax
 
-    from capibara.config.axes import AxisRules
 
 __all__ = ["ModularCapibaraModel"]
 
@@ -256,32 +257,8 @@ class ModularCapibaraModel:
     # ---- what it costs, where it runs ---------------------------------------------------------------------
 
     def flops_per_token(self, sequence_length: int, training: bool = True) -> float:
-        """Floating-point operations a token of a sequence this long: 2 a multiply-add, 3× forward in training
-        (the search for the nearest code once).
-
-        Matrix products with parameters, causal attention counted once for each pair it really looks at (half the
-        square), and the recurrence of state-space blocks in its sequential form. Normalisations, activations and
-        the embedding lookup are not counted, nor what rematerialisation or chunking repeats.
-        """
-        m = self.config.model
-        d, t = m.embed_dim, sequence_length
-        mlp = 3 * d * m.resolved_mlp_dim
-        inner = m.ssm.expand * d
-        per_kind = {
-            "attention": 2 * (d * (m.num_heads + 2 * m.num_kv_heads) * m.resolved_head_dim)
-            + 2 * m.num_heads * m.resolved_head_dim * d
-            + 4 * m.num_heads * m.resolved_head_dim * (t + 1) / 2,
-            "ssm": 2 * d * (2 * inner + 2 * m.ssm.state_dim + inner // m.ssm.head_dim)
-            + 2 * inner * d
-            + 2 * m.ssm.conv_width * (inner + 2 * m.ssm.state_dim)
-            + 6 * inner * m.ssm.state_dim,
-            "vq": 2 * d * d + 2 * d * m.vq.codebook_size,
-        }
-        total = float(sum(per_kind[kind] + 2 * mlp for kind in m.block_kinds) + 2 * d * m.vocab_size)
-        if not training:
-            return total
-        # The search for the nearest code has no derivative.
-        return 3 * total - 2 * m.block_kinds.count("vq") * 2 * d * m.vq.codebook_size
+        """See :func:`flops_per_token`, for this model."""
+        return flops_per_token(self.config.model, sequence_length, training)
 
     @property
     def is_tpu_optimized(self) -> bool:

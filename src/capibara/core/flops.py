@@ -1,0 +1,36 @@
+"""Arithmetic that a decoder's configuration asks for."""
+
+from __future__ import annotations
+
+from capibara.config.sections import ModelSection
+
+__all__ = ["flops_per_token"]
+
+
+def flops_per_token(config: ModelSection, sequence_length: int, training: bool = True) -> float:
+    """Floating-point operations a token of a sequence this long: 2 a multiply-add, 3× forward in training
+    (the search for the nearest code once).
+
+    Matrix products with parameters, causal attention counted once for each pair it really looks at (half the
+    square), and the recurrence of state-space blocks in its sequential form. Normalisations, activations and
+    the embedding lookup are not counted, nor what rematerialisation or chunking repeats.
+    """
+    m = config
+    d, t = m.embed_dim, sequence_length
+    mlp = 3 * d * m.resolved_mlp_dim
+    inner = m.ssm.expand * d
+    per_kind = {
+        "attention": 2 * (d * (m.num_heads + 2 * m.num_kv_heads) * m.resolved_head_dim)
+        + 2 * m.num_heads * m.resolved_head_dim * d
+        + 4 * m.num_heads * m.resolved_head_dim * (t + 1) / 2,
+        "ssm": 2 * d * (2 * inner + 2 * m.ssm.state_dim + inner // m.ssm.head_dim)
+        + 2 * inner * d
+        + 2 * m.ssm.conv_width * (inner + 2 * m.ssm.state_dim)
+        + 6 * inner * m.ssm.state_dim,
+        "vq": 2 * d * d + 2 * d * m.vq.codebook_size,
+    }
+    total = float(sum(per_kind[kind] + 2 * mlp for kind in m.block_kinds) + 2 * d * m.vocab_size)
+    if not training:
+        return total
+    # The search for the nearest code has no derivative.
+    return 3 * total - 2 * m.block_kinds.count("vq") * 2 * d * m.vq.codebook_size
