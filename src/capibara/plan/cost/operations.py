@@ -1,0 +1,172 @@
+"""The price of one piece of work that is known by its arithmetic, its memory and its time.
+
+Three numbers decide how many chips it takes: the memory must fit into theirs, and the arithmetic must be done in the
+given time at the given share of their peak. Then ``dollars = chips × hours × price of a chip for an hour``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from capibara.hardware import Chip, Price, get_chip, get_price
+from capibara.plan.errors import PlanError
+
+__all__ = ["OperationCost", "checked_number", "estimate_operation_cost", "operation_cost", "usable_bytes"]
+
+
+@dataclass(frozen=True)
+class OperationCost:
+    """What a piece of work takes and costs.
+
+    Attributes:
+      chips: the greater of ``chips_for_memory`` and ``chips_for_flops``, at least 1.
+      seconds: how long they are rented.
+      utilization: share of the peak of these chips that the arithmetic really uses in that time.
+      dollars: ``chips × seconds / 3600 × price``.
+    """
+
+    chip: str
+    chips: int
+    chips_for_memory: int
+    chips_for_flops: int
+    seconds: float
+    utilization: float
+    price: Price
+    dollars: float
+
+    def __str__(self) -> str:
+        why = "their memory" if self.chips_for_memory >= self.chips_for_flops else "their arithmetic"
+        many = f"{self.chips} chips (for {why})" if self.chips > 1 else "1 chip"
+        return (
+            f"${self.dollars:.4f}: {many} of {self.chip} for {self.seconds:g} s, {self.utilization:.2%} of their peak; "
+            f"{self.price}"
+        )
+
+
+def checked_number(name: str, value: Any, *, positive: bool = False, unit: str = "") -> float:
+    """``value`` as a float, if it is a finite number of at least 0 (or above 0).
+
+    Raises:
+      PlanError: it is not.
+    """
+    try:
+        number = math.nan if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        least = "above 0" if positive else "of at least 0"
+        raise PlanError(f"{name}={value!r}: expected a finite number {least}{', in ' + unit if unit else ''}")
+    return number
+
+
+def checked_share(name: str, value: Any) -> float:
+    """A share of the peak, above 0 and at most 1."""
+    share = checked_number(name, value, positive=True)
+    if share > 1:
+        hint = f"; for {value} % give {share / 100:g}" if share <= 100 else ""
+        raise PlanError(f"{name}={value!r}: expected a share of the peak, above 0 and at most 1{hint}")
+    return share
+
+
+def usable_bytes(chip: Chip) -> int:
+    """Bytes of memory that programs can have on a chip: what the compiler leaves them where known, else all.
+
+    Raises:
+      PlanError: not known.
+    """
+    usable = chip.usable_hbm_bytes
+    if usable is None and chip.usable_hbm_bytes_core is not None and chip.view == "chip":
+        usable = chip.usable_hbm_bytes_core * (chip.cores_per_chip or 1)
+    usable = usable or chip.hbm_bytes
+    if usable is None:
+        raise PlanError(f"chip={chip.name!r}: its memory is not known")
+    return usable
+
+
+def operation_cost(
+    operation_flops: float,
+    memory_gb: float,
+    duration_seconds: float,
+    tpu_utilization: float = 1.0,
+    *,
+    chip: str | Chip = "tpu-v4",
+    dtype: str = "bfloat16",
+    region: str | None = None,
+    term: str = "on-demand",
+    prices: str | os.PathLike[str] | None = None,
+) -> OperationCost:
+    """:func:`estimate_operation_cost` with all that went into it; printed, it shows what decided and the price."""
+    flops = checked_number("operation_flops", operation_flops)
+    memory = checked_number("memory_gb", memory_gb, unit="GiB")
+    seconds = checked_number("duration_seconds", duration_seconds, unit="seconds")
+    share = checked_share("tpu_utilization", tpu_utilization)
+    device = get_chip(chip)
+    if flops and not seconds:
+        raise PlanError(
+            f"duration_seconds=0 with operation_flops={flops:g}: no number of chips does arithmetic in no time"
+        )
+    peak = device.peak(dtype)
+    for_memory = math.ceil(memory * 2**30 / usable_bytes(device))
+    for_flops = math.ceil(flops / (seconds * peak * share)) if flops else 0
+    chips = max(1, for_memory, for_flops)
+    price = get_price(device, region=region, term=term, path=prices)
+    used = flops / (seconds * peak * chips) if flops else 0.0
+    # A core is half of a chip that is rented whole.
+    rented = chips / (device.cores_per_chip or 1) if device.view == "core" else chips
+    dollars = price.cost(math.ceil(rented), seconds / 3600)
+    return OperationCost(device.name, chips, for_memory, for_flops, seconds, used, price, dollars)
+
+
+def estimate_operation_cost(
+    operation_flops: float,
+    memory_gb: float,
+    duration_seconds: float,
+    tpu_utilization: float = 1.0,
+    *,
+    chip: str | Chip = "tpu-v4",
+    dtype: str = "bfloat16",
+    region: str | None = None,
+    term: str = "on-demand",
+    prices: str | os.PathLike[str] | None = None,
+) -> float:
+    """US dollars for a piece of work that takes ``duration_seconds``.
+
+    What is computed::
+
+        for memory  = ⌈memory_gb · 2³⁰ / usable memory of a chip⌉
+        for flops   = ⌈operation_flops / (duration_seconds · peak of a chip · tpu_utilization)⌉
+        chips       = max(1, for memory, for flops)
+        dollars     = chips · duration_seconds / 3600 · price of a chip for an hour
+
+    So more arithmetic than one chip does in the time means more chips, not a longer time; and less of it leaves the
+    chips idle at the same price: the time is rented either way. ``operation_cost`` tells which of these decided and
+    what share of the peak is used. Chips are counted singly; slices come in fixed sizes
+    (:meth:`TpuCostOptimizer.cheapest_slice`).
+
+    Args:
+      operation_flops: floating-point operations in all, a multiply-add counted as 2.
+      memory_gb: GiB (2**30 bytes) that the work holds in all.
+      duration_seconds: wall time of the work.
+      tpu_utilization: share of the peak that is reached while it runs, above 0 and at most 1.
+      chip: name in the catalogue. dtype: of the products, for the peak.
+      region, term, prices: which price (``"on-demand"``, ``"spot"``, ``"committed-1y"``, ``"committed-3y"``), and a
+        price file of your own; see :func:`capibara.hardware.get_price`.
+
+    Raises:
+      PlanError: a number is negative, not finite or out of range, or there is arithmetic and no time.
+      UnknownPriceError: no such price is known. ChipError: no such chip, or its peak in ``dtype`` is not known.
+    """
+    return operation_cost(
+        operation_flops,
+        memory_gb,
+        duration_seconds,
+        tpu_utilization,
+        chip=chip,
+        dtype=dtype,
+        region=region,
+        term=term,
+        prices=prices,
+    ).dollars

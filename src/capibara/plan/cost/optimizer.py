@@ -1,0 +1,342 @@
+"""``TpuCostOptimizer``: which slice, and which plan, by price."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from capibara.errors import did_you_mean
+from capibara.hardware import Chip, Price, UnknownPriceError, get_chip, get_price, load_prices
+from capibara.plan.cost.choices import Considered, CostChoice, NothingAffordableError
+from capibara.plan.cost.operations import checked_number, checked_share, usable_bytes
+from capibara.plan.errors import PlanError
+from capibara.plan.slices import GENERATIONS, Slice, parse_slice
+
+__all__ = ["CostTarget", "TpuCostOptimizer"]
+
+CostTarget = Literal["cost_efficiency", "speed", "lowest_price"]
+_ALL = "tpu_pricing"
+# Numbers of chips of the slices with a usual grid; those of a generation are asked of `parse_slice`.
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 3072, 4096, 6144)
+_FEWEST = {"v4": 4, "v5p": 4, "v7x": 4}  # three-dimensional slices start at 2×2×1
+_SHOWN = 12
+
+
+class TpuCostOptimizer:
+    """Chooses plans and slices by what they cost, within limits.
+
+    ``optimization_target``:
+
+    * ``"cost_efficiency"``: the least dollars for the work (a billion tokens, or the whole job);
+    * ``"speed"``: the most tokens a second, or the shortest job, that the limits allow;
+    * ``"lowest_price"``: the least dollars an hour.
+
+    Args:
+      max_cost_per_hour: US dollars that all chips together may cost in an hour.
+      cost_model: whose prices: ``"tpu_v4_pricing"``, ``"tpu_v5e_pricing"``, ``"tpu_v5p_pricing"``,
+        ``"tpu_v6e_pricing"`` …, one for each TPU that has a price, or ``"tpu_pricing"`` for all of them. Chips of
+        another model are refused.
+      region, term, prices: see :func:`capibara.hardware.get_price`; ``prices`` is a price file of your own.
+
+    Raises:
+      PlanError: an unknown target or cost model (the text gives the nearest), or a limit that is no number above 0.
+    """
+
+    def __init__(
+        self,
+        max_cost_per_hour: float,
+        cost_model: str = "tpu_v4_pricing",
+        optimization_target: CostTarget = "cost_efficiency",
+        *,
+        region: str | None = None,
+        term: str = "on-demand",
+        prices: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.max_cost_per_hour = checked_number(
+            "max_cost_per_hour", max_cost_per_hour, positive=True, unit="US dollars"
+        )
+        if optimization_target not in get_args(CostTarget):
+            known = get_args(CostTarget)
+            raise PlanError(
+                f"optimization_target={optimization_target!r} must be one of {', '.join(map(repr, known))}."
+                + did_you_mean(str(optimization_target), known)
+            )
+        self.optimization_target: CostTarget = optimization_target
+        self.region, self.term, self.prices = region, term, prices
+        priced = dict.fromkeys(p.chip for p in load_prices(prices) if p.chip.startswith("tpu-"))
+        models: dict[str, tuple[str, ...]] = {f"{name.replace('-', '_')}_pricing": (name,) for name in priced}
+        models[_ALL] = tuple(priced)
+        if cost_model not in models:
+            raise PlanError(
+                f"cost_model={cost_model!r} must be one of {', '.join(map(repr, models))}, the TPUs that have a price."
+                + did_you_mean(str(cost_model), models)
+            )
+        self.cost_model = cost_model
+        self.chips: tuple[str, ...] = models[cost_model]
+
+    def price(self, chip: str | Chip) -> Price:
+        """The price of a chip in this optimiser's region and term.
+
+        Raises:
+          PlanError: the chip is not of the cost model. UnknownPriceError: no such price is known.
+        """
+        name = get_chip(chip).name.removesuffix("-core")
+        if name not in self.chips:
+            raise PlanError(
+                f"{name} is not in cost_model={self.cost_model!r} ({', '.join(self.chips)}); {_ALL!r} has all TPUs"
+            )
+        return get_price(name, region=self.region, term=self.term, path=self.prices)
+
+    # ---- plans --------------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        candidates: Iterable[Any],
+        *,
+        total_tokens: float | None = None,
+        max_hours: float | None = None,
+        max_step_seconds: float | None = None,
+        max_cost: float | None = None,
+    ) -> CostChoice:
+        """The best of some plans that fits its devices and keeps to the limits.
+
+        Args:
+          candidates: plans, or anything with ``chip`` (a name or a ``hardware.Chip``), ``num_chips``,
+            ``step_seconds``, ``tokens_per_step`` and ``fits``; with a ``name``, that is what it is called.
+          total_tokens: of the whole job. max_hours, max_cost: its longest time and highest price (need
+            ``total_tokens``).
+          max_step_seconds: the longest step.
+
+        Raises:
+          NothingAffordableError: none of them does; the text says why, for each.
+          PlanError: there are none, one lacks a figure, or a limit is no number above 0.
+        """
+        limits = {
+            "total_tokens": total_tokens,
+            "max_hours": max_hours,
+            "max_step_seconds": max_step_seconds,
+            "max_cost": max_cost,
+        }
+        for name, value in limits.items():
+            if value is not None:
+                checked_number(name, value, positive=True)
+        if total_tokens is None and (max_hours is not None or max_cost is not None):
+            raise PlanError("max_hours and max_cost limit the whole job: give its total_tokens too")
+        listed = list(candidates)
+        if not listed:
+            raise PlanError("candidates: there is no plan to choose from")
+        priced = [self._plan(i, each, total_tokens) for i, each in enumerate(listed)]
+        checked = [self._limited(c, max_hours, max_step_seconds, max_cost) for c in priced]
+        return self._chosen(checked, _PLAN_ORDER[self.optimization_target], "plan")
+
+    def _plan(self, number: int, plan: Any, total_tokens: float | None) -> Considered:
+        figures: dict[str, Any] = {}
+        for key in ("chip", "num_chips", "step_seconds", "tokens_per_step", "fits"):
+            if not hasattr(plan, key):
+                raise PlanError(
+                    f"candidates[{number}] is a {type(plan).__name__} without {key!r}: a plan has chip, num_chips, "
+                    "step_seconds, tokens_per_step and fits"
+                )
+            figures[key] = getattr(plan, key)
+        where = f"candidates[{number}]"
+        chips = figures["num_chips"]
+        if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
+            raise PlanError(f"{where}: num_chips={chips!r}, expected a whole number of at least 1")
+        chip = get_chip(figures["chip"]).name.removesuffix("-core")
+        name = str(getattr(plan, "name", None) or f"{chips} × {chip} (plan {number})")
+        if not figures["fits"]:
+            return Considered(plan, name, chip, chips, refused="does not fit the memory")
+        seconds = checked_number(
+            f"{where}: step_seconds", figures["step_seconds"], positive=True, unit="seconds"
+        )
+        tokens = checked_number(f"{where}: tokens_per_step", figures["tokens_per_step"], positive=True)
+        try:
+            price = self.price(chip)
+        except (PlanError, UnknownPriceError) as error:
+            return Considered(plan, name, chip, chips, step_seconds=seconds, refused=str(error))
+        per_step = price.cost(chips, seconds / 3600)
+        hours = None if total_tokens is None else total_tokens / tokens * seconds / 3600
+        return Considered(
+            plan,
+            name,
+            chip,
+            chips,
+            dollars_per_hour=price.cost(chips, 1),
+            hours=hours,
+            dollars=None if hours is None else price.cost(chips, hours),
+            step_seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            dollars_per_step=per_step,
+            dollars_per_billion_tokens=per_step / tokens * 1e9,
+            price=str(price),
+        )
+
+    # ---- slices -------------------------------------------------------------------------------------------
+
+    def cheapest_slice(
+        self,
+        flops: float,
+        memory_gb: float,
+        hours: float,
+        *,
+        utilization: float = 0.5,
+        dtype: str = "bfloat16",
+        max_cost: float | None = None,
+    ) -> CostChoice:
+        """The slice that has the memory, does the work within the hours, and is best by the target.
+
+        A slice of n chips needs ``flops / (n · peak · utilization)`` seconds, and is rented for as long; without
+        arithmetic (``flops=0``) for all of ``hours``. Considered are the slices with a usual grid of every TPU of the
+        cost model. Each is taken to reach the same share of its peak, which large ones do not: a plan knows better.
+
+        Args:
+          flops: floating-point operations of the whole job, a multiply-add counted as 2.
+          memory_gb: GiB (2**30 bytes) that it holds in all, over all chips.
+          hours: the longest it may take.
+          utilization: share of the peak that is reached, above 0 and at most 1.
+          dtype: of the products. max_cost: US dollars that the job may cost in all.
+
+        Returns:
+          A choice whose ``candidate`` is a :class:`~capibara.plan.slices.Slice`.
+
+        Raises:
+          NothingAffordableError: no slice keeps to the limits; the text says what stops the nearest.
+          PlanError: a number is out of range.
+        """
+        work = checked_number("flops", flops)
+        size = checked_number("memory_gb", memory_gb, unit="GiB") * 2**30
+        limit = checked_number("hours", hours, positive=True, unit="hours")
+        share = checked_share("utilization", utilization)
+        if max_cost is not None:
+            checked_number("max_cost", max_cost, positive=True, unit="US dollars")
+        found = []
+        unpriced = []
+        for name in self.chips:
+            generation = name.removeprefix("tpu-")
+            if generation not in GENERATIONS:
+                continue
+            try:
+                price = self.price(name)
+            except UnknownPriceError as error:
+                unpriced.append(str(error))
+                continue
+            chip = get_chip(name)
+            for each in _slices(generation):
+                n = each.num_chips
+                needed = work / (n * chip.peak(dtype) * share) / 3600 if work else limit
+                considered = Considered(
+                    each,
+                    each.slice_name,
+                    name,
+                    n,
+                    dollars_per_hour=price.cost(n, 1),
+                    hours=needed,
+                    dollars=price.cost(n, needed),
+                    price=str(price),
+                )
+                if n * usable_bytes(chip) < size:
+                    have = n * usable_bytes(chip) / 2**30
+                    considered = replace(
+                        considered, refused=f"has {have:,.4g} GiB of the {size / 2**30:,.4g} needed"
+                    )
+                found.append(self._limited(considered, limit, None, max_cost))
+        if not found:
+            raise NothingAffordableError(f"no slice has a price: {'; '.join(unpriced)}")
+        return self._chosen(found, _SLICE_ORDER[self.optimization_target], "slice")
+
+    # ---- both ---------------------------------------------------------------------------------------------
+
+    def _limited(
+        self,
+        each: Considered,
+        max_hours: float | None,
+        max_step_seconds: float | None,
+        max_cost: float | None,
+    ) -> Considered:
+        """The same, refused if it passes a limit."""
+        if each.refused is not None:
+            return each
+        for value, limit, text in (
+            (each.dollars_per_hour, self.max_cost_per_hour, "costs ${:,.2f} an hour, more than ${:,.2f}"),
+            (each.step_seconds, max_step_seconds, "takes {:.4g} s a step, more than {:.4g}"),
+            (each.hours, max_hours, "takes {:,.4g} hours, more than {:,.4g}"),
+            (each.dollars, max_cost, "costs ${:,.2f} in all, more than ${:,.2f}"),
+        ):
+            # A slice that is needed for exactly the hours there are must not fail by a rounding.
+            if value is not None and limit is not None and value > limit * (1 + 1e-12):
+                return replace(each, refused=text.format(value, limit))
+        return each
+
+    def _chosen(
+        self, considered: Sequence[Considered], order: Callable[[Considered], Any], what: str
+    ) -> CostChoice:
+        allowed = sorted((c for c in considered if c.refused is None), key=order)
+        refused = [c for c in considered if c.refused is not None]
+        if not allowed:
+            shown = "; ".join(f"{c.name} {c.refused}" for c in refused[:_SHOWN])
+            more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+            raise NothingAffordableError(f"no {what} keeps to the limits: {shown}{more}")
+        return CostChoice(allowed[0], (*allowed, *refused), self.optimization_target)
+
+    def __repr__(self) -> str:
+        return (
+            f"TpuCostOptimizer(max_cost_per_hour={self.max_cost_per_hour:g}, cost_model={self.cost_model!r}, "
+            f"optimization_target={self.optimization_target!r})"
+        )
+
+
+def _slices(generation: str) -> list[Slice]:
+    """Slices of a generation with a usual grid."""
+    found = []
+    for count in _COUNTS:
+        if count < _FEWEST.get(generation, 1):
+            continue
+        try:
+            found.append(parse_slice(f"{generation}:{count}"))
+        except PlanError:  # not a size of this generation
+            continue
+    return found
+
+
+def _plan_dollars(c: Considered) -> tuple[float, float]:
+    return _known(c.dollars_per_billion_tokens), -_known(c.tokens_per_second)
+
+
+def _plan_speed(c: Considered) -> tuple[float, float]:
+    return -_known(c.tokens_per_second), _known(c.dollars_per_billion_tokens)
+
+
+def _plan_price(c: Considered) -> tuple[float, float]:
+    return _known(c.dollars_per_hour), -_known(c.tokens_per_second)
+
+
+def _slice_dollars(c: Considered) -> tuple[float, int]:
+    # More chips for less time cost the same; equal prices are compared without their rounding.
+    return float(f"{_known(c.dollars):.9g}"), c.num_chips
+
+
+def _slice_speed(c: Considered) -> tuple[float, float]:
+    return _known(c.hours), _known(c.dollars)
+
+
+def _slice_price(c: Considered) -> tuple[float, float]:
+    return _known(c.dollars_per_hour), _known(c.hours)
+
+
+def _known(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+_PLAN_ORDER: dict[str, Callable[[Considered], Any]] = {
+    "cost_efficiency": _plan_dollars,
+    "speed": _plan_speed,
+    "lowest_price": _plan_price,
+}
+_SLICE_ORDER: dict[str, Callable[[Considered], Any]] = {
+    "cost_efficiency": _slice_dollars,
+    "speed": _slice_speed,
+    "lowest_price": _slice_price,
+}

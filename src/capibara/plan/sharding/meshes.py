@@ -1,0 +1,350 @@
+"""Meshes of real devices, and real arrays laid over them.
+
+A :class:`MeshSharding` is a ``jax.sharding.Mesh`` of chosen devices with what it is meant for. Its
+:meth:`~MeshSharding.shard_model` puts a model's arrays where a strategy says, by ``jax.device_put`` and
+``NamedSharding``; what is called with them then runs on all devices, because XLA's partitioner follows its arguments.
+On a CPU, devices are emulated by starting Python with ``XLA_FLAGS=--xla_force_host_platform_device_count=32``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from capibara.compose import CompiledModel
+from capibara.config.mesh import TPUMeshConfig, create_tpu_mesh_config
+from capibara.core import ModularCapibaraModel
+from capibara.plan.errors import PlanError
+from capibara.plan.sharding.optimize import Target, check_target, optimize_sharding_strategy
+from capibara.plan.sharding.strategy import ShardingStrategy
+from capibara.plan.sharding.tree import flatten
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+__all__ = ["MeshSharding", "create_mesh_sharding", "create_training_mesh"]
+
+_FLAG = "XLA_FLAGS=--xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class MeshSharding:
+    """A mesh of real devices, and what it is for. Made by :func:`create_mesh_sharding`.
+
+    Attributes:
+      mesh: a ``jax.sharding.Mesh`` with ``Auto`` axes.
+      config: the same, described.
+      optimization_target: what :meth:`optimize` prefers: ``"throughput"``, ``"latency"`` or ``"memory"``.
+    """
+
+    mesh: Mesh
+    config: TPUMeshConfig
+    optimization_target: Target
+
+    def optimize(
+        self,
+        model_params: Any,
+        input_shape: Sequence[int],
+        memory_limit_gb: float | None = None,
+        **settings: Any,
+    ) -> ShardingStrategy:
+        """:func:`optimize_sharding_strategy` for this mesh and target."""
+        return optimize_sharding_strategy(
+            model_params,
+            input_shape,
+            self.config.mesh_shape,
+            memory_limit_gb,
+            axis_names=self.config.axis_names,
+            optimization_target=self.optimization_target,
+            **settings,
+        )
+
+    def shard_model(
+        self,
+        model: Any,
+        strategy: ShardingStrategy | None = None,
+        *,
+        input_shape: Sequence[int] | None = None,
+        memory_limit_gb: float | None = None,
+    ) -> Any:
+        """The same model with its arrays laid over the mesh. What is given is not changed.
+
+        Args:
+          model: one of
+
+            * a nested dict (or other pytree) of arrays: the same nesting comes back, placed;
+            * a ``ModularCapibaraModel``: one like it on this mesh, with its parameters placed and its state whole on
+              every device; calling it runs on all devices;
+            * ``(compiled, params)`` with a ``CompiledModel``: the pair, with the parameters placed. A compiled model
+              that has a mesh of its own must have this one;
+            * any other object with ``params``: a shallow copy with them placed.
+          strategy: from :func:`optimize_sharding_strategy` or :meth:`optimize`.
+          input_shape, memory_limit_gb: without a strategy, :meth:`optimize` makes one for them.
+
+        Raises:
+          PlanError: neither a strategy nor an input shape, a strategy for another mesh, or arrays other than those of
+            the strategy (the text names the first that differs).
+        """
+        if strategy is None:
+            if input_shape is None:
+                raise PlanError(
+                    "shard_model needs strategy=…, from optimize_sharding_strategy, or input_shape=… to make one for"
+                )
+            strategy = self.optimize(_planned(model), input_shape, memory_limit_gb)
+        elif not isinstance(strategy, ShardingStrategy):
+            raise PlanError(
+                f"strategy={strategy!r:.80}: expected a ShardingStrategy, from optimize_sharding_strategy(…)"
+            )
+        strategy.check_mesh(self.mesh)
+        if isinstance(model, ModularCapibaraModel):
+            return self._modular(model, strategy)
+        if isinstance(model, CompiledModel):
+            raise PlanError(
+                "model is a CompiledModel, which holds no arrays: give it with them, shard_model((compiled, params), …)"
+            )
+        if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], CompiledModel):
+            compiled, params = model
+            own = getattr(compiled.backend, "mesh", None)
+            if own is not None and own != self.mesh:
+                raise PlanError(
+                    "model was compiled for another mesh: compile it with JaxBackend(device_mesh=mesh_sharding.mesh, "
+                    "rules=strategy.axis_rules()), or without a mesh"
+                )
+            return compiled, self._placed(params, strategy)
+        if hasattr(model, "params") and not isinstance(model, Mapping | list | tuple):
+            sharded = copy.copy(model)
+            try:
+                sharded.params = self._placed(model.params, strategy)
+            except AttributeError as error:
+                raise PlanError(
+                    f"model is a {type(model).__name__}, whose params cannot be set ({error}): give the params "
+                    "themselves"
+                ) from error
+            return sharded
+        return self._placed(model, strategy)
+
+    def shard_batch(self, batch: Any, strategy: ShardingStrategy) -> Any:
+        """Inputs laid over the mesh: the first dimension over the strategy's batch axes, the rest whole.
+
+        Args:
+          batch: an array or pytree of arrays, batch first.
+
+        Raises:
+          PlanError: a batch that these axes do not cut into equal parts, or a strategy for another mesh.
+        """
+        import jax
+        import numpy as np
+
+        strategy.check_mesh(self.mesh)
+        ways = math.prod(strategy.axis_sizes[a] for a in strategy.batch_axes)
+        for path, x in flatten(batch)[0]:
+            shape = np.shape(x)
+            if ways > 1 and (not shape or shape[0] % ways):
+                raise PlanError(
+                    f"batch{'.'.join(('', *path))} has the shape {shape}, but its first dimension is to be cut into "
+                    f"{ways} equal parts over {' and '.join(strategy.batch_axes)}: give a multiple of {ways} examples"
+                )
+        return jax.device_put(batch, jax.sharding.NamedSharding(self.mesh, strategy.batch_spec))
+
+    def _modular(self, model: ModularCapibaraModel, strategy: ShardingStrategy) -> ModularCapibaraModel:
+        import jax
+
+        placed = self._placed(model.params, strategy)
+        whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        rules = strategy.axis_rules(model.backend.rules)
+        sharded = ModularCapibaraModel(model.config, mesh=self.mesh, rules=rules)
+        sharded.params = placed
+        sharded.state = jax.device_put(model.state, whole)
+        return sharded
+
+    def _placed(self, params: Any, strategy: ShardingStrategy) -> Any:
+        import jax
+        import numpy as np
+
+        found, structure = flatten(params)
+        _check_same(found, structure, strategy)
+        for path, x in found:
+            if not isinstance(x, jax.Array | np.ndarray | bool | int | float | complex | np.generic):
+                raise PlanError(
+                    f"model, {'.'.join(path)!r}: got {type(x).__name__}, expected an array: only arrays can be placed"
+                )
+        return jax.device_put(params, strategy.shardings(self.mesh))
+
+    def __str__(self) -> str:
+        sizes = " × ".join(
+            f"{n} {a}" for n, a in zip(self.config.mesh_shape, self.config.axis_names, strict=True)
+        )
+        kind = self.mesh.devices.flat[0].device_kind
+        return f"{sizes} on {self.mesh.size} devices ({kind}), for {self.optimization_target}"
+
+
+def _planned(model: Any) -> Any:
+    """What a strategy for ``model`` is made from."""
+    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], CompiledModel):
+        return model[0]
+    if isinstance(model, ModularCapibaraModel | CompiledModel | Mapping | list | tuple):
+        return model
+    return getattr(model, "params", model)
+
+
+def _check_same(found: list[tuple[tuple[str, ...], Any]], structure: Any, strategy: ShardingStrategy) -> None:
+    import numpy as np
+
+    ours = {".".join(path) or "(the array)": tuple(np.shape(x)) for path, x in found}
+    theirs = {a.path: a.shape for a in strategy.arrays}
+    for path, shape in ours.items():
+        if path not in theirs:
+            raise PlanError(
+                f"model has the array {path!r} {shape}, which the strategy does not have: make it for these arrays"
+            )
+        if shape != theirs[path]:
+            raise PlanError(
+                f"model, {path!r}: the shape is {shape}, but the strategy was made for {theirs[path]}"
+            )
+    for path in theirs:
+        if path not in ours:
+            raise PlanError(
+                f"the strategy has the array {path!r} {theirs[path]}, which the model does not have"
+            )
+    if structure != strategy.structure:
+        raise PlanError(
+            f"model nests otherwise than what the strategy was made for: {structure!s:.120} instead of "
+            f"{strategy.structure!s:.120}"
+        )
+
+
+def create_mesh_sharding(
+    mesh_shape: Iterable[int],
+    device_ids: Iterable[int] | None = None,
+    optimization_target: Target = "throughput",
+    *,
+    axis_names: Sequence[str] | None = None,
+) -> MeshSharding:
+    """A mesh of the devices with these ids, to lay models over.
+
+    Equivalent JAX: ``jax.make_mesh(mesh_shape, axis_names, devices=[those of jax.devices()], axis_types=Auto)``,
+    which puts neighbours in the mesh on neighbours in the machine where it knows them.
+
+    Args:
+      mesh_shape: devices along each axis, such as ``(4, 8)``.
+      device_ids: as many ``jax.Device.id`` of ``jax.devices()``; by default the first.
+      optimization_target: what :meth:`MeshSharding.optimize` prefers (and ``shard_model`` without a strategy):
+        ``"throughput"`` the quickest training step that fits; ``"latency"`` the quickest forward pass, which keeps
+        parameters in place and cuts matrices where sums of activations cost less than reading them whole;
+        ``"memory"`` the fewest bytes on each device, then the quickest.
+      axis_names: by default ``("data",)``, ``("data", "model")`` or ``("data", "fsdp", "model")``.
+
+    Raises:
+      ConfigError: the shape or the names are wrong, or there are too few devices (the text says how to emulate them).
+      PlanError: ids that are not there, that are repeated, or of another number than the mesh has places.
+    """
+    import jax
+
+    target = check_target(optimization_target)
+    kind = "inference" if target == "latency" else "training"
+    config = create_tpu_mesh_config(mesh_shape, kind, axis_names=axis_names)
+    by_id = {device.id: device for device in jax.devices()}
+    if device_ids is None:
+        return MeshSharding(config.build(), config, target)
+    try:
+        ids = [operator.index(i) for i in device_ids]
+    except TypeError:
+        raise PlanError(
+            f"device_ids={device_ids!r}: expected whole numbers, such as list(range(32))"
+        ) from None
+    if len(ids) != config.num_devices:
+        raise PlanError(
+            f"device_ids has {len(ids)} ids, but a mesh of {'x'.join(map(str, config.mesh_shape))} has "
+            f"{config.num_devices} places: give one for each"
+        )
+    doubled = sorted({i for i in ids if ids.count(i) > 1})
+    if doubled:
+        raise PlanError(
+            f"device_ids names {', '.join(map(str, doubled[:8]))} more than once: each device has one place"
+        )
+    missing = [i for i in ids if i not in by_id]
+    if missing:
+        shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+        raise PlanError(
+            f"device_ids: there is no device {shown}; jax.devices() has {len(by_id)} ({_ranges(by_id)}, "
+            f"{next(iter(by_id.values())).platform}). To try it on a CPU, start Python with {_FLAG}={max(ids) + 1}"
+        )
+    return MeshSharding(config.build([by_id[i] for i in ids]), config, target)
+
+
+def _ranges(ids: Iterable[int]) -> str:
+    """``"0 to 7"``."""
+    ordered = sorted(ids)
+    if ordered == list(range(ordered[0], ordered[-1] + 1)) and len(ordered) > 2:
+        return f"{ordered[0]} to {ordered[-1]}"
+    return ", ".join(map(str, ordered[:16]))
+
+
+def create_training_mesh(
+    total_chips: int,
+    data_parallel_size: int | None = None,
+    model_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """The mesh of a training run: axes ``data``, ``model`` and ``pipeline``, also where one has the size 1.
+
+    Equivalent JAX: ``jax.make_mesh((d, m, p), ("data", "model", "pipeline"), axis_types=(AxisType.Auto,) * 3)``.
+
+    Args:
+      total_chips: devices of the mesh (JAX shows a chip as one or two; see :mod:`capibara.hardware`).
+      data_parallel_size: parts of the batch; by default what the other two leave.
+      model_parallel_size: parts of each matrix.
+      pipeline_parallel_size: parts of the stack of layers.
+      devices: by default the first of ``jax.devices()``.
+
+    Raises:
+      PlanError: the sizes do not multiply to ``total_chips``; the text gives sizes that do.
+      ConfigError: there are too few devices (the text says how to emulate them).
+    """
+    sizes = {
+        "total_chips": total_chips,
+        "data_parallel_size": data_parallel_size,
+        "model_parallel_size": model_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+    }
+    for name, size in sizes.items():
+        if name == "data_parallel_size" and size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise PlanError(f"{name}={size!r}: expected a whole number of at least 1")
+    rest = model_parallel_size * pipeline_parallel_size
+    if data_parallel_size is None and total_chips % rest == 0:
+        data_parallel_size = total_chips // rest
+    if data_parallel_size is None or data_parallel_size * rest != total_chips:
+        raise PlanError(_misfit(total_chips, data_parallel_size, model_parallel_size, pipeline_parallel_size))
+    shape = (data_parallel_size, model_parallel_size, pipeline_parallel_size)
+    config = create_tpu_mesh_config(shape, "training", axis_names=("data", "model", "pipeline"))
+    return config.build(devices)
+
+
+def _misfit(total: int, data: int | None, model: int, pipeline: int) -> str:
+    """What is wrong with the sizes, and which would do if one of them were changed."""
+    given = {"data_parallel_size": data, "model_parallel_size": model, "pipeline_parallel_size": pipeline}
+    known = {name: size for name, size in given.items() if size is not None}
+    product = math.prod(known.values())
+    would = []
+    for name in given:
+        others = math.prod(size for other, size in known.items() if other != name)
+        if total % others == 0:
+            would.append(f"{name}={total // others}")
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    said = " × ".join(f"{name}={size}" for name, size in known.items())
+    if would:
+        remedy = f"With the others as they are, {' or '.join(would)} would do. "
+    else:
+        remedy = ""
+    return (
+        f"{said} makes {product} devices, but total_chips={total}. {remedy}Every size must divide {total}: "
+        f"{', '.join(map(str, divisors))}"
+    )

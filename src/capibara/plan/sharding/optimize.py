@@ -1,0 +1,423 @@
+"""``optimize_sharding_strategy``: from arrays, an input shape, a mesh and a memory limit to a layout of every array."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from capibara.config.axes import AxisRules
+from capibara.config.mesh import TPUMeshConfig, create_tpu_mesh_config
+from capibara.errors import did_you_mean
+from capibara.hardware import Chip, get_chip
+from capibara.plan.errors import DoesNotFitError, PlanError
+from capibara.plan.sharding.candidates import Candidate, Setting, Work, priced
+from capibara.plan.sharding.links import Links, links_of
+from capibara.plan.sharding.roles import Role, assign_roles, embed_width
+from capibara.plan.sharding.search import Problem, Solution, memory_of, settings_of, solve
+from capibara.plan.sharding.strategy import Alternative, ArraySharding, ShardingStrategy, bytes_text
+from capibara.plan.sharding.tree import Tree, compiled_of, read_tree
+
+if TYPE_CHECKING:
+    from capibara.compose import CompiledModel
+    from capibara.core import ModularCapibaraModel
+
+__all__ = ["Target", "check_target", "optimize_sharding_strategy"]
+
+Target = Literal["throughput", "latency", "memory"]
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+def check_target(target: str) -> Target:
+    """The target, if it is one.
+
+    Raises:
+      PlanError: it is none; the text gives the nearest.
+    """
+    for known in get_args(Target):
+        if target == known:
+            return known
+    raise PlanError(
+        f"optimization_target={target!r} must be one of {', '.join(map(repr, get_args(Target)))}."
+        + did_you_mean(str(target), get_args(Target))
+    )
+
+
+def optimize_sharding_strategy(
+    model_params: CompiledModel | ModularCapibaraModel | Any,
+    input_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    memory_limit_gb: float | None = None,
+    *,
+    axis_names: Sequence[str] | None = None,
+    optimization_target: Target = "throughput",
+    chip: str | Chip = "tpu-v4",
+    param_axes: Any = None,
+    rules: AxisRules | None = None,
+    training: bool | None = None,
+    optimizer_bytes: float = 8.0,
+    compute_dtype: str = "bfloat16",
+    remat: Literal["full", "none"] = "full",
+    link_bandwidth: float | None = None,
+) -> ShardingStrategy:
+    """Find a ``PartitionSpec`` for every array that makes a step quickest within the memory of the devices.
+
+    Nothing is computed, no device is asked for, and arrays are not copied. For each array are considered: whole
+    everywhere, and each dimension cut over each mesh axis, or several, that cuts it into equal parts; for the whole:
+    each set of axes that may split the batch. See :mod:`capibara.plan.sharding.search` for how, and
+    :mod:`capibara.plan.sharding.roles` for what is read out of shapes when dimensions have no names. The times are
+    estimates from peak rates, good for comparing layouts: see ``strategy.assumptions``. A compiled plan
+    (``capibara plan``) is exact where this guesses.
+
+    Args:
+      model_params: a nested dict (or other pytree) of arrays, ``jax.ShapeDtypeStruct`` or shapes; or a
+        ``CompiledModel`` or ``ModularCapibaraModel``, whose dimensions have logical names.
+      input_shape: of the whole batch over all devices: ``(batch, sequence)`` of tokens, ``(batch, sequence, embed)``,
+        or ``(batch, features)`` where the model has no table of tokens.
+      mesh_shape: devices along each axis.
+      memory_limit_gb: GiB (2**30 bytes) that each device may use; by default what the compiler leaves to programs on
+        ``chip``.
+      axis_names: of the mesh; by default as :func:`capibara.config.mesh.create_tpu_mesh_config` names them.
+      optimization_target: ``"throughput"``: least time for a training step. ``"latency"``: least time for a forward
+        pass, counting that parameters are read from memory. ``"memory"``: least memory, then least time.
+      chip: name in the catalogue; whose peak, memory and links the times are worked out with.
+      param_axes: tuples of logical axis names for each array, nested alike, so that nothing has to be inferred.
+      rules: consider only what these allow, with the batch where they put it. By default those of a compiled model
+        whose backend has a mesh (its own constraints follow them) or rules other than the standard ones; else none.
+      training: whether gradients and an optimiser are kept; by default for all targets but ``"latency"``.
+      optimizer_bytes: bytes that the optimiser keeps for each parameter (Adam: two float32 moments, 8).
+      compute_dtype: of activations and gathered parameters.
+      remat: whether the backward pass computes each block again (``"full"``) or keeps all values (``"none"``).
+      link_bandwidth: bytes a second, one way, over one link, instead of the chip's.
+
+    Raises:
+      DoesNotFitError: no layout found fits; the text names the largest arrays and what would help.
+      PlanError: an argument is wrong. ConfigError: the mesh or the memory limit is. ChipError: no such chip, or a
+        figure of it is not known.
+    """
+    target = check_target(optimization_target)
+    shape = _checked_input(input_shape)
+    device = get_chip(chip)
+    training = target != "latency" if training is None else training
+    if memory_limit_gb is None:
+        usable = device.usable_hbm_bytes or device.hbm_bytes
+        if usable is None:
+            raise PlanError(
+                f"memory_limit_gb: {device.title}'s memory is not known, so give the GiB a device may use"
+            )
+        memory_limit_gb = usable / 2**30
+    mesh = create_tpu_mesh_config(
+        mesh_shape, "training" if training else "inference", memory_limit_gb, axis_names=axis_names
+    )
+    tree = read_tree(model_params, param_axes)
+    named = any(leaf.axes is not None for leaf in tree.leaves)
+    compiled = compiled_of(model_params)
+    if compiled is not None and rules is None:
+        rules = _fixed_rules(model_params, compiled)
+    if named:
+        for leaf in tree.leaves:
+            (rules or AxisRules()).check(leaf.axes or (), mesh.axis_names, leaf.name)
+    elif rules is not None:
+        raise PlanError("rules: the dimensions of model_params have no names for them; give param_axes too")
+    if compute_dtype not in _BYTES:
+        raise PlanError(
+            f"compute_dtype={compute_dtype!r} must be one of {', '.join(_BYTES)}."
+            + did_you_mean(str(compute_dtype), _BYTES)
+        )
+    if remat not in ("full", "none"):
+        raise PlanError(f"remat={remat!r} must be 'full' or 'none'")
+    if isinstance(optimizer_bytes, bool) or not 0 <= optimizer_bytes < math.inf:
+        raise PlanError(
+            f"optimizer_bytes={optimizer_bytes!r}: expected bytes a parameter, 0 or more (Adam: 8)"
+        )
+    links = links_of(device, dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True)), link_bandwidth)
+    problem = _problem(
+        tree, shape, links, mesh, device, training, float(optimizer_bytes), compute_dtype, remat, rules
+    )  # fmt: skip
+    batches = _batch_choices(problem, mesh)
+    settings = settings_of(problem, batches)
+    smallest = target == "memory"
+    solutions = [solve(problem, setting, smallest=smallest) for setting in settings]
+    fitting = [s for s in solutions if s.memory.total <= problem.limit]
+    if not fitting:
+        raise DoesNotFitError(_explained(problem, mesh, solutions, batches))
+
+    def order(s: Solution) -> tuple[float, float]:
+        return (s.memory.total, s.seconds) if smallest else (s.seconds, s.memory.total)
+
+    best = min(fitting, key=order)
+    return _strategy(problem, tree, mesh, target, device, best, solutions)
+
+
+def _fixed_rules(model: Any, compiled: CompiledModel) -> AxisRules | None:
+    """The rules that a compiled model's constraints are already laid by, if there are any."""
+    rules = getattr(compiled.backend, "rules", None)
+    has_mesh = getattr(compiled.backend, "mesh", None) is not None
+    if rules is None or (rules == AxisRules() and (model is not compiled or not has_mesh)):
+        return None
+    return rules
+
+
+def _checked_input(input_shape: Any) -> tuple[int, ...]:
+    try:
+        shape = tuple(operator.index(n) for n in input_shape)
+    except TypeError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise PlanError(
+            f"input_shape={input_shape!r}: expected whole numbers of at least 1, batch first, such as (32, 512) or "
+            "(32, 512, 768)"
+        )
+    return shape
+
+
+def _tokens(roles: Sequence[Role], shape: tuple[int, ...]) -> int:
+    """Positions of a batch: each is worked on by every matrix once."""
+    if len(shape) == 2:
+        return math.prod(shape) if any(r.kind in ("lookup", "tied", "head") for r in roles) else shape[0]
+    return math.prod(shape[:-1] or shape)
+
+
+def _problem(
+    tree: Tree,
+    shape: tuple[int, ...],
+    links: Links,
+    mesh: TPUMeshConfig,
+    chip: Chip,
+    training: bool,
+    optimizer_bytes: float,
+    compute_dtype: str,
+    remat: str,
+    rules: AxisRules | None,
+) -> Problem:
+    embed = embed_width(tree.leaves, shape)
+    roles = assign_roles(tree.leaves, shape, embed)
+    work = Work(
+        tokens=_tokens(roles, shape),
+        batch=shape[0],
+        training=training,
+        activation_bytes=_BYTES[compute_dtype],
+        optimizer_bytes=optimizer_bytes,
+        flops=chip.peak(compute_dtype),
+        memory_bandwidth=chip.hbm_bandwidth,
+        remat=remat,
+    )
+    return Problem(tree.leaves, tuple(roles), links, work, rules, embed, mesh.memory_limit_bytes)
+
+
+def _batch_choices(problem: Problem, mesh: TPUMeshConfig) -> list[tuple[str, ...]] | None:
+    """With rules the batch lies where they say, as the model's own constraints do; without, anywhere."""
+    if problem.rules is None:
+        return None
+    sizes: Any = SimpleNamespace(shape=dict(problem.links.sizes))
+    return list(_entries(problem.rules.spec(("batch",), sizes, (problem.work.batch,), kind="activations")))
+
+
+def _strategy(
+    problem: Problem,
+    tree: Tree,
+    mesh: TPUMeshConfig,
+    target: Target,
+    chip: Chip,
+    best: Solution,
+    solutions: Sequence[Solution],
+) -> ShardingStrategy:
+    from jax.sharding import PartitionSpec
+
+    arrays = []
+    for leaf, role, c in zip(tree.leaves, problem.roles, best.chosen, strict=True):
+        entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in c.layout]
+        arrays.append(
+            ArraySharding(
+                path=leaf.name,
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                spec=PartitionSpec(*entries),
+                kind=role.kind,
+                bytes_total=leaf.bytes,
+                bytes_per_device=c.parameter_bytes,
+                state_bytes_per_device=c.state_bytes,
+                bytes_gathered=c.gathered,
+                bytes_reduced=c.reduced,
+                seconds=c.communication,
+                compute_seconds=c.compute,
+            )
+        )
+    cut = tuple(a for a in mesh.axis_names if any(a in c.cut for c in best.chosen))
+    return ShardingStrategy(
+        arrays=tuple(arrays),
+        mesh_shape=mesh.mesh_shape,
+        axis_names=mesh.axis_names,
+        batch_axes=best.setting.batch,
+        tensor_axes=cut,
+        optimization_target=target,
+        memory=best.memory,
+        memory_limit_bytes=int(problem.limit),
+        communication_seconds=best.communication,
+        compute_seconds=best.seconds - best.communication,
+        bound_seconds=best.seconds if best.bound is None else min(best.bound, best.seconds),
+        assumptions=_assumptions(problem, chip),
+        alternatives=tuple(_alternatives(problem, best, solutions)),
+        structure=tree.structure,
+    )
+
+
+def _alternatives(problem: Problem, best: Solution, solutions: Sequence[Solution]) -> list[Alternative]:
+    found: list[tuple[str, Solution]] = []
+
+    def stored(c: Candidate) -> bool:
+        return sum(map(len, c.layout)) > len(c.cut)
+
+    kinds: list[tuple[str, Callable[[Role, Candidate], bool]]] = [
+        ("every array whole on every device", lambda role, c: not any(c.layout)),
+        (
+            "matrices cut over tensor axes, nothing stored in parts",
+            lambda role, c: bool(c.cut) and not stored(c),
+        ),
+        ("everything stored in parts, gathered before use", lambda role, c: not c.cut and stored(c)),
+    ]
+    for name, keep in kinds:
+        found.append((name, solve(replace(problem, limit=math.inf), best.setting, keep=keep)))
+    by_rules = _by_rules(problem)
+    if by_rules is not None:
+        found.append(("as AxisRules lays it out", by_rules))
+    for s in solutions:
+        if s is not best:
+            where = " and ".join(s.setting.batch) or "no axis"
+            found.append((f"examples over {where}, the best of it", s))
+    seen = {tuple(c.layout for c in best.chosen)} if solutions else set()
+    listed = []
+    for name, s in found:
+        layouts = tuple(c.layout for c in s.chosen)
+        if s.setting == best.setting and layouts in seen:
+            continue
+        if s.setting == best.setting:
+            seen.add(layouts)
+        listed.append(
+            Alternative(name, s.seconds, s.communication, s.memory, s.memory.total <= problem.limit)
+        )
+    return listed
+
+
+def _by_rules(problem: Problem) -> Solution | None:
+    """What :class:`AxisRules` would do by itself (as ``CompiledModel.propose_shardings``), where names are known."""
+    if any(leaf.axes is None for leaf in problem.leaves):
+        return None
+    rules = problem.rules or AxisRules()
+    mesh: Any = SimpleNamespace(shape=dict(problem.links.sizes))
+    wide = [a for a, n in problem.links.sizes.items() if n > 1]
+    batch = _entries(rules.spec(("batch",), mesh, (problem.work.batch,), kind="activations"))[0]
+    setting = Setting(batch, tuple(a for a in wide if a not in batch and a != "pipeline"))
+    chosen = []
+    for leaf, role in zip(problem.leaves, problem.roles, strict=True):
+        layout = _entries(rules.spec(leaf.axes or (), mesh, leaf.shape))
+        cut = next((tuple(a for a in layout[i] if a in setting.tensor) for i in role.inner if layout[i]), ())
+        chosen.append(priced(leaf, role, layout, cut, setting, problem.links, problem.work))
+    return Solution(setting, tuple(chosen), memory_of(problem, setting, chosen))
+
+
+def _entries(spec: Any) -> tuple[tuple[str, ...], ...]:
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
+
+
+def _assumptions(problem: Problem, chip: Chip) -> tuple[str, ...]:
+    work = problem.work
+    said = [
+        f"{work.tokens:,.0f} positions a step, residual stream {problem.embed} wide"
+        + ("" if any(leaf.axes for leaf in problem.leaves) else ", dimensions understood from their sizes"),
+        f"products at the peak of {chip.title} ({work.flops / 1e12:.4g} TFLOP/s), communication at "
+        f"{problem.links.bandwidth / 1e9:.4g} GB/s along a mesh axis, each a closed ring, nothing overlapped",
+        f"activations and gathered parameters of {work.activation_bytes} bytes a number; attention keeps no scores",
+    ]
+    if work.training:
+        kept = "the input of each block, its inside computed again" if work.remat == "full" else "every value"
+        said.append(
+            f"forward, backward and update; gradients in the parameters' dtype, {work.optimizer_bytes:g} bytes of "
+            f"optimiser state a parameter; of activations {kept}; scores of a vocabulary in float32 with their gradient"
+        )
+    else:
+        said.append("forward only; no gradients, no optimiser, no cache of keys and values")
+    if any("expert" in word for leaf in problem.leaves for word in leaf.words):
+        said.append("every expert works on every position")
+    usable = chip.usable_hbm_bytes
+    if usable is not None and problem.limit > usable:
+        said.append(
+            f"the limit of {bytes_text(problem.limit)} is more than the {bytes_text(usable)} that the compiler leaves "
+            f"to programs on {chip.title}"
+        )
+    return tuple(said)
+
+
+def _explained(
+    problem: Problem,
+    mesh: TPUMeshConfig,
+    solutions: Sequence[Solution],
+    batches: list[tuple[str, ...]] | None,
+) -> str:
+    least = min(solutions, key=lambda s: s.memory.total)
+    largest = sorted(zip(problem.leaves, least.chosen, strict=True), key=lambda pair: -pair[1].state_bytes)[
+        :3
+    ]
+    lines = [
+        f"nothing fits {bytes_text(problem.limit)} a device on {mesh.num_devices} devices "
+        f"({'x'.join(map(str, mesh.mesh_shape))}): the smallest layout found takes {least.memory}. The largest arrays, "
+        + ("with gradient and optimiser state: " if problem.work.training else "a device: ")
+        + ", ".join(
+            f"{leaf.name} {list(leaf.shape)} {bytes_text(c.state_bytes)}"
+            for leaf, c in largest
+            if c.state_bytes
+        )
+        + "."
+    ]
+    helps, others = [], []
+    for name, changed in _remedies(problem, mesh):
+        size = min(solve(changed, s, smallest=True).memory.total for s in settings_of(changed, batches))
+        if size <= problem.limit:
+            helps.append(f"{name} ({bytes_text(size)})")
+        elif size < 0.95 * least.memory.total:
+            others.append(f"{name} ({bytes_text(size)})")
+    if helps:
+        lines.append(f"What would make it fit: {'; '.join(helps[:4])}.")
+    elif others:
+        lines.append(f"None of these alone would do: {'; '.join(others[:4])}.")
+    return " ".join(lines)
+
+
+def _remedies(problem: Problem, mesh: TPUMeshConfig) -> list[tuple[str, Problem]]:
+    """What a user could change, mildest first."""
+    work, links = problem.work, problem.links
+    found: list[tuple[str, Problem]] = []
+    if work.training and work.remat == "none":
+        found.append(("remat='full'", replace(problem, work=replace(work, remat="full"))))
+    batch = work.batch
+    while batch % 2 == 0 and batch > 1:
+        batch //= 2
+    for factor in (2, 4, 8):
+        if work.batch % factor == 0:
+            smaller = replace(work, batch=work.batch // factor, tokens=work.tokens / factor)
+            found.append((f"a batch of {work.batch // factor} at a time", replace(problem, work=smaller)))
+    if work.training and work.optimizer_bytes > 4:
+        halved = replace(work, optimizer_bytes=work.optimizer_bytes / 2)
+        found.append(
+            (
+                f"optimiser state of {work.optimizer_bytes / 2:g} bytes a parameter",
+                replace(problem, work=halved),
+            )
+        )
+    if any(leaf.itemsize > 2 for leaf in problem.leaves):
+        narrow = tuple(replace(leaf, itemsize=2, dtype="bfloat16") for leaf in problem.leaves)
+        found.append(("parameters in bfloat16", replace(problem, leaves=narrow)))
+    for factor in (2, 4, 8, 16):
+        for axis in mesh.axis_names:
+            sizes = {**links.sizes, axis: links.sizes[axis] * factor}
+            shape = "x".join(map(str, sizes.values()))
+            found.append(
+                (
+                    f"{mesh.num_devices * factor} devices as {shape}",
+                    replace(problem, links=replace(links, sizes=sizes)),
+                )
+            )
+    return found

@@ -1,0 +1,296 @@
+"""What the dimensions of a parameter mean: read off logical axis names, or inferred from shapes.
+
+A transformer's matrices join the residual stream (width ``embed``) to something inner (heads, the feed-forward
+layer, the vocabulary). Cutting the *inner* dimension over devices makes tensor parallelism: a sub-block then needs
+one sum over those devices on its way out and one on the way back (Shoeybi et al. 2019, "Megatron-LM"). Cutting the
+*embed* dimension is for storage: the matrix is gathered before use (Rajbhandari et al. 2020, "ZeRO").
+
+Without names, the embed width is the last size of a three-dimensional input, or else the size that most arrays
+have; a leading dimension that all arrays of a subtree share is a stack of layers; what is left is inner. Where two
+dimensions are equal, only the arrays' names can tell a projection into the block from one out of it; they are used
+for that, and to tell a lookup table from an output matrix, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from capibara.plan.sharding.tree import Leaf
+
+__all__ = ["Role", "assign_roles", "embed_width"]
+
+_GENERIC = {"weight", "kernel", "w", "bias", "b", "scale", "embedding"}
+_OUT_OF_BLOCK = {"o", "out", "wo", "output", "down", "w2", "fc2", "proj", "wdown", "dense_4h_to_h"}
+_INTO_BLOCK = {
+    "q",
+    "k",
+    "v",
+    "query",
+    "key",
+    "wq",
+    "wk",
+    "wv",
+    "qkv",
+    "in",
+    "up",
+    "gate",
+    "w1",
+    "w3",
+    "fc1",
+    "fc",
+    "wi",
+}
+_EMBEDDING = {
+    "embedding",
+    "embeddings",
+    "embed",
+    "wte",
+    "wpe",
+    "emb",
+    "vocab",
+    "token",
+    "tokens",
+    "position",
+    "table",
+}
+_HEAD = {"head", "unembed", "logits", "lm", "readout"}
+
+
+@dataclass(frozen=True)
+class Role:
+    """How an array takes part in a step.
+
+    Attributes:
+      kind: ``"matrix"``, ``"vector"``, ``"lookup"``, ``"head"``, ``"tied"`` (a lookup that also scores).
+      stack: leading dimensions that count layers.
+      repeats: layers that have such an array, in this array or beside it.
+      embed: the dimension of the residual stream, or None.
+      inner: dimensions that tensor parallelism may cut, the preferred first.
+      group: arrays of one group are cut together, because activations flow between them.
+      flops: floating-point operations for each token, forward.
+      forward_sums, backward_sums: sums over devices of activations of width ``sum_width`` when ``inner`` is cut.
+      out_features: numbers that the array makes for each token (of one layer).
+    """
+
+    kind: str
+    stack: int = 0
+    repeats: int = 1
+    embed: int | None = None
+    inner: tuple[int, ...] = ()
+    group: tuple[str, ...] = ()
+    flops: float = 0.0
+    forward_sums: float = 0.0
+    backward_sums: float = 0.0
+    sum_width: int = 0
+    out_features: int = 0
+
+
+def assign_roles(leaves: Sequence[Leaf], input_shape: tuple[int, ...], embed: int) -> list[Role]:
+    """A role for every array; see the module."""
+    stacks = _stacks(leaves)
+    twins = Counter(_without_numbers(leaf) for leaf in leaves)
+    torch_order = _torch_order(leaves, stacks, embed)
+    roles: list[Role] = []
+    for leaf, stack in zip(leaves, stacks, strict=True):
+        if leaf.axes is None:
+            role = _from_shape(leaf, stack, embed, torch_order)
+        else:
+            role = _from_names(leaf)
+        layers = 1
+        for n in leaf.shape[: role.stack]:
+            layers *= n
+        roles.append(replace(role, repeats=layers * twins[_without_numbers(leaf)], group=_group(leaf)))
+    roles = _embeddings(leaves, roles, input_shape, embed)
+    roles = [_sized(leaf, role, embed) for leaf, role in zip(leaves, roles, strict=True)]
+    return _with_sums(leaves, roles, embed)
+
+
+def embed_width(leaves: Sequence[Leaf], input_shape: tuple[int, ...]) -> int:
+    """The width of the residual stream; see the module."""
+    for leaf in leaves:
+        if leaf.axes and "embed" in leaf.axes:
+            return leaf.shape[leaf.axes.index("embed")]
+    sizes: Counter[int] = Counter()
+    ends: Counter[int] = Counter()
+    for leaf, stack in zip(leaves, _stacks(leaves), strict=True):
+        shape = leaf.shape[stack:]
+        sizes.update(set(shape))
+        ends.update({shape[0], shape[-1]} if shape else ())
+    if len(input_shape) >= 3 and input_shape[-1] in sizes:
+        return input_shape[-1]
+    if not sizes:
+        return 1
+    return max(sizes, key=lambda n: (sizes[n], ends[n], -n))
+
+
+def _stacks(leaves: Sequence[Leaf]) -> list[int]:
+    """For each array, how many leading dimensions count layers (0 or 1, without names)."""
+    found = [0] * len(leaves)
+
+    def look(members: list[int], depth: int) -> None:
+        below: dict[str, list[int]] = {}
+        for i in members:
+            if len(leaves[i].words) > depth:
+                below.setdefault(leaves[i].words[depth], []).append(i)
+        for inside in below.values():
+            if _is_stack([leaves[i] for i in inside]):
+                for i in inside:
+                    found[i] = 1
+            else:
+                look(inside, depth + 1)
+
+    unnamed = [i for i, leaf in enumerate(leaves) if leaf.axes is None]
+    look(unnamed, 0)
+    for i, leaf in enumerate(leaves):
+        if leaf.axes is not None:
+            found[i] = leaf.axes.count("layers")
+    return found
+
+
+def _is_stack(arrays: list[Leaf]) -> bool:
+    if len(arrays) < 2 or any(len(a.shape) < 2 for a in arrays):
+        return False
+    if any("expert" in word for a in arrays for word in a.words):
+        arrays = [a for a in arrays if not any("expert" in word for word in a.words)] or arrays
+    leading = {a.shape[0] for a in arrays}
+    ranks = {len(a.shape) for a in arrays}
+    if len(leading) > 1 or max(ranks) < 3:
+        return False
+    # Vectors beside matrices, all with one size more in front; or a size smaller than what it counts.
+    return 2 in ranks or all(a.shape[0] < max(a.shape[1:]) for a in arrays)
+
+
+def _torch_order(leaves: Sequence[Leaf], stacks: Sequence[int], embed: int) -> bool:
+    """Whether matrices are stored [out, in]: projections into a block then end with the embed width."""
+    votes = 0
+    for leaf, stack in zip(leaves, stacks, strict=True):
+        shape = leaf.shape[stack:]
+        if len(shape) == 2 and embed in shape and shape[0] != shape[1]:
+            into, out = _named(leaf, _INTO_BLOCK), _named(leaf, _OUT_OF_BLOCK)
+            if into != out:
+                votes += 1 if (shape[1] == embed) == into else -1
+    return votes > 0
+
+
+def _named(leaf: Leaf, names: set[str]) -> bool:
+    words = [w.lower() for w in leaf.words if w.lower() not in _GENERIC] or [leaf.words[-1].lower()]
+    last = words[-1]
+    return last in names or any(part in names for part in re.split(r"[_\d]+", last))
+
+
+def _from_shape(leaf: Leaf, stack: int, embed: int, torch_order: bool) -> Role:
+    shape = leaf.shape[stack:]
+    if len(shape) < 2:
+        cuttable = tuple(range(stack, len(leaf.shape))) if shape and shape[0] != embed else ()
+        return Role("vector", stack, inner=cuttable, embed=None if cuttable or not shape else stack)
+    places = [i for i, n in enumerate(shape) if n == embed]
+    if not places:
+        order = sorted(range(len(shape)), key=lambda i: (-shape[i], i))
+        return Role("matrix", stack, inner=tuple(stack + i for i in order))
+    at = places[0]
+    if len(places) > 1:
+        # Both ends have the same width: the names say which way it goes.
+        out = _named(leaf, _OUT_OF_BLOCK) and not _named(leaf, _INTO_BLOCK)
+        at = places[-1] if out != torch_order else places[0]
+    others = [i for i in range(len(shape)) if i != at]
+    # Heads come before the features of a head, whichever side the embed dimension is on.
+    split_heads = len(shape) == 3 and at in (0, 2)
+    inner = others[:1] if split_heads else sorted(others, key=lambda i: (-shape[i], i))
+    return Role("matrix", stack, embed=stack + at, inner=tuple(stack + i for i in inner))
+
+
+def _from_names(leaf: Leaf) -> Role:
+    names = leaf.axes or ()
+    stack = names.count("layers")
+    rank = len(names) - stack
+    never = {None, "embed", "layers", "head_dim", "state", "conv", "codes", "batch", "sequence"}
+    inner = tuple(i for i, name in enumerate(names) if name not in never)
+    embed = names.index("embed") if "embed" in names else None
+    return Role("vector" if rank < 2 else "matrix", stack, embed=embed, inner=inner)
+
+
+def _embeddings(
+    leaves: Sequence[Leaf], roles: list[Role], input_shape: tuple[int, ...], embed: int
+) -> list[Role]:
+    """Which matrices are tables of tokens: they are looked up in, or score, or both."""
+    found = list(roles)
+    lookups, heads = [], []
+    for i, (leaf, role) in enumerate(zip(leaves, roles, strict=True)):
+        if role.kind != "matrix" or role.embed is None or len(leaf.shape) - role.stack != 2:
+            continue
+        named = leaf.axes is not None
+        words = {part for w in leaf.words for part in re.split(r"[_\d]+", w.lower())}
+        if named:
+            vocabulary = "vocab" in (leaf.axes or ())
+            is_head = vocabulary and role.embed < role.inner[0]
+            is_lookup = vocabulary and not is_head
+        else:
+            alone = role.repeats == 1
+            is_head = alone and bool(words & _HEAD)
+            is_lookup = alone and not is_head and bool(words & _EMBEDDING)
+        if is_head:
+            heads.append(i)
+        elif is_lookup:
+            lookups.append(i)
+    scoring = not heads and len(input_shape) == 2  # tokens go in and something scores them
+    for i in lookups:
+        positions = {"wpe", "position", "positions", "pos"} & set(
+            "_".join(leaves[i].words).lower().split("_")
+        )
+        tied = scoring and not positions and leaves[i].elements == max(leaves[j].elements for j in lookups)
+        found[i] = replace(roles[i], kind="tied" if tied else "lookup", group=(*leaves[i].words, "table"))
+    for i in heads:
+        found[i] = replace(roles[i], kind="head", group=(*leaves[i].words, "table"))
+    return found
+
+
+def _sized(leaf: Leaf, role: Role, embed: int) -> Role:
+    if role.kind in ("vector", "lookup"):
+        width = embed if role.kind == "lookup" else 0
+        return replace(role, out_features=width, sum_width=embed)
+    inside = leaf.elements
+    for n in leaf.shape[: role.stack]:
+        inside //= n
+    if role.embed is None:
+        shape = leaf.shape[role.stack :]
+        return replace(role, flops=2.0 * leaf.elements, out_features=max(shape), sum_width=max(shape))
+    outward = role.kind == "matrix" and role.embed == len(leaf.shape) - 1
+    width = inside // leaf.shape[role.embed]
+    return replace(role, flops=2.0 * leaf.elements, sum_width=embed, out_features=embed if outward else width)
+
+
+def _with_sums(leaves: Sequence[Leaf], roles: list[Role], embed: int) -> list[Role]:
+    """Share the sums of each group among its matrices: one forward and one backward for each pair in and out."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, role in enumerate(roles):
+        if role.kind == "matrix":
+            groups.setdefault(role.group, []).append(i)
+    found = list(roles)
+    for members in groups.values():
+        joined = [i for i in members if roles[i].embed is not None]
+        out = sum(1 for i in joined if roles[i].embed == len(leaves[i].shape) - 1)
+        pairs = max(min(out, len(joined) - out), -(-len(joined) // 4), 1)
+        for i in members:
+            # Without an embed dimension nothing is known of what stands before and behind: a sum each.
+            share = pairs / len(joined) if roles[i].embed is not None else 1.0
+            found[i] = replace(roles[i], forward_sums=share, backward_sums=share)
+    for i, role in enumerate(roles):
+        if role.kind in ("lookup", "tied"):
+            found[i] = replace(found[i], forward_sums=1.0)
+        if role.kind in ("head", "tied"):
+            found[i] = replace(found[i], backward_sums=1.0)
+    return found
+
+
+def _without_numbers(leaf: Leaf) -> tuple[str, ...]:
+    return tuple(re.sub(r"\d+", "#", word) for word in leaf.words)
+
+
+def _group(leaf: Leaf) -> tuple[str, ...]:
+    words = list(leaf.words)
+    if len(words) > 1 and words[-1].lower() in _GENERIC:
+        words.pop()
+    return tuple(words[:-1])

@@ -1,0 +1,303 @@
+"""What the search gives: a layout of every array with what it costs, as values that print well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from capibara.config.axes import AxisRules
+from capibara.errors import did_you_mean
+from capibara.plan.errors import PlanError
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+__all__ = ["Alternative", "ArraySharding", "MemoryUse", "ShardingStrategy", "bytes_text", "seconds_text"]
+
+
+def bytes_text(size: float) -> str:
+    """``"1.5 GiB"``."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.3g} {unit}" if size < 1000 * scale else f"{size / scale:,.0f} {unit}"
+    return f"{size:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """``"12.3 ms"``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return "0" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on each device.
+
+    Attributes:
+      parameters, gradients, optimizer: of the layout, exact but for padding.
+      activations: an estimate, see :attr:`ShardingStrategy.assumptions`.
+      gathered: the two largest pieces that are gathered for use at one time.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.gathered
+
+    def __str__(self) -> str:
+        kinds = ("parameters", "gradients", "optimizer", "activations", "gathered")
+        parts = [f"{kind} {bytes_text(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        return f"{bytes_text(self.total)} a device: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class ArraySharding:
+    """One array's layout, and what it costs each device in one step.
+
+    Attributes:
+      path: with dots.
+      spec: the ``PartitionSpec``, one entry a dimension.
+      kind: how it was understood: ``"matrix"``, ``"vector"``, ``"lookup"``, ``"head"`` or ``"tied"`` (lookup and head).
+      bytes_total: of the whole array. bytes_per_device: of a device's part.
+      state_bytes_per_device: with gradient and optimiser state.
+      bytes_gathered: received to have it whole. bytes_reduced: received in sums of gradients and activations.
+      seconds: of that communication, by the chip's links.
+      compute_seconds: of its products at the chip's peak (or of reading it, if that takes longer).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+    kind: str
+    bytes_total: int
+    bytes_per_device: float
+    state_bytes_per_device: float
+    bytes_gathered: float
+    bytes_reduced: float
+    seconds: float
+    compute_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} {self.dtype}{list(self.shape)} as {_spec_text(self.spec)}: "
+            f"{bytes_text(self.bytes_per_device)} a device, gathers {bytes_text(self.bytes_gathered)} and sums "
+            f"{bytes_text(self.bytes_reduced)} a step, {seconds_text(self.seconds)}"
+        )
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A layout that was considered and not taken.
+
+    Attributes:
+      fits: whether its memory is within the limit.
+    """
+
+    name: str
+    seconds: float
+    communication_seconds: float
+    memory: MemoryUse
+    fits: bool
+
+    def __str__(self) -> str:
+        room = "" if self.fits else ", does not fit"
+        return (
+            f"{self.name}: {seconds_text(self.seconds)} a step ({seconds_text(self.communication_seconds)} of it "
+            f"communication), {bytes_text(self.memory.total)} a device{room}"
+        )
+
+
+@dataclass(frozen=True)
+class ShardingStrategy:
+    """A ``PartitionSpec`` for every array, and what the whole costs.
+
+    ``strategy["blocks.mlp.up.weight"]`` is one array's; :attr:`specs` nests as the arrays do, :meth:`shardings` gives
+    ``jax.sharding.NamedSharding`` for a mesh; ``print(strategy)`` shows all.
+
+    Attributes:
+      arrays: in the order of ``jax.tree.leaves``.
+      mesh_shape, axis_names: the mesh it is for.
+      batch_axes: axes that split the examples. tensor_axes: axes that cut matrices.
+      optimization_target: what was preferred.
+      memory: bytes on each device. memory_limit_bytes: what they had to stay below.
+      communication_seconds, compute_seconds: of a step, one after the other.
+      bound_seconds: no layout with this split of the batch that fits is quicker, by the same estimate.
+      assumptions: what the estimate takes for granted.
+      alternatives: what else was considered.
+    """
+
+    arrays: tuple[ArraySharding, ...]
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    batch_axes: tuple[str, ...]
+    tensor_axes: tuple[str, ...]
+    optimization_target: str
+    memory: MemoryUse
+    memory_limit_bytes: int
+    communication_seconds: float
+    compute_seconds: float
+    bound_seconds: float
+    assumptions: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    structure: Any = field(repr=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Computing and communicating, one after the other; a program that overlaps them is quicker."""
+        return self.communication_seconds + self.compute_seconds
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axis to its number of devices."""
+        return dict(zip(self.axis_names, self.mesh_shape, strict=True))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.mesh_shape)
+
+    @property
+    def specs(self) -> Any:
+        """The ``PartitionSpec`` of every array, nested as the arrays are."""
+        import jax
+
+        return jax.tree_util.tree_unflatten(self.structure, [a.spec for a in self.arrays])
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """The ``PartitionSpec`` of an input, whose first dimension is the batch."""
+        from jax.sharding import PartitionSpec
+
+        return PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
+
+    def axis_rules(self, base: AxisRules | None = None) -> AxisRules:
+        """Rules that lay activations as the strategy does: ``JaxBackend(device_mesh=…, rules=strategy.axis_rules())``.
+
+        The batch lies over :attr:`batch_axes` (where these do not divide it, as ``base`` says).
+
+        Args:
+          base: what holds for all other logical axes; by default ``AxisRules()``.
+        """
+        base = AxisRules() if base is None else base
+        if not self.batch_axes:
+            return base
+        first = "+".join(self.batch_axes)
+        others = [c for c in base.activations.get("batch", ()) if c != first]
+        return AxisRules(base.parameters, {**base.activations, "batch": (first, *others)})
+
+    def shardings(self, mesh: Mesh | AbstractMesh) -> Any:
+        """The ``NamedSharding`` of every array, nested as the arrays are.
+
+        Raises:
+          PlanError: ``mesh`` has other axes than the strategy.
+        """
+        import jax
+
+        self.check_mesh(mesh)
+        made = [jax.sharding.NamedSharding(mesh, a.spec) for a in self.arrays]
+        return jax.tree_util.tree_unflatten(self.structure, made)
+
+    def check_mesh(self, mesh: Any) -> None:
+        """Raises a PlanError if ``mesh`` has other axes than the strategy."""
+        if dict(mesh.shape) != self.axis_sizes:
+            raise PlanError(
+                f"mesh: got {_sizes_text(dict(mesh.shape))}, but the strategy is for {_sizes_text(self.axis_sizes)}: "
+                "make both with the same mesh_shape and axis_names"
+            )
+
+    def __getitem__(self, path: str) -> PartitionSpec:
+        for array in self.arrays:
+            if array.path == path:
+                return array.spec
+        names = [a.path for a in self.arrays]
+        raise KeyError(
+            f"no array {path!r} in the strategy.{did_you_mean(str(path), names)} There are {', '.join(names[:6])}"
+            + (" …" if len(names) > 6 else "")
+        )
+
+    def __iter__(self) -> Iterator[ArraySharding]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "mesh": self.axis_sizes,
+            "batch_axes": list(self.batch_axes),
+            "tensor_axes": list(self.tensor_axes),
+            "optimization_target": self.optimization_target,
+            "memory_bytes": {**vars(self.memory), "total": self.memory.total},
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "communication_seconds": self.communication_seconds,
+            "compute_seconds": self.compute_seconds,
+            "bound_seconds": self.bound_seconds,
+            "assumptions": list(self.assumptions),
+            "arrays": [
+                {
+                    **{k: v for k, v in vars(a).items() if k != "spec"},
+                    "shape": list(a.shape),
+                    "spec": [list(e) if isinstance(e, tuple) else e for e in a.spec],
+                }
+                for a in self.arrays
+            ],
+            "alternatives": [
+                {**{k: v for k, v in vars(a).items() if k != "memory"}, "memory_bytes": a.memory.total}
+                for a in self.alternatives
+            ],
+        }
+
+    def __str__(self) -> str:
+        head = ("array", "shape", "spec", "a device", "gathered", "summed", "time")
+        rows = [
+            (
+                a.path,
+                "×".join(map(str, a.shape)) or "scalar",
+                _spec_text(a.spec),
+                bytes_text(a.bytes_per_device),
+                bytes_text(a.bytes_gathered),
+                bytes_text(a.bytes_reduced),
+                seconds_text(a.seconds),
+            )
+            for a in self.arrays
+        ]
+        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+        lines = [
+            f"{_sizes_text(self.axis_sizes)} for {self.optimization_target}; examples over "
+            f"{' and '.join(self.batch_axes) or 'no axis'}",
+            f"memory  {self.memory}; limit {bytes_text(self.memory_limit_bytes)}",
+            f"time    {seconds_text(self.step_seconds)} a step: computing {seconds_text(self.compute_seconds)}, "
+            f"communicating {seconds_text(self.communication_seconds)}",
+        ]
+        for row in (head, *rows):
+            cells = [
+                c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        if self.alternatives:
+            lines += ["considered:", *(f"  {a}" for a in self.alternatives)]
+        lines += ["assumed:", *(f"  {a}" for a in self.assumptions)]
+        return "\n".join(lines)
+
+
+def _spec_text(spec: Any) -> str:
+    def entry(e: Any) -> str:
+        return "-" if e is None else "+".join(e) if isinstance(e, tuple) else str(e)
+
+    return "(" + ", ".join(entry(e) for e in spec) + ")"
+
+
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    return "mesh " + " × ".join(f"{name} {n}" for name, n in sizes.items())
