@@ -1,0 +1,141 @@
+"""Floating-point operations of matrix products and convolutions, from shapes alone.
+
+One multiply-add counts two. The TPU's compiler turns every matrix product into a convolution whose windows, dilations
+and paddings arrange batches and heads as spatial dimensions, so most (window, output) pairs of such a convolution fall
+on padding or between the elements of a dilated input and cost nothing. Only pairs that meet a real element are
+counted: per spatial dimension, the outputs ``o`` and taps ``k`` for which ``o·stride + k·dilation − padding`` is an
+element of the input.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+
+import numpy as np
+
+from capibara.plan.errors import PlanError
+from capibara.plan.program.shapes import ArrayShape
+from capibara.plan.program.text import Computation, Instruction
+
+__all__ = ["instruction_flops", "real_taps"]
+
+_MOST_TAPS = 20_000_000
+
+
+@lru_cache(maxsize=50_000)
+def real_taps(size: int, out: int, window: int, stride: int, low: int, base: int, dilation: int) -> int:
+    """Pairs (output, tap) of one spatial dimension that meet an element of the input.
+
+    Args:
+      size: input elements; ``base`` apart from one another (base dilation), from position 0 on.
+      out: outputs, ``stride`` apart.
+      window: taps, ``dilation`` apart.
+      low: padding before the input (negative: cut off).
+
+    Raises:
+      PlanError: a window beyond reason.
+    """
+    if min(size, out, window) <= 0:
+        return 0
+    if window > _MOST_TAPS:
+        raise PlanError(
+            f"the program has a convolution with a window of {window:,} elements; at most {_MOST_TAPS:,}"
+        )
+    taps = np.arange(window, dtype=np.int64) * dilation - low
+    # Outputs o with 0 ≤ o·stride + tap ≤ (size − 1)·base
+    first = np.maximum(0, -(taps // stride))
+    last = np.minimum(out - 1, ((size - 1) * base - taps) // stride)
+    if base == 1:
+        return int(np.maximum(0, last - first + 1).sum())
+    # … and o·stride + tap a multiple of base.
+    common = math.gcd(stride, base)
+    step = base // common
+    inverse = pow(stride // common, -1, step) if step > 1 else 0
+    wanted = (-taps // common % step) * inverse % step if step > 1 else np.zeros_like(taps)
+    start = first + (wanted - first) % step
+    counts = np.where(last >= start, (last - start) // step + 1, 0)
+    return int(counts[taps % common == 0].sum())
+
+
+_WINDOW = re.compile(r"(\w+)=([-\dx_]+)")
+
+
+def instruction_flops(instruction: Instruction, computation: Computation) -> int:
+    """Floating-point operations of a ``dot`` or ``convolution``, 0 for anything else."""
+    if instruction.opcode == "dot":
+        return _dot(instruction, computation)
+    if instruction.opcode == "convolution":
+        return _convolution(instruction, computation)
+    return 0
+
+
+def operand_shape(instruction: Instruction, computation: Computation, number: int) -> ArrayShape:
+    """The shape of an operand that is one array."""
+    names = instruction.operands
+    source = computation.by_name.get(names[number]) if number < len(names) else None
+    shapes = source.shapes if source is not None else ()
+    if len(shapes) != 1:
+        raise PlanError(
+            f"operand {number} of {instruction.name!r} ({instruction.opcode}) is no array of the program"
+        )
+    return shapes[0]
+
+
+def _indices(text: str) -> list[int]:
+    return [int(part) for part in text.strip("{}").split(",") if part.strip().isdigit()]
+
+
+def _dot(instruction: Instruction, computation: Computation) -> int:
+    left = operand_shape(instruction, computation, 0)
+    contracted = _indices(instruction.attribute("lhs_contracting_dims"))
+    if any(index >= len(left.dims) for index in contracted):
+        raise PlanError(
+            f"{instruction.name!r}: lhs_contracting_dims={contracted} of an array with {left.dims}"
+        )
+    return (
+        2 * sum(shape.elements for shape in instruction.shapes) * math.prod(left.dims[i] for i in contracted)
+    )
+
+
+def _convolution(instruction: Instruction, computation: Computation) -> int:
+    left = operand_shape(instruction, computation, 0)
+    right = operand_shape(instruction, computation, 1)
+    result = instruction.shapes[0]
+    labels = re.fullmatch(r"([0-9a-z?]+)_([0-9a-z?]+)->([0-9a-z?]+)", instruction.attribute("dim_labels"))
+    if (
+        not labels
+        or [len(labels[i]) for i in (1, 2, 3)] != [len(s.dims) for s in (left, right, result)]
+        or any(c not in labels[i] for i, needed in ((1, "bf"), (2, "io"), (3, "bf")) for c in needed)
+    ):
+        raise PlanError(f"{instruction.name!r} is a convolution whose dim_labels do not fit its operands")
+    sizes = [dict(zip(labels[i], s.dims, strict=True)) for i, s in ((1, left), (2, right), (3, result))]
+    spatial = sorted(c for c in labels[2] if c.isdigit())
+    window = dict(_WINDOW.findall(instruction.attribute("window")))
+
+    def listed(key: str, default: str) -> list[str]:
+        values = window[key].split("x") if key in window else [default] * len(spatial)
+        if len(values) != len(spatial):
+            raise PlanError(f"{instruction.name!r}: window={window} for {len(spatial)} spatial dimensions")
+        return values
+
+    strides, pads = listed("stride", "1"), listed("pad", "0_0")
+    bases, dilations = listed("lhs_dilate", "1"), listed("rhs_dilate", "1")
+    taps = 1
+    for label, stride, pad, base, dilation in zip(spatial, strides, pads, bases, dilations, strict=True):
+        if not all(label in size for size in sizes):
+            raise PlanError(f"{instruction.name!r}: the spatial dimension {label} is not in all its operands")
+        taps *= real_taps(
+            sizes[0][label],
+            sizes[2][label],
+            sizes[1][label],
+            max(1, int(stride)),
+            int(pad.split("_")[0] or 0),
+            max(1, int(base)),
+            max(1, int(dilation)),
+        )
+    groups = re.search(r"batch_group_count=(\d{1,12})", instruction.head)
+    # The kernel's input features are those of one feature group already.
+    batch = sizes[0]["b"] // max(1, int(groups[1]) if groups else 1)
+    return 2 * batch * sizes[1]["i"] * sizes[2]["f"] * taps

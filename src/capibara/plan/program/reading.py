@@ -1,0 +1,537 @@
+"""The walk through a scheduled program: what runs how often, in which order, and what is in flight meanwhile."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from capibara.plan.errors import PlanError
+from capibara.plan.program.facts import Collective, Kernel, Piece, ProgramFacts
+from capibara.plan.program.flops import instruction_flops, operand_shape
+from capibara.plan.program.groups import parse_groups, parse_pairs
+from capibara.plan.program.loops import Look, Loop
+from capibara.plan.program.text import Computation, Instruction, Module, parse_module
+from capibara.plan.program.traffic import moved_bytes
+
+__all__ = ["read_program"]
+
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "add-dependency",
+    "optimization-barrier",
+    "opt-barrier",
+    "partition-id",
+    "replica-id",
+    "domain",
+    "get-dimension-size",
+}
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_STARTS = {f"{kind}-start": kind for kind in _COLLECTIVES}
+_DONES = {f"{kind}-done" for kind in _COLLECTIVES}
+# Custom calls that are notes to the compiler or buffers, not work.
+_NOTES = {
+    "AllocateBuffer",
+    "AllocateHbm",
+    "AssumeGatherIndicesInBound",
+    "ConcatBitcast",
+    "CreateBuffer",
+    "GatherScatterIndicesBitpacked",
+    "PinToDevice",
+    "PinToDeviceSram",
+    "MoveToDevice",
+    "MoveToHost",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "Sharding",
+    "SliceToDynamic",
+    "PadToStatic",
+    "annotate_device_placement",
+    "xla.sdy.FuncResultSharding",
+}
+_DEPTH = 64
+_MOST_EVENTS = 2_000_000
+_CYCLES = re.compile(r'"estimated_cycles":\s*"?(\d{1,18})')
+_TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
+
+
+def read_program(text: str) -> ProgramFacts:
+    """Read what a compiled program does on one device.
+
+    Args:
+      text: ``jax.jit(f).lower(…).compile().as_text()``: scheduled HLO, best of a TPU's compiler (libtpu 0.0.42 and
+        later), whose fusions carry estimated cycles; of XLA for CPUs and GPUs the rest is read.
+
+    Returns:
+      Everything that one execution does; what could not be told stands in ``unknown``, in words.
+
+    Raises:
+      PlanError: it is not the text of an HLO program, or one beyond reason.
+    """
+    module = parse_module(text)
+    walk = _Walk(module)
+    events, _ = walk.computation(module.entry, 1, None, 0)
+    flops = sum(piece.flops * piece.trips for piece in walk.pieces)
+    flops += sum((kernel.flops or 0) * kernel.trips for kernel in walk.kernels)
+    if not module.scheduled and walk.collectives:
+        walk.note("the program is not scheduled: what runs beside what is not known")
+    return ProgramFacts(
+        name=module.name,
+        num_devices=module.num_partitions * module.replica_count,
+        flops=flops,
+        hbm_bytes=sum(p.hbm_bytes * p.trips for p in walk.pieces)
+        + sum(k.bytes * k.trips for k in walk.kernels),
+        cycles=sum((p.cycles or 0) * p.trips for p in walk.pieces)
+        + sum((k.cycles or 0) * k.trips for k in walk.kernels),
+        pieces=tuple(walk.pieces),
+        collectives=tuple(walk.collectives),
+        kernels=tuple(walk.kernels),
+        schedule=events,
+        unknown=tuple(walk.unknown),
+    )
+
+
+@dataclass
+class _Fused:
+    """What stands inside a fusion, found once."""
+
+    flops: int = 0
+    largest: int = 0
+    dtype: str = ""
+    exchange: tuple[Instruction, Computation] | None = None
+    kernel: Instruction | None = None
+    starts: bool = False
+    ends: bool = False
+    slices: bool = False
+
+
+@dataclass
+class _Walk:
+    module: Module
+    pieces: list[Piece] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    unknown: dict[str, None] = field(default_factory=dict)
+    events: int = 0
+    work: list[int] = field(default_factory=lambda: [0, 0, 0])  # cycles, FLOPs, bytes × trips
+    _fused: dict[str, _Fused] = field(default_factory=dict)
+    _groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    def note(self, words: str) -> None:
+        if len(self.unknown) < 1000:
+            self.unknown[words] = None
+
+    def computation(
+        self, computation: Computation, trips: int, outer: Look | None, depth: int
+    ) -> tuple[tuple[Any, ...], int]:
+        """Walk one computation that runs ``trips`` times; the events and cycles of one run."""
+        if depth > _DEPTH:
+            raise PlanError(f"the program's computations call one another more than {_DEPTH} deep")
+        return _Line(self, computation, trips, outer, depth).run()
+
+    def fused(self, name: str, depth: int = 0) -> _Fused:
+        """Sum up a fused computation and those inside it."""
+        known = self._fused.get(name)
+        if known is not None:
+            return known
+        out = self._fused[name] = _Fused()
+        computation = self.module.computations.get(name)
+        if computation is None or depth > _DEPTH:
+            return out
+        for instruction in computation.instructions:
+            opcode = instruction.opcode
+            if opcode in ("fusion", "call"):
+                called = instruction.called()
+                for target in called.get("calls", []) + called.get("to_apply", []):
+                    self._add(out, self.fused(target, depth + 1))
+            elif opcode in ("convolution", "dot"):
+                flops = instruction_flops(instruction, computation)
+                out.flops += flops
+                if flops > out.largest:
+                    out.largest, out.dtype = flops, operand_shape(instruction, computation, 0).dtype
+            elif opcode in _COLLECTIVES or opcode in _STARTS:
+                out.exchange = (instruction, computation)
+            elif opcode in ("dynamic-slice", "reduce-scatter"):
+                out.slices = True
+            elif opcode == "custom-call":
+                target = custom_call_target(instruction)
+                out.starts |= target == "AsyncCollectiveStart"
+                out.ends |= target == "AsyncCollectiveDone"
+                if target not in _NOTES and not target.startswith("AsyncCollective"):
+                    out.kernel = instruction
+        return out
+
+    @staticmethod
+    def _add(out: _Fused, inner: _Fused) -> None:
+        out.flops += inner.flops
+        if inner.largest > out.largest:
+            out.largest, out.dtype = inner.largest, inner.dtype
+        out.exchange = out.exchange or inner.exchange
+        out.kernel = out.kernel or inner.kernel
+        out.starts |= inner.starts
+        out.ends |= inner.ends
+
+    def groups(self, instruction: Instruction) -> tuple[tuple[int, ...], ...]:
+        text = instruction.attribute("source_target_pairs")
+        kind = "pairs"
+        if not text:
+            kind, head = "groups", instruction.head
+            at = head.find("replica_groups=")
+            text = _groups_text(head, at + len("replica_groups=")) if at >= 0 else ""
+        key = kind + text
+        if key not in self._groups:
+            devices = self.module.num_partitions * self.module.replica_count
+            self._groups[key] = parse_pairs(text) if kind == "pairs" else parse_groups(text, devices)
+        return self._groups[key]
+
+
+def _groups_text(head: str, at: int) -> str:
+    if head.startswith("mesh[", at):
+        found = re.match(r"mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? ?\{[^}]*\}", head[at:])
+        return found[0] if found else head[at : at + 200]
+    if head.startswith("[", at):
+        found = re.match(r"\[[\d,]+\](?:<=\[[\d,]+\](?:T\([\d,]+\))?)?", head[at:])
+        return found[0] if found else head[at : at + 200]
+    depth = 0
+    for position in range(at, len(head)):
+        depth += {"{": 1, "}": -1}.get(head[position], 0)
+        if depth == 0:
+            return head[at : position + 1]
+    return head[at:]
+
+
+def custom_call_target(instruction: Instruction) -> str:
+    """What a custom call calls."""
+    found = _TARGET.search(instruction.head)
+    return found[1] if found else ""
+
+
+class _Line:
+    """One computation on its way through the schedule."""
+
+    def __init__(
+        self, walk: _Walk, computation: Computation, trips: int, outer: Look | None, depth: int
+    ) -> None:
+        self.walk = walk
+        self.computation = computation
+        self.trips = trips
+        self.outer = outer
+        self.depth = depth
+        self.out: list[Any] = []
+        self.cycles = 0
+        self.open: dict[str, tuple[int, int]] = {}  # asynchronous collective → (index, cycles when it began)
+        self.copies: dict[str, int] = {}
+
+    def run(self) -> tuple[tuple[Any, ...], int]:
+        """Events of one run, and its cycles."""
+        for instruction in self.computation.instructions:
+            if instruction.opcode not in _FREE:
+                self.step(instruction)
+        for key, (index, _) in self.open.items():
+            self.walk.note(f"{key} is begun and not ended in {self.computation.name}")
+            self.event("done", index)
+        return tuple(self.out), self.cycles
+
+    def event(self, kind: str, index: int) -> None:
+        self.walk.events += 1
+        if self.walk.events > _MOST_EVENTS:
+            raise PlanError(f"the program has more than {_MOST_EVENTS:,} operations in its schedule")
+        self.out.append((kind, index))
+
+    def step(self, instruction: Instruction) -> None:
+        opcode = instruction.opcode
+        if opcode == "while":
+            self.loop(instruction)
+        elif opcode == "conditional":
+            self.conditional(instruction)
+        elif opcode == "call":
+            called = instruction.called()
+            self.inline(instruction, called.get("to_apply", []) or called.get("calls", []))
+        elif opcode == "async-start":
+            self.async_start(instruction)
+        elif opcode == "async-update":
+            return
+        elif opcode in _STARTS:
+            self.start(instruction, instruction, self.computation, _STARTS[opcode], instruction.name)
+        elif opcode in _DONES or opcode == "async-done":
+            self.done(instruction)
+        elif opcode in _COLLECTIVES:
+            self.exchange(instruction, instruction, self.computation, opcode)
+        elif opcode in ("send", "recv", "send-done", "recv-done"):
+            self.walk.note(f"{opcode} {instruction.name}: transfers by send and recv are not counted")
+        elif opcode in ("infeed", "outfeed"):
+            self.walk.note(f"{opcode} {instruction.name}: the host's feed is not counted")
+        elif opcode.endswith("-start"):
+            index = self.piece(instruction, asynchronous=True)
+            self.copies[instruction.name] = index
+            self.event("copy", index)
+        elif opcode.endswith("-done"):
+            index = self.copies.pop(instruction.operands[0], None) if instruction.operands else None
+            if index is not None:
+                self.event("copied", index)
+        elif opcode == "custom-call":
+            self.custom_call(instruction)
+        elif opcode == "fusion":
+            self.fusion(instruction)
+        else:
+            self.plain(instruction)
+
+    # --- control flow
+
+    def loop(self, instruction: Instruction) -> None:
+        loop = Loop(instruction, self.computation, self.walk.module, self.outer)
+        turns = loop.trips()
+        if turns is None:
+            self.walk.note(
+                f"the loop {instruction.name} ({instruction.op_name or 'of no stated origin'}) runs as often as its "
+                "data say: counted once"
+            )
+            turns = 1
+        if loop.body is None or not turns:
+            return
+        events, cycles = self.walk.computation(loop.body, self.trips * turns, loop.constant, self.depth + 1)
+        self.cycles += cycles * turns
+        if events:
+            self.walk.events += 1
+            self.out.append(("loop", turns, events))
+
+    def inline(self, instruction: Instruction, names: list[str]) -> None:
+        for name in names:
+            computation = self.walk.module.computations.get(name)
+            if computation is not None:
+                events, cycles = self.walk.computation(computation, self.trips, None, self.depth + 1)
+                self.out.extend(events)
+                self.cycles += cycles
+
+    def conditional(self, instruction: Instruction) -> None:
+        """The branch with the most work counts: which one runs is known when it runs."""
+        called = instruction.called()
+        names = [name for names in called.values() for name in names if name in self.walk.module.computations]
+        if not names:
+            return
+        tried = []
+        for name in names:
+            branch = _Walk(self.walk.module, _fused=self.walk._fused, _groups=self.walk._groups)
+            branch.computation(self.walk.module.computations[name], 1, None, self.depth + 1)
+            self.walk.events += branch.events
+            tried.append((branch.work, name))
+        if len({work for work, _ in tried}) > 1:
+            self.walk.note(
+                f"the conditional {instruction.name} ({instruction.op_name or 'of no stated origin'}) is counted as if "
+                "the branch with the most work always ran"
+            )
+        self.inline(instruction, [max(tried)[1]])
+
+    def async_start(self, instruction: Instruction) -> None:
+        name = (instruction.called().get("calls") or [""])[0]
+        inner = self.walk.module.computations.get(name)
+        if inner is None:
+            return
+        for wrapped in inner.instructions:
+            if wrapped.opcode in _COLLECTIVES:
+                self.start(instruction, wrapped, inner, wrapped.opcode, instruction.name)
+                return
+        self.inline(instruction, [name])
+
+    # --- exchanges
+
+    def exchange(
+        self,
+        outside: Instruction,
+        inside: Instruction,
+        computation: Computation,
+        kind: str,
+        *,
+        begun: bool = False,
+    ) -> int:
+        groups = self.walk.groups(inside)
+        size = 2 if kind == "collective-permute" else max((len(group) for group in groups), default=1)
+        sent = 0
+        for name in inside.operands:
+            source = computation.by_name.get(name)
+            sent += sum(shape.padded_size for shape in source.shapes) if source is not None else 0
+        algorithm, dims = _algorithm(
+            outside.tail if "collective_algorithm_config" in outside.tail else inside.tail
+        )
+        self.walk.collectives.append(
+            Collective(
+                kind="all-to-all" if kind == "ragged-all-to-all" else kind,
+                bytes=sent * size if kind == "all-gather" else sent,
+                groups=groups,
+                group_size=size,
+                trips=self.trips,
+                asynchronous=begun,
+                cycles_hidden=0,
+                op_name=outside.op_name or inside.op_name,
+                name=outside.name,
+                algorithm=algorithm,
+                ring_dims=dims,
+            )
+        )
+        index = len(self.walk.collectives) - 1
+        self.event("start" if begun else "collective", index)
+        return index
+
+    def start(
+        self, outside: Instruction, inside: Instruction, computation: Computation, kind: str, key: str
+    ) -> None:
+        self.open[key] = (self.exchange(outside, inside, computation, kind, begun=True), self.cycles)
+
+    def done(self, instruction: Instruction) -> None:
+        operands = instruction.operands
+        if operands and operands[0] in self.open:
+            self.finish(operands[0])
+
+    def finish(self, key: str) -> None:
+        index, began = self.open.pop(key)
+        self.walk.collectives[index] = replace(
+            self.walk.collectives[index], cycles_hidden=self.cycles - began
+        )
+        self.event("done", index)
+
+    # --- work
+
+    def fusion(self, instruction: Instruction) -> None:
+        name = (instruction.called().get("calls") or [""])[0]
+        inside = self.walk.fused(name)
+        if inside.exchange is None:
+            self.event("piece", self.piece(instruction, inside))
+            return
+        exchange, computation = inside.exchange
+        kind = _STARTS.get(exchange.opcode, exchange.opcode)
+        # A collective that goes on beside several fusions stands in all of them, under one channel.
+        key = f"{exchange.opcode} {exchange.attribute('channel_id')}"
+        works = inside.flops > 0 or _CYCLES.search(instruction.tail) is not None
+        if inside.starts:
+            self.start(instruction, exchange, computation, kind, key)
+        if works:
+            self.event("piece", self.piece(instruction, inside))
+        if inside.ends and key in self.open:
+            self.finish(key)
+        elif not (inside.starts or inside.ends or key in self.open):
+            if kind == "all-reduce" and inside.slices:
+                kind = "reduce-scatter"
+            self.exchange(instruction, exchange, computation, kind)
+
+    def piece(
+        self, instruction: Instruction, inside: _Fused | None = None, *, asynchronous: bool = False
+    ) -> int:
+        found = _CYCLES.search(instruction.rest, instruction.cut)
+        cycles = int(found[1]) if found else None
+        flops = inside.flops if inside else instruction_flops(instruction, self.computation)
+        dtype = inside.dtype if inside else ""
+        if flops and not dtype:
+            dtype = operand_shape(instruction, self.computation, 0).dtype
+        moved, host = moved_bytes(instruction, self.computation, self.walk.module)
+        self.walk.pieces.append(
+            Piece(
+                name=instruction.name,
+                opcode=instruction.opcode,
+                op_name=instruction.op_name,
+                trips=self.trips,
+                cycles=cycles,
+                flops=flops,
+                hbm_bytes=moved,
+                host_bytes=host,
+                asynchronous=asynchronous,
+                dtype=dtype,
+            )
+        )
+        self.cycles += cycles or 0
+        self.walk.work[0] += (cycles or 0) * self.trips
+        self.walk.work[1] += flops * self.trips
+        self.walk.work[2] += moved * self.trips
+        return len(self.walk.pieces) - 1
+
+    def plain(self, instruction: Instruction) -> None:
+        """An operation that is no fusion. Those on single numbers run in the scalar unit beside the rest."""
+        if all(shape.elements <= 1 for shape in instruction.shapes) and instruction.opcode not in (
+            "reduce",
+            "sort",
+        ):
+            return
+        self.event("piece", self.piece(instruction))
+
+    def custom_call(self, instruction: Instruction) -> None:
+        target = custom_call_target(instruction)
+        if target in _NOTES:
+            return
+        moved, _ = moved_bytes(instruction, self.computation, self.walk.module)
+        flops, stated = _cost_estimate(instruction, self.computation)
+        if flops is None:
+            self.walk.note(
+                f"the kernel {kernel_name(instruction)} ({target}) states no operations: not in the FLOPs"
+            )
+        found = _CYCLES.search(instruction.tail)
+        cycles = int(found[1]) if found else None
+        kernel = Kernel(
+            target=target,
+            trips=self.trips,
+            flops=flops,
+            bytes=moved if stated is None else stated,
+            op_name=instruction.op_name,
+            name=kernel_name(instruction),
+            cycles=cycles,
+        )
+        self.walk.kernels.append(kernel)
+        self.cycles += cycles or 0
+        self.walk.work[0] += (cycles or 0) * self.trips
+        self.walk.work[1] += (flops or 0) * self.trips
+        self.walk.work[2] += kernel.bytes * self.trips
+        self.event("kernel", len(self.walk.kernels) - 1)
+
+
+def kernel_name(instruction: Instruction) -> str:
+    """The kernel's own name where the text states it, else the instruction's."""
+    found = re.search(r'kernel_name\s*=\s*"([^"]{1,200})"|"kernel_name":\s*"([^"]{1,200})"', instruction.rest)
+    return (found[1] or found[2]) if found else instruction.name
+
+
+def _cost_estimate(instruction: Instruction, computation: Computation) -> tuple[int | None, int | None]:
+    """(FLOPs, bytes) as a custom call states them itself."""
+    tail = instruction.tail
+    at = tail.find('"cost_estimate"')
+    if at >= 0:
+        flops = re.search(r'"flops":\s*"?(-?\d{1,18})', tail[at : at + 400])
+        moved = re.search(r'"bytes_accessed":\s*"?(-?\d{1,18})', tail[at : at + 400])
+        return (
+            int(flops[1]) if flops and int(flops[1]) >= 0 else None,
+            int(moved[1]) if moved and int(moved[1]) > 0 else None,
+        )
+    gemm = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', tail)
+    if gemm and instruction.operands:  # XLA's calls of matrix libraries on GPUs
+        left = operand_shape(instruction, computation, 0)
+        dims = [int(d) for d in re.findall(r"\d{1,3}", gemm[1])]
+        if all(d < len(left.dims) for d in dims) and instruction.shapes:
+            return 2 * instruction.shapes[0].elements * math.prod(left.dims[d] for d in dims), None
+    return None, None
+
+
+def _algorithm(tail: str) -> tuple[str, int]:
+    """The form of a collective that the compiler chose, and along how many axes of the torus it works."""
+    at = tail.find('"collective_algorithm_config"')
+    if at < 0:
+        return "", 0
+    found = re.search(r'"emitter":"(\w{1,80})"', tail[at:])
+    name = found[1] if found else ""
+    dims = re.match(r"(\d)D", name)
+    if dims:
+        return name, int(dims[1])
+    dims = re.search(r"num_dims:(\d)", tail[at : at + 2000])
+    if dims:
+        return name, int(dims[1])
+    return name, 1 if "SinglePhaseRing" in name or "StrategyRing{" in tail[at : at + 2000] else 0

@@ -1,0 +1,335 @@
+"""From facts about a program to seconds on a slice.
+
+The schedule is run through once, with a clock. A piece of work takes the compiler's own cycles at the chip's clock, or
+where the compiler states none the time of its roofline: operations at the peak or bytes at the memory's bandwidth,
+whichever is longer. An exchange takes its bytes over the links that its group has on the torus. One that the schedule
+begins and ends apart runs beside the work between the two, and costs only what is left of it when its result is waited
+for; two that need the same links follow one another. Copies between memories likewise, over the memory's bandwidth.
+
+The range: ``low`` gives every piece the best that the hardware allows (the roofline, where the compiler's cycles are
+more), ``high`` hides no exchange behind work and gives kernels of foreign code half of their roofline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from capibara.plan.errors import PlanError
+from capibara.plan.program.facts import Collective, Kernel, Piece, ProgramFacts
+from capibara.plan.program.groups import mesh_axes_of
+from capibara.plan.slices import Slice
+from capibara.plan.time.torus import Torus
+
+__all__ = ["Constants", "Part", "StepTime", "predict_step"]
+
+_DTYPES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "bfloat16", "s8": "int8", "u8": "int8", "s4": "int8"}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What may be fitted to measurements; 1 everywhere is no fit.
+
+    Attributes:
+      compute: share of the rate that the compiler's cycles assume which pieces of work reach.
+      links: share of the links' rate that exchanges reach.
+      kernels: share of their roofline that kernels of foreign code (Pallas) reach.
+    """
+
+    compute: float = 1.0
+    links: float = 1.0
+    kernels: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int | float) or not 0 < value <= 10:
+                raise PlanError(f"{name}={value!r} must be a share of a rate, above 0 and about 1")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share of a step's time.
+
+    Attributes:
+      label: what takes it.
+      seconds: how long, in one step.
+      source: where the figure comes from: ``"compiler cycles"``, ``"roofline"`` or ``"links"``.
+    """
+
+    label: str
+    seconds: float
+    source: str
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long one execution takes.
+
+    Attributes:
+      seconds: the prediction.
+      low: with every piece at its roofline.
+      high: with nothing hidden.
+      compute: pieces with matrix products in them, and kernels.
+      memory: all other work on the device: element-wise operations, reductions, copies, waiting for copies.
+      communication: exchanges that work does not hide.
+      hidden: exchanges beside work; not part of ``seconds``.
+      parts: what ``seconds`` is made of, the longest first.
+      unknown: what is not in it, in words.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    compute: float
+    memory: float
+    communication: float
+    hidden: float
+    parts: tuple[Part, ...]
+    unknown: tuple[str, ...] = ()
+
+
+def predict_step(
+    facts: ProgramFacts,
+    slice: Slice,
+    mesh: tuple[tuple[str, int], ...],
+    *,
+    places: tuple[tuple[int, ...], ...] | None = None,
+    constants: Constants | None = None,
+    hop_latency: float = 1e-6,
+    host_bandwidth: float | None = None,
+) -> StepTime:
+    """Predict the time of one execution of a compiled program.
+
+    Args:
+      facts: of :func:`capibara.plan.program.read_program`.
+      slice: where it runs.
+      mesh: names and sizes of the mesh's axes, slowest first: positions in it are the program's devices.
+      places: coordinates of the devices on the grid, in the mesh's order; by default as ``jax.make_mesh`` lays them.
+      constants: shares of rates fitted to measurements; none by default.
+      hop_latency: seconds that a message takes over one link besides its bytes ("How to Scale Your Model", part 3,
+        about a microsecond).
+      host_bandwidth: bytes a second between a device and its host; vendors state none, so copies to and from the host
+        are left out, and said to be, when it is None.
+
+    Raises:
+      PlanError: the program is one for another number of devices, or ``mesh`` does not fit the slice.
+    """
+    if facts.num_devices > 1 and facts.num_devices != slice.num_devices:
+        raise PlanError(
+            f"the program was compiled for {facts.num_devices} devices, but {slice} has {slice.num_devices}"
+        )
+    rates = _Rates(Torus(slice, mesh, places), constants or Constants(), hop_latency, host_bandwidth)
+    middle = _run(facts, rates)
+    low = _run(facts, replace(rates, best=True)).time
+    high = _run(facts, replace(rates, worst=True)).time
+    if facts.num_devices == 1 and slice.num_devices > 1:
+        rates.unknown[
+            "the program was compiled for one device: the others of the slice do the same or nothing"
+        ] = None
+    parts = sorted(
+        (Part(label, value, source) for (label, source), value in middle.parts.items()), key=_length
+    )
+    return StepTime(
+        seconds=middle.time,
+        low=min(low, middle.time),
+        high=max(high, middle.time),
+        compute=middle.compute,
+        memory=middle.memory,
+        communication=middle.waited,
+        hidden=max(0.0, middle.exchanged - middle.waited),
+        parts=tuple(parts),
+        unknown=(*facts.unknown, *rates.unknown),
+    )
+
+
+def _length(part: Part) -> float:
+    return -part.seconds
+
+
+@dataclass
+class _Rates:
+    """How long single things take."""
+
+    torus: Torus
+    constants: Constants
+    latency: float
+    host: float | None
+    best: bool = False
+    worst: bool = False
+    unknown: dict[str, None] = field(default_factory=dict)
+    _known: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        slice = self.torus.slice
+        self.clock = slice.clock_hz
+        if slice.chip.hbm_bandwidth is None:
+            raise PlanError(
+                f"{slice}: the bandwidth of its memory is not known, so nothing can be timed on it"
+            )
+        self.bandwidth: float = slice.chip.hbm_bandwidth
+        self.link = slice.link_bandwidth * self.constants.links
+        self._known = {}
+
+    def roofline(self, flops: int, moved: int, dtype: str) -> float:
+        chip = self.torus.slice.chip
+        peak = chip.peak_flops.get(_DTYPES.get(dtype, "bfloat16"), chip.peak("bfloat16"))
+        return max(flops / peak, moved / self.bandwidth)
+
+    def piece(self, piece: Piece) -> tuple[float, str]:
+        floor = self.roofline(piece.flops, piece.hbm_bytes, piece.dtype)
+        if piece.cycles is None:
+            return floor / self.constants.compute, "roofline"
+        seconds = piece.cycles / self.clock / self.constants.compute
+        if self.best:
+            return min(seconds, floor), "roofline"
+        return (max(seconds, floor) if self.worst else seconds), "compiler cycles"
+
+    def kernel(self, kernel: Kernel) -> tuple[float, str]:
+        floor = self.roofline(kernel.flops or 0, kernel.bytes, "bf16")
+        if kernel.cycles is not None:
+            return kernel.cycles / self.clock, "compiler cycles"
+        share = (
+            1.0
+            if self.best
+            else 0.5 * min(1.0, self.constants.kernels)
+            if self.worst
+            else self.constants.kernels
+        )
+        return floor / share, "roofline"
+
+    def copy(self, piece: Piece) -> float:
+        seconds = piece.hbm_bytes / self.bandwidth
+        if piece.host_bytes:
+            if self.host is None:
+                self.unknown[
+                    "copies to and from the host's memory are not in the time: host_bandwidth is not given"
+                ] = None
+            else:
+                seconds = max(seconds, piece.host_bytes / self.host)
+        return seconds
+
+    def exchange(self, collective: Collective) -> tuple[float, frozenset[Any], str]:
+        """Seconds, links that are busy meanwhile, label."""
+        key = (collective.kind, collective.bytes, collective.ring_dims, collective.groups)
+        if key not in self._known:
+            axes = mesh_axes_of(collective.groups, self.torus.mesh)
+            label = f"{collective.kind} over {' × '.join(axes) or 'nothing'}"
+            self._known[key] = (*self._exchange(collective), label)
+        return self._known[key]
+
+    def _exchange(self, collective: Collective) -> tuple[float, frozenset[Any]]:
+        if collective.kind == "collective-permute":
+            route = self.torus.route(collective.groups)
+            inside = 2 * collective.bytes / self.bandwidth  # between memories of one chip
+            return max(
+                route.load * collective.bytes / self.link, inside
+            ) + route.hops * self.latency, route.links
+        rings = self.torus.rings(collective.groups)
+        dims = len(self.torus.slice.shape)
+        outside = tuple(ring for ring in rings if ring.axis < dims)
+        size = collective.group_size
+        share = collective.bytes * (size - 1) / max(1, size)
+        inside = 2 * share / self.bandwidth
+        busy = frozenset((ring.axis, way) for ring in outside for way in (1, -1))
+        if not outside:
+            return inside, busy
+        hops = sum(ring.hops for ring in outside)
+        if collective.kind == "all-to-all":
+            slowest = max(ring.size * ring.spacing / (8 if ring.closed else 4) for ring in outside)
+            return max(collective.bytes * slowest / self.link, inside) + hops * self.latency, busy
+        links = sum((2 if ring.closed else 1) / ring.spacing for ring in outside)
+        if 0 < collective.ring_dims < len(outside):
+            # One ring that winds through several axes closes where these have an even number of chips.
+            links = min(links, 2.0 * collective.ring_dims)
+            hops = size // 2
+        once = max(share / (links * self.link), inside) + hops * self.latency
+        return (2 * once if collective.kind == "all-reduce" else once), busy
+
+
+@dataclass
+class _Clock:
+    """A run through the schedule."""
+
+    time: float = 0.0
+    compute: float = 0.0
+    memory: float = 0.0
+    waited: float = 0.0
+    exchanged: float = 0.0
+    parts: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def add(self, label: str, source: str, seconds: float) -> None:
+        self.parts[label, source] = self.parts.get((label, source), 0.0) + seconds
+
+    def repeat(self, other: _Clock, times: int) -> None:
+        self.time += other.time * times
+        self.compute += other.compute * times
+        self.memory += other.memory * times
+        self.waited += other.waited * times
+        self.exchanged += other.exchanged * times
+        for key, seconds in other.parts.items():
+            self.add(*key, seconds * times)
+
+
+def _run(facts: ProgramFacts, rates: _Rates) -> _Clock:
+    try:
+        return _line(facts, facts.schedule, rates)
+    except (IndexError, TypeError) as error:
+        raise PlanError(f"facts of the program contradict themselves: {error}") from error
+
+
+def _line(facts: ProgramFacts, events: Iterable[Any], rates: _Rates) -> _Clock:
+    clock = _Clock()
+    free: dict[Any, float] = {}  # when a link, or the way between memories, is free again
+    ends: dict[tuple[str, int], float] = {}
+    for event in events:
+        kind, index = event[0], event[1]
+        if kind == "loop":
+            clock.repeat(_line(facts, event[2], rates), index)
+        elif kind == "piece":
+            piece = facts.pieces[index]
+            seconds, source = rates.piece(piece)
+            clock.time += seconds
+            if piece.flops:
+                clock.compute += seconds
+                clock.add("matrix products", source, seconds)
+            else:
+                clock.memory += seconds
+                clock.add("other work on the device", source, seconds)
+        elif kind == "kernel":
+            kernel = facts.kernels[index]
+            seconds, source = rates.kernel(kernel)
+            clock.time += seconds
+            clock.compute += seconds
+            clock.add(f"kernel {kernel.name}", source, seconds)
+        elif kind in ("collective", "start"):
+            seconds, links, label = rates.exchange(facts.collectives[index])
+            begins = max([clock.time, *(free.get(link, 0.0) for link in links)])
+            clock.exchanged += seconds
+            for link in links:
+                free[link] = begins + seconds
+            ends["done", index] = begins + seconds
+            if kind == "collective" or rates.worst:
+                _wait(clock, begins + seconds, label)
+        elif kind == "done":
+            _wait(clock, ends.pop(("done", index)), rates.exchange(facts.collectives[index])[2])
+        elif kind == "copy":
+            begins = max(clock.time, free.get("copies", 0.0))
+            free["copies"] = ends["copied", index] = begins + rates.copy(facts.pieces[index])
+        elif kind == "copied":
+            left = max(0.0, ends.pop(("copied", index)) - clock.time)
+            clock.time += left
+            clock.memory += left
+            if left:
+                clock.add("waiting for copies", "roofline", left)
+        else:
+            raise PlanError(f"the schedule of the program has an event {kind!r} that is not known")
+    return clock
+
+
+def _wait(clock: _Clock, until: float, label: str) -> None:
+    left = max(0.0, until - clock.time)
+    clock.time += left
+    clock.waited += left
+    if left:
+        clock.add(label, "links", left)
