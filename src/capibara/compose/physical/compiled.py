@@ -51,6 +51,7 @@ class Program:
         fixed: keys of the inputs that were given their value.
         functions: what blocks carry with them, by the name of the operation.
         left_out: parameters of the logical model that the compiled one does not need.
+        parts: what runs on each device's part of a mesh, and what is left to XLA, as lines of text.
     """
 
     source: str
@@ -63,6 +64,7 @@ class Program:
     fixed: tuple[str, ...] = ()
     functions: dict[str, Any] = field(default_factory=dict)
     left_out: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 _counter = 0
@@ -114,6 +116,10 @@ class CompiledModel:
         if getattr(backend, "mesh", None) is not None:
             mesh = automatic_mesh(backend.mesh)
             namespace["shard"] = lambda x, names: constrain(x, names, mesh, backend.rules)
+            if mesh.size > 1:
+                from capibara.compose.backends.jax_parts import on_parts
+
+                namespace["ops"] = on_parts(namespace["ops"], mesh, backend.rules)
         namespace["registered"] = {**getattr(backend, "registered_ops", {}), **program.functions}
         self.namespace = namespace
         self.function = namespace["forward"]

@@ -42,6 +42,10 @@ def summary(compiled: CompiledModel) -> str:
         lines.append("  ".join([*cells, row[-1].rjust(widths[-1])]).rstrip())
     if compiled.fixed:
         lines.append(f"\nfixed inputs: {', '.join(compiled.fixed)}")
+    if compiled._program.parts:
+        axes = ", ".join(f"{name} {size}" for name, size in compiled.backend.mesh.shape.items())
+        lines.append(f"\nover the mesh ({axes}):")
+        lines += [f"  {line}" for line in compiled._program.parts]
     effects = compiled.effects
     done = [f"{effects[key]} {text}" for key, text in _DONE.items() if effects.get(key)]
     if effects:

@@ -55,7 +55,7 @@ def constrain(
     """Ask the compiler to lay ``x`` out as its logical axes say.
 
     Equivalent JAX: ``jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(names, mesh)))``.
-    Without a mesh it is the identity, so the same code runs on one device.
+    Without a mesh, and inside ``jax.shard_map``, it is the identity, so the same code runs on one device.
 
     Args:
         x: any array. names: a logical axis or mesh axis name (or None) for each dimension of ``x``.
@@ -74,8 +74,9 @@ def constrain(
             f"names={tuple(names)!r} names {len(names)} dimensions, but x has {ndim}: shape {tuple(x.shape)}. "
             "Give one logical axis name (or None) a dimension."
         )
-    mesh = current_mesh() if mesh is None else mesh
-    if mesh is None:
+    around = current_mesh()
+    mesh = around if mesh is None else mesh
+    if mesh is None or (around is not None and around.manual_axes):
         return x
     spec = (rules or AxisRules()).spec(names, mesh, x.shape, kind="activations")
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
