@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from capibara.files import replace_file
-from capibara.plan.compiler.buffers import read_buffers
+from capibara.plan.compiler.buffers import buffers_of_message, read_buffers, read_heap
 from capibara.plan.compiler.job import CompiledProgram, Job, Memory
 from capibara.plan.errors import PlanError
 
@@ -53,9 +53,8 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         lowering = time.perf_counter() - start
     except Exception as error:  # whatever a builder raises is its result
         return CompiledProgram(status="error", message=_words(error), versions=versions)
-    options: dict[str, Any] = dict(job.compiler_options)
-    if job.buffers:
-        options["xla_dump_to"] = str(folder / "dump")
+    dump = folder / "dump"
+    options: dict[str, Any] = {**job.compiler_options, "xla_dump_to": str(dump)}
     start = time.perf_counter()
     known: dict[str, Any] = {
         "versions": versions,
@@ -64,7 +63,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         "lower_seconds": lowering,
     }
     try:
-        compiled = lowered.compile(compiler_options=options or None)
+        compiled = lowered.compile(compiler_options=options)
     except Exception as error:
         text = str(error)
         out_of_memory = "RESOURCE_EXHAUSTED" in text and ("hbm" in text.lower() or "memory" in text.lower())
@@ -72,12 +71,13 @@ def run(job: Job, folder: Path) -> CompiledProgram:
             status="oom" if out_of_memory else "error",
             message=_words(error),
             needed_bytes=_needed(text) if out_of_memory else None,
-            buffers=read_buffers(folder / "dump") if job.buffers else (),
+            buffers=(read_buffers(dump) or buffers_of_message(text)) if job.buffers else (),
             compile_seconds=time.perf_counter() - start,
             **known,
         )
     seconds = time.perf_counter() - start
     analysis = compiled.memory_analysis()
+    heap = read_heap(dump)
     host = sum(
         getattr(analysis, f"host_{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")
     ) - getattr(analysis, "host_alias_size_in_bytes", 0)
@@ -85,7 +85,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,
         aliased=analysis.alias_size_in_bytes,
-        temporaries=analysis.temp_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes if heap is None else heap,
         host=host,
         kinds=workload.bytes_by_kind(),
     )
@@ -94,7 +94,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
     return CompiledProgram(
         status="ok",
         memory=memory,
-        buffers=read_buffers(folder / "dump") if job.buffers else (),
+        buffers=read_buffers(dump) if job.buffers else (),
         compile_seconds=seconds,
         **known,
     )
