@@ -19,7 +19,7 @@ import numpy as np
 
 from capibara.plan.errors import PlanError
 
-__all__ = ["mesh_axes_of", "parse_groups", "parse_pairs"]
+__all__ = ["groups_text", "mesh_axes_of", "parse_groups", "parse_pairs"]
 
 _MOST_DEVICES = 1 << 20
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?$")
@@ -133,6 +133,22 @@ def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
     if any(len(pair) != 2 for pair in pairs) or len(pairs) > _MOST_DEVICES:
         raise PlanError(f"source_target_pairs={text[:80]!r} must be pairs such as {{{{0,1}},{{1,0}}}}")
     return tuple((a, b) for a, b in pairs)
+
+
+def groups_text(head: str, at: int) -> str:
+    """The text of replica groups that begins at ``at`` in an instruction's attributes: its forms hold commas too."""
+    if head.startswith("mesh[", at):
+        found = re.match(r"mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? ?\{[^}]*\}", head[at:])
+        return found[0] if found else head[at : at + 200]
+    if head.startswith("[", at):
+        found = re.match(r"\[[\d,]+\](?:<=\[[\d,]+\](?:T\([\d,]+\))?)?", head[at:])
+        return found[0] if found else head[at : at + 200]
+    depth = 0
+    for position in range(at, len(head)):
+        depth += {"{": 1, "}": -1}.get(head[position], 0)
+        if depth == 0:
+            return head[at : position + 1]
+    return head[at:]
 
 
 def mesh_axes_of(groups: tuple[tuple[int, ...], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:

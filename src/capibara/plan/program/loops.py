@@ -51,6 +51,7 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 }
 _DEPTH = 60
 _STEPS = 20_000
+_BUDGET = 3_000_000
 _MOST_TURNS = 1 << 40
 
 
@@ -60,9 +61,11 @@ class _GaveUpError(Exception):
 
 @dataclass
 class _Reader:
-    """Evaluates integers; a budget of steps bounds the work on hostile text."""
+    """Evaluates integers; the steps of one question and those of the program (``budget``) are limited, because text
+    can be made to ask without end."""
 
     module: Module
+    budget: list[int]
     steps: int = _STEPS
 
     def value(
@@ -70,8 +73,9 @@ class _Reader:
     ) -> int | None:
         """The integer at ``path`` of an instruction's value, or None."""
         self.steps -= 1
+        self.budget[0] -= 1
         instruction = computation.by_name.get(name)
-        if self.steps < 0 or depth > _DEPTH or instruction is None:
+        if self.steps < 0 or self.budget[0] < 0 or depth > _DEPTH or instruction is None:
             return None
 
         def of(operand: int, at: Path = ()) -> int | None:
@@ -166,14 +170,20 @@ class Loop:
       computation: where it stands.
       module: the program.
       outer: integers known of the parameters of ``computation``.
+      budget: steps that are left for all loops of the program, counted down.
     """
 
     def __init__(
-        self, loop: Instruction, computation: Computation, module: Module, outer: Look | None = None
+        self,
+        loop: Instruction,
+        computation: Computation,
+        module: Module,
+        outer: Look | None = None,
+        budget: list[int] | None = None,
     ) -> None:
         self._instruction = loop
         self._computation = computation
-        self._reader = _Reader(module)
+        self._reader = _Reader(module, budget if budget is not None else [_BUDGET])
         self._outer = outer or (lambda _, __: None)
         called = loop.called()
         self.body = module.computations.get((called.get("body") or [""])[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +9,15 @@ from typing import Any
 from capibara.plan.errors import PlanError
 from capibara.plan.program.facts import Collective, Kernel, Piece, ProgramFacts
 from capibara.plan.program.flops import instruction_flops, operand_shape
-from capibara.plan.program.groups import parse_groups, parse_pairs
+from capibara.plan.program.fused import COLLECTIVES, DONES, STARTS, Fused, FusedComputations
+from capibara.plan.program.groups import groups_text, parse_groups, parse_pairs
+from capibara.plan.program.kernels import (
+    NOTES,
+    collective_algorithm,
+    cost_estimate,
+    custom_call_target,
+    kernel_name,
+)
 from capibara.plan.program.loops import Look, Loop
 from capibara.plan.program.text import Computation, Instruction, Module, parse_module
 from capibara.plan.program.traffic import moved_bytes
@@ -32,41 +39,10 @@ _FREE = {
     "domain",
     "get-dimension-size",
 }
-_COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-_STARTS = {f"{kind}-start": kind for kind in _COLLECTIVES}
-_DONES = {f"{kind}-done" for kind in _COLLECTIVES}
-# Custom calls that are notes to the compiler or buffers, not work.
-_NOTES = {
-    "AllocateBuffer",
-    "AllocateHbm",
-    "AssumeGatherIndicesInBound",
-    "ConcatBitcast",
-    "CreateBuffer",
-    "GatherScatterIndicesBitpacked",
-    "PinToDevice",
-    "PinToDeviceSram",
-    "MoveToDevice",
-    "MoveToHost",
-    "SPMDFullToShardShape",
-    "SPMDShardToFullShape",
-    "Sharding",
-    "SliceToDynamic",
-    "PadToStatic",
-    "annotate_device_placement",
-    "xla.sdy.FuncResultSharding",
-}
 _DEPTH = 64
 _MOST_EVENTS = 2_000_000
+_MOST_TRIPS = 10**15
 _CYCLES = re.compile(r'"estimated_cycles":\s*"?(\d{1,18})')
-_TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
 
 
 def read_program(text: str) -> ProgramFacts:
@@ -83,7 +59,7 @@ def read_program(text: str) -> ProgramFacts:
       PlanError: it is not the text of an HLO program, or one beyond reason.
     """
     module = parse_module(text)
-    walk = _Walk(module)
+    walk = _Walk(module, FusedComputations(module))
     events, _ = walk.computation(module.entry, 1, None, 0)
     flops = sum(piece.flops * piece.trips for piece in walk.pieces)
     flops += sum((kernel.flops or 0) * kernel.trips for kernel in walk.kernels)
@@ -106,30 +82,23 @@ def read_program(text: str) -> ProgramFacts:
 
 
 @dataclass
-class _Fused:
-    """What stands inside a fusion, found once."""
-
-    flops: int = 0
-    largest: int = 0
-    dtype: str = ""
-    exchange: tuple[Instruction, Computation] | None = None
-    kernel: Instruction | None = None
-    starts: bool = False
-    ends: bool = False
-    slices: bool = False
-
-
-@dataclass
 class _Walk:
     module: Module
+    fused: FusedComputations
     pieces: list[Piece] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     unknown: dict[str, None] = field(default_factory=dict)
-    events: int = 0
+    left: list[int] = field(default_factory=lambda: [_MOST_EVENTS])
+    loop_steps: list[int] = field(default_factory=lambda: [3_000_000])
     work: list[int] = field(default_factory=lambda: [0, 0, 0])  # cycles, FLOPs, bytes × trips
-    _fused: dict[str, _Fused] = field(default_factory=dict)
     _groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    def spend(self) -> None:
+        """One step of the walk: there is an end to them, however a text calls its computations."""
+        self.left[0] -= 1
+        if self.left[0] < 0:
+            raise PlanError(f"the program has more than {_MOST_EVENTS:,} operations in its schedule")
 
     def note(self, words: str) -> None:
         if len(self.unknown) < 1000:
@@ -141,49 +110,8 @@ class _Walk:
         """Walk one computation that runs ``trips`` times; the events and cycles of one run."""
         if depth > _DEPTH:
             raise PlanError(f"the program's computations call one another more than {_DEPTH} deep")
+        self.spend()
         return _Line(self, computation, trips, outer, depth).run()
-
-    def fused(self, name: str, depth: int = 0) -> _Fused:
-        """Sum up a fused computation and those inside it."""
-        known = self._fused.get(name)
-        if known is not None:
-            return known
-        out = self._fused[name] = _Fused()
-        computation = self.module.computations.get(name)
-        if computation is None or depth > _DEPTH:
-            return out
-        for instruction in computation.instructions:
-            opcode = instruction.opcode
-            if opcode in ("fusion", "call"):
-                called = instruction.called()
-                for target in called.get("calls", []) + called.get("to_apply", []):
-                    self._add(out, self.fused(target, depth + 1))
-            elif opcode in ("convolution", "dot"):
-                flops = instruction_flops(instruction, computation)
-                out.flops += flops
-                if flops > out.largest:
-                    out.largest, out.dtype = flops, operand_shape(instruction, computation, 0).dtype
-            elif opcode in _COLLECTIVES or opcode in _STARTS:
-                out.exchange = (instruction, computation)
-            elif opcode in ("dynamic-slice", "reduce-scatter"):
-                out.slices = True
-            elif opcode == "custom-call":
-                target = custom_call_target(instruction)
-                out.starts |= target == "AsyncCollectiveStart"
-                out.ends |= target == "AsyncCollectiveDone"
-                if target not in _NOTES and not target.startswith("AsyncCollective"):
-                    out.kernel = instruction
-        return out
-
-    @staticmethod
-    def _add(out: _Fused, inner: _Fused) -> None:
-        out.flops += inner.flops
-        if inner.largest > out.largest:
-            out.largest, out.dtype = inner.largest, inner.dtype
-        out.exchange = out.exchange or inner.exchange
-        out.kernel = out.kernel or inner.kernel
-        out.starts |= inner.starts
-        out.ends |= inner.ends
 
     def groups(self, instruction: Instruction) -> tuple[tuple[int, ...], ...]:
         text = instruction.attribute("source_target_pairs")
@@ -191,33 +119,12 @@ class _Walk:
         if not text:
             kind, head = "groups", instruction.head
             at = head.find("replica_groups=")
-            text = _groups_text(head, at + len("replica_groups=")) if at >= 0 else ""
+            text = groups_text(head, at + len("replica_groups=")) if at >= 0 else ""
         key = kind + text
         if key not in self._groups:
             devices = self.module.num_partitions * self.module.replica_count
             self._groups[key] = parse_pairs(text) if kind == "pairs" else parse_groups(text, devices)
         return self._groups[key]
-
-
-def _groups_text(head: str, at: int) -> str:
-    if head.startswith("mesh[", at):
-        found = re.match(r"mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? ?\{[^}]*\}", head[at:])
-        return found[0] if found else head[at : at + 200]
-    if head.startswith("[", at):
-        found = re.match(r"\[[\d,]+\](?:<=\[[\d,]+\](?:T\([\d,]+\))?)?", head[at:])
-        return found[0] if found else head[at : at + 200]
-    depth = 0
-    for position in range(at, len(head)):
-        depth += {"{": 1, "}": -1}.get(head[position], 0)
-        if depth == 0:
-            return head[at : position + 1]
-    return head[at:]
-
-
-def custom_call_target(instruction: Instruction) -> str:
-    """What a custom call calls."""
-    found = _TARGET.search(instruction.head)
-    return found[1] if found else ""
 
 
 class _Line:
@@ -247,9 +154,7 @@ class _Line:
         return tuple(self.out), self.cycles
 
     def event(self, kind: str, index: int) -> None:
-        self.walk.events += 1
-        if self.walk.events > _MOST_EVENTS:
-            raise PlanError(f"the program has more than {_MOST_EVENTS:,} operations in its schedule")
+        self.walk.spend()
         self.out.append((kind, index))
 
     def step(self, instruction: Instruction) -> None:
@@ -265,11 +170,11 @@ class _Line:
             self.async_start(instruction)
         elif opcode == "async-update":
             return
-        elif opcode in _STARTS:
-            self.start(instruction, instruction, self.computation, _STARTS[opcode], instruction.name)
-        elif opcode in _DONES or opcode == "async-done":
+        elif opcode in STARTS:
+            self.start(instruction, instruction, self.computation, STARTS[opcode], instruction.name)
+        elif opcode in DONES or opcode == "async-done":
             self.done(instruction)
-        elif opcode in _COLLECTIVES:
+        elif opcode in COLLECTIVES:
             self.exchange(instruction, instruction, self.computation, opcode)
         elif opcode in ("send", "recv", "send-done", "recv-done"):
             self.walk.note(f"{opcode} {instruction.name}: transfers by send and recv are not counted")
@@ -293,7 +198,7 @@ class _Line:
     # --- control flow
 
     def loop(self, instruction: Instruction) -> None:
-        loop = Loop(instruction, self.computation, self.walk.module, self.outer)
+        loop = Loop(instruction, self.computation, self.walk.module, self.outer, self.walk.loop_steps)
         turns = loop.trips()
         if turns is None:
             self.walk.note(
@@ -303,10 +208,12 @@ class _Line:
             turns = 1
         if loop.body is None or not turns:
             return
+        if self.trips * turns > _MOST_TRIPS:
+            raise PlanError(f"the loop {instruction.name} runs {self.trips * turns:.3g} times, beyond reason")
         events, cycles = self.walk.computation(loop.body, self.trips * turns, loop.constant, self.depth + 1)
         self.cycles += cycles * turns
         if events:
-            self.walk.events += 1
+            self.walk.spend()
             self.out.append(("loop", turns, events))
 
     def inline(self, instruction: Instruction, names: list[str]) -> None:
@@ -325,9 +232,14 @@ class _Line:
             return
         tried = []
         for name in names:
-            branch = _Walk(self.walk.module, _fused=self.walk._fused, _groups=self.walk._groups)
+            branch = _Walk(
+                self.walk.module,
+                self.walk.fused,
+                left=self.walk.left,
+                loop_steps=self.walk.loop_steps,
+                _groups=self.walk._groups,
+            )
             branch.computation(self.walk.module.computations[name], 1, None, self.depth + 1)
-            self.walk.events += branch.events
             tried.append((branch.work, name))
         if len({work for work, _ in tried}) > 1:
             self.walk.note(
@@ -342,7 +254,7 @@ class _Line:
         if inner is None:
             return
         for wrapped in inner.instructions:
-            if wrapped.opcode in _COLLECTIVES:
+            if wrapped.opcode in COLLECTIVES:
                 self.start(instruction, wrapped, inner, wrapped.opcode, instruction.name)
                 return
         self.inline(instruction, [name])
@@ -364,7 +276,7 @@ class _Line:
         for name in inside.operands:
             source = computation.by_name.get(name)
             sent += sum(shape.padded_size for shape in source.shapes) if source is not None else 0
-        algorithm, dims = _algorithm(
+        algorithm, dims = collective_algorithm(
             outside.tail if "collective_algorithm_config" in outside.tail else inside.tail
         )
         self.walk.collectives.append(
@@ -407,12 +319,12 @@ class _Line:
 
     def fusion(self, instruction: Instruction) -> None:
         name = (instruction.called().get("calls") or [""])[0]
-        inside = self.walk.fused(name)
+        inside = self.walk.fused.get(name)
         if inside.exchange is None:
             self.event("piece", self.piece(instruction, inside))
             return
         exchange, computation = inside.exchange
-        kind = _STARTS.get(exchange.opcode, exchange.opcode)
+        kind = STARTS.get(exchange.opcode, exchange.opcode)
         # A collective that goes on beside several fusions stands in all of them, under one channel.
         key = f"{exchange.opcode} {exchange.attribute('channel_id')}"
         works = inside.flops > 0 or _CYCLES.search(instruction.tail) is not None
@@ -428,7 +340,7 @@ class _Line:
             self.exchange(instruction, exchange, computation, kind)
 
     def piece(
-        self, instruction: Instruction, inside: _Fused | None = None, *, asynchronous: bool = False
+        self, instruction: Instruction, inside: Fused | None = None, *, asynchronous: bool = False
     ) -> int:
         found = _CYCLES.search(instruction.rest, instruction.cut)
         cycles = int(found[1]) if found else None
@@ -468,10 +380,10 @@ class _Line:
 
     def custom_call(self, instruction: Instruction) -> None:
         target = custom_call_target(instruction)
-        if target in _NOTES:
+        if target in NOTES:
             return
         moved, _ = moved_bytes(instruction, self.computation, self.walk.module)
-        flops, stated = _cost_estimate(instruction, self.computation)
+        flops, stated = cost_estimate(instruction, self.computation)
         if flops is None:
             self.walk.note(
                 f"the kernel {kernel_name(instruction)} ({target}) states no operations: not in the FLOPs"
@@ -493,45 +405,3 @@ class _Line:
         self.walk.work[1] += (flops or 0) * self.trips
         self.walk.work[2] += kernel.bytes * self.trips
         self.event("kernel", len(self.walk.kernels) - 1)
-
-
-def kernel_name(instruction: Instruction) -> str:
-    """The kernel's own name where the text states it, else the instruction's."""
-    found = re.search(r'kernel_name\s*=\s*"([^"]{1,200})"|"kernel_name":\s*"([^"]{1,200})"', instruction.rest)
-    return (found[1] or found[2]) if found else instruction.name
-
-
-def _cost_estimate(instruction: Instruction, computation: Computation) -> tuple[int | None, int | None]:
-    """(FLOPs, bytes) as a custom call states them itself."""
-    tail = instruction.tail
-    at = tail.find('"cost_estimate"')
-    if at >= 0:
-        flops = re.search(r'"flops":\s*"?(-?\d{1,18})', tail[at : at + 400])
-        moved = re.search(r'"bytes_accessed":\s*"?(-?\d{1,18})', tail[at : at + 400])
-        return (
-            int(flops[1]) if flops and int(flops[1]) >= 0 else None,
-            int(moved[1]) if moved and int(moved[1]) > 0 else None,
-        )
-    gemm = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', tail)
-    if gemm and instruction.operands:  # XLA's calls of matrix libraries on GPUs
-        left = operand_shape(instruction, computation, 0)
-        dims = [int(d) for d in re.findall(r"\d{1,3}", gemm[1])]
-        if all(d < len(left.dims) for d in dims) and instruction.shapes:
-            return 2 * instruction.shapes[0].elements * math.prod(left.dims[d] for d in dims), None
-    return None, None
-
-
-def _algorithm(tail: str) -> tuple[str, int]:
-    """The form of a collective that the compiler chose, and along how many axes of the torus it works."""
-    at = tail.find('"collective_algorithm_config"')
-    if at < 0:
-        return "", 0
-    found = re.search(r'"emitter":"(\w{1,80})"', tail[at:])
-    name = found[1] if found else ""
-    dims = re.match(r"(\d)D", name)
-    if dims:
-        return name, int(dims[1])
-    dims = re.search(r"num_dims:(\d)", tail[at : at + 2000])
-    if dims:
-        return name, int(dims[1])
-    return name, 1 if "SinglePhaseRing" in name or "StrategyRing{" in tail[at : at + 2000] else 0

@@ -20,6 +20,7 @@ __all__ = ["HBM", "HOST", "ArrayShape", "parse_shape"]
 
 HBM = 0
 HOST = 5
+_MOST_ELEMENTS = 1 << 60
 _BITS = {
     "pred": 8,
     "s2": 2,
@@ -109,6 +110,8 @@ def element_bits(dtype: str) -> int:
 @lru_cache(maxsize=200_000)
 def _array(dtype: str, dims_text: str, layout: str | None) -> ArrayShape:
     dims = _integers(dims_text.replace("<=", ""))
+    if math.prod(dims) > _MOST_ELEMENTS:
+        raise PlanError(f"the program's text has an array {dtype}[{dims_text[:60]}], larger than any memory")
     order: tuple[int, ...] = ()
     tile: tuple[int, ...] = ()
     space = HBM
