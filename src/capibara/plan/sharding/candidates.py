@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from capibara.config.axes import AxisRules
@@ -18,7 +18,7 @@ from capibara.plan.sharding.links import Links
 from capibara.plan.sharding.roles import Role
 from capibara.plan.sharding.tree import Leaf
 
-__all__ = ["Candidate", "Setting", "Work", "candidates", "priced"]
+__all__ = ["Candidate", "Setting", "Work", "candidates", "cheapest", "priced"]
 
 # Dimensions that are worked on as one: cutting them would cut inside of a head or a recurrence.
 _WHOLE = {None, "head_dim", "state", "conv", "codes", "layers"}
@@ -209,11 +209,12 @@ def priced(
     )
 
 
-def cheapest(options: Sequence[Candidate], weight: float) -> Candidate:
-    """The candidate with the least seconds + weight · bytes kept; of equal ones that with less bytes."""
-    key: Callable[[Candidate], tuple[float, float]]
-    if math.isinf(weight):
-        key = lambda c: (c.state_bytes, c.seconds)  # noqa: E731
-    else:
-        key = lambda c: (c.seconds + weight * c.state_bytes, c.state_bytes)  # noqa: E731
-    return min(options, key=key)
+def cheapest(options: Sequence[Candidate], weight: float, shy: bool = False) -> Candidate:
+    """The candidate with the least seconds + weight · bytes kept; of equal ones that with less bytes.
+
+    Args:
+      weight: ``math.inf`` for the least bytes. shy: with it, count what is gathered as if it were kept twice.
+    """
+    if not math.isinf(weight):
+        return min(options, key=lambda c: (c.seconds + weight * c.state_bytes, c.state_bytes))
+    return min(options, key=lambda c: (c.state_bytes + 2 * shy * c.working_bytes, c.seconds))

@@ -15,10 +15,19 @@ from capibara.errors import did_you_mean
 from capibara.hardware import Chip, get_chip
 from capibara.plan.errors import DoesNotFitError, PlanError
 from capibara.plan.sharding.candidates import Candidate, Setting, Work, priced
+from capibara.plan.sharding.explaining import assumptions, does_not_fit
 from capibara.plan.sharding.links import Links, links_of
 from capibara.plan.sharding.roles import Role, assign_roles, embed_width
-from capibara.plan.sharding.search import Problem, Solution, memory_of, settings_of, solve
-from capibara.plan.sharding.strategy import Alternative, ArraySharding, ShardingStrategy, bytes_text
+from capibara.plan.sharding.search import (
+    Problem,
+    Solution,
+    batch_by_rules,
+    entries,
+    memory_of,
+    settings_of,
+    solve,
+)
+from capibara.plan.sharding.strategy import Alternative, ArraySharding, ShardingStrategy
 from capibara.plan.sharding.tree import Tree, compiled_of, read_tree
 
 if TYPE_CHECKING:
@@ -137,13 +146,11 @@ def optimize_sharding_strategy(
     problem = _problem(
         tree, shape, links, mesh, device, training, float(optimizer_bytes), compute_dtype, remat, rules
     )  # fmt: skip
-    batches = _batch_choices(problem, mesh)
-    settings = settings_of(problem, batches)
     smallest = target == "memory"
-    solutions = [solve(problem, setting, smallest=smallest) for setting in settings]
+    solutions = [solve(problem, setting, smallest=smallest) for setting in settings_of(problem)]
     fitting = [s for s in solutions if s.memory.total <= problem.limit]
     if not fitting:
-        raise DoesNotFitError(_explained(problem, mesh, solutions, batches))
+        raise DoesNotFitError(does_not_fit(problem, mesh, solutions))
 
     def order(s: Solution) -> tuple[float, float]:
         return (s.memory.total, s.seconds) if smallest else (s.seconds, s.memory.total)
@@ -208,14 +215,6 @@ def _problem(
     return Problem(tree.leaves, tuple(roles), links, work, rules, embed, mesh.memory_limit_bytes)
 
 
-def _batch_choices(problem: Problem, mesh: TPUMeshConfig) -> list[tuple[str, ...]] | None:
-    """With rules the batch lies where they say, as the model's own constraints do; without, anywhere."""
-    if problem.rules is None:
-        return None
-    sizes: Any = SimpleNamespace(shape=dict(problem.links.sizes))
-    return list(_entries(problem.rules.spec(("batch",), sizes, (problem.work.batch,), kind="activations")))
-
-
 def _strategy(
     problem: Problem,
     tree: Tree,
@@ -229,13 +228,13 @@ def _strategy(
 
     arrays = []
     for leaf, role, c in zip(tree.leaves, problem.roles, best.chosen, strict=True):
-        entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in c.layout]
+        spec = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in c.layout]
         arrays.append(
             ArraySharding(
                 path=leaf.name,
                 shape=leaf.shape,
                 dtype=leaf.dtype,
-                spec=PartitionSpec(*entries),
+                spec=PartitionSpec(*spec),
                 kind=role.kind,
                 bytes_total=leaf.bytes,
                 bytes_per_device=c.parameter_bytes,
@@ -259,7 +258,7 @@ def _strategy(
         communication_seconds=best.communication,
         compute_seconds=best.seconds - best.communication,
         bound_seconds=best.seconds if best.bound is None else min(best.bound, best.seconds),
-        assumptions=_assumptions(problem, chip),
+        assumptions=assumptions(problem, chip),
         alternatives=tuple(_alternatives(problem, best, solutions)),
         structure=tree.structure,
     )
@@ -309,115 +308,11 @@ def _by_rules(problem: Problem) -> Solution | None:
     rules = problem.rules or AxisRules()
     mesh: Any = SimpleNamespace(shape=dict(problem.links.sizes))
     wide = [a for a, n in problem.links.sizes.items() if n > 1]
-    batch = _entries(rules.spec(("batch",), mesh, (problem.work.batch,), kind="activations"))[0]
+    batch = batch_by_rules(problem, rules)
     setting = Setting(batch, tuple(a for a in wide if a not in batch and a != "pipeline"))
     chosen = []
     for leaf, role in zip(problem.leaves, problem.roles, strict=True):
-        layout = _entries(rules.spec(leaf.axes or (), mesh, leaf.shape))
+        layout = entries(rules.spec(leaf.axes or (), mesh, leaf.shape))
         cut = next((tuple(a for a in layout[i] if a in setting.tensor) for i in role.inner if layout[i]), ())
         chosen.append(priced(leaf, role, layout, cut, setting, problem.links, problem.work))
     return Solution(setting, tuple(chosen), memory_of(problem, setting, chosen))
-
-
-def _entries(spec: Any) -> tuple[tuple[str, ...], ...]:
-    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
-
-
-def _assumptions(problem: Problem, chip: Chip) -> tuple[str, ...]:
-    work = problem.work
-    said = [
-        f"{work.tokens:,.0f} positions a step, residual stream {problem.embed} wide"
-        + ("" if any(leaf.axes for leaf in problem.leaves) else ", dimensions understood from their sizes"),
-        f"products at the peak of {chip.title} ({work.flops / 1e12:.4g} TFLOP/s), communication at "
-        f"{problem.links.bandwidth / 1e9:.4g} GB/s along a mesh axis, each a closed ring, nothing overlapped",
-        f"activations and gathered parameters of {work.activation_bytes} bytes a number; attention keeps no scores",
-    ]
-    if work.training:
-        kept = "the input of each block, its inside computed again" if work.remat == "full" else "every value"
-        said.append(
-            f"forward, backward and update; gradients in the parameters' dtype, {work.optimizer_bytes:g} bytes of "
-            f"optimiser state a parameter; of activations {kept}; scores of a vocabulary in float32 with their gradient"
-        )
-    else:
-        said.append("forward only; no gradients, no optimiser, no cache of keys and values")
-    if any("expert" in word for leaf in problem.leaves for word in leaf.words):
-        said.append("every expert works on every position")
-    usable = chip.usable_hbm_bytes
-    if usable is not None and problem.limit > usable:
-        said.append(
-            f"the limit of {bytes_text(problem.limit)} is more than the {bytes_text(usable)} that the compiler leaves "
-            f"to programs on {chip.title}"
-        )
-    return tuple(said)
-
-
-def _explained(
-    problem: Problem,
-    mesh: TPUMeshConfig,
-    solutions: Sequence[Solution],
-    batches: list[tuple[str, ...]] | None,
-) -> str:
-    least = min(solutions, key=lambda s: s.memory.total)
-    largest = sorted(zip(problem.leaves, least.chosen, strict=True), key=lambda pair: -pair[1].state_bytes)[
-        :3
-    ]
-    lines = [
-        f"nothing fits {bytes_text(problem.limit)} a device on {mesh.num_devices} devices "
-        f"({'x'.join(map(str, mesh.mesh_shape))}): the smallest layout found takes {least.memory}. The largest arrays, "
-        + ("with gradient and optimiser state: " if problem.work.training else "a device: ")
-        + ", ".join(
-            f"{leaf.name} {list(leaf.shape)} {bytes_text(c.state_bytes)}"
-            for leaf, c in largest
-            if c.state_bytes
-        )
-        + "."
-    ]
-    helps, others = [], []
-    for name, changed in _remedies(problem, mesh):
-        size = min(solve(changed, s, smallest=True).memory.total for s in settings_of(changed, batches))
-        if size <= problem.limit:
-            helps.append(f"{name} ({bytes_text(size)})")
-        elif size < 0.95 * least.memory.total:
-            others.append(f"{name} ({bytes_text(size)})")
-    if helps:
-        lines.append(f"What would make it fit: {'; '.join(helps[:4])}.")
-    elif others:
-        lines.append(f"None of these alone would do: {'; '.join(others[:4])}.")
-    return " ".join(lines)
-
-
-def _remedies(problem: Problem, mesh: TPUMeshConfig) -> list[tuple[str, Problem]]:
-    """What a user could change, mildest first."""
-    work, links = problem.work, problem.links
-    found: list[tuple[str, Problem]] = []
-    if work.training and work.remat == "none":
-        found.append(("remat='full'", replace(problem, work=replace(work, remat="full"))))
-    batch = work.batch
-    while batch % 2 == 0 and batch > 1:
-        batch //= 2
-    for factor in (2, 4, 8):
-        if work.batch % factor == 0:
-            smaller = replace(work, batch=work.batch // factor, tokens=work.tokens / factor)
-            found.append((f"a batch of {work.batch // factor} at a time", replace(problem, work=smaller)))
-    if work.training and work.optimizer_bytes > 4:
-        halved = replace(work, optimizer_bytes=work.optimizer_bytes / 2)
-        found.append(
-            (
-                f"optimiser state of {work.optimizer_bytes / 2:g} bytes a parameter",
-                replace(problem, work=halved),
-            )
-        )
-    if any(leaf.itemsize > 2 for leaf in problem.leaves):
-        narrow = tuple(replace(leaf, itemsize=2, dtype="bfloat16") for leaf in problem.leaves)
-        found.append(("parameters in bfloat16", replace(problem, leaves=narrow)))
-    for factor in (2, 4, 8, 16):
-        for axis in mesh.axis_names:
-            sizes = {**links.sizes, axis: links.sizes[axis] * factor}
-            shape = "x".join(map(str, sizes.values()))
-            found.append(
-                (
-                    f"{mesh.num_devices * factor} devices as {shape}",
-                    replace(problem, links=replace(links, sizes=sizes)),
-                )
-            )
-    return found

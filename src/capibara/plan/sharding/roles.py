@@ -73,6 +73,7 @@ class Role:
       flops: floating-point operations for each token, forward.
       forward_sums, backward_sums: sums over devices of activations of width ``sum_width`` when ``inner`` is cut.
       out_features: numbers that the array makes for each token (of one layer).
+      experts: whether its first dimension counts the experts of a mixture.
     """
 
     kind: str
@@ -86,6 +87,7 @@ class Role:
     backward_sums: float = 0.0
     sum_width: int = 0
     out_features: int = 0
+    experts: bool = False
 
 
 def assign_roles(leaves: Sequence[Leaf], input_shape: tuple[int, ...], embed: int) -> list[Role]:
@@ -93,16 +95,20 @@ def assign_roles(leaves: Sequence[Leaf], input_shape: tuple[int, ...], embed: in
     stacks = _stacks(leaves)
     twins = Counter(_without_numbers(leaf) for leaf in leaves)
     torch_order = _torch_order(leaves, stacks, embed)
+    holders = _holders(leaves)
     roles: list[Role] = []
-    for leaf, stack in zip(leaves, stacks, strict=True):
+    experts = _experts(leaves, stacks, holders, embed)
+    for i, (leaf, stack) in enumerate(zip(leaves, stacks, strict=True)):
         if leaf.axes is None:
-            role = _from_shape(leaf, stack, embed, torch_order)
+            role = _from_shape(leaf, stack, embed, torch_order, i in experts)
         else:
             role = _from_names(leaf)
         layers = 1
         for n in leaf.shape[: role.stack]:
             layers *= n
-        roles.append(replace(role, repeats=layers * twins[_without_numbers(leaf)], group=_group(leaf)))
+        roles.append(
+            replace(role, repeats=layers * twins[_without_numbers(leaf)], group=_group(leaf, holders))
+        )
     roles = _embeddings(leaves, roles, input_shape, embed)
     roles = [_sized(leaf, role, embed) for leaf, role in zip(leaves, roles, strict=True)]
     return _with_sums(leaves, roles, embed)
@@ -153,8 +159,10 @@ def _stacks(leaves: Sequence[Leaf]) -> list[int]:
 def _is_stack(arrays: list[Leaf]) -> bool:
     if len(arrays) < 2 or any(len(a.shape) < 2 for a in arrays):
         return False
-    if any("expert" in word for a in arrays for word in a.words):
-        arrays = [a for a in arrays if not any("expert" in word for word in a.words)] or arrays
+    others = [a for a in arrays if not any("expert" in word.lower() for word in a.words)]
+    if not others and max(len(a.shape) for a in arrays) < 4:
+        return False  # what the leading dimension counts are experts
+    arrays = others or arrays
     leading = {a.shape[0] for a in arrays}
     ranks = {len(a.shape) for a in arrays}
     if len(leading) > 1 or max(ranks) < 3:
@@ -181,7 +189,7 @@ def _named(leaf: Leaf, names: set[str]) -> bool:
     return last in names or any(part in names for part in re.split(r"[_\d]+", last))
 
 
-def _from_shape(leaf: Leaf, stack: int, embed: int, torch_order: bool) -> Role:
+def _from_shape(leaf: Leaf, stack: int, embed: int, torch_order: bool, experts: bool) -> Role:
     shape = leaf.shape[stack:]
     if len(shape) < 2:
         cuttable = tuple(range(stack, len(leaf.shape))) if shape and shape[0] != embed else ()
@@ -196,6 +204,10 @@ def _from_shape(leaf: Leaf, stack: int, embed: int, torch_order: bool) -> Role:
         out = _named(leaf, _OUT_OF_BLOCK) and not _named(leaf, _INTO_BLOCK)
         at = places[-1] if out != torch_order else places[0]
     others = [i for i in range(len(shape)) if i != at]
+    if experts:
+        rest = sorted((i for i in others if i), key=lambda i: (-shape[i], i))
+        inner = tuple(stack + i for i in (0, *rest))
+        return Role("matrix", stack, embed=stack + at, inner=inner, experts=True)
     # Heads come before the features of a head, whichever side the embed dimension is on.
     split_heads = len(shape) == 3 and at in (0, 2)
     inner = others[:1] if split_heads else sorted(others, key=lambda i: (-shape[i], i))
@@ -209,7 +221,8 @@ def _from_names(leaf: Leaf) -> Role:
     never = {None, "embed", "layers", "head_dim", "state", "conv", "codes", "batch", "sequence"}
     inner = tuple(i for i, name in enumerate(names) if name not in never)
     embed = names.index("embed") if "embed" in names else None
-    return Role("vector" if rank < 2 else "matrix", stack, embed=embed, inner=inner)
+    kind = "vector" if rank < 2 else "matrix"
+    return Role(kind, stack, embed=embed, inner=inner, experts="experts" in names)
 
 
 def _embeddings(
@@ -218,6 +231,9 @@ def _embeddings(
     """Which matrices are tables of tokens: they are looked up in, or score, or both."""
     found = list(roles)
     lookups, heads = [], []
+    # Where blocks repeat, what stands once at their ends and is not as wide as the input is a table of tokens.
+    blocks = any(role.kind == "matrix" and role.repeats > 1 for role in roles)
+    of_tokens = blocks and len(input_shape) == 2
     for i, (leaf, role) in enumerate(zip(leaves, roles, strict=True)):
         if role.kind != "matrix" or role.embed is None or len(leaf.shape) - role.stack != 2:
             continue
@@ -229,8 +245,11 @@ def _embeddings(
             is_lookup = vocabulary and not is_head
         else:
             alone = role.repeats == 1
-            is_head = alone and bool(words & _HEAD)
-            is_lookup = alone and not is_head and bool(words & _EMBEDDING)
+            at_end = role.embed == len(leaf.shape) - 1
+            width = leaf.shape[role.inner[0]]
+            table = of_tokens and alone and width not in (embed, input_shape[-1])
+            is_head = alone and (bool(words & _HEAD) or (table and not at_end and not words & _EMBEDDING))
+            is_lookup = alone and not is_head and (bool(words & _EMBEDDING) or (table and at_end))
         if is_head:
             heads.append(i)
         elif is_lookup:
@@ -289,8 +308,37 @@ def _without_numbers(leaf: Leaf) -> tuple[str, ...]:
     return tuple(re.sub(r"\d+", "#", word) for word in leaf.words)
 
 
-def _group(leaf: Leaf) -> tuple[str, ...]:
-    words = list(leaf.words)
-    if len(words) > 1 and words[-1].lower() in _GENERIC:
-        words.pop()
-    return tuple(words[:-1])
+def _experts(
+    leaves: Sequence[Leaf], stacks: Sequence[int], holders: set[tuple[str, ...]], embed: int
+) -> set[int]:
+    """Arrays whose first dimension counts experts: three-dimensional ones, side by side, both into and out of a block.
+
+    Heads do not look so: theirs is the second dimension on the way in, and the first on the way out.
+    """
+    beside: dict[tuple[str, ...], list[int]] = {}
+    for i, (leaf, stack) in enumerate(zip(leaves, stacks, strict=True)):
+        shape = leaf.shape[stack:]
+        if leaf.axes is None and len(shape) == 3 and shape[0] != embed and embed in shape[1:]:
+            beside.setdefault(_group(leaf, holders), []).append(i)
+    found: set[int] = set()
+    for members in beside.values():
+        shapes = [leaves[i].shape[stacks[i] :] for i in members]
+        named = any("expert" in word.lower() for i in members for word in leaves[i].words)
+        both = any(s[1] == embed for s in shapes) and any(s[2] == embed for s in shapes)
+        if len({s[0] for s in shapes}) == 1 and (named or both):
+            found.update(members)
+    return found
+
+
+def _holders(leaves: Sequence[Leaf]) -> set[tuple[str, ...]]:
+    """Paths of single layers: what is in them is called ``weight``, ``bias`` and the like."""
+    children: dict[tuple[str, ...], list[str]] = {}
+    for leaf in leaves:
+        children.setdefault(leaf.words[:-1], []).append(leaf.words[-1].lower())
+    return {path for path, names in children.items() if path and set(names) <= _GENERIC}
+
+
+def _group(leaf: Leaf, holders: set[tuple[str, ...]]) -> tuple[str, ...]:
+    """The path of the block that a layer is in."""
+    layer = leaf.words[:-1] if leaf.words[:-1] in holders else leaf.words
+    return layer[:-1]

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 from capibara.config.axes import AxisRules
 from capibara.plan.sharding.candidates import Candidate, Setting, Work, candidates, cheapest
@@ -22,7 +24,7 @@ from capibara.plan.sharding.roles import Role
 from capibara.plan.sharding.strategy import MemoryUse
 from capibara.plan.sharding.tree import Leaf
 
-__all__ = ["Problem", "Solution", "memory_of", "settings_of", "solve"]
+__all__ = ["Problem", "Solution", "batch_by_rules", "entries", "memory_of", "settings_of", "solve"]
 
 Mode = tuple[str, ...]
 _STEPS = 60
@@ -64,19 +66,34 @@ class Solution:
         return sum(c.communication for c in self.chosen)
 
 
-def settings_of(problem: Problem, batch_choices: Sequence[Mode] | None = None) -> list[Setting]:
+def settings_of(problem: Problem) -> list[Setting]:
     """Every way of splitting the batch into equal parts over mesh axes.
 
-    Axes called ``data`` or ``fsdp`` split it wherever they can: that is what they are there for.
+    Axes called ``data`` or ``fsdp`` split it wherever they can: that is what they are there for. With rules the batch
+    lies where they say, as the model's own constraints do.
     """
-    wide = [a for a, n in problem.links.sizes.items() if n > 1 and a != "pipeline"]
-    if batch_choices is None:
-        batch_choices = [c for k in range(len(wide) + 1) for c in itertools.combinations(wide, k)]
-        batch_choices = [c for c in batch_choices if problem.work.batch % problem.links.ways(c) == 0]
-        meant = [{"data", "fsdp"} & set(c) for c in batch_choices]
-        most = max(len(m) for m in meant)
-        batch_choices = [c for c, m in zip(batch_choices, meant, strict=True) if len(m) == most]
-    return [Setting(tuple(b), tuple(a for a in wide if a not in b)) for b in batch_choices]
+    sizes = problem.links.sizes
+    wide = [a for a, n in sizes.items() if n > 1 and a != "pipeline"]
+    if problem.rules is not None:
+        choices = [batch_by_rules(problem, problem.rules)]
+    else:
+        choices = [c for k in range(len(wide) + 1) for c in itertools.combinations(wide, k)]
+        choices = [c for c in choices if problem.work.batch % problem.links.ways(c) == 0]
+        meant = [len({"data", "fsdp"} & set(c)) for c in choices]
+        choices = [c for c, m in zip(choices, meant, strict=True) if m == max(meant)]
+    return [Setting(b, tuple(a for a in wide if a not in b)) for b in choices]
+
+
+def batch_by_rules(problem: Problem, rules: AxisRules) -> tuple[str, ...]:
+    """The mesh axes that rules lay the batch over."""
+    mesh: Any = SimpleNamespace(shape=dict(problem.links.sizes))
+    (entry,) = rules.spec(("batch",), mesh, (problem.work.batch,), kind="activations")
+    return entries((entry,))[0]
+
+
+def entries(spec: Iterable[Any]) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each dimension of a ``PartitionSpec``."""
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
 
 
 def memory_of(problem: Problem, setting: Setting, chosen: Sequence[Candidate]) -> MemoryUse:
@@ -143,7 +160,7 @@ class _Options:
             key = tuple(id(self.of[i, self.modes[-1]]) for i in members)
             self.classes.setdefault(key, []).append(members)
 
-    def at(self, weight: float, modes: Sequence[Mode]) -> tuple[list[Candidate], float]:
+    def at(self, weight: float, modes: Sequence[Mode], shy: bool = False) -> tuple[list[Candidate], float]:
         """What everyone takes when a byte costs ``weight`` seconds, and the sum of seconds + weight · bytes."""
         chosen: dict[int, Candidate] = {}
         total = 0.0
@@ -151,9 +168,9 @@ class _Options:
             members = alike[0]
             best: tuple[tuple[float, float], list[Candidate]] | None = None
             for mode in modes:
-                picked = [cheapest(self.of[i, mode], weight) for i in members]
+                picked = [cheapest(self.of[i, mode], weight, shy) for i in members]
                 seconds = sum(c.seconds for c in picked)
-                size = sum(c.state_bytes for c in picked)
+                size = sum(c.state_bytes + 2 * shy * c.working_bytes for c in picked)
                 key = (size, seconds) if math.isinf(weight) else (seconds + weight * size, size)
                 if best is None or key < best[0]:
                     best = (key, picked)
@@ -165,12 +182,18 @@ class _Options:
 
 
 def _undominated(options: list[Candidate]) -> list[Candidate]:
-    """Without those that another one beats in both bytes and seconds."""
-    kept: list[Candidate] = []
-    for c in sorted(options, key=lambda c: (c.state_bytes, c.seconds)):
-        if not kept or c.seconds < kept[-1].seconds:
-            kept.append(c)
-    return kept
+    """Without those that another one beats in bytes, seconds and what is gathered."""
+    return [
+        c
+        for c in options
+        if not any(
+            o.state_bytes <= c.state_bytes
+            and o.seconds <= c.seconds
+            and o.working_bytes <= c.working_bytes
+            and (o.state_bytes, o.seconds, o.working_bytes) != (c.state_bytes, c.seconds, c.working_bytes)
+            for o in options
+        )
+    ]
 
 
 def solve(
@@ -192,11 +215,11 @@ def solve(
     found: list[Solution] = []
     for modes in policies:
 
-        def at(weight: float, modes: list[Mode] = modes) -> tuple[Solution, float]:
-            chosen, total = options.at(weight, modes)
+        def at(weight: float, shy: bool = False, modes: list[Mode] = modes) -> tuple[Solution, float]:
+            chosen, total = options.at(weight, modes, shy)
             return Solution(setting, tuple(chosen), memory_of(problem, setting, chosen)), total
 
-        least, _ = at(math.inf)
+        least = min((at(math.inf, shy)[0] for shy in (False, True)), key=lambda s: s.memory.total)
         if smallest or least.memory.total > problem.limit:
             found.append(least)
             continue
