@@ -101,6 +101,17 @@ class Range:
     def live(self, i: Any, step: Any) -> Any:
         return self.first(i) + step <= self.last(i)
 
+    def pairs(self, blocks: int) -> int:
+        """How many pairs of blocks are live, for ``blocks`` of size ``outer``."""
+        count = 0
+        for i in range(blocks):
+            first = 0 if self.back is None else max(i * self.outer - self.back, 0) // self.inner
+            last = self.total - 1
+            if self.ahead is not None:
+                last = min(((i + 1) * self.outer - 1 + self.ahead) // self.inner, last)
+            count += max(0, last - first + 1)
+        return count
+
 
 def bend(plan: Plan, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """The scores scaled and soft-capped, and the cap's slope."""

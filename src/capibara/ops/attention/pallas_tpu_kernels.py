@@ -165,6 +165,18 @@ def _key_value_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> No
         value_grad[...] = value_acc[...].astype(value_grad.dtype)
 
 
+def _cost(plan: Plan, calls: int, pairs: int, products: int, moved: int) -> pl.CostEstimate:
+    """What a kernel says it costs, for compilers and planners: the pairs of blocks that it multiplies and fetches.
+
+    Args:
+      calls: batches and heads, each with ``pairs`` pairs of blocks.
+      products: sum of the third sizes of the matrix products of a pair.
+      moved: bytes from and to memory of one call.
+    """
+    scores = calls * pairs * plan.rows * plan.keys
+    return pl.CostEstimate(flops=2 * scores * products, transcendentals=scores, bytes_accessed=calls * moved)
+
+
 def _call(
     kernel: Callable[..., None], plan: Plan, grid: tuple[int, ...], ordered: int, **options: Any
 ) -> Any:
@@ -220,6 +232,18 @@ def output(plan: Plan, query: Any, key: Any, value: Any, *ids: Any) -> tuple[jax
             ((*query.shape[:3], 1, query.shape[3]), jnp.float32),
         ),
         scratch_shapes=scratch,
+        cost_estimate=_cost(
+            plan,
+            batch * heads * group,
+            reach.pairs(row_blocks),
+            dim + value_dim,
+            row_blocks
+            * plan.rows
+            * (query.dtype.itemsize * dim + jnp.dtype(plan.dtype).itemsize * value_dim + 4)
+            + reach.pairs(row_blocks)
+            * plan.keys
+            * (key.dtype.itemsize * dim + value.dtype.itemsize * value_dim),
+        ),
     )(query, key, value, *ids)
 
 
@@ -261,6 +285,22 @@ def query_gradient(
         out_specs=of_rows(dim),
         out_shape=results((query, key, value, out_grad, *ids), (query.shape, plan.dtype))[0],
         scratch_shapes=scratch,
+        cost_estimate=_cost(
+            plan,
+            batch * heads * group,
+            reach.pairs(row_blocks),
+            2 * dim + value_dim,
+            row_blocks
+            * plan.rows
+            * (
+                (query.dtype.itemsize + jnp.dtype(plan.dtype).itemsize) * dim
+                + out_grad.dtype.itemsize * value_dim
+                + 8
+            )
+            + reach.pairs(row_blocks)
+            * plan.keys
+            * (key.dtype.itemsize * dim + value.dtype.itemsize * value_dim),
+        ),
     )(query, key, value, out_grad, stat, delta, *ids)
 
 
@@ -306,4 +346,15 @@ def key_value_gradients(
             (query, key, value, out_grad, *ids), (key.shape, plan.dtype), (value.shape, plan.dtype)
         ),
         scratch_shapes=scratch,
+        cost_estimate=_cost(
+            plan,
+            batch * heads,
+            group * reach.pairs(key_blocks),
+            2 * (dim + value_dim),
+            key_blocks * plan.keys * (key.dtype.itemsize + jnp.dtype(plan.dtype).itemsize) * (dim + value_dim)
+            + group
+            * reach.pairs(key_blocks)
+            * plan.rows
+            * (query.dtype.itemsize * dim + out_grad.dtype.itemsize * value_dim + 8),
+        ),
     )(query, key, value, out_grad, stat, delta, *ids)
