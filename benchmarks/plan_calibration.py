@@ -1,0 +1,270 @@
+"""Step times that the planner predicts, against those that MaxText published for the same models on TPU slices.
+
+Every row of ``_maxtext/rows.toml`` is compiled for its slice by the real TPU compiler (no TPU is needed; about 1.5
+minutes of one core each the first time, kept in ``~/.cache/capibara/calibration``), read and timed as a plan's step is.
+*Raw* has no constant fitted to anything. *Fitted* has three: what a predicted second of XLA's work, of kernels and of
+exchanges that nothing hides takes in truth. *Left out*: each row with constants from the other rows.
+
+``ratio`` is predicted over published, raw: 1 is right. Run in the repository's root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._maxtext.fit import fit, leave_one_out, median_error
+from benchmarks._maxtext.rows import PublishedRow, load_rows
+
+__all__ = ["CONSTANTS", "Calibration", "Prediction", "calibrate", "run"]
+
+CONSTANTS = ("work", "kernels", "exchanges")
+MARKS = ("<!-- table: begin -->", "<!-- table: end -->")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One row as the planner sees it.
+
+    Attributes:
+      row: what was published.
+      seconds: predicted, nothing fitted; ``low`` and ``high`` are the planner's own range.
+      parts: seconds of XLA's work, of kernels, of exchanges that nothing hides: what :data:`CONSTANTS` multiply.
+      hidden: seconds of exchanges beside work.
+      hbm_bytes: of one chip, from the compiler. usable_bytes: what it lets a program have.
+    """
+
+    row: PublishedRow
+    seconds: float
+    low: float
+    high: float
+    parts: tuple[float, float, float]
+    hidden: float
+    hbm_bytes: int
+    usable_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the chip's memory holds it."""
+        return self.hbm_bytes <= self.usable_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """All rows together.
+
+    Attributes:
+      predictions: one a row, in the order of the rows.
+      constants: fitted to all rows, by the names in :data:`CONSTANTS`.
+      fitted, left_out: seconds a row, with these constants and with those of the other rows.
+    """
+
+    predictions: tuple[Prediction, ...]
+    constants: dict[str, float]
+    fitted: tuple[float, ...]
+    left_out: tuple[float, ...]
+
+    @property
+    def published(self) -> list[float]:
+        """Seconds a row."""
+        return [p.row.seconds for p in self.predictions]
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Median relative errors."""
+        raw = [p.seconds for p in self.predictions]
+        sides = {"raw": raw, "fitted": self.fitted, "left out": self.left_out}
+        return {name: median_error(side, self.published) for name, side in sides.items()}
+
+    def to_markdown(self) -> str:
+        """The table and what it comes to."""
+        head = (
+            "row",
+            "chips",
+            "published",
+            "raw",
+            "error",
+            "range",
+            "fitted",
+            "left out",
+            "GiB a chip",
+            "of",
+        )
+        lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+        for p, fitted, left_out in zip(self.predictions, self.fitted, self.left_out, strict=True):
+            published = p.row.seconds
+
+            def error(seconds: float, published: float = published) -> str:
+                return f"{seconds / published - 1:+.1%}"
+
+            cells = (
+                p.row.name,
+                f"{p.row.num_devices}",
+                f"{published:.2f} s",
+                f"{p.seconds:.2f} s",
+                error(p.seconds),
+                f"{p.low:.1f}–{p.high:.1f} s",
+                error(fitted),
+                error(left_out),
+                f"{p.hbm_bytes / 2**30:.1f}",
+                f"{p.usable_bytes / 2**30:.1f}" + ("" if p.fits else " (does not fit)"),
+            )
+            lines.append("| " + " | ".join(cells) + " |")
+        medians = ", ".join(f"{name} {value:.1%}" for name, value in self.errors.items())
+        constants = ", ".join(f"{name} {value:.3f}" for name, value in self.constants.items())
+        return "\n".join([*lines, "", f"Median error: {medians}. Constants: {constants}."])
+
+    def draw(self, path: Path) -> None:
+        """A picture of predicted over published step times."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(6.4, 6.0), layout="constrained")
+        ends = np.array([min(self.published) / 1.4, max(self.published) * 1.4])
+        axes.fill_between(ends, ends * 0.9, ends * 1.1, color="0.9", label="within 10 %")
+        axes.plot(ends, ends, color="0.5", linewidth=1)
+        for generation, colour in (("v4", "tab:green"), ("v5e", "tab:orange"), ("v5p", "tab:blue")):
+            chosen = [i for i, p in enumerate(self.predictions) if p.row.generation == generation]
+            x = [self.published[i] for i in chosen]
+            axes.plot(
+                x,
+                [self.predictions[i].seconds for i in chosen],
+                "o",
+                color=colour,
+                label=f"{generation}, raw",
+            )
+            axes.plot(
+                x,
+                [self.left_out[i] for i in chosen],
+                "x",
+                color=colour,
+                label=f"{generation}, constants from the other rows",
+            )
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        ticks = [t for t in (5, 10, 20, 50, 100, 200) if ends[0] < t < ends[1]]
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(ticks, [str(t) for t in ticks])
+            axis.set_ticks([], minor=True)
+        axes.set(xlabel="published step time, seconds", ylabel="predicted step time, seconds")
+        axes.legend(frameon=False, fontsize="small")
+        figure.savefig(path, dpi=130, metadata={"Software": None})
+        plt.close(figure)
+
+
+def predict(row: PublishedRow, program: Any) -> Prediction:
+    """What the planner says of a compiled row (a ``capibara.plan.compiler.CompiledProgram``)."""
+    from benchmarks._maxtext.kernels import state_kernels
+    from capibara.plan.program import read_program
+    from capibara.plan.slices import parse_slice
+    from capibara.plan.time import predict_step
+
+    target = parse_slice(row.topology)
+    facts = state_kernels(read_program(program.text), row.decoder)
+    time = predict_step(facts, target, row.mesh, places=program.coordinates)
+    kernels = sum(part.seconds for part in time.parts if part.label.startswith("kernel "))
+    return Prediction(
+        row=row,
+        seconds=time.seconds,
+        low=time.low,
+        high=time.high,
+        parts=(time.compute + time.memory - kernels, kernels, time.communication),
+        hidden=time.hidden,
+        hbm_bytes=program.memory.total,
+        usable_bytes=target.usable_hbm_bytes,
+    )
+
+
+def calibrate(predictions: Sequence[Prediction]) -> Calibration:
+    """Fit the constants.
+
+    Raises:
+      ValueError: fewer than four predictions: leaving one out must leave as many as there are constants.
+    """
+    if len(predictions) <= len(CONSTANTS):
+        raise ValueError(f"{len(predictions)} predictions, expected at least {len(CONSTANTS) + 1}")
+    parts = np.array([p.parts for p in predictions])
+    published = np.array([p.row.seconds for p in predictions])
+    constants = fit(parts, published)
+    return Calibration(
+        predictions=tuple(predictions),
+        constants=dict(zip(CONSTANTS, map(float, constants), strict=True)),
+        fitted=tuple(map(float, parts @ constants)),
+        left_out=tuple(map(float, leave_one_out(parts, published))),
+    )
+
+
+def predict_rows(tell: Callable[[str], None]) -> list[Prediction]:
+    """All rows, compiled or found in the cache.
+
+    Raises:
+      RuntimeError: a row did not compile; none is left out.
+    """
+    from benchmarks._maxtext.programs import compile_rows
+
+    rows = load_rows()
+    found = {}
+    for row, program in compile_rows(rows):
+        if not program.fits:
+            raise RuntimeError(f"{row.name} did not compile: {program}")
+        found[row.name] = predict(row, program)
+        tell(
+            f"{len(found)} of {len(rows)}: {row.name} {found[row.name].seconds:.2f} s, published {row.seconds:.2f} s"
+        )
+    return [found[row.name] for row in rows]
+
+
+def run() -> list[dict[str, Any]]:
+    """Rows whose ratio is the predicted step time over the published one."""
+    result = calibrate(predict_rows(lambda words: print(words, file=sys.stderr, flush=True)))
+    print(result.to_markdown())
+    return [
+        {
+            "what": p.row.name,
+            "shape": f"{p.row.topology}, {p.row.tokens} tokens a chip",
+            "peer": "published by MaxText",
+            "ratio": p.seconds / p.row.seconds,
+            "published_seconds": p.row.seconds,
+            "predicted_seconds": p.seconds,
+            "fitted_seconds": fitted,
+            "left_out_seconds": left_out,
+            "hbm_gib": p.hbm_bytes / 2**30,
+        }
+        for p, fitted, left_out in zip(result.predictions, result.fitted, result.left_out, strict=True)
+    ]
+
+
+def write_page(result: Calibration, page: Path) -> None:
+    """Put the table into a page between its marks, and the picture beside it.
+
+    Raises:
+      ValueError: the page lacks the marks.
+    """
+    from capibara.files import replace_file
+
+    text = page.read_text(encoding="utf-8")
+    if not all(text.count(mark) == 1 for mark in MARKS):
+        raise ValueError(f"{page}: expected {MARKS[0]} and {MARKS[1]}, once each")
+    before, rest = text.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    replace_file(page, f"{before}{MARKS[0]}\n\n{result.to_markdown()}\n\n{MARKS[1]}{after}")
+    result.draw(page.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description="Print the table; write it into a page of the documentation."
+    )
+    parser.add_argument("--page", type=Path, help="such as docs/calibration.md")
+    given = parser.parse_args()
+    calibration = calibrate(predict_rows(lambda words: print(words, file=sys.stderr, flush=True)))
+    print(calibration.to_markdown())
+    if given.page:
+        write_page(calibration, given.page)
