@@ -76,9 +76,10 @@ class TpuCostOptimizer:
             )
         self.cost_model = cost_model
         self.chips: tuple[str, ...] = models[cost_model]
+        self._prices: dict[str, Price] = {}
 
     def price(self, chip: str | Chip) -> Price:
-        """The price of a chip in this optimiser's region and term.
+        """The price of a chip in this optimiser's region and term; looked up once.
 
         Raises:
           PlanError: the chip is not of the cost model. UnknownPriceError: no such price is known.
@@ -88,7 +89,9 @@ class TpuCostOptimizer:
             raise PlanError(
                 f"{name} is not in cost_model={self.cost_model!r} ({', '.join(self.chips)}); {_ALL!r} has all TPUs"
             )
-        return get_price(name, region=self.region, term=self.term, path=self.prices)
+        if name not in self._prices:
+            self._prices[name] = get_price(name, region=self.region, term=self.term, path=self.prices)
+        return self._prices[name]
 
     # ---- plans --------------------------------------------------------------------------------------------
 
