@@ -129,7 +129,7 @@ class Made:
     chip: str = "v4"
     num_chips: int = 16
     step_seconds: float = 1.0
-    tokens_per_step: float = 1e6
+    tokens_per_step: float | None = 1e6
     fits: bool = True
 
 
@@ -149,6 +149,13 @@ def test_each_target_takes_its_plan(prices: Path, target: Any, expected: Made) -
     assert chosen.candidate is expected
     assert [c.name for c in chosen.considered][-1] == "cramped"
     assert "does not fit the memory" in str(chosen)
+
+
+def test_steps_that_are_not_of_tokens(prices: Path) -> None:
+    plans = [replace(p, tokens_per_step=None) for p in (SMALL, WIDE, BEST)]
+    for target, expected in (("cost_efficiency", "best"), ("speed", "wide"), ("lowest_price", "small")):
+        optimizer = TpuCostOptimizer(100.0, optimization_target=target, prices=prices)  # pyright: ignore
+        assert optimizer.choose(plans).best.name == expected
 
 
 def test_the_figures_of_a_plan(prices: Path) -> None:
@@ -195,8 +202,8 @@ def test_chips_of_another_cost_model_are_refused(prices: Path) -> None:
 def test_nothing_else_is_better(rows: list[tuple[int, float, float]]) -> None:
     plans = [Made(str(i), "v4", n, s, t) for i, (n, s, t) in enumerate(rows)]
     for target, figure in (
-        ("cost_efficiency", lambda p: p.num_chips * p.step_seconds / p.tokens_per_step),
-        ("speed", lambda p: -p.tokens_per_step / p.step_seconds),
+        ("cost_efficiency", lambda p: p.num_chips * p.step_seconds / (p.tokens_per_step or 1)),
+        ("speed", lambda p: -(p.tokens_per_step or 0) / p.step_seconds),
         ("lowest_price", lambda p: p.num_chips),
     ):
         optimizer = TpuCostOptimizer(1e6, optimization_target=target)  # pyright: ignore[reportArgumentType]
@@ -208,10 +215,12 @@ def test_nothing_else_is_better(rows: list[tuple[int, float, float]]) -> None:
     ("plans", "limits", "match"),
     [
         ([], {}, "no plan to choose from"),
-        ([object()], {}, r"candidates\[0\] is a object without 'chip'"),
+        ([object()], {}, r"candidates\[0\] is a object without 'num_chips'"),
         ([replace(BEST, num_chips=0)], {}, "num_chips=0"),
         ([replace(BEST, step_seconds=-1.0)], {}, "step_seconds=-1.0"),
         ([BEST], {"max_hours": 2.0}, "total_tokens"),
+        ([BEST, replace(WIDE, tokens_per_step=None)], {}, "same kind"),
+        ([replace(BEST, tokens_per_step=None)], {"total_tokens": 1e9}, "tokens_per_step is None"),
         ([BEST], {"max_step_seconds": 0}, "max_step_seconds=0"),
     ],
 )

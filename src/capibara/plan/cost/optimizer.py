@@ -108,7 +108,8 @@ class TpuCostOptimizer:
 
         Args:
           candidates: plans, or anything with ``chip`` (a name or a ``hardware.Chip``), ``num_chips``,
-            ``step_seconds``, ``tokens_per_step`` and ``fits``; with a ``name``, that is what it is called.
+            ``step_seconds``, ``tokens_per_step`` and ``fits``; with a ``name``, that is what it is called. Where
+            ``tokens_per_step`` is None in all of them, their steps are taken to do the same work.
           total_tokens: of the whole job. max_hours, max_cost: its longest time and highest price (need
             ``total_tokens``).
           max_step_seconds: the longest step.
@@ -132,36 +133,56 @@ class TpuCostOptimizer:
         if not listed:
             raise PlanError("candidates: there is no plan to choose from")
         priced = [self._plan(i, each, total_tokens) for i, each in enumerate(listed)]
+        counted = {c.tokens_per_second is not None for c in priced if c.refused is None}
+        if len(counted) > 1:
+            raise PlanError(
+                "candidates: some have tokens_per_step and some have none: only steps of the same kind can be compared"
+            )
         checked = [self._limited(c, max_hours, max_step_seconds, max_cost) for c in priced]
         return self._chosen(checked, _PLAN_ORDER[self.optimization_target], "plan")
 
     def _plan(self, number: int, plan: Any, total_tokens: float | None) -> Considered:
-        figures: dict[str, Any] = {}
-        for key in ("chip", "num_chips", "step_seconds", "tokens_per_step", "fits"):
-            if not hasattr(plan, key):
-                raise PlanError(
-                    f"candidates[{number}] is a {type(plan).__name__} without {key!r}: a plan has chip, num_chips, "
-                    "step_seconds, tokens_per_step and fits"
-                )
-            figures[key] = getattr(plan, key)
         where = f"candidates[{number}]"
-        chips = figures["num_chips"]
+
+        def figure(key: str) -> Any:
+            try:
+                return getattr(plan, key)
+            except AttributeError:
+                raise PlanError(
+                    f"{where} is a {type(plan).__name__} without {key!r}: a plan has chip, num_chips, step_seconds, "
+                    "tokens_per_step and fits"
+                ) from None
+
+        chips = figure("num_chips")
         if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
             raise PlanError(f"{where}: num_chips={chips!r}, expected a whole number of at least 1")
-        chip = get_chip(figures["chip"]).name.removesuffix("-core")
-        name = str(getattr(plan, "name", None) or f"{chips} × {chip} (plan {number})")
-        if not figures["fits"]:
+        chip = get_chip(figure("chip")).name.removesuffix("-core")
+        name = (
+            getattr(plan, "name", None)
+            or getattr(plan, "target", None)
+            or f"{chips} × {chip} (plan {number})"
+        )
+        name = str(name)
+        if not figure("fits"):
             return Considered(plan, name, chip, chips, refused="does not fit the memory")
         seconds = checked_number(
-            f"{where}: step_seconds", figures["step_seconds"], positive=True, unit="seconds"
+            f"{where}: step_seconds", figure("step_seconds"), positive=True, unit="seconds"
         )
-        tokens = checked_number(f"{where}: tokens_per_step", figures["tokens_per_step"], positive=True)
+        tokens = figure("tokens_per_step")
+        if tokens is not None:
+            tokens = checked_number(f"{where}: tokens_per_step", tokens, positive=True)
         try:
             price = self.price(chip)
         except (PlanError, UnknownPriceError) as error:
             return Considered(plan, name, chip, chips, step_seconds=seconds, refused=str(error))
         per_step = price.cost(chips, seconds / 3600)
-        hours = None if total_tokens is None else total_tokens / tokens * seconds / 3600
+        hours = None
+        if total_tokens is not None:
+            if tokens is None:
+                raise PlanError(
+                    f"{where}: tokens_per_step is None, so that total_tokens says nothing of its hours"
+                )
+            hours = total_tokens / tokens * seconds / 3600
         return Considered(
             plan,
             name,
@@ -171,9 +192,9 @@ class TpuCostOptimizer:
             hours=hours,
             dollars=None if hours is None else price.cost(chips, hours),
             step_seconds=seconds,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=None if tokens is None else tokens / seconds,
             dollars_per_step=per_step,
-            dollars_per_billion_tokens=per_step / tokens * 1e9,
+            dollars_per_billion_tokens=None if tokens is None else per_step / tokens * 1e9,
             price=str(price),
         )
 
@@ -305,15 +326,21 @@ def _slices(generation: str) -> list[Slice]:
 
 
 def _plan_dollars(c: Considered) -> tuple[float, float]:
-    return _known(c.dollars_per_billion_tokens), -_known(c.tokens_per_second)
+    dollars = c.dollars_per_step if c.dollars_per_billion_tokens is None else c.dollars_per_billion_tokens
+    return _known(dollars), _rate(c)
 
 
 def _plan_speed(c: Considered) -> tuple[float, float]:
-    return -_known(c.tokens_per_second), _known(c.dollars_per_billion_tokens)
+    return _rate(c), _known(c.dollars_per_step)
 
 
 def _plan_price(c: Considered) -> tuple[float, float]:
-    return _known(c.dollars_per_hour), -_known(c.tokens_per_second)
+    return _known(c.dollars_per_hour), _rate(c)
+
+
+def _rate(c: Considered) -> float:
+    """The less, the quicker."""
+    return _known(c.step_seconds) if c.tokens_per_second is None else -c.tokens_per_second
 
 
 def _slice_dollars(c: Considered) -> tuple[float, int]:
