@@ -266,6 +266,18 @@ def test_over_all_tpus_the_price_of_arithmetic_decides(prices: Path) -> None:
     assert chosen.best.dollars == pytest.approx(1e21 / (918e12 * 0.5) / 3600 * 3.0)
 
 
+def test_what_would_be_enough_is_said_and_is(prices: Path) -> None:
+    work = PEAK * 0.5 * 3600 * 100
+    with pytest.raises(NothingAffordableError) as caught:
+        TpuCostOptimizer(60.0, prices=prices).cheapest_slice(work, 200.0, 4.0)
+    text = str(caught.value)
+    assert "max_cost_per_hour=64.00 would allow v4-64" in text
+    assert "hours=6.25 would allow v4-32" in text
+    assert "v4-8 has 123 GiB of the 200 needed" in text
+    assert TpuCostOptimizer(64.0, prices=prices).cheapest_slice(work, 200.0, 4.0).best.name == "v4-64"
+    assert TpuCostOptimizer(60.0, prices=prices).cheapest_slice(work, 200.0, 6.25).best.name == "v4-32"
+
+
 def test_no_slice(prices: Path) -> None:
     with pytest.raises(NothingAffordableError, match="no slice keeps to the limits: v4-8"):
         TpuCostOptimizer(10.0, prices=prices).cheapest_slice(1e24, 1.0, 1.0)

@@ -23,6 +23,7 @@ class Considered:
       hours, dollars: for the whole job, where its size is known.
       step_seconds, tokens_per_second, dollars_per_step, dollars_per_billion_tokens: of a plan.
       refused: why it was not considered further, or None.
+      over: limits that it passes, each with the value that would allow it.
     """
 
     candidate: Any
@@ -38,6 +39,7 @@ class Considered:
     dollars_per_billion_tokens: float | None = None
     price: str = ""
     refused: str | None = None
+    over: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         parts = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from capibara.errors import did_you_mean
 from capibara.hardware import Chip, Price, UnknownPriceError, get_chip, get_price, load_prices
 from capibara.plan.cost.choices import Considered, CostChoice, NothingAffordableError
 from capibara.plan.cost.operations import checked_number, checked_share, usable_bytes
+from capibara.plan.cost.ranking import PLAN_ORDER, SLICE_ORDER, what_would
 from capibara.plan.errors import PlanError
 from capibara.plan.slices import GENERATIONS, Slice, parse_slice
 
@@ -22,7 +22,7 @@ _ALL = "tpu_pricing"
 # Numbers of chips of the slices with a usual grid; those of a generation are asked of `parse_slice`.
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 3072, 4096, 6144)
 _FEWEST = {"v4": 4, "v5p": 4, "v7x": 4}  # three-dimensional slices start at 2×2×1
-_SHOWN = 12
+_SHOWN = 8
 
 
 class TpuCostOptimizer:
@@ -139,7 +139,7 @@ class TpuCostOptimizer:
                 "candidates: some have tokens_per_step and some have none: only steps of the same kind can be compared"
             )
         checked = [self._limited(c, max_hours, max_step_seconds, max_cost) for c in priced]
-        return self._chosen(checked, _PLAN_ORDER[self.optimization_target], "plan")
+        return self._chosen(checked, PLAN_ORDER[self.optimization_target], "plan")
 
     def _plan(self, number: int, plan: Any, total_tokens: float | None) -> Considered:
         where = f"candidates[{number}]"
@@ -269,7 +269,7 @@ class TpuCostOptimizer:
                 found.append(self._limited(considered, limit, None, max_cost))
         if not found:
             raise NothingAffordableError(f"no slice has a price: {'; '.join(unpriced)}")
-        return self._chosen(found, _SLICE_ORDER[self.optimization_target], "slice")
+        return self._chosen(found, SLICE_ORDER[self.optimization_target], "slice")
 
     # ---- both ---------------------------------------------------------------------------------------------
 
@@ -283,16 +283,30 @@ class TpuCostOptimizer:
         """The same, refused if it passes a limit."""
         if each.refused is not None:
             return each
-        for value, limit, text in (
-            (each.dollars_per_hour, self.max_cost_per_hour, "costs ${:,.2f} an hour, more than ${:,.2f}"),
-            (each.step_seconds, max_step_seconds, "takes {:.4g} s a step, more than {:.4g}"),
-            (each.hours, max_hours, "takes {:,.4g} hours, more than {:,.4g}"),
-            (each.dollars, max_cost, "costs ${:,.2f} in all, more than ${:,.2f}"),
+        passed = []
+        for name, value, limit, text in (
+            (
+                "max_cost_per_hour",
+                each.dollars_per_hour,
+                self.max_cost_per_hour,
+                "costs ${:,.2f} an hour, more than ${:,.2f}",
+            ),
+            (
+                "max_step_seconds",
+                each.step_seconds,
+                max_step_seconds,
+                "takes {:.4g} s a step, more than {:.4g}",
+            ),
+            ("hours", each.hours, max_hours, "takes {:,.4g} hours, more than {:,.4g}"),
+            ("max_cost", each.dollars, max_cost, "costs ${:,.2f} in all, more than ${:,.2f}"),
         ):
             # A slice that is needed for exactly the hours there are must not fail by a rounding.
             if value is not None and limit is not None and value > limit * (1 + 1e-12):
-                return replace(each, refused=text.format(value, limit))
-        return each
+                passed.append((name, value, text.format(value, limit)))
+        if not passed:
+            return each
+        over = tuple((name, value) for name, value, _ in passed)
+        return replace(each, refused=passed[0][2], over=over)
 
     def _chosen(
         self, considered: Sequence[Considered], order: Callable[[Considered], Any], what: str
@@ -302,7 +316,9 @@ class TpuCostOptimizer:
         if not allowed:
             shown = "; ".join(f"{c.name} {c.refused}" for c in refused[:_SHOWN])
             more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-            raise NothingAffordableError(f"no {what} keeps to the limits: {shown}{more}")
+            raise NothingAffordableError(
+                f"no {what} keeps to the limits: {shown}{more}.{what_would(refused)}"
+            )
         return CostChoice(allowed[0], (*allowed, *refused), self.optimization_target)
 
     def __repr__(self) -> str:
@@ -323,50 +339,3 @@ def _slices(generation: str) -> list[Slice]:
         except PlanError:  # not a size of this generation
             continue
     return found
-
-
-def _plan_dollars(c: Considered) -> tuple[float, float]:
-    dollars = c.dollars_per_step if c.dollars_per_billion_tokens is None else c.dollars_per_billion_tokens
-    return _known(dollars), _rate(c)
-
-
-def _plan_speed(c: Considered) -> tuple[float, float]:
-    return _rate(c), _known(c.dollars_per_step)
-
-
-def _plan_price(c: Considered) -> tuple[float, float]:
-    return _known(c.dollars_per_hour), _rate(c)
-
-
-def _rate(c: Considered) -> float:
-    """The less, the quicker."""
-    return _known(c.step_seconds) if c.tokens_per_second is None else -c.tokens_per_second
-
-
-def _slice_dollars(c: Considered) -> tuple[float, int]:
-    # More chips for less time cost the same; equal prices are compared without their rounding.
-    return float(f"{_known(c.dollars):.9g}"), c.num_chips
-
-
-def _slice_speed(c: Considered) -> tuple[float, float]:
-    return _known(c.hours), _known(c.dollars)
-
-
-def _slice_price(c: Considered) -> tuple[float, float]:
-    return _known(c.dollars_per_hour), _known(c.hours)
-
-
-def _known(value: float | None) -> float:
-    return math.inf if value is None else value
-
-
-_PLAN_ORDER: dict[str, Callable[[Considered], Any]] = {
-    "cost_efficiency": _plan_dollars,
-    "speed": _plan_speed,
-    "lowest_price": _plan_price,
-}
-_SLICE_ORDER: dict[str, Callable[[Considered], Any]] = {
-    "cost_efficiency": _slice_dollars,
-    "speed": _slice_speed,
-    "lowest_price": _slice_price,
-}
