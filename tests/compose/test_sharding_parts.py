@@ -183,12 +183,14 @@ topology = topologies.get_topology_desc(
     platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore")
 mesh = Mesh(np.array(topology.devices).reshape(2, 2), ("data", "model"))
 out = {}
-for kv_heads, gradients in ((4, False), (4, True), (1, True)):
+for kv_heads, gradients in ((1, True), (4, False), (4, True)):
     model = ModularCapibaraModel(small_config("attention", model__embed_dim=64, model__num_heads=8,
         model__num_kv_heads=kv_heads, model__head_dim=24, model__remat="full", model__scan_layers="scan"), mesh=mesh)
     program = model.compiled.lower(gradients=gradients, batch=16, sequence=40).compile().as_text()
     out[f"{kv_heads} {gradients}"] = {"kernels": program.count('custom_call_target="tpu_custom_call"'),
         "collectives": sharded_models.collectives(program, (2, 2))}
+decoder = model.decoder.lower(batch=16, sequence=1, cache=328).compile().as_text()
+out["decoder"] = {"collectives": sharded_models.collectives(decoder, (2, 2))}
 print("RESULT" + json.dumps(out))
 """
 
@@ -288,3 +290,10 @@ def test_v4_gathers_neither_queries_nor_keys(name: str) -> None:
     # them and is gathered is the residual stream of 64 features, where the embedding was looked up.
     positions = {40, 128, 8 * 40, 16 * 40}
     assert {shape[-1] for shape in gathered if positions & set(shape)} <= {64}, gathered
+
+
+@needs_libtpu
+def test_v4_splits_cached_attention_without_gathering_the_cache() -> None:
+    rows = on_v4()["decoder"]["collectives"]
+    assert {kind for kind, _, _ in rows} >= {"all-gather", "all-reduce"}
+    assert not any("328" in t for _, _, t in rows), rows

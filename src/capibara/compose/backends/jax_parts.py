@@ -56,8 +56,8 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "continued_scan": Layout((*_SCAN, _MEMORY), (_HEADS, _MEMORY)),
     }
 )
-"""The operations that run on parts. Convolutions, cached attention and the search for codes are XLA's on every
-platform but CPUs, and it splits them well."""
+"""The operations that run on parts. Convolutions, cached attention and the search for codes have no kernels that XLA
+could not split, and it splits them without gathering caches or tokens."""
 
 
 @dataclass(frozen=True)
