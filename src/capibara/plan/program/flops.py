@@ -120,6 +120,7 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
             raise PlanError(f"{instruction.name!r}: window={window} for {len(spatial)} spatial dimensions")
         return values
 
+    listed("size", "1")
     strides, pads = listed("stride", "1"), listed("pad", "0_0")
     bases, dilations = listed("lhs_dilate", "1"), listed("rhs_dilate", "1")
     taps = 1

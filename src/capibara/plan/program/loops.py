@@ -273,12 +273,11 @@ def _first_failure(goes_on: Callable[[int], bool]) -> int | None:
     for turn in range(64):
         if not goes_on(turn):
             return turn
-    high = 128
+    low, high = 63, 64
     while goes_on(high):
-        high *= 2
+        low, high = high, high * 2
         if high > _MOST_TURNS:
             return None
-    low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
         if goes_on(middle):

@@ -40,7 +40,7 @@ _FREE = {
     "get-dimension-size",
 }
 _DEPTH = 64
-_MOST_EVENTS = 2_000_000
+_MOST_EVENTS = 1_000_000
 _MOST_TRIPS = 10**15
 _CYCLES = re.compile(r'"estimated_cycles":\s*"?(\d{1,18})')
 
@@ -94,9 +94,9 @@ class _Walk:
     work: list[int] = field(default_factory=lambda: [0, 0, 0])  # cycles, FLOPs, bytes × trips
     _groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
-    def spend(self) -> None:
-        """One step of the walk: there is an end to them, however a text calls its computations."""
-        self.left[0] -= 1
+    def spend(self, steps: int = 1) -> None:
+        """Steps of the walk: there is an end to them, however a text calls its computations."""
+        self.left[0] -= steps
         if self.left[0] < 0:
             raise PlanError(f"the program has more than {_MOST_EVENTS:,} operations in its schedule")
 
@@ -110,7 +110,7 @@ class _Walk:
         """Walk one computation that runs ``trips`` times; the events and cycles of one run."""
         if depth > _DEPTH:
             raise PlanError(f"the program's computations call one another more than {_DEPTH} deep")
-        self.spend()
+        self.spend(10)
         return _Line(self, computation, trips, outer, depth).run()
 
     def groups(self, instruction: Instruction) -> tuple[tuple[int, ...], ...]:
@@ -240,7 +240,7 @@ class _Line:
                 _groups=self.walk._groups,
             )
             branch.computation(self.walk.module.computations[name], 1, None, self.depth + 1)
-            tried.append((branch.work, name))
+            tried.append((tuple(branch.work), name))
         if len({work for work, _ in tried}) > 1:
             self.walk.note(
                 f"the conditional {instruction.name} ({instruction.op_name or 'of no stated origin'}) is counted as if "

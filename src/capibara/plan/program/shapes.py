@@ -21,17 +21,9 @@ __all__ = ["HBM", "HOST", "ArrayShape", "parse_shape"]
 HBM = 0
 HOST = 5
 _MOST_ELEMENTS = 1 << 60
-_BITS = {
-    "pred": 8,
-    "s2": 2,
-    "u2": 2,
-    "s4": 4,
-    "u4": 4,
-    "f4e2m1fn": 4,
-    "bf16": 16,
-    "token": 0,
-    "opaque": 0,
-}
+_TYPE = re.compile(
+    r"pred|token|opaque|[su](?:1|2|4|8|16|32|64)|f(?:16|32|64)|bf16|f(?:4|6|8)e\w{1,12}|c(?:64|128)"
+)
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
 _TILE = re.compile(r"\(([\d,*\s]*)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -98,13 +90,10 @@ def element_bits(dtype: str) -> int:
     Raises:
       PlanError: it is no element type of HLO.
     """
-    if dtype in _BITS:
-        return _BITS[dtype]
-    digits = re.match(r"[a-z]+(\d+)", dtype)
-    bits = int(digits[1]) if digits and len(digits[1]) < 4 else 0
-    if not digits or not 0 < bits <= 128:
+    if not _TYPE.fullmatch(dtype):
         raise PlanError(f"the program's text has an array of the unknown element type {dtype!r}")
-    return bits
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8 if dtype == "pred" else 0
 
 
 @lru_cache(maxsize=200_000)
