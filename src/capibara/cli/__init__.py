@@ -29,6 +29,7 @@ VERBS: dict[str, str] = {
     "decompress": "write safetensors files from archives",
     "inspect": "list the tensors of an archive",
     "verify": "decode every tensor of archives and check their checksums",
+    "plan": "say what a configuration needs on a TPU slice: memory, time, price",
     "doctor": "say what is installed, which devices there are and which implementations run",
     "tune": "measure which block sizes and implementations are fast on this device",
     "migrate": "check source code against the installed JAX",

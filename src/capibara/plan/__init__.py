@@ -1,1 +1,70 @@
-"""Knowing what a program needs on a TPU slice before renting one: memory, time and price."""
+"""Knowing what a program needs on a TPU slice before renting one: memory, time and price.
+
+:func:`plan` takes a configuration, or any step function through :func:`step_work`, and a slice; it searches layouts,
+has the real TPU compiler compile the best of them on this machine, and gives a ranked :class:`Plan`. The names below
+are found when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from capibara.plan.candidate import Candidate
+    from capibara.plan.cost import TpuCostOptimizer, estimate_operation_cost
+    from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
+    from capibara.plan.layout import Layout
+    from capibara.plan.memory import estimate_memory
+    from capibara.plan.planning import Plan, plan
+    from capibara.plan.sharding import create_mesh_sharding, create_training_mesh, optimize_sharding_strategy
+    from capibara.plan.slices import Slice, parse_slice
+    from capibara.plan.step import step_work
+    from capibara.plan.workloads import Workload
+
+__all__ = [
+    "Candidate",
+    "CompilationError",
+    "CompilerMissingError",
+    "DoesNotFitError",
+    "Layout",
+    "Plan",
+    "PlanError",
+    "Slice",
+    "TpuCostOptimizer",
+    "Workload",
+    "create_mesh_sharding",
+    "create_training_mesh",
+    "estimate_memory",
+    "estimate_operation_cost",
+    "optimize_sharding_strategy",
+    "parse_slice",
+    "plan",
+    "step_work",
+]
+
+_HOMES = {
+    "candidate": ("Candidate",),
+    "cost": ("TpuCostOptimizer", "estimate_operation_cost"),
+    "errors": ("CompilationError", "CompilerMissingError", "DoesNotFitError", "PlanError"),
+    "layout": ("Layout",),
+    "memory": ("estimate_memory",),
+    "planning": ("Plan", "plan"),
+    "sharding": ("create_mesh_sharding", "create_training_mesh", "optimize_sharding_strategy"),
+    "slices": ("Slice", "parse_slice"),
+    "step": ("step_work",),
+    "workloads": ("Workload",),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -128,7 +128,7 @@ class Layout:
         return [
             f"tpu.topology={'x'.join(str(size) for _, size in self.mesh)}",
             f"tpu.num_chips={self.num_devices}",
-            f"tpu.mesh_axes={[axis for axis, _ in self.mesh]!r}".replace("'", '"'),
+            f"tpu.mesh_axes={','.join(axis for axis, _ in self.mesh)}",
             f"model.remat={self.remat}",
             f"train.gradient_accumulation_steps={self.microbatches}",
         ]

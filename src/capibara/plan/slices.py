@@ -127,10 +127,10 @@ class Slice:
         chip = self._whole_chip
         if chip.link_bandwidth is not None:
             return chip.link_bandwidth
-        if chip.interconnect_bandwidth is None or chip.links_per_chip is None:
+        if chip.interconnect_bandwidth is None:
             raise PlanError(f"{self}: the speed of a link is not known")
-        # The vendor states all links of a chip, both ways.
-        return chip.interconnect_bandwidth / (2 * chip.links_per_chip)
+        # The vendor states all links of a chip, both ways; a chip has two along each axis of the grid.
+        return chip.interconnect_bandwidth / (2 * (chip.links_per_chip or 2 * len(self.shape)))
 
     @property
     def wrap(self) -> tuple[bool, ...]:

@@ -1,0 +1,172 @@
+"""``capibara plan``: what a configuration needs on a TPU slice, before renting one.
+
+Exit code 0 when a plan was made; 1 when nothing fits, or ``--check`` found a difference; 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from capibara.errors import ConfigError
+
+if TYPE_CHECKING:
+    from capibara.plan import Layout, Plan
+
+HELP = """Find the fastest way to train a configuration on a TPU slice: mesh, sharding, rematerialisation, microbatches.
+The TPU compiler (libtpu) compiles the most promising ones here, without a TPU: memory is its own figure, time is
+predicted from the compiled program. For instance: capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace the configuration's"
+    )
+    parser.add_argument(
+        "--config", default="demo", help="name of a built-in configuration, or path of a TOML file"
+    )
+    parser.add_argument(
+        "--topology", default="v4-32", help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 … (default: v4-32)"
+    )
+    parser.add_argument("--view", choices=("chip", "core"), help="what a device is (v4: a chip by default)")
+    parser.add_argument(
+        "--memory-limit", type=float, metavar="GIB", help="what a device may use, if less than it has"
+    )
+    parser.add_argument(
+        "--max-compiles", type=int, default=8, metavar="N", help="layouts to compile (default: 8)"
+    )
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="estimates only, in a second, without libtpu"
+    )
+    parser.add_argument("--region", help="whose price to take")
+    parser.add_argument("--term", default="on-demand", help="on-demand, spot, committed-1y or committed-3y")
+    parser.add_argument("--prices", metavar="FILE", help="prices of your own (TOML)")
+    parser.add_argument("--workers", type=int, metavar="N", help="compilations at a time")
+    parser.add_argument("--report", metavar="FILE", help="also write a page (.html) or picture (.png)")
+    parser.add_argument("--lock", metavar="FILE", help="write what was found into a lockfile")
+    parser.add_argument(
+        "--check", metavar="FILE", help="compile what a lockfile says again, and compare; 1 if it drifted"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.05,
+        metavar="PART",
+        help="by how much --check lets figures grow (0.05)",
+    )
+    parser.add_argument("--cache", metavar="DIR", help="folder of compiled results, instead of the user's")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan; return the exit code."""
+    from capibara.config import ModularModelConfig
+    from capibara.plan import DoesNotFitError, plan
+
+    if args.check:
+        return _check(args)
+    if args.lock and args.no_compile:
+        raise ConfigError("--lock needs a compiled plan: leave out --no-compile")
+    config = ModularModelConfig.from_toml(args.config, args.overrides)
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError(f"--workers must be at least 1, got {args.workers}")
+    try:
+        with _progress(args.max_compiles, quiet=args.json) as progress:
+            found = plan(
+                config,
+                args.topology,
+                view=args.view,
+                memory_limit_gb=args.memory_limit,
+                compile=not args.no_compile,
+                max_compiles=args.max_compiles,
+                top=args.top,
+                region=args.region,
+                term=args.term,
+                prices=args.prices,
+                cache=args.cache,
+                workers=args.workers,
+                progress=progress,
+            )
+    except DoesNotFitError as error:
+        if args.json:
+            print(json.dumps({"fits": False, "error": str(error)}, indent=1))
+        else:
+            print(f"capibara plan: {error}", file=sys.stderr)
+        return 1
+    if args.report:
+        from capibara.plan.report.page import write_report
+
+        write_report(found, args.report)
+    if args.lock:
+        from capibara.plan.lock import write_lock
+
+        write_lock(found, args.lock)
+    if args.json:
+        print(json.dumps({"fits": True, **found.to_json()}, indent=1))
+    else:
+        _show(found)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from capibara.plan.lock import check_lock
+
+    with _progress(1, quiet=args.json) as progress:
+        found = check_lock(
+            args.check,
+            hbm_tolerance=args.tolerance,
+            time_tolerance=args.tolerance,
+            cache=args.cache,
+            progress=progress,
+        )
+    print(json.dumps(found.to_json(), indent=1) if args.json else found)
+    return 0 if found.passed else 1
+
+
+def _show(found: Plan) -> None:
+    from rich.console import Console
+
+    from capibara.plan.report.table import print_plan
+
+    console = Console(highlight=False)
+    # A table that wraps cannot be read: where the terminal is narrow, or there is none, lines are long instead.
+    print_plan(found, console if console.width >= 110 else Console(highlight=False, width=118))
+
+
+@contextlib.contextmanager
+def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any], None] | None]:
+    if quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    started: dict[Any, float] = {}
+    console = Console(stderr=True, highlight=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("ordering layouts", total=most)
+
+        def step(event: str, layout: Layout, program: Any) -> None:
+            if event == "start":
+                started[layout] = time.perf_counter()
+                bar.update(task, description=f"compiling {layout}")
+                return
+            took = (
+                "cached"
+                if program.cached
+                else f"{time.perf_counter() - started.get(layout, time.perf_counter()):.0f} s"
+            )
+            words = {"oom": "does not fit", "error": "failed"}
+            size = f"{program.memory.total / 2**30:.2f} GiB" if program.memory else words[program.status]
+            bar.console.print(f"{layout}: {size} ({took})")
+            bar.advance(task)
+
+        yield step

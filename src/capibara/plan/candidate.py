@@ -1,0 +1,123 @@
+"""One layout of a step with all that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from capibara.hardware import Price
+from capibara.plan.layout import Layout
+from capibara.plan.slices import Slice
+from capibara.plan.time import StepTime
+
+__all__ = ["Candidate"]
+
+Source = Literal["compiler", "analytic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout, what it takes and how long.
+
+    Attributes:
+      layout: how the step is laid over the slice.
+      target: the slice.
+      memory: bytes of HBM a device by kind; their sum is what a device must have.
+      memory_source: ``"compiler"``, or ``"analytic"`` where nothing was compiled.
+      time: of one step, as a range with its parts.
+      tokens: tokens of a step; None for a step that is not one of tokens.
+      flops: floating-point operations that the model asks for in a step (not what is computed again), if known.
+      price: what a chip costs; None where no price is known.
+      program_hash, versions: of the compiled program.
+      coordinates: of every device on the grid, in the order of the mesh; empty where nothing was compiled.
+      compile_seconds: what compiling took when it was done.
+    """
+
+    layout: Layout
+    target: Slice
+    memory: Mapping[str, int]
+    memory_source: Source
+    time: StepTime
+    tokens: int | None = None
+    flops: float | None = None
+    price: Price | None = None
+    program_hash: str = ""
+    versions: Mapping[str, str] | None = None
+    coordinates: tuple[tuple[int, ...], ...] = ()
+    compile_seconds: float = 0.0
+
+    @property
+    def hbm_bytes(self) -> int:
+        """What one device must have, in bytes."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has that much."""
+        return self.hbm_bytes <= self.target.usable_hbm_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.time.seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second, all devices together."""
+        return None if self.tokens is None else self.tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation: the model's own operations over what the devices could do in that time in bfloat16
+        (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B)."""
+        if self.flops is None:
+            return None
+        peak = self.target.chip.peak("bfloat16") * self.target.num_devices
+        return self.flops / (self.step_seconds * peak)
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """US dollars an hour for the slice."""
+        return None if self.price is None else self.price.cost(self.target.num_chips, 1.0)
+
+    @property
+    def usd_per_step(self) -> float | None:
+        """US dollars a step."""
+        hourly = self.usd_per_hour
+        return None if hourly is None else hourly * self.step_seconds / 3600
+
+    @property
+    def usd_per_billion_tokens(self) -> float | None:
+        """US dollars for 10⁹ tokens."""
+        step = self.usd_per_step
+        return None if step is None or not self.tokens else step / self.tokens * 1e9
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for scripts; sizes in bytes, times in seconds."""
+        return {
+            "topology": self.target.text,
+            "view": self.target.view,
+            "chips": self.target.num_chips,
+            "devices": self.target.num_devices,
+            "layout": self.layout.to_json(),
+            "overrides": self.layout.overrides(),
+            "hbm_bytes": self.hbm_bytes,
+            "hbm_usable_bytes": self.target.usable_hbm_bytes,
+            "fits": self.fits,
+            "memory": dict(self.memory),
+            "memory_source": self.memory_source,
+            "time": asdict(self.time),
+            "step_seconds": self.step_seconds,
+            "tokens_per_step": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "model_flops": self.flops,
+            "mfu": self.mfu,
+            "usd_per_hour": self.usd_per_hour,
+            "usd_per_step": self.usd_per_step,
+            "usd_per_billion_tokens": self.usd_per_billion_tokens,
+            "price": None if self.price is None else str(self.price),
+            "program_hash": self.program_hash,
+            "versions": dict(self.versions or {}),
+            "compile_seconds": self.compile_seconds,
+        }

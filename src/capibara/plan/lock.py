@@ -1,0 +1,203 @@
+"""Plan lockfiles: what a plan promised, so that a project's CI notices when a new jax or libtpu breaks the promise.
+
+The file is JSON: the configuration, the slice, the layout with its compiler flags, the versions, the hash of the
+program, and the figures. :func:`check_lock` compiles the same layout again with what is installed now and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from capibara.config import ModularModelConfig
+from capibara.errors import ConfigError
+from capibara.files import replace_file
+from capibara.plan.compiler import CompiledProgram, ProgramCache
+from capibara.plan.errors import PlanError
+from capibara.plan.layout import Layout
+from capibara.plan.planning import Plan, candidate_of
+from capibara.plan.slices import Slice, parse_slice
+from capibara.plan.work import TrainWork
+
+__all__ = ["Drift", "LockCheck", "check_lock", "write_lock"]
+
+FORMAT = 1
+_MOST_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One figure, then and now; ``change`` is relative, and counts only if ``figure`` is better when small."""
+
+    figure: str
+    locked: float
+    now: float
+    tolerance: float
+
+    @property
+    def change(self) -> float:
+        """(now − locked) / locked."""
+        return (self.now - self.locked) / self.locked if self.locked else math.inf if self.now else 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is within the tolerance; what got smaller is."""
+        return self.change <= self.tolerance
+
+    def __str__(self) -> str:
+        scale, unit = (2**30, "GiB") if self.figure == "HBM" else (1, "s")
+        word = "ok" if self.passed else "DRIFT"
+        return (
+            f"{word:<5}  {self.figure}: locked {self.locked / scale:.4g} {unit}, now {self.now / scale:.4g} {unit} "
+            f"({self.change:+.1%}, at most {self.tolerance:+.1%})"
+        )
+
+
+@dataclass(frozen=True)
+class LockCheck:
+    """What a check found.
+
+    Attributes:
+      drifts: the figures.
+      changed: what else differs and is no failure: versions, the program's hash.
+      failure: why it does not compile or fit any more; empty if it does.
+    """
+
+    drifts: tuple[Drift, ...]
+    changed: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the plan still holds."""
+        return not self.failure and all(drift.passed for drift in self.drifts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        figures = {d.figure: {"locked": d.locked, "now": d.now, "change": d.change} for d in self.drifts}
+        return {
+            "passed": self.passed,
+            "figures": figures,
+            "changed": list(self.changed),
+            "failure": self.failure,
+        }
+
+    def __str__(self) -> str:
+        lines = [str(drift) for drift in self.drifts]
+        if self.failure:
+            lines.append(f"FAILED {self.failure}")
+        return "\n".join([*lines, *(f"note   {each}" for each in self.changed)])
+
+
+def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the best candidate of a compiled plan of a configuration, atomically.
+
+    Raises:
+      PlanError: the plan was not compiled, or is not one of a configuration.
+    """
+    best = plan.best
+    if best.memory_source != "compiler":
+        raise PlanError("only a compiled plan can be locked: this one is an estimate")
+    if plan.config is None:
+        raise PlanError("only the plan of a configuration can be locked: a function cannot be kept in a file")
+    data = {
+        "format": FORMAT,
+        "work": plan.work,
+        "config": plan.config.to_dict(),
+        "topology": plan.target.text,
+        "view": plan.target.view,
+        "layout": best.layout.to_json(),
+        "versions": dict(best.versions or {}),
+        "program_hash": best.program_hash,
+        "hbm_bytes": best.hbm_bytes,
+        "step_seconds": best.step_seconds,
+    }
+    replace_file(path, json.dumps(data, indent=1) + "\n")
+
+
+def check_lock(
+    path: str | os.PathLike[str],
+    *,
+    hbm_tolerance: float = 0.02,
+    time_tolerance: float = 0.05,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Callable[[str, Layout, CompiledProgram | None], None] | None = None,
+) -> LockCheck:
+    """Compile a locked layout again, and compare memory and predicted time.
+
+    Args:
+      hbm_tolerance, time_tolerance: by what part each may grow.
+
+    Raises:
+      PlanError: no lockfile, or a damaged one.
+      CompilerMissingError, CompilationError: as :func:`capibara.plan.plan`.
+    """
+    for name, value in (("hbm_tolerance", hbm_tolerance), ("time_tolerance", time_tolerance)):
+        if not isinstance(value, int | float) or not 0 <= value < 10:
+            raise PlanError(f"{name}={value!r} must be a part such as 0.05")
+    locked = _read(Path(path))
+    work, target, layout = TrainWork(locked["config"]), locked["slice"], locked["layout"]
+    program, candidate = candidate_of(work, target, layout, cache=ProgramCache(cache), progress=progress)
+    changed = [
+        f"{name} was {before}, is {program.versions.get(name)}"
+        for name, before in locked["versions"].items()
+        if program.versions.get(name) != before
+    ]
+    if program.program_hash and program.program_hash != locked["program_hash"]:
+        changed.append("the program before compilation is another one (JAX or Capibara changed it)")
+    if candidate is None:
+        return LockCheck((), tuple(changed), f"{program.status}: {program.message[:500]}")
+    if not candidate.fits:
+        return LockCheck(
+            (), tuple(changed), f"it takes {candidate.hbm_bytes / 2**30:.2f} GiB and does not fit any more"
+        )
+    drifts = (
+        Drift("HBM", locked["hbm_bytes"], candidate.hbm_bytes, hbm_tolerance),
+        Drift("step", locked["step_seconds"], candidate.step_seconds, time_tolerance),
+    )
+    return LockCheck(drifts, tuple(changed))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise PlanError(f"{path}: the lockfile cannot be read: {error.strerror}") from None
+    if len(data) > _MOST_BYTES:
+        raise PlanError(f"{path} is larger than {_MOST_BYTES} bytes, so it is no lockfile of capibara plan")
+    try:
+        found = json.loads(data)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(
+                f"format is {found.get('format') if isinstance(found, dict) else found!r}, expected {FORMAT}"
+            )
+        target: Slice = parse_slice(found["topology"], found["view"])
+        return {
+            "config": ModularModelConfig.from_dict(_mapping(found["config"])),
+            "slice": target,
+            "layout": Layout.from_json(_mapping(found["layout"])),
+            "versions": {str(k): str(v) for k, v in _mapping(found["versions"]).items()},
+            "program_hash": str(found["program_hash"]),
+            "hbm_bytes": _number(found["hbm_bytes"]),
+            "step_seconds": _number(found["step_seconds"]),
+        }
+    except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
+        raise PlanError(f"{path} is no lockfile of capibara plan, or a damaged one: {error}") from None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a table, got {value!r:.100}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
+        raise ValueError(f"expected a number above 0, got {value!r:.100}")
+    return value

@@ -1,0 +1,414 @@
+"""``plan``: from a configuration and a slice to a ranked list of ways to run it, before anything is rented."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from capibara.config import ModularModelConfig
+from capibara.hardware import Price, UnknownPriceError, get_price
+from capibara.plan.candidate import Candidate
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program
+from capibara.plan.errors import DoesNotFitError, PlanError
+from capibara.plan.layout import Layout
+from capibara.plan.program import read_program
+from capibara.plan.search.best_first import Search, search
+from capibara.plan.slices import Slice, parse_slice
+from capibara.plan.time import Part, StepTime, predict_step
+from capibara.plan.work import Rough, TrainWork, Work
+
+__all__ = ["Plan", "candidate_of", "memory_by_kind", "plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step needs on a slice, and the best ways found to run it.
+
+    Attributes:
+      work: what it is, in a line.
+      target: the slice.
+      limit_bytes: what a device may use.
+      candidates: those that fit, the fastest first.
+      refused: layouts that the compiler refused, with its words.
+      considered, promising, compiled: how many layouts there are, might fit, and were compiled.
+      notes: what a reader has to know: that nothing was compiled, that no price is known …
+    """
+
+    work: str
+    target: Slice
+    limit_bytes: int
+    candidates: tuple[Candidate, ...]
+    refused: tuple[tuple[Layout, str], ...] = ()
+    considered: int = 0
+    promising: int = 0
+    compiled: int = 0
+    notes: tuple[str, ...] = ()
+    config: ModularModelConfig | None = field(default=None, repr=False)
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits."""
+        return self.candidates[0]
+
+    @property
+    def chip(self) -> str:
+        """The chip's name in the catalogue."""
+        return self.target.chip.name.removesuffix("-core")
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of the slice."""
+        return self.target.num_chips
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the best."""
+        return self.best.step_seconds
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Of the best."""
+        return self.best.tokens
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything fits (a plan that does not is an error, unless it was asked for)."""
+        return bool(self.candidates)
+
+    def overrides(self) -> list[str]:
+        """``key=value`` settings that make a configuration run as the best candidate does."""
+        return self.best.layout.overrides()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for scripts."""
+        return {
+            "work": self.work,
+            "topology": self.target.text,
+            "slice": self.target.slice_name,
+            "view": self.target.view,
+            "limit_bytes": self.limit_bytes,
+            "considered": self.considered,
+            "promising": self.promising,
+            "compiled": self.compiled,
+            "notes": list(self.notes),
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+            "refused": [{"layout": layout.to_json(), "message": message} for layout, message in self.refused],
+        }
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a page (``.html``) or a picture (``.png``): memory, time, and which mesh axis runs over which links.
+
+        Raises:
+          PlanError: the name ends otherwise. MissingExtraError: matplotlib is not installed.
+        """
+        from capibara.plan.report.page import write_report
+
+        return write_report(self, path)
+
+    def lock(self, path: str | os.PathLike[str]) -> None:
+        """Write the best candidate into a lockfile; see :mod:`capibara.plan.lock`.
+
+        Raises:
+          PlanError: it was not compiled, or is not of a configuration.
+        """
+        from capibara.plan.lock import write_lock
+
+        write_lock(self, path)
+
+    def __str__(self) -> str:
+        from capibara.plan.report.table import plan_text
+
+        return plan_text(self)
+
+
+Progress = Callable[[str, Layout, CompiledProgram | None], None]
+
+
+def plan(
+    work: ModularModelConfig | Work | str | os.PathLike[str],
+    topology: str | Slice = "v4-32",
+    *,
+    view: str | None = None,
+    memory_limit_gb: float | None = None,
+    compile: bool = True,
+    max_compiles: int = 8,
+    top: int = 5,
+    region: str | None = None,
+    term: str = "on-demand",
+    prices: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Find the fastest way to run a step on a TPU slice that need not be there.
+
+    Hundreds of layouts (mesh, sharding, rematerialisation, microbatches, optimizer sharding, offload) are ordered by
+    rough figures; the real TPU compiler (``libtpu``, ahead of time, in processes of its own) compiles the best of them.
+    HBM is the compiler's figure; the time is predicted from the compiled program (:mod:`capibara.plan.time`).
+
+    Args:
+      work: a configuration, its name or path (as ``ModularModelConfig.from_toml``), or a :class:`Work`.
+      topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` …
+      view: ``"chip"`` or ``"core"``, what a device is; by default a chip, where its cores can act as one.
+      memory_limit_gb: GiB that a device may use, if less than it has.
+      compile: whether to compile; without, figures are estimates and say so.
+      max_compiles: how many layouts to compile at most. top: how many to report.
+      region, term, prices: which price, and a file of your own (see :func:`capibara.hardware.get_price`).
+      cache: the folder of compiled results, instead of the user's.
+      workers: compilations at a time.
+      progress: called with ``"start"`` or ``"done"``, a layout, and the compiled program.
+
+    Raises:
+      DoesNotFitError: nothing fits; the text says what the least takes, and what would help.
+      PlanError: an impossible topology, a batch that cannot be divided, or the compiler failed for another reason.
+      CompilerMissingError: ``compile`` is asked for and the TPU compiler is not installed.
+    """
+    target = parse_slice(topology, view)
+    task = _work(work)
+    limit = _limit(target, memory_limit_gb)
+    _positive(max_compiles=max_compiles, top=top)
+    price, notes = _price(target, region, term, prices)
+    if compile:
+        store = ProgramCache(cache)
+        times: dict[Layout, StepTime] = {}
+
+        def seconds_of(program: CompiledProgram, layout: Layout) -> float:
+            facts = read_program(program.text)
+            times[layout] = predict_step(facts, target, layout.mesh, places=program.coordinates)
+            return times[layout].seconds
+
+        found = search(
+            task,
+            target,
+            seconds_of,
+            limit_bytes=limit,
+            max_compiles=max_compiles,
+            workers=workers,
+            cache=store,
+            progress=progress,
+        )
+        candidates = [
+            _compiled_candidate(
+                task, target, each.layout, each.program, each.rough.memory, times[each.layout], price
+            )
+            for each in found.fitting
+        ]
+        refused = tuple((c.layout, c.program.message) for c in found.compiled if c.seconds is None)
+        _check(found, task, target, limit)
+        counts = (found.considered, found.promising, len(found.compiled))
+    else:
+        notes.append(
+            "nothing was compiled: memory and time are estimates (compile=True asks the TPU compiler)"
+        )
+        candidates, counts = _uncompiled(task, target, limit, price)
+        refused = ()
+    return Plan(
+        work=task.title,
+        target=target,
+        limit_bytes=limit,
+        candidates=tuple(candidates[:top]),
+        refused=refused,
+        considered=counts[0],
+        promising=counts[1],
+        compiled=counts[2],
+        notes=tuple(notes),
+        config=task.config if isinstance(task, TrainWork) else None,
+    )
+
+
+def candidate_of(
+    work: Work,
+    target: Slice,
+    layout: Layout,
+    *,
+    price: Price | None = None,
+    cache: ProgramCache | None = None,
+    progress: Progress | None = None,
+) -> tuple[CompiledProgram, Candidate | None]:
+    """Compile one layout; the candidate is None where the compiler refuses it.
+
+    Raises:
+      CompilerMissingError, CompilationError: as :func:`plan`.
+    """
+    if progress is not None:
+        progress("start", layout, None)
+    program = compile_program(work.job(layout, target), cache=cache)
+    if progress is not None:
+        progress("done", layout, program)
+    if program.memory is None:
+        return program, None
+    time = predict_step(read_program(program.text), target, layout.mesh, places=program.coordinates)
+    rough = work.rough(layout, target).memory
+    return program, _compiled_candidate(work, target, layout, program, rough, time, price)
+
+
+def memory_by_kind(program: CompiledProgram, rough: Mapping[str, int]) -> dict[str, int]:
+    """The compiler's figure for a device, by kind; the kinds add up to it.
+
+    Arguments are exact. What the compiler calls temporaries is divided into the activations that the backward pass
+    waits for, as estimated, and the rest.
+    """
+    memory = program.memory
+    if memory is None:
+        raise PlanError(f"the program did not compile: {program.message}")
+    kinds = {name: size for name, size in memory.kinds.items() if size}
+    padding = memory.arguments - sum(kinds.values())
+    if padding < 0:  # arguments that the program does not use are dropped
+        kinds, padding = {"arguments": memory.arguments}, 0
+    activations = min(rough.get("activations", 0), memory.temporaries)
+    kinds |= {
+        "activations": activations,
+        "temporaries": memory.temporaries - activations,
+        "outputs": memory.outputs - memory.aliased,
+        "padding": padding,
+    }
+    return {name: size for name, size in kinds.items() if size}
+
+
+def _compiled_candidate(
+    task: Work,
+    target: Slice,
+    layout: Layout,
+    program: CompiledProgram,
+    rough: Mapping[str, int],
+    time: StepTime,
+    price: Price | None,
+) -> Candidate:
+    return Candidate(
+        layout=layout,
+        target=target,
+        memory=memory_by_kind(program, rough),
+        memory_source="compiler",
+        time=time,
+        tokens=task.tokens,
+        flops=task.flops,
+        price=price,
+        program_hash=program.program_hash,
+        versions=program.versions,
+        coordinates=program.coordinates,
+        compile_seconds=program.compile_seconds,
+    )
+
+
+def _uncompiled(
+    task: Work, target: Slice, limit: int, price: Price | None
+) -> tuple[list[Candidate], tuple[int, int, int]]:
+    rough = {layout: task.rough(layout, target) for layout in task.layouts(target)}
+    if not rough:
+        raise _no_layout(task, target)
+    fitting = {k: r for k, r in rough.items() if r.hbm_bytes <= limit and k.offload == "none"}
+    fitting = fitting or {k: r for k, r in rough.items() if r.hbm_bytes <= limit}
+    if not fitting:
+        least = min(rough.values(), key=lambda r: r.hbm_bytes)
+        raise DoesNotFitError(_does_not_fit(task, target, limit, least.hbm_bytes, least.memory, "estimated"))
+    ordered = sorted(fitting, key=lambda k: fitting[k].seconds)
+    candidates = [
+        Candidate(
+            layout=layout,
+            target=target,
+            memory=dict(fitting[layout].memory),
+            memory_source="analytic",
+            time=_rough_time(fitting[layout]),
+            tokens=task.tokens,
+            flops=task.flops,
+            price=price,
+        )
+        for layout in ordered
+    ]
+    return candidates, (len(rough), len(fitting), 0)
+
+
+def _rough_time(rough: Rough) -> StepTime:
+    """The estimate as a range: everything at its peak and hidden, to nothing hidden and half of the rate."""
+    parts = [("compute", rough.compute), ("memory", rough.traffic), ("communication", rough.communication)]
+    return StepTime(
+        seconds=rough.seconds,
+        low=rough.compute * 0.75,
+        high=2 * rough.seconds,
+        compute=rough.compute,
+        memory=rough.traffic,
+        communication=rough.communication,
+        hidden=0.0,
+        parts=tuple(Part(label, value, "estimate") for label, value in parts),
+    )
+
+
+def _check(found: Search, task: Work, target: Slice, limit: int) -> None:
+    if found.fitting:
+        return
+    if not found.compiled:
+        raise _no_layout(task, target)
+    errors = [c for c in found.compiled if c.program.status == "error"]
+    if len(errors) == len(found.compiled):
+        raise PlanError(f"the program could not be made or compiled:\n{errors[0].program.message}")
+
+    def size(program: CompiledProgram) -> int:
+        return program.memory.total if program.memory else program.needed_bytes or 0
+
+    least = min((c for c in found.compiled if c not in errors), key=lambda c: size(c.program) or math.inf)
+    needed = size(least.program) or least.rough.hbm_bytes
+    source = "by the compiler" if size(least.program) else "estimated"
+    raise DoesNotFitError(_does_not_fit(task, target, limit, needed, least.rough.memory, source))
+
+
+def _does_not_fit(
+    task: Work, target: Slice, limit: int, needed: int, kinds: Mapping[str, int], source: str
+) -> str:
+    largest = sorted(kinds.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in largest)
+    times = math.ceil(needed / limit)
+    return (
+        f"nothing fits: {task.title} on {target} takes at least {needed / 2**30:.2f} GiB a device ({source}; {parts}), "
+        f"and a device has {limit / 2**30:.2f} GiB. A slice of about {target.num_chips * times} chips, a smaller "
+        "train.batch_size or train.sequence_length would help; capibara plan --explain lists the largest buffers"
+    )
+
+
+def _no_layout(task: Work, target: Slice) -> PlanError:
+    return PlanError(
+        f"no mesh of {target.num_devices} devices divides the work ({task.title}): train.batch_size must be a multiple "
+        f"of the devices along 'data', and model.num_heads of those along 'model', together {target.num_devices}"
+    )
+
+
+def _work(work: Any) -> Work:
+    if isinstance(work, str | os.PathLike):
+        return TrainWork(ModularModelConfig.from_toml(Path(work) if isinstance(work, os.PathLike) else work))
+    if isinstance(work, ModularModelConfig):
+        return TrainWork(work)
+    if all(hasattr(work, name) for name in ("layouts", "rough", "job", "title")):
+        return work
+    raise PlanError(
+        f"work is {type(work).__name__}, expected a ModularModelConfig, its name or path, or a step made by "
+        "capibara.plan.step_work(function, args, …)"
+    )
+
+
+def _limit(target: Slice, memory_limit_gb: float | None) -> int:
+    usable = target.usable_hbm_bytes
+    if memory_limit_gb is None:
+        return usable
+    if (
+        isinstance(memory_limit_gb, bool)
+        or not isinstance(memory_limit_gb, int | float)
+        or not 0 < memory_limit_gb < 1e6
+    ):
+        raise PlanError(f"memory_limit_gb={memory_limit_gb!r} must be a number of GiB above 0")
+    return min(usable, int(memory_limit_gb * 2**30))
+
+
+def _positive(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PlanError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _price(target: Slice, region: str | None, term: str, path: Any) -> tuple[Price | None, list[str]]:
+    try:
+        return get_price(f"tpu-{target.generation}", region=region, term=term, path=path), []
+    except UnknownPriceError as error:
+        return None, [f"no price: {error}"]

@@ -1,0 +1,162 @@
+"""A plan as a picture: where the memory goes, where the time goes, and which mesh axis runs over which links."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from capibara.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from capibara.plan.candidate import Candidate
+    from capibara.plan.planning import Plan
+
+__all__ = ["draw_plan", "link_axes"]
+
+GIB = 2**30
+_COLOURS = (
+    "tab:blue",
+    "tab:orange",
+    "tab:green",
+    "tab:red",
+    "tab:purple",
+    "tab:brown",
+    "tab:pink",
+    "tab:gray",
+)
+# A picture of more chips than this shows the corner of the grid.
+_MOST_CHIPS = 512
+
+Link = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def draw_plan(plan: Plan, stream: BinaryIO) -> None:
+    """Write a PNG of the plan's candidates and the best one's mesh.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "plan", "the picture of a plan") from None
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, width_ratios=(3, 2))
+    _bars(figure.add_subplot(grid[0, 0]), plan, "memory")
+    _bars(figure.add_subplot(grid[1, 0]), plan, "time")
+    best = plan.best
+    if best.coordinates:
+        _mesh(figure.add_subplot(grid[:, 1], projection="3d"), best)
+    figure.suptitle(f"{plan.work}\non {plan.target}", fontsize=11)
+    canvas.print_png(stream)
+
+
+def _bars(axes: Any, plan: Plan, what: str) -> None:
+    rows = []
+    for candidate in plan.candidates:
+        if what == "memory":
+            rows.append({name: size / GIB for name, size in candidate.memory.items()})
+        else:
+            time = candidate.time
+            rows.append({"compute": time.compute, "memory": time.memory, "communication": time.communication})
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    names.sort(key=lambda name: -max(row.get(name, 0.0) for row in rows))
+    places = list(range(len(rows)))[::-1]
+    for number, name in enumerate(names):
+        left = [sum(row.get(other, 0.0) for other in names[:number]) for row in rows]
+        widths = [row.get(name, 0.0) for row in rows]
+        axes.barh(places, widths, left=left, color=_COLOURS[number % len(_COLOURS)], label=name, height=0.6)
+    labels = [_label(candidate) for candidate in plan.candidates]
+    axes.set_yticks(places, labels, fontsize=8)
+    if what == "memory":
+        axes.axvline(plan.limit_bytes / GIB, color="black", linestyle="--", linewidth=1)
+        axes.set_xlabel(f"GiB of HBM a device (dashed: {plan.limit_bytes / GIB:.2f}, what it has)")
+    else:
+        for place, candidate in zip(places, plan.candidates, strict=True):
+            axes.plot(
+                [candidate.time.low, candidate.time.high], [place - 0.38] * 2, color="black", linewidth=1
+            )
+        axes.set_xlabel("predicted seconds a step (line: the range)")
+    axes.legend(fontsize=8, loc="lower right")
+
+
+def _label(candidate: Candidate) -> str:
+    layout = candidate.layout
+    mesh = " × ".join(f"{axis} {size}" for axis, size in layout.mesh)
+    return f"{mesh}\n{layout.parameters}, remat {layout.remat}, {layout.microbatches} micro"
+
+
+def link_axes(candidate: Candidate) -> dict[Link, str]:
+    """For every link of the grid the mesh axis that runs over it.
+
+    A link joins two chips that are neighbours on the grid, or the two ends of an axis that closes to a ring. It belongs
+    to the mesh axis along which alone the devices at its ends differ; to ``"several"`` where they differ along more.
+    """
+    sizes = [size for _, size in candidate.layout.mesh]
+    names = [axis for axis, _ in candidate.layout.mesh]
+    dims = len(candidate.target.shape)
+    at: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for number, place in enumerate(candidate.coordinates):
+        position = []
+        for size in reversed(sizes):
+            number, index = divmod(number, size)
+            position.append(index)
+        at.setdefault((*place[:dims],), []).append(tuple(reversed(position)))
+    out: dict[Link, str] = {}
+    for place, axis in itertools.product(at, range(dims)):
+        length = candidate.target.shape[axis] if axis < len(candidate.target.shape) else 1
+        there = list(place)
+        there[axis] += 1
+        if there[axis] == length:
+            if not candidate.target.wrap[axis] or length < 3:
+                continue
+            there[axis] = 0
+        other = tuple(there)
+        if other not in at:
+            continue
+        # Devices of one chip share its links: the nearest pair of positions counts.
+        differing = min(
+            (
+                [n for n, (a, b) in enumerate(zip(p, q, strict=True)) if a != b]
+                for p in at[place]
+                for q in at[other]
+            ),
+            key=len,
+        )
+        out[place, other] = names[differing[0]] if len(differing) == 1 else "several"
+    return out
+
+
+def _mesh(axes: Any, best: Candidate) -> None:
+    links = link_axes(best)
+    names = [axis for axis, size in best.layout.mesh if size > 1]
+    colours = dict(zip([*names, "several"], [*_COLOURS[: len(names)], "lightgray"], strict=True))
+    places = [(*place, 0, 0, 0)[:3] for place in {place for link in links for place in link} or {(0, 0, 0)}]
+    if len(places) > _MOST_CHIPS:
+        places = [p for p in places if max(p) < 8]
+    shown = set(places)
+    axes.scatter(*zip(*places, strict=True), color="black", s=14, depthshade=False)
+    seen: set[str] = set()
+    for (a, b), name in links.items():
+        start, end = (*a, 0, 0, 0)[:3], (*b, 0, 0, 0)[:3]
+        if start not in shown or end not in shown:
+            continue
+        wraps = max(abs(p - q) for p, q in zip(start, end, strict=True)) > 1
+        label = None if name in seen or wraps else name
+        if wraps:
+            # A stub at both ends stands for the cable round the back.
+            for here, there in ((start, end), (end, start)):
+                stub = [
+                    h + (0.3 if h > t else -0.3 if h < t else 0.0) for h, t in zip(here, there, strict=True)
+                ]
+                axes.plot(*zip(here, stub, strict=True), color=colours[name], linewidth=1.5, linestyle=":")
+            continue
+        seen.add(name)
+        axes.plot(*zip(start, end, strict=True), color=colours[name], linewidth=2, label=label)
+    axes.set_axis_off()
+    if seen:
+        axes.legend(fontsize=8, loc="upper right", title="mesh axis on the links")
+    mesh = " × ".join(f"{axis} {size}" for axis, size in best.layout.mesh)
+    axes.set_title(f"best: {mesh} on {best.target.text}", fontsize=10)

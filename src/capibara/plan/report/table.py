@@ -1,0 +1,117 @@
+"""A plan as a table for a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from capibara.plan.candidate import Candidate
+    from capibara.plan.planning import Plan
+
+__all__ = ["candidate_lines", "plan_text", "print_plan"]
+
+GIB = 2**30
+
+
+def plan_text(plan: Plan, width: int = 118) -> str:
+    """The plan as plain text."""
+    from rich.console import Console
+
+    stream = io.StringIO()
+    print_plan(plan, Console(file=stream, width=width, no_color=True, highlight=False))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def print_plan(plan: Plan, console: Any) -> None:
+    """Print it on a ``rich`` console."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(f"{plan.work}\non {plan.target}, {plan.limit_bytes / GIB:.2f} GiB a device"))
+    table = Table(pad_edge=False, box=None, header_style="bold")
+    headings = (
+        "",
+        "mesh",
+        "sharding",
+        "remat",
+        "micro",
+        "HBM GiB",
+        "step s",
+        "range",
+        "tokens/s",
+        "MFU",
+        "$/step",
+        "$/B tok",
+    )
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number in (1, 2, 3) else "right", no_wrap=True)
+    for rank, candidate in enumerate(plan.candidates, 1):
+        table.add_row(*_row(rank, candidate))
+    console.print(table)
+    if plan.candidates:
+        for line in candidate_lines(plan.best):
+            console.print(Text(line))
+    for line in _footer(plan):
+        console.print(Text(line))
+
+
+def _row(rank: int, c: Candidate) -> Sequence[str]:
+    sharding = c.layout.parameters
+    if c.layout.parameters == "replicated" and c.layout.optimizer == "sharded":
+        sharding = "optimizer"
+    if c.layout.offload != "none":
+        sharding += " + host"
+    return (
+        str(rank),
+        " × ".join(f"{axis} {size}" for axis, size in c.layout.mesh),
+        sharding,
+        c.layout.remat,
+        str(c.layout.microbatches),
+        f"{c.hbm_bytes / GIB:.2f}",
+        f"{c.step_seconds:.3g}",
+        f"{c.time.low:.3g}–{c.time.high:.3g}",
+        _number(c.tokens_per_second),
+        "" if c.mfu is None else f"{c.mfu:.1%}",
+        "" if c.usd_per_step is None else f"{c.usd_per_step:.4f}",
+        "" if c.usd_per_billion_tokens is None else f"{c.usd_per_billion_tokens:,.0f}",
+    )
+
+
+def candidate_lines(c: Candidate) -> list[str]:
+    """Where its memory and its time go, and the settings that make it so."""
+    usable = c.target.usable_hbm_bytes
+    memory = ", ".join(
+        f"{name} {size / GIB:.2f}" for name, size in sorted(c.memory.items(), key=lambda i: -i[1])
+    )
+    time = c.time
+    shares = [("compute", time.compute), ("memory", time.memory), ("communication", time.communication)]
+    parts = ", ".join(f"{name} {value / time.seconds:.0%}" for name, value in shares if time.seconds)
+    hidden = f" ({time.hidden:.3g} s more of it hidden behind work)" if time.hidden else ""
+    source = "the TPU compiler" if c.memory_source == "compiler" else "an estimate"
+    return [
+        f"best   memory  {memory} GiB of {usable / GIB:.2f} [{source}]",
+        f"       time    {parts}{hidden} [{_sources(c)}]",
+        f"       as      {' '.join(c.layout.overrides())}",
+    ]
+
+
+def _sources(c: Candidate) -> str:
+    sources = dict.fromkeys(part.source for part in c.time.parts)
+    return "predicted from " + ", ".join(sources) if sources else "predicted"
+
+
+def _footer(plan: Plan) -> list[str]:
+    lines = [
+        f"{plan.considered} layouts, {plan.promising} may fit, {plan.compiled} compiled"
+        + (f", {len(plan.refused)} of them refused" if plan.refused else "")
+    ]
+    price = plan.candidates[0].price if plan.candidates else None
+    if price is not None:
+        lines.append(f"price: {price}")
+    return [*lines, *(f"note: {note}" for note in plan.notes)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"

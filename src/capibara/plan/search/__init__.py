@@ -1,0 +1,1 @@
+"""Which layouts are worth compiling, and the compiling of them."""

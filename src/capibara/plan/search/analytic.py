@@ -1,0 +1,117 @@
+"""A rough time of a train step, found in microseconds, to order layouts before any is compiled.
+
+The roofline of the arithmetic, of the memory that the optimizer walks through, and of the bytes that sharding sends.
+It is used to choose what to compile and never reported where the compiler could be asked.
+
+Communication (each a ring over the axis; Xu et al., "GSPMD", arXiv:2105.04663; the table in "How to Scale Your Model",
+part 5): sharded parameters are gathered for the forward and again for the backward pass of every microbatch and their
+gradients reduce-scattered; replicated ones have their gradients all-reduced; a ``model`` axis all-reduces the residual
+stream twice a layer forward and twice backward, and twice more where the backward pass computes the block again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from capibara.config import ModularModelConfig
+from capibara.plan.layout import Layout
+from capibara.plan.slices import Slice
+
+if TYPE_CHECKING:
+    from capibara.compose import CompiledModel
+
+__all__ = ["Estimate", "estimate_time", "model_specs", "step_flops"]
+
+# What the matrix units reach of their peak in blocks of usual sizes, as the compiler's own cycles have it.
+_REACHED = 0.75
+# Of the time of gathers and scatters, what stays visible behind the arithmetic of neighbouring layers.
+_EXPOSED = 0.5
+# Reads and writes of a moment update per parameter: parameter and two moments in and out, and the gradient.
+_OPTIMIZER_BYTES = 4 * 7
+# Passes over the residual stream's width in memory that a block's elementwise work takes, forward and backward.
+_PASSES = 40
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one step: arithmetic, memory traffic and communication that nothing hides."""
+
+    compute: float
+    memory: float
+    communication: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it, one after another."""
+        return self.compute + self.memory + self.communication
+
+
+def model_specs(config: ModularModelConfig) -> CompiledModel:
+    """The model's parameters as specifications, on the backend that needs no device."""
+    return _specs(config.model)
+
+
+@lru_cache(maxsize=16)
+def _specs(model: Any) -> CompiledModel:
+    from capibara.compose import NumpyBackend, compile
+    from capibara.core.decoder import build_decoder
+
+    return compile(build_decoder(model), NumpyBackend())
+
+
+def step_flops(config: ModularModelConfig) -> float:
+    """Floating-point operations of one optimizer step that the model asks for: what rematerialisation repeats is not
+    counted (the usual base of utilisation)."""
+    from capibara.core.flops import flops_per_token
+
+    tokens = config.train.batch_size * config.train.sequence_length
+    return flops_per_token(config.model, config.train.sequence_length) * tokens
+
+
+def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> Estimate:
+    """The rough time of one step."""
+    devices = layout.num_devices
+    sizes = layout.axis_sizes
+    data, model = sizes.get("data", 1), sizes.get("model", 1)
+    m, t = config.model, config.train
+    tokens = t.batch_size * t.sequence_length / data
+    repeated = {"none": 1.0, "dots": 1.05, "full": 4 / 3}[layout.remat]
+    compute = step_flops(config) * repeated / devices / (target.chip.peak("bfloat16") * _REACHED)
+
+    bandwidth = target.chip.hbm_bandwidth or 1e12
+    params = model_specs(config).num_params
+    held = (
+        params
+        / model
+        / (data if layout.optimizer_rules == layout.rules and layout.parameters == "sharded" else 1)
+    )
+    if layout.parameters == "replicated" and layout.optimizer == "sharded":
+        held = params / model / data
+    memory = held * _OPTIMIZER_BYTES / bandwidth
+    memory += _PASSES * repeated * m.num_layers * tokens * m.embed_dim * 2 / bandwidth
+    # Weights are read for each microbatch, forward and twice backward.
+    memory += layout.microbatches * 3 * (params / model) * 2 / bandwidth
+
+    links = target.link_bandwidth * 2
+    count = layout.microbatches
+
+    def ring(size: float, axis: int) -> float:
+        return size * (axis - 1) / axis / links if axis > 1 else 0.0
+
+    whole = params / model
+    if layout.parameters == "sharded":
+        sent = count * (2 * ring(whole * 2, data) + ring(whole * 4, data))
+    else:
+        sent = count * 2 * ring(whole * 4, data)
+        if layout.optimizer == "sharded":
+            sent += ring(whole * 4, data)
+    communication = _EXPOSED * sent
+    reduces = {"none": 4, "dots": 4, "full": 6}[layout.remat]
+    # An all-reduce is a scatter and a gather.
+    communication += reduces * m.num_layers * 2 * ring(tokens * m.embed_dim * 2, model)
+    if layout.offload == "optimizer":
+        # Moments travel to the hosts and back over PCIe, about 10 GB/s a chip each way.
+        memory += held * 8 * 2 / 10e9
+    return Estimate(compute, memory, communication)

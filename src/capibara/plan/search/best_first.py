@@ -1,0 +1,150 @@
+"""Compile the most promising layout, learn from it how far the rough figures are off, and go on.
+
+Rough figures order a few hundred layouts in milliseconds; the compiler takes half a minute for one. So the search
+compiles the best of several families first (a family is a mesh and a way of sharding), corrects the rough time and
+memory of every other layout by what compiled ones of its family (else of all) turned out to take, and compiles on while
+a layout that is not compiled yet promises less than the best that is. What it gives was compiled, all of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
+from capibara.plan.layout import Layout
+from capibara.plan.slices import Slice
+from capibara.plan.work import Rough, Work
+
+__all__ = ["Compiled", "Search", "search"]
+
+# A layout whose corrected estimate passes the memory by up to this much is still tried: the compiler decides.
+_MARGIN = 1.10
+# What has to be promised before another half a minute is spent.
+_WORTH = 0.98
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A layout and what the compiler and the time model made of it; ``seconds`` is None where it does not fit."""
+
+    layout: Layout
+    rough: Rough
+    program: CompiledProgram
+    seconds: float | None
+
+
+@dataclass
+class Search:
+    """What a search did.
+
+    Attributes:
+      considered: layouts there are. promising: those whose rough memory may fit. compiled: in the order they were done.
+    """
+
+    considered: int = 0
+    promising: int = 0
+    compiled: list[Compiled] = field(default_factory=list)
+
+    @property
+    def fitting(self) -> list[Compiled]:
+        """Those that fit, the fastest first."""
+        return sorted((c for c in self.compiled if c.seconds is not None), key=lambda c: c.seconds or 0.0)
+
+
+Progress = Callable[[str, Layout, CompiledProgram | None], None]
+
+
+def search(
+    work: Work,
+    target: Slice,
+    seconds_of: Callable[[CompiledProgram, Layout], float],
+    *,
+    limit_bytes: int,
+    max_compiles: int = 8,
+    workers: int | None = None,
+    cache: ProgramCache | None = None,
+    progress: Progress | None = None,
+) -> Search:
+    """Find the fastest layout that fits ``limit_bytes`` a device.
+
+    Args:
+      seconds_of: the time model.
+      max_compiles: how many layouts to compile at most.
+      progress: called with ``"start"`` or ``"done"``, the layout, and what came of it.
+
+    Raises:
+      CompilerMissingError, CompilationError: as :func:`compile_programs`.
+    """
+    found = Search()
+    rough = {layout: work.rough(layout, target) for layout in work.layouts(target)}
+    found.considered = len(rough)
+    on_device = {
+        k: r for k, r in rough.items() if k.offload == "none" and r.hbm_bytes <= limit_bytes * _MARGIN
+    }
+    waiting = on_device or {k: r for k, r in rough.items() if r.hbm_bytes <= limit_bytes * _MARGIN}
+    found.promising = len(waiting)
+    if not waiting and rough:
+        # Rough figures may be wrong: the compiler has the last word on the least of them.
+        least = min(rough, key=lambda k: rough[k].hbm_bytes)
+        waiting = {least: rough[least]}
+    waiting = dict(waiting)
+
+    def compile_now(chosen: list[Layout]) -> None:
+        def started(number: int) -> None:
+            if progress is not None:
+                progress("start", chosen[number], None)
+
+        jobs = [work.job(layout, target) for layout in chosen]
+        for number, program in compile_programs(jobs, cache=cache, workers=workers, started=started):
+            layout = chosen[number]
+            seconds = None
+            if program.memory is not None and program.memory.total <= limit_bytes:
+                seconds = seconds_of(program, layout)
+            found.compiled.append(Compiled(layout, waiting[layout], program, seconds))
+            if progress is not None:
+                progress("done", layout, program)
+        for layout in chosen:
+            del waiting[layout]
+
+    first: dict[object, Layout] = {}
+    for layout in sorted(waiting, key=lambda k: waiting[k].seconds):
+        first.setdefault(_family(layout), layout)
+    compile_now(list(first.values())[: max(1, max_compiles // 2)])
+    while waiting and len(found.compiled) < max_compiles:
+        if all(c.program.status == "error" for c in found.compiled):
+            break  # it is not the layout that is wrong
+        best = min((c.seconds for c in found.fitting if c.seconds is not None), default=float("inf"))
+        promises = {k: _corrected(k, r, found.compiled) for k, r in waiting.items()}
+        chosen = [
+            k
+            for k in sorted(promises, key=lambda k: promises[k][0])
+            if promises[k][0] < best * _WORTH
+            and promises[k][1] <= limit_bytes * (_MARGIN if best == float("inf") else 1)
+        ]
+        if not chosen:
+            break
+        room = max_compiles - len(found.compiled)
+        compile_now(chosen[: min(2, room)])
+    return found
+
+
+def _family(layout: Layout) -> object:
+    return layout.mesh, layout.parameters, layout.optimizer
+
+
+def _corrected(layout: Layout, rough: Rough, compiled: list[Compiled]) -> tuple[float, float]:
+    """Seconds and bytes, by what others turned out to take against their own rough figures."""
+
+    def ratio(values: list[tuple[object, float]]) -> float:
+        own = [value for family, value in values if family == _family(layout)]
+        return statistics.median(own or [value for _, value in values] or [1.0])
+
+    times = [(_family(c.layout), c.seconds / c.rough.seconds) for c in compiled if c.seconds is not None]
+    sizes = [
+        (_family(c.layout), size / c.rough.hbm_bytes)
+        for c in compiled
+        if (size := c.program.memory.total if c.program.memory else c.program.needed_bytes)
+    ]
+    return rough.seconds * ratio(times), rough.hbm_bytes * ratio(sizes)

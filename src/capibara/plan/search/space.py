@@ -1,0 +1,62 @@
+"""Every layout that a train step could have on a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from capibara.config import ModularModelConfig
+from capibara.plan.layout import Layout
+from capibara.plan.slices import Slice
+
+__all__ = ["ASYNCHRONOUS", "layouts", "meshes"]
+
+# Gathers of parameters run while the layer before computes. On v4 the compiler refuses the wider
+# xla_tpu_enable_async_collective_fusion, and its all-reduce always waits.
+ASYNCHRONOUS = (
+    ("xla_enable_async_all_gather", "true"),
+    ("xla_tpu_enable_latency_hiding_scheduler", "true"),
+)
+
+
+def meshes(devices: int, heads: int) -> Iterator[tuple[tuple[str, int], ...]]:
+    """``data × model`` with every divisor of the devices, ``model`` up to the number of heads."""
+    for model in range(1, min(devices, max(heads, 1)) + 1):
+        if devices % model == 0 and heads % model == 0:
+            yield (("data", devices // model), ("model", model))
+
+
+def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
+    """The product of meshes, sharding, rematerialisation, microbatches, optimizer sharding and offload.
+
+    Left out is what cannot differ (sharding over one device) and what cannot be: rows that do not divide.
+    """
+    rows = config.train.batch_size
+    for mesh in meshes(target.num_devices, config.model.num_heads):
+        data = dict(mesh)["data"]
+        if rows % data:
+            continue
+        counts = [n for n in _powers(rows // data) if rows % (n * data) == 0]
+        for count in counts:
+            for remat in ("none", "dots", "full"):
+                yield Layout(mesh=mesh, remat=remat, microbatches=count, flags=ASYNCHRONOUS)
+                if data > 1:
+                    for optimizer in ("as parameters", "sharded"):
+                        yield Layout(
+                            mesh=mesh,
+                            parameters="replicated",
+                            optimizer=optimizer,
+                            remat=remat,
+                            microbatches=count,
+                            flags=ASYNCHRONOUS,
+                        )
+        # The last resort: the least memory on the device, and the moments in the hosts'.
+        yield Layout(
+            mesh=mesh, remat="full", microbatches=counts[-1], offload="optimizer", flags=ASYNCHRONOUS
+        )
+
+
+def _powers(most: int) -> Iterator[int]:
+    n = 1
+    while n <= most:
+        yield n
+        n *= 2

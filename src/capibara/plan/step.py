@@ -1,0 +1,314 @@
+"""Planning any JAX step function: ``plan(step_work(step, (state, batch)), "v5e:4x4")``."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from capibara.config.axes import AxisRules
+from capibara.files import replace_file
+from capibara.plan.compiler import Job, ProgramCache
+from capibara.plan.errors import PlanError
+from capibara.plan.layout import Layout
+from capibara.plan.search.space import ASYNCHRONOUS, meshes
+from capibara.plan.slices import Slice
+from capibara.plan.work import Rough
+
+__all__ = ["StepWork", "step_work"]
+
+# A closed-over array up to this size is a constant like any other.
+_SMALL_CONSTANT = 64 << 10
+_REACHED = 0.5
+
+
+class _MeshSizes:
+    """What ``AxisRules.spec`` reads of a mesh."""
+
+    def __init__(self, mesh: tuple[tuple[str, int], ...]) -> None:
+        self.shape = dict(mesh)
+
+
+@dataclass(frozen=True, eq=False)
+class StepWork:
+    """A step function, exported. Made by :func:`step_work`.
+
+    Attributes:
+      title: its name and what it takes.
+      path, sha256: the exported function.
+      shapes, item_sizes: of the flat arguments.
+      axes: logical axis names of the flat arguments, None where not given.
+      kinds: numbers of the flat arguments by kind: ``state``, ``batch``.
+      donated: numbers of those that are donated.
+      counted_flops: matrix products and convolutions of a step, counted from its jaxpr.
+      tokens: of a step, if it was told.
+      structure: the trees of the arguments (a JAX tree definition).
+    """
+
+    title: str
+    path: Path
+    sha256: str
+    shapes: tuple[tuple[int, ...], ...]
+    item_sizes: tuple[int, ...]
+    axes: tuple[tuple[str | None, ...] | None, ...]
+    kinds: dict[str, tuple[int, ...]]
+    donated: tuple[int, ...]
+    counted_flops: float
+    tokens: int | None = None
+    structure: Any = field(default=None, repr=False)
+    _specs: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a step."""
+        return self.counted_flops
+
+    def layouts(self, target: Slice) -> Iterator[Layout]:
+        """Meshes and shardings; what a function computes again is its own affair."""
+        widest = max((size for n in self.kinds["state"] for size in self.shapes[n]), default=1)
+        rows = [self.shapes[n][0] for n in self.kinds["batch"] if self.shapes[n]]
+        for mesh in meshes(target.num_devices, widest):
+            data = dict(mesh)["data"]
+            if any(size % data for size in rows):
+                continue
+            for parameters in ("sharded", "replicated") if data > 1 else ("sharded",):
+                yield Layout(mesh=mesh, parameters=parameters, remat="none", flags=ASYNCHRONOUS)
+
+    def specs(self, layout: Layout) -> tuple[Any, ...]:
+        """A ``PartitionSpec`` for every array of the arguments, in trees like them: how a candidate lays them out."""
+        import jax
+        from jax.sharding import PartitionSpec
+
+        flat = [
+            PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in self._spec(n, layout)))
+            for n in range(len(self.shapes))
+        ]
+        return jax.tree.unflatten(self.structure, flat)
+
+    def rough(self, layout: Layout, target: Slice) -> Rough:
+        """Arguments exactly; temporaries are not known before the program is compiled."""
+        held = {kind: self._bytes(layout, numbers) for kind, numbers in self.kinds.items()}
+        sizes = layout.axis_sizes
+        data, model = sizes.get("data", 1), sizes.get("model", 1)
+        whole = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["state"])
+        rows = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["batch"]) / data
+        links = 2 * target.link_bandwidth
+        sent = (3 if layout.parameters == "sharded" else 2) * whole / model * (data - 1) / data / links
+        sent += 8 * rows * (model - 1) / model / links
+        peak = target.chip.peak("bfloat16") * target.num_devices * _REACHED
+        traffic = 2 * sum(held.values()) / (target.chip.hbm_bandwidth or 1e12)
+        return Rough(held, self.counted_flops / peak, traffic, sent)
+
+    def job(self, layout: Layout, target: Slice, *, buffers: bool = False) -> Job:
+        """The program to compile."""
+        return Job(
+            builder="capibara.plan.workloads.exported:lower_exported",
+            params={
+                "path": str(self.path),
+                "sha256": self.sha256,
+                "specs": [self._spec(n, layout) for n in range(len(self.shapes))],
+                "kinds": {kind: list(numbers) for kind, numbers in self.kinds.items()},
+                "donated": list(self.donated),
+            },
+            slice=target,
+            mesh=layout.mesh,
+            compiler_options=layout.compiler_options,
+            buffers=buffers,
+        )
+
+    def _spec(self, number: int, layout: Layout) -> list[Any]:
+        key = number, layout.mesh, layout.parameters
+        if key not in self._specs:
+            self._specs[key] = self._new_spec(number, layout)
+        return self._specs[key]
+
+    def _new_spec(self, number: int, layout: Layout) -> list[Any]:
+        shape, names = self.shapes[number], self.axes[number]
+        batch = number in self.kinds["batch"]
+        if names is not None:
+            rules: AxisRules = layout.rules
+            mesh: Any = _MeshSizes(layout.mesh)
+            spec = rules.spec(names, mesh, shape, kind="activations" if batch else "parameters")
+            return [list(e) if isinstance(e, tuple) else e for e in spec]
+        sizes = layout.axis_sizes
+        out: list[Any] = [None] * len(shape)
+        if batch:
+            if shape and shape[0] % sizes["data"] == 0:
+                out[0] = "data"
+            return out
+        if math.prod(shape) < 2048:
+            return out
+        # Without names: the longest dimension that an axis divides; the model axis before the data axis.
+        wanted = [("model", reversed(range(len(shape))))] if sizes["model"] > 1 else []
+        if layout.parameters == "sharded" and sizes["data"] > 1:
+            wanted.append(("data", iter(range(len(shape)))))
+        for axis, places in wanted:
+            free = [d for d in places if out[d] is None and shape[d] % sizes[axis] == 0]
+            if free:
+                out[max(free, key=lambda d: shape[d])] = axis
+        return out
+
+    def _bytes(self, layout: Layout, numbers: Sequence[int]) -> int:
+        sizes = layout.axis_sizes
+        total = 0
+        for n in numbers:
+            cut = 1
+            for entry in self._spec(n, layout):
+                for axis in [entry] if isinstance(entry, str) else entry or []:
+                    cut *= sizes[axis]
+            total += math.prod(self.shapes[n]) * self.item_sizes[n] // cut
+        return total
+
+
+def step_work(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    axes: Sequence[Any] | None = None,
+    batch_argnums: Sequence[int] | None = None,
+    donate_argnums: Sequence[int] = (0,),
+    tokens: int | None = None,
+    name: str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> StepWork:
+    """Export a step function, so that :func:`plan` can compile it for slices.
+
+    Args:
+      step: a function of arrays and pytrees of them, jitted or not, such as ``(state, batch) -> (state, metrics)``.
+      args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` (nothing is computed, no memory is taken).
+      axes: logical axis names of every array (``("embed", "mlp")``), in trees like ``args``; None for those that have
+        none. They are laid over the mesh by ``AxisRules``. Without, arrays are cut along their longest dimensions.
+      batch_argnums: which arguments are cut along their first dimension over ``data``; by default all but the first.
+      donate_argnums: which arguments' memory the results may take.
+      tokens: of a step, for figures a token.
+      folder: where the exported function is written, instead of the user's cache.
+
+    Raises:
+      PlanError: the function closes over arrays of more than 64 KiB (they would be part of the program, on every
+        device, and are not planned: make them arguments), or cannot be exported for TPUs.
+    """
+    import jax
+    import numpy as np
+
+    from capibara.measure import count_flops
+
+    if not callable(step):
+        raise PlanError(f"step is {type(step).__name__}, expected a function of the arrays in args")
+    args = tuple(args)
+    described = [jax.tree.map(_described, argument) for argument in args]
+    leaves: list[Any] = []
+    owner: list[int] = []
+    for number, argument in enumerate(described):
+        found = jax.tree.leaves(argument)
+        leaves += found
+        owner += [number] * len(found)
+    structure = jax.tree.structure(tuple(described))
+    names = _axes(axes, described, len(leaves))
+
+    def flat(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(jax.tree.leaves(step(*jax.tree.unflatten(structure, arrays))))
+
+    title = name or getattr(step, "__name__", type(step).__name__)
+    try:
+        jaxpr = jax.make_jaxpr(flat)(*leaves)
+    except Exception as error:
+        raise PlanError(
+            f"{title} cannot be traced for these arguments: {type(error).__name__}: {error}"
+        ) from error
+    constants = [c for c in jaxpr.consts if getattr(c, "nbytes", 0) > _SMALL_CONSTANT]
+    if constants:
+        listed = ", ".join(f"{np.dtype(c.dtype).name}{list(c.shape)}" for c in constants[:4])
+        total = sum(c.nbytes for c in constants)
+        raise PlanError(
+            f"{title} closes over {len(constants)} concrete arrays ({listed}; {total / 2**20:.1f} MiB): they would be "
+            "copied into the program, whole on every device. Make them arguments: def step(params, batch), not a "
+            "function that reads params from outside"
+        )
+    try:
+        exported = jax.export.export(
+            jax.jit(flat),
+            platforms=["tpu"],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("tpu_custom_call")],
+        )(*leaves)
+        data = bytes(exported.serialize())
+    except Exception as error:
+        raise PlanError(f"{title} cannot be exported for TPUs: {type(error).__name__}: {error}") from error
+    digest = hashlib.sha256(data).hexdigest()
+    place = (ProgramCache().folder if folder is None else Path(folder)) / f"{digest}.exported"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(place, data)
+    batches = set(range(1, len(args)) if batch_argnums is None else batch_argnums)
+    kinds = {
+        "state": tuple(n for n, of in enumerate(owner) if of not in batches),
+        "batch": tuple(n for n, of in enumerate(owner) if of in batches),
+    }
+    return StepWork(
+        title=f"{title}, {len(leaves)} arrays of {sum(_bytes(leaf) for leaf in leaves) / 2**30:.3g} GiB",
+        path=place,
+        sha256=digest,
+        shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+        item_sizes=tuple(_bytes(leaf) // max(1, math.prod(leaf.shape)) for leaf in leaves),
+        axes=names,
+        kinds=kinds,
+        donated=tuple(n for n, of in enumerate(owner) if of in set(donate_argnums)),
+        counted_flops=float(count_flops(functools.partial(_call, flat), *leaves).total),
+        tokens=tokens,
+        structure=structure,
+    )
+
+
+def _call(flat: Callable[..., Any], *arrays: Any) -> Any:
+    return flat(*arrays)
+
+
+def _described(leaf: Any) -> Any:
+    import jax
+    import numpy as np
+
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+        # As jit takes Python's numbers.
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _bytes(leaf: Any) -> int:
+    import jax
+
+    key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return math.prod(leaf.shape) * (4 if key else leaf.dtype.itemsize)
+
+
+def _axes(axes: Sequence[Any] | None, described: list[Any], count: int) -> tuple[Any, ...]:
+    import jax
+
+    if axes is None:
+        return (None,) * count
+    if len(axes) != len(described):
+        raise PlanError(
+            f"axes has {len(axes)} entries, expected one for each of the {len(described)} arguments (or None)"
+        )
+
+    def is_names(value: Any) -> bool:
+        return value is None or (
+            isinstance(value, tuple | list) and all(v is None or isinstance(v, str) for v in value)
+        )
+
+    out: list[Any] = []
+    for number, (given, argument) in enumerate(zip(axes, described, strict=True)):
+        leaves = jax.tree.leaves(argument)
+        found = [None] * len(leaves) if given is None else jax.tree.leaves(given, is_leaf=is_names)
+        if len(found) != len(leaves):
+            raise PlanError(f"axes[{number}] names {len(found)} arrays, but args[{number}] has {len(leaves)}")
+        for leaf, names in zip(leaves, found, strict=True):
+            if names is not None and len(names) != len(leaf.shape):
+                raise PlanError(
+                    f"axes[{number}] has {tuple(names)} for an array of shape {tuple(leaf.shape)}: one name a dimension"
+                )
+            out.append(None if names is None else tuple(names))
+    return tuple(out)

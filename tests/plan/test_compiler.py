@@ -1,0 +1,145 @@
+"""Compiling in processes of their own, and the cache before them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tpu_compiler import needs_libtpu
+
+from capibara.plan import CompilationError, CompilerMissingError, PlanError, parse_slice
+from capibara.plan.compiler import (
+    CompiledProgram,
+    Job,
+    Memory,
+    ProgramCache,
+    compile_program,
+    compile_programs,
+)
+from capibara.plan.compiler.environment import Compiler, find_compiler
+
+SUPPORT = Path(__file__).parents[1] / "support"
+MESH = (("data", 2), ("model", 2))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    return ProgramCache(tmp_path / "programs")
+
+
+def job(name: str, topology: str = "v4:2x2x1", **params) -> Job:
+    return Job(builder=f"plan_builders:{name}", params=params, slice=parse_slice(topology), mesh=MESH)
+
+
+@needs_libtpu
+def test_a_program_its_memory_its_text_and_the_cache(cache):
+    found = compile_program(job("product", rows=512), cache=cache)
+    assert found.status == "ok"
+    assert found.fits
+    assert not found.cached
+    memory = found.memory
+    assert memory is not None
+    # Half of x, half of w, a quarter of the result, in float32; whole tiles, so nothing is padded.
+    assert memory.kinds == {"parameters": 256 * 128 * 4, "batch": 256 * 256 * 4}
+    assert memory.arguments == sum(memory.kinds.values())
+    assert memory.padding == 0
+    assert memory.outputs == 256 * 128 * 4
+    assert "f32[256,128]" in found.text
+    assert sorted(found.coordinates) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert set(found.versions) == {"jax", "jaxlib", "libtpu"}
+    again = compile_program(job("product", rows=512), cache=cache)
+    assert again.cached
+    assert again.to_json() == found.to_json()
+    assert again.text == found.text
+
+
+@needs_libtpu
+def test_what_does_not_fit_fails_and_dies_is_told_apart(cache):
+    jobs = [job("product", rows=1 << 26, width=512), job("failing"), job("nothing")]
+    started: list[int] = []
+    found = dict(compile_programs(jobs, cache=cache, workers=2, started=started.append))
+    assert sorted(started) == [0, 1, 2]
+    large = found[0]
+    assert large.status == "oom"
+    assert large.needed_bytes is not None
+    assert large.needed_bytes > parse_slice("v4:2x2x1").usable_hbm_bytes
+    assert found[1].status == found[2].status == "error"
+    assert "no program for 4 devices" in found[1].message
+    assert "expected 'module:function'" in found[2].message
+    with pytest.raises(PlanError, match="did not compile"):
+        _ = large.text
+    # What does not fit is known from now on; a failure may be another one tomorrow.
+    assert cache.get(cache.key(jobs[0], find_compiler())) is not None
+    assert cache.get(cache.key(jobs[1], find_compiler())) is None
+
+
+@needs_libtpu
+def test_a_process_that_dies_or_hangs(cache):
+    with pytest.raises(CompilationError, match=r"(?s)exit code 3.*these are my last words"):
+        compile_program(job("dying"), cache=cache)
+    with pytest.raises(CompilationError, match="longer than 8 s"):
+        compile_program(job("hanging"), cache=cache, timeout=8)
+
+
+@needs_libtpu
+def test_the_mesh_has_to_have_the_slices_devices(cache):
+    wrong = Job(builder="plan_builders:product", params={"rows": 8}, slice=parse_slice("v4-32"), mesh=MESH)
+    found = compile_program(wrong, cache=cache)
+    assert found.status == "error"
+    assert "has 4 devices, but v4:2x2x4" in found.message
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CAPIBARA_LIBTPU", str(tmp_path))
+    with pytest.raises(CompilerMissingError, match="CAPIBARA_LIBTPU"):
+        find_compiler()
+    monkeypatch.delenv("CAPIBARA_LIBTPU")
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CompilerMissingError, match=r"libtpu.*(Install it with|Linux on x86-64)"):
+        find_compiler()
+
+
+def test_memory_adds_up():
+    memory = Memory(arguments=10, outputs=4, aliased=3, temporaries=5, kinds={"parameters": 7})
+    assert memory.total == 10 + 4 - 3 + 5
+    assert memory.padding == 3
+
+
+def test_damaged_results_are_not_used(tmp_path):
+    store = ProgramCache(tmp_path)
+    found = CompiledProgram(status="oom", needed_bytes=99, coordinates=((0, 1),))
+    store.put("k", found)
+    assert store.get("k") == CompiledProgram.from_json(found.to_json(), cached=True)
+    path, _ = store.paths("k")
+    whole = path.read_text()
+    for text in ("", "[]", "{", whole.replace('"oom"', '"fine"'), json.dumps({"status": "ok"}), "1" * 100):
+        path.write_text(text)
+        assert store.get("k") is None
+    # A compiled program whose text is gone is no result either.
+    path.write_text(whole.replace('"oom"', '"ok"'))
+    assert store.get("k") is None
+
+
+def test_keys_depend_on_everything(tmp_path):
+    store = ProgramCache(tmp_path)
+    keys = {
+        store.key(each, compiler)
+        for compiler in (Compiler("1.0", None), Compiler("2.0", None))
+        for each in (
+            job("product", rows=8),
+            job("product", rows=16),
+            job("failing", rows=8),
+            job("product", "v5e:2x2", rows=8),
+            Job(
+                builder="plan_builders:product",
+                params={"rows": 8},
+                slice=parse_slice("v4:2x2x1"),
+                mesh=MESH,
+                compiler_options={"xla_enable_async_all_gather": "true"},
+            ),
+        )
+    }
+    assert len(keys) == 10

@@ -1,0 +1,105 @@
+"""Layouts: checked, written and read back, and the rules that they stand for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capibara.config import ModularModelConfig
+from capibara.plan import Layout, PlanError, parse_slice
+from capibara.plan.search.space import layouts, meshes
+
+
+class Sizes:
+    def __init__(self, **shape: int) -> None:
+        self.shape = shape
+
+
+def test_the_rules_of_parameters_and_moments():
+    mesh: Any = Sizes(data=4, model=2)
+    whole = Layout(mesh=(("data", 4), ("model", 2)), parameters="replicated")
+    moments = Layout(mesh=whole.mesh, parameters="replicated", optimizer="sharded")
+    sharded = Layout(mesh=whole.mesh)
+    from jax.sharding import PartitionSpec as P
+
+    names, shape = ("embed", "mlp"), (64, 64)
+    assert sharded.rules.spec(names, mesh, shape) == P("data", "model")
+    assert whole.rules.spec(names, mesh, shape) == P(None, "model")
+    assert whole.optimizer_rules.spec(names, mesh, shape) == P(None, "model")
+    assert moments.rules.spec(names, mesh, shape) == P(None, "model")
+    assert moments.optimizer_rules.spec(names, mesh, shape) == P("data", "model")
+    # Activations are cut alike.
+    assert whole.rules.spec(("batch",), mesh, (8,), kind="activations") == P(
+        "data",
+    )
+
+
+LAYOUTS = st.builds(
+    Layout,
+    mesh=st.sampled_from([(("data", 4), ("model", 2)), (("data", 1), ("model", 1)), (("x", 3),)]),
+    parameters=st.sampled_from(["sharded", "replicated"]),
+    optimizer=st.sampled_from(["as parameters", "sharded"]),
+    remat=st.sampled_from(["none", "dots", "full"]),
+    microbatches=st.integers(1, 1000),
+    offload=st.sampled_from(["none", "optimizer"]),
+    flags=st.sampled_from([(), (("xla_enable_async_all_gather", "true"),)]),
+)
+
+
+@given(LAYOUTS)
+def test_json_and_back(layout):
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"remat": "some"}, "remat='some' must be one of none, dots, full"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"mesh": ()}, "mesh="),
+        ({"mesh": (("data", 2), ("data", 2))}, "each of its axes once"),
+        ({"mesh": (("data", 0),)}, "whole number from 1"),
+        ({"parameters": "shard"}, "Did you mean 'sharded'"),
+    ],
+)
+def test_bad_layouts(change, message):
+    with pytest.raises(PlanError, match=message.replace("(", r"\(")):
+        Layout(**{"mesh": (("data", 2),), **change})
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"mesh": 3}, {"mesh": [["data", 2]], "speed": 1}, {"mesh": [["data"]]}, []]
+)
+def test_what_is_no_layout(data):
+    with pytest.raises(PlanError, match="layout"):
+        Layout.from_json(data)
+
+
+def test_overrides_are_settings_of_a_configuration():
+    layout = Layout(mesh=(("data", 2), ("model", 4)), remat="dots", microbatches=2)
+    config = ModularModelConfig.from_toml("demo", layout.overrides())
+    assert config.tpu.mesh_shape == (2, 4)
+    assert config.tpu.mesh_axes == ("data", "model")
+    assert config.model.remat == "dots"
+    assert config.train.gradient_accumulation_steps == 2
+
+
+def test_the_space_of_a_small_slice():
+    config = ModularModelConfig.from_toml("demo", ["train.batch_size=8", "model.num_heads=6"])
+    found = list(layouts(config, parse_slice("v4:2x2x1")))
+    assert len(found) == len(set(found))
+    assert {layout.mesh for layout in found} == {(("data", 4), ("model", 1)), (("data", 2), ("model", 2))}
+    for layout in found:
+        assert layout.num_devices == 4
+        assert 8 % (layout.microbatches * layout.axis_sizes["data"]) == 0
+    assert {layout.remat for layout in found} == {"none", "dots", "full"}
+    assert {layout.offload for layout in found} == {"none", "optimizer"}
+
+
+def test_meshes_divide_the_heads():
+    assert [dict(m)["model"] for m in meshes(16, 8)] == [1, 2, 4, 8]
+    assert [dict(m)["model"] for m in meshes(12, 6)] == [1, 2, 3, 6]

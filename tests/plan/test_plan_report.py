@@ -1,0 +1,217 @@
+"""Plans as tables, pages, pictures and lockfiles, from figures that stand here."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from capibara.config import ModularModelConfig
+from capibara.hardware import get_price
+from capibara.plan import Candidate, Layout, Plan, PlanError, parse_slice
+from capibara.plan.lock import Drift, LockCheck, check_lock, write_lock
+from capibara.plan.report.picture import link_axes
+from capibara.plan.report.table import plan_text
+from capibara.plan.time import Part, StepTime
+
+GIB = 2**30
+
+
+def candidate(
+    topology: str = "v4:2x2x1", mesh=(("data", 2), ("model", 2)), coordinates=(), **changes
+) -> Candidate:
+    time = StepTime(
+        seconds=2.0,
+        low=1.5,
+        high=3.0,
+        compute=1.2,
+        memory=0.3,
+        communication=0.5,
+        hidden=0.25,
+        parts=(Part("products", 1.2, "compiler cycles"), Part("gathers <of> parameters", 0.5, "links")),
+        unknown=("copies to the host",),
+    )
+    given = {
+        "layout": Layout(mesh=mesh),
+        "target": parse_slice(topology),
+        "memory": {"parameters": 2 * GIB, "optimizer": 4 * GIB, "temporaries": GIB},
+        "memory_source": "compiler",
+        "time": time,
+        "tokens": 1_000_000,
+        "flops": 0.5 * 2.0 * 4 * 275e12,
+        "price": get_price("tpu-v4"),
+        "program_hash": "abc",
+        "versions": {"jax": "0"},
+        "coordinates": coordinates,
+    }
+    return Candidate(**{**given, **changes})
+
+
+def made(*candidates: Candidate, **changes) -> Plan:
+    first = candidates[0]
+    return Plan(
+        **{
+            "work": "a model",
+            "target": first.target,
+            "limit_bytes": first.target.usable_hbm_bytes,
+            "candidates": candidates,
+            "considered": 20,
+            "promising": 10,
+            "compiled": 2,
+            "config": ModularModelConfig.from_toml("demo"),
+            **changes,
+        }
+    )
+
+
+def test_figures_of_a_candidate():
+    found = candidate()
+    assert found.hbm_bytes == 7 * GIB
+    assert found.fits
+    assert found.tokens_per_second == 500_000
+    assert found.mfu == pytest.approx(0.5)
+    price = get_price("tpu-v4").usd_per_chip_hour
+    assert found.usd_per_step == pytest.approx(4 * price * 2 / 3600)
+    assert found.usd_per_billion_tokens == pytest.approx(4 * price * 2 / 3600 * 1000)
+    without = candidate(price=None, tokens=None, flops=None)
+    assert (
+        without.usd_per_step
+        is without.usd_per_billion_tokens
+        is without.mfu
+        is without.tokens_per_second
+        is None
+    )
+    assert not candidate(memory={"parameters": 40 * GIB}).fits
+
+
+def test_the_table_says_what_it_knows():
+    text = plan_text(made(candidate(), notes=("nothing is certain",)))
+    for words in (
+        "a model",
+        "v4:2x2x1",
+        "data 2 × model 2",
+        "7.00",
+        "1.5–3",
+        "500,000",
+        "50.0%",
+        "parameters 2.00",
+    ):
+        assert words in text
+    assert "compute 60%, memory 15%, communication 25%" in text
+    assert "note: nothing is certain" in text
+    assert "20 layouts, 10 may fit, 2 compiled" in text
+    assert str(made(candidate())) == plan_text(made(candidate()))
+    # Without prices and tokens columns are empty, not wrong.
+    assert "nan" not in plan_text(made(candidate(price=None, tokens=None, flops=None)))
+
+
+def test_json_is_plain():
+    data = json.loads(json.dumps(made(candidate()).to_json(), allow_nan=False))
+    assert data["candidates"][0]["hbm_bytes"] == 7 * GIB
+    assert data["candidates"][0]["layout"]["mesh"] == [["data", 2], ["model", 2]]
+    assert data["candidates"][0]["time"]["parts"][0]["source"] == "compiler cycles"
+
+
+SQUARE = ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0))
+
+
+def test_links_belong_to_mesh_axes():
+    found = link_axes(candidate(coordinates=SQUARE))
+    assert found == {
+        ((0, 0, 0), (1, 0, 0)): "data",
+        ((0, 1, 0), (1, 1, 0)): "data",
+        ((0, 0, 0), (0, 1, 0)): "model",
+        ((1, 0, 0), (1, 1, 0)): "model",
+    }
+    line = link_axes(candidate(mesh=(("data", 4), ("model", 1)), coordinates=SQUARE))
+    assert set(line.values()) == {"data"}
+
+
+def test_links_round_the_back():
+    places = tuple((x, y, z) for x in range(4) for y in range(4) for z in range(4))
+    found = link_axes(candidate("v4:4x4x4", mesh=(("data", 16), ("model", 4)), coordinates=places))
+    assert len(found) == 3 * 64
+    assert found[(0, 0, 3), (0, 0, 0)] == "model"
+    assert found[(3, 0, 0), (0, 0, 0)] == "data"
+    # Twisted: a step along z is one along both mesh axes.
+    twisted = tuple((x, y, (z + y) % 4) for x in range(4) for y in range(4) for z in range(4))
+    assert (
+        "several"
+        in link_axes(candidate("v4:4x4x4", mesh=(("data", 16), ("model", 4)), coordinates=twisted)).values()
+    )
+
+
+def test_pages_and_pictures(tmp_path):
+    found = made(
+        candidate(coordinates=SQUARE), candidate(mesh=(("data", 4), ("model", 1)), coordinates=SQUARE)
+    )
+    page = found.report(tmp_path / "plan.html").read_text()
+    assert "gathers &lt;of&gt; parameters" in page
+    assert "copies to the host" in page
+    assert "data:image/png;base64,iVBOR" in page
+    picture = found.report(tmp_path / "plan.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    with pytest.raises(PlanError, match=r"\.html or \.png"):
+        found.report(tmp_path / "plan.pdf")
+    with pytest.raises(PlanError, match="no candidate"):
+        made(candidate(), candidates=()).report(tmp_path / "x.png")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.html", "plan.png"]
+
+
+def test_drift_counts_only_upwards():
+    assert Drift("HBM", 100, 102, 0.02).passed
+    assert not Drift("HBM", 100, 103, 0.02).passed
+    assert Drift("HBM", 100, 50, 0.02).passed
+    assert "DRIFT" in str(Drift("step", 1.0, 2.0, 0.1))
+    assert math.isclose(Drift("step", 1.0, 1.5, 0).change, 0.5)
+    assert not LockCheck((), failure="gone").passed
+    assert not LockCheck((Drift("HBM", 1, 2, 0.1),)).passed
+    assert json.dumps(LockCheck((Drift("HBM", 1, 2, 0.1),), ("jax",)).to_json())
+
+
+def test_only_compiled_plans_of_configurations_are_locked(tmp_path):
+    path = tmp_path / "plan.lock"
+    with pytest.raises(PlanError, match="estimate"):
+        write_lock(made(candidate(memory_source="analytic")), path)
+    with pytest.raises(PlanError, match="configuration"):
+        write_lock(made(candidate(), config=None), path)
+    assert not path.exists()
+    made(candidate()).lock(path)
+    assert json.loads(path.read_text())["hbm_bytes"] == 7 * GIB
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"config": {"model": {"wings": 2}}},
+        {"topology": "v4:0x2x2"},
+        {"layout": {"mesh": [["data", -1]]}},
+        {"hbm_bytes": "many"},
+        {"step_seconds": -1.0},
+        {"step_seconds": True},
+        {"versions": 3},
+        {"view": "both"},
+        None,
+    ],
+)
+def test_damaged_lockfiles_are_refused(tmp_path, change):
+    path = tmp_path / "plan.lock"
+    write_lock(made(candidate()), path)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, **change}) if change is not None else "[[" * 100_000)
+    with pytest.raises(PlanError, match="no lockfile of capibara plan"):
+        check_lock(path)
+
+
+def test_lockfiles_that_are_not_there_or_too_large(tmp_path):
+    with pytest.raises(PlanError, match="cannot be read"):
+        check_lock(tmp_path / "none")
+    large = tmp_path / "large"
+    with large.open("wb") as stream:
+        stream.truncate(5 << 20)
+    with pytest.raises(PlanError, match="larger than"):
+        check_lock(large)
+    with pytest.raises(PlanError, match="hbm_tolerance=-1"):
+        check_lock(large, hbm_tolerance=-1)
