@@ -274,8 +274,8 @@ class _Clock:
 def _run(facts: ProgramFacts, rates: _Rates) -> _Clock:
     try:
         return _line(facts, facts.schedule, rates)
-    except (IndexError, TypeError) as error:
-        raise PlanError(f"facts of the program contradict themselves: {error}") from error
+    except (LookupError, TypeError) as error:
+        raise PlanError(f"facts of the program contradict themselves: {error!r}") from error
 
 
 def _line(facts: ProgramFacts, events: Iterable[Any], rates: _Rates) -> _Clock:
