@@ -50,7 +50,8 @@ class Estimate:
 
 def model_specs(config: ModularModelConfig) -> CompiledModel:
     """The model's parameters as specifications, on the backend that needs no device."""
-    return _specs(config.model)
+    model: Any = config.model
+    return _specs(model)
 
 
 @lru_cache(maxsize=16)
