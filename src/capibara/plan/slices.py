@@ -158,6 +158,9 @@ class Slice:
         if any(self.wrap):
             # Of three axes, also where the grid has two.
             options["wrap"] = (*self.wrap, *(False,) * (3 - len(self.shape)))
+        if any(size % 2 for size in self.shape[:2]):
+            # A host has 2×2 chips; fewer are cut out of one.
+            options["chips_per_host_bounds"] = (1, 1, 1)
         return options
 
     @property

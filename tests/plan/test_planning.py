@@ -1,0 +1,251 @@
+"""Plans as a whole: estimates in this process, compiled ones in others, refusals, and any step function."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tpu_compiler import needs_libtpu
+
+from capibara.config import ModularModelConfig
+from capibara.plan import (
+    CompilerMissingError,
+    DoesNotFitError,
+    Layout,
+    PlanError,
+    parse_slice,
+    plan,
+    step_work,
+)
+from capibara.plan.lock import check_lock
+from capibara.plan.search.best_first import search
+from capibara.plan.work import Rough, TrainWork
+
+
+def tiny(*settings: str) -> ModularModelConfig:
+    return ModularModelConfig.from_toml(
+        "demo",
+        ["model.num_layers=2", "model.embed_dim=64", "model.num_heads=4", "model.num_kv_heads=4",
+         "model.vocab_size=512", "model.scan_layers=scan", "train.batch_size=8", "train.sequence_length=128",
+         *settings],
+    )  # fmt: skip
+
+
+def test_an_estimate_needs_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CAPIBARA_LIBTPU", str(tmp_path))
+    found = plan(tiny(), "v4:2x2x1", compile=False, top=3)
+    assert len(found.candidates) == 3
+    assert found.compiled == 0
+    assert {c.memory_source for c in found.candidates} == {"analytic"}
+    assert [c.step_seconds for c in found.candidates] == sorted(c.step_seconds for c in found.candidates)
+    assert "nothing was compiled" in str(found)
+    assert all(part.source == "estimate" for part in found.best.time.parts)
+    json.dumps(found.to_json(), allow_nan=False)
+    with pytest.raises(CompilerMissingError):
+        plan(tiny(), "v4:2x2x1")
+
+
+def test_names_paths_and_configurations(tmp_path):
+    path = tmp_path / "model.toml"
+    tiny().to_toml(path)
+    one, two = plan(str(path), "v5e:2x2", compile=False), plan(tiny(), "v5e:2x2", compile=False)
+    assert one.to_json() == two.to_json()
+    assert plan("production/tpu_v4", "v4-32", compile=False).num_chips == 16
+
+
+def test_memory_decides(monkeypatch):
+    """With less memory what is rematerialised or cut into microbatches comes first."""
+    config = ModularModelConfig.from_toml("production/tpu_v4")
+    free, tight = (plan(config, "v4-32", compile=False, memory_limit_gb=limit) for limit in (None, 5.0))
+    assert tight.best.hbm_bytes <= 5 * 2**30 < free.best.hbm_bytes
+    assert tight.step_seconds > free.step_seconds
+    with pytest.raises(DoesNotFitError, match=r"takes at least .* GiB a device .*chips"):
+        plan(config, "v4-32", compile=False, memory_limit_gb=0.05)
+
+
+def test_what_cannot_be_planned():
+    with pytest.raises(PlanError, match="no mesh of 16 devices divides the work"):
+        plan(tiny("train.batch_size=3", "model.num_heads=1", "model.num_kv_heads=1"), "v4-32", compile=False)
+    with pytest.raises(PlanError, match="memory_limit_gb=-1"):
+        plan(tiny(), compile=False, memory_limit_gb=-1)
+    with pytest.raises(PlanError, match="max_compiles=0"):
+        plan(tiny(), compile=False, max_compiles=0)
+    with pytest.raises(PlanError, match="step_work"):
+        plan(lambda x: x, "v4-32")  # type: ignore[arg-type]
+
+
+def test_prices(tmp_path):
+    path = tmp_path / "prices.toml"
+    path.write_text(
+        '[[price]]\nchip = "v4"\nregion = "home"\nterm = "on-demand"\nusd_per_chip_hour = 36.0\nas_of = 2026-01-01\n'
+        'source = "contract"\n'
+    )
+    best = plan(tiny(), "v4:2x2x1", compile=False, prices=path).best
+    assert best.usd_per_hour == 4 * 36
+    assert best.usd_per_step == pytest.approx(4 * best.step_seconds / 100)
+    unknown = plan(tiny(), "v4:2x2x1", compile=False, region="moon")
+    assert unknown.best.usd_per_step is None
+    assert any("no price" in note for note in unknown.notes)
+
+
+class Known:
+    """A piece of work whose layouts take known times, for the search alone."""
+
+    title, tokens, flops = "known", None, None
+
+    def __init__(self, real: dict[Layout, tuple[float, int]], rough: dict[Layout, Rough]) -> None:
+        self.real, self.guesses = real, rough
+
+    def layouts(self, target):
+        return iter(self.real)
+
+    def rough(self, layout, target):
+        return self.guesses[layout]
+
+    def job(self, layout, target, *, buffers=False):
+        return layout
+
+
+@pytest.fixture
+def compiled_at_once(monkeypatch):
+    from capibara.plan.compiler import CompiledProgram, Memory
+
+    def compile_programs(jobs, **_):
+        for number, layout in enumerate(jobs):
+            size = layout.microbatches << 20
+            memory = Memory(arguments=0, outputs=0, aliased=0, temporaries=size)
+            yield number, CompiledProgram(status="ok", memory=memory, message=str(layout.microbatches))
+
+    monkeypatch.setattr("capibara.plan.search.best_first.compile_programs", compile_programs)
+
+
+def test_the_search_learns_from_what_it_compiled(compiled_at_once):
+    """Rough figures of one mesh are twice too good; the best stands in the other."""
+    layouts = [
+        Layout(mesh=(("data", d), ("model", 4 // d)), microbatches=m) for d in (4, 1) for m in range(1, 9)
+    ]
+    real = {k: (10.0 - k.microbatches / 10 + (5 if dict(k.mesh)["data"] == 4 else 0), 0) for k in layouts}
+    rough = {
+        k: Rough({"all": k.microbatches << 20}, t / (2 if dict(k.mesh)["data"] == 4 else 1), 0.0, 0.0)
+        for k, (t, _) in real.items()
+    }
+    found = search(
+        Known(real, rough), parse_slice("v4:2x2x1"), lambda program, k: real[k][0], limit_bytes=1 << 30, max_compiles=5
+    )  # fmt: skip
+    best = min(real, key=lambda k: real[k][0])
+    assert found.fitting[0].layout == best
+    assert len(found.compiled) <= 5
+    assert found.considered == 16
+
+
+def test_the_search_goes_on_until_something_fits(compiled_at_once):
+    """The compiler's sizes are 100 times what was thought."""
+    layouts = [Layout(mesh=(("data", 4),), microbatches=m) for m in range(1, 9)]
+    rough = {k: Rough({"all": k.microbatches << 13}, 1.0 / k.microbatches, 0.0, 0.0) for k in layouts}
+    found = search(
+        Known(dict.fromkeys(layouts, (1.0, 0)), rough),
+        parse_slice("v4:2x2x1"),
+        lambda program, k: 1.0,
+        limit_bytes=3 << 20,
+        max_compiles=4,
+    )
+    assert found.fitting
+    assert all(c.layout.microbatches <= 3 for c in found.fitting)
+
+
+@needs_libtpu
+def test_a_compiled_plan_and_its_lock(tmp_path):
+    config = tiny("train.batch_size=4")
+    found = plan(config, "v4:1x1x2", max_compiles=2, cache=tmp_path / "cache")
+    assert found.candidates
+    best = found.best
+    assert best.memory_source == "compiler"
+    assert {"parameters", "optimizer"} <= set(best.memory)
+    work = TrainWork(config)
+    # Parameters in float32, over both devices or whole.
+    from capibara.core.model import ModularCapibaraModel
+
+    count = ModularCapibaraModel(config).num_params * 4
+    held = best.memory["parameters"]
+    assert count / 2 <= held <= count
+    assert best.time.low <= best.step_seconds <= best.time.high
+    assert sum(part.seconds for part in best.time.parts) == pytest.approx(best.step_seconds, rel=0.02)
+    assert work.flops == best.flops
+    found.lock(tmp_path / "plan.lock")
+    check = check_lock(tmp_path / "plan.lock", cache=tmp_path / "cache")
+    assert check.passed
+    assert not check.changed
+    data = json.loads((tmp_path / "plan.lock").read_text())
+    (tmp_path / "plan.lock").write_text(json.dumps({**data, "hbm_bytes": data["hbm_bytes"] // 2}))
+    check = check_lock(tmp_path / "plan.lock", cache=tmp_path / "cache")
+    assert not check.passed
+    assert "DRIFT  HBM" in str(check)
+
+
+def linear_step(params, x, y):
+    import jax
+    import jax.numpy as jnp
+
+    def loss(params):
+        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def described(*shape: int):
+    import jax
+
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+ARGS = ({"w": described(512, 256), "b": described(256)}, described(64, 512), described(64, 256))
+
+
+def test_a_step_function_is_exported(tmp_path):
+    work = step_work(linear_step, ARGS, tokens=64, folder=tmp_path)
+    # A product forward; backward only that of the weights: 2 × 64 × 512 × 256 each.
+    assert work.flops == 2 * 2 * 64 * 512 * 256
+    found = plan(work, "v5e:2x2", compile=False)
+    assert found.best.memory["state"] <= (512 * 256 + 256) * 4
+    from jax.sharding import PartitionSpec as P
+
+    layout = Layout(mesh=(("data", 2), ("model", 2)))
+    params, x, _ = work.specs(layout)
+    assert params == {"w": P("data", "model"), "b": P(None)} or params["w"] == P("model", "data")
+    assert x == P("data", None)
+    named = step_work(
+        linear_step, ARGS, axes=({"w": ("embed", "mlp"), "b": None}, None, None), folder=tmp_path
+    )
+    assert named.specs(layout)[0]["w"] == P("data", "model")
+
+
+def test_steps_that_cannot_be_exported(tmp_path):
+    import jax.numpy as jnp
+
+    constant = jnp.zeros((256, 256))
+    with pytest.raises(
+        PlanError, match=r"closes over 1 concrete arrays \(float32\[256, 256\].*Make them arguments"
+    ):
+        step_work(lambda x: x @ constant, (described(8, 256),), folder=tmp_path)
+    with pytest.raises(PlanError, match="cannot be traced"):
+        step_work(linear_step, (ARGS[0], described(64, 3), ARGS[2]), folder=tmp_path)
+    with pytest.raises(PlanError, match="one name a dimension"):
+        step_work(linear_step, ARGS, axes=({"w": ("embed",), "b": None}, None, None), folder=tmp_path)
+    with pytest.raises(PlanError, match="axes has 1 entries"):
+        step_work(linear_step, ARGS, axes=(None,), folder=tmp_path)
+    with pytest.raises(PlanError, match="expected a function"):
+        step_work(3, ARGS, folder=tmp_path)  # type: ignore[arg-type]
+
+
+@needs_libtpu
+def test_a_step_function_is_compiled(tmp_path):
+    work = step_work(linear_step, ARGS, folder=tmp_path)
+    found = plan(work, "v5e:1x2", max_compiles=1, cache=tmp_path)
+    assert found.compiled == 1
+    assert found.best.memory_source == "compiler"
+    assert found.best.hbm_bytes < 4 << 20
+    with pytest.raises(PlanError, match="configuration"):
+        found.lock(tmp_path / "x.lock")
+    work.path.write_bytes(b"something else")
+    with pytest.raises(PlanError, match="SHA-256 differs"):
+        plan(work, "v5e:1x2", max_compiles=1, cache=tmp_path / "other")
