@@ -1,0 +1,209 @@
+"""The memory of a train step, by arithmetic: what the search prunes with before anything is compiled.
+
+A device holds the arguments all the time (exactly known, padding included, see :mod:`capibara.plan.memory.arguments`)
+and, beside them, what the fullest moment of the step needs (modelled, see :mod:`capibara.plan.memory.working_set`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from capibara.config import ModularModelConfig
+from capibara.plan.errors import PlanError
+from capibara.plan.layout import Layout
+from capibara.plan.memory.arguments import Block, step_arguments
+from capibara.plan.memory.working_set import working_set
+from capibara.plan.slices import Slice
+
+__all__ = ["MemoryEstimate", "estimate_memory", "estimate_memory_of"]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of memory (HBM) that one device needs for a step, by kind.
+
+    Attributes:
+      parameters, optimizer, inputs: arguments, without padding; optimizer moments on the device only.
+      gradients: the sums over microbatches, and the gradients that the backward pass has stacked.
+      activations: kept for the backward pass.
+      temporaries: the largest working set beside them; None where it is not known before compiling.
+      padding: of the arguments to tiles.
+      model_state: arrays that are not trained (codebooks).
+      moment: ``"loss"`` or ``"backward"``, the fullest moment; ``""`` where only the arguments are known.
+      exact: kinds that are exact, not modelled.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    temporaries: int | None
+    padding: int
+    inputs: int
+    model_state: int = 0
+    moment: str = ""
+    exact: tuple[str, ...] = ("parameters", "optimizer", "inputs", "padding", "model_state")
+
+    @property
+    def arguments(self) -> int:
+        """All that comes in, as it lies in memory: exact."""
+        return self.parameters + self.optimizer + self.inputs + self.model_state + self.padding
+
+    @property
+    def total(self) -> int:
+        """All kinds together; the arguments alone where the temporaries are not known."""
+        return self.arguments + self.gradients + self.activations + (self.temporaries or 0)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind; they add up to :attr:`total`."""
+        kinds = {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "gradients": self.gradients,
+            "activations": self.activations,
+            "temporaries": self.temporaries or 0,
+            "padding": self.padding,
+            "inputs": self.inputs,
+        }
+        return kinds | ({"model state": self.model_state} if self.model_state else {})
+
+    def fits(self, target: Slice) -> bool | None:
+        """Whether a device of the slice has that much; None if only the arguments are known and those fit."""
+        if self.total > target.usable_hbm_bytes:
+            return False
+        return None if self.temporaries is None else True
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "bytes": self.kinds,
+            "total": self.total,
+            "moment": self.moment,
+            "exact": list(self.exact),
+            "temporaries_known": self.temporaries is not None,
+        }
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size / 2**30:.2f}" for name, size in self.kinds.items() if size >= 2**20]
+        unknown = "" if self.temporaries is not None else " and temporaries, which only the compiler knows"
+        return f"{self.total / 2**30:.2f} GiB a device ({', '.join(parts)}){unknown}"
+
+
+def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -> MemoryEstimate:
+    """The memory of a configuration's train step, laid out as given.
+
+    Arithmetic on shapes: no device is used and nothing is compiled. The first call for a model builds its graph (a
+    fraction of a second), later ones take a millisecond.
+
+    Args:
+      config: as for training; rematerialisation and microbatches are the layout's.
+      layout: how the step is laid over the devices.
+      target: the slice; its number of devices must be the mesh's.
+
+    Raises:
+      PlanError: the mesh has another number of devices than the slice, or the batch does not divide.
+    """
+    if layout.num_devices != target.num_devices:
+        raise PlanError(
+            f"layout: the mesh {dict(layout.mesh)} has {layout.num_devices} devices, but {target} has "
+            f"{target.num_devices}"
+        )
+    rows, left = divmod(config.train.batch_size, layout.microbatches)
+    if left:
+        raise PlanError(
+            f"train.batch_size={config.train.batch_size} does not divide into {layout.microbatches} microbatches"
+        )
+    arguments = step_arguments(config, layout)
+    need = working_set(config, layout, target, rows, arguments)
+    moment, gradients, temporaries = need.fullest
+    by_kind = _by_kind(arguments)
+    return MemoryEstimate(
+        parameters=by_kind["parameters"],
+        optimizer=by_kind["optimizer"],
+        gradients=gradients,
+        activations=need.kept,
+        temporaries=temporaries,
+        padding=by_kind["padding"],
+        inputs=by_kind["inputs"],
+        model_state=by_kind["model state"],
+        moment=moment,
+    )
+
+
+def estimate_memory_of(
+    trees: Mapping[str, Any], mesh: Any | None = None, *, specs: Mapping[str, Any] | None = None
+) -> MemoryEstimate:
+    """What is known of any step before it is compiled: its arguments, exactly.
+
+    What the step needs beside them is in its program, not in its arguments: ``temporaries`` is None, and
+    :attr:`MemoryEstimate.total` a lower bound.
+
+    Args:
+      trees: pytrees of described arrays (``jax.ShapeDtypeStruct``) or arrays by what they are: ``"parameters"``,
+        ``"optimizer"``, ``"model state"``; any other name counts as inputs.
+      mesh: axis names and sizes, ``{"data": 4}``; for ``specs``.
+      specs: pytrees of ``PartitionSpec`` of the same structure, for arrays that have no sharding of their own.
+
+    Raises:
+      PlanError: a specification names an axis that the mesh has not, or does not divide its array.
+    """
+    import jax
+
+    totals = {"parameters": 0, "optimizer": 0, "inputs": 0, "model state": 0, "padding": 0}
+    for kind, tree in trees.items():
+        leaves, treedef = jax.tree.flatten(tree)
+        given = [None] * len(leaves)
+        if specs is not None and kind in specs:
+            given = treedef.flatten_up_to(specs[kind])
+        for leaf, spec in zip(leaves, given, strict=True):
+            sharding = getattr(leaf, "sharding", None)
+            if sharding is not None and sharding.memory_kind not in (None, "device"):
+                continue
+            shape = tuple(leaf.shape)
+            if spec is not None:
+                shape = _part_by_spec(shape, spec, dict(mesh or {}))
+            elif sharding is not None:
+                shape = tuple(sharding.shard_shape(shape))
+            if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                shape, width = (*shape, 2), 4
+            else:
+                width = leaf.dtype.itemsize
+            held = Block(kind, (), shape, width)
+            totals[kind if kind in totals and kind != "padding" else "inputs"] += held.bytes
+            totals["padding"] += held.padded - held.bytes
+    return MemoryEstimate(
+        parameters=totals["parameters"],
+        optimizer=totals["optimizer"],
+        gradients=0,
+        activations=0,
+        temporaries=None,
+        padding=totals["padding"],
+        inputs=totals["inputs"],
+        model_state=totals["model state"],
+    )
+
+
+def _part_by_spec(shape: tuple[int, ...], spec: Any, sizes: dict[str, int]) -> tuple[int, ...]:
+    part = list(shape)
+    for i, entry in enumerate(spec):
+        for axis in (entry,) if isinstance(entry, str) else tuple(entry or ()):
+            if axis not in sizes:
+                raise PlanError(
+                    f"specs: {spec} names the axis {axis!r}; the mesh has {', '.join(sizes) or 'none'}"
+                )
+            if i >= len(part) or part[i] % sizes[axis]:
+                raise PlanError(f"specs: {spec} does not divide an array of shape {shape} over {sizes}")
+            part[i] //= sizes[axis]
+    return tuple(part)
+
+
+def _by_kind(arguments: tuple[Block, ...]) -> dict[str, int]:
+    totals: dict[str, int] = dict.fromkeys(("parameters", "optimizer", "inputs", "model state", "padding"), 0)
+    for block in arguments:
+        if not block.on_host:
+            totals[block.kind] += block.bytes
+            totals["padding"] += block.padded - block.bytes
+    return totals

@@ -1,0 +1,133 @@
+"""What can be changed about a layout that does not fit, the cheapest first by rough figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from capibara.config import ModularModelConfig
+from capibara.plan.errors import PlanError
+from capibara.plan.layout import Layout
+from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
+from capibara.plan.slices import Slice
+
+__all__ = ["Change", "changes"]
+
+_FURTHER = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
+
+
+class Change:
+    """One way out: a layout and a slice, in words, with its estimate."""
+
+    def __init__(self, words: str, layout: Layout, target: Slice, config: ModularModelConfig) -> None:
+        self.words = words
+        self.layout = layout
+        self.target = target
+        self.estimate: MemoryEstimate = estimate_memory(config, layout, target)
+
+    def __repr__(self) -> str:
+        return f"Change({self.words!r}, {self.estimate.total / 2**30:.2f} GiB)"
+
+
+def changes(config: ModularModelConfig, layout: Layout, target: Slice) -> tuple[Change, ...]:
+    """Layouts that an estimate lets fit, first those that keep the chips, in the order of what they cost.
+
+    More rematerialisation computes a block again; more microbatches multiply less at a time; sharding and a longer
+    ``model`` axis communicate; moments in the hosts' memory go over a slow link each step; more chips are paid for.
+    One change at a time, then more rematerialisation together with microbatches, then all that the same chips give.
+    """
+    found: list[Change] = []
+    seen = {layout}
+    for words, other, where in _proposals(config, layout, target):
+        if (other, where) != (layout, target) and (where != target or other not in seen):
+            seen.add(other)
+            try:
+                change = Change(words, other, where, config)
+            except PlanError:
+                continue
+            if change.estimate.total <= where.usable_hbm_bytes:
+                found.append(change)
+    return tuple(found)
+
+
+def _proposals(
+    config: ModularModelConfig, layout: Layout, target: Slice
+) -> Iterator[tuple[str, Layout, Slice]]:
+    sizes = layout.axis_sizes
+    data = sizes.get("data", 1)
+    if layout.parameters == "replicated" and data > 1:
+        if layout.optimizer != "sharded":
+            yield (
+                "shard the optimizer's moments over data",
+                replace(layout, optimizer="sharded"),
+                target,
+            )
+        yield (
+            "shard the parameters over data",
+            replace(layout, parameters="sharded", optimizer="as parameters"),
+            target,
+        )
+    for remat in _FURTHER[layout.remat]:
+        yield f"remat {remat}", replace(layout, remat=remat), target
+    for count in _counts(config, layout, data):
+        yield f"{count} microbatches", replace(layout, microbatches=count), target
+    sharded = replace(layout, parameters="sharded", optimizer="as parameters")
+    for count in _counts(config, layout, data):
+        yield (
+            f"remat full and {count} microbatches",
+            replace(layout, remat="full", microbatches=count),
+            target,
+        )
+    model = sizes.get("model", 1)
+    if set(sizes) <= {"data", "model"}:
+        for size in (2 * model, 4 * model, 8 * model):
+            if target.num_devices % size == 0 and config.model.num_heads % size == 0:
+                mesh = (("data", target.num_devices // size), ("model", size))
+                for count in (layout.microbatches, *_counts(config, layout, target.num_devices // size)):
+                    other = replace(sharded, mesh=mesh, remat="full", microbatches=count)
+                    yield f"{size} devices along model, remat full, {count} microbatches", other, target
+    if layout.offload == "none":
+        most = [layout.microbatches, *_counts(config, layout, data)][-1]
+        yield (
+            "the optimizer's moments in the hosts' memory, remat full",
+            replace(sharded, remat="full", microbatches=most, offload="optimizer"),
+            target,
+        )
+    for factor in (2, 4, 8):
+        larger = _larger(target, factor)
+        if larger is None or config.train.batch_size % (layout.microbatches * data * factor):
+            continue
+        mesh = tuple((axis, size * factor if axis == "data" else size) for axis, size in layout.mesh)
+        if "data" not in sizes:
+            mesh = (("data", factor), *layout.mesh)
+        yield f"{larger.num_chips} chips ({larger.text})", replace(layout, mesh=mesh), larger
+        yield (
+            f"{larger.num_chips} chips ({larger.text}), remat full",
+            replace(sharded, mesh=mesh, remat="full"),
+            larger,
+        )
+
+
+def _counts(config: ModularModelConfig, layout: Layout, data: int) -> Iterator[int]:
+    """Larger numbers of microbatches that the batch divides into."""
+    count = layout.microbatches * 2
+    while count * data <= config.train.batch_size:
+        if config.train.batch_size % (count * data) == 0:
+            yield count
+        count *= 2
+
+
+def _larger(target: Slice, factor: int) -> Slice | None:
+    """The slice with ``factor`` times the chips, its shortest axes made longer."""
+    from capibara.plan.slices import parse_slice
+
+    shape = list(target.shape)
+    left = factor
+    while left > 1:
+        shortest = min(range(len(shape)), key=lambda i: (shape[i], i))
+        shape[shortest] *= 2
+        left //= 2
+    try:
+        return parse_slice(f"{target.generation}:{'x'.join(map(str, sorted(shape)))}", target.view)
+    except PlanError:
+        return None

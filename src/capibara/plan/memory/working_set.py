@@ -1,0 +1,212 @@
+"""What a train step needs beside its arguments, in its fullest moment.
+
+Two moments compete:
+
+*The loss.* Every layer's values for the backward pass are kept, and the logits exist twice, as they come out of the
+product and in the accumulation dtype; beside them the vocabulary's table, gathered.
+
+*The backward pass of one block*, near the end of the loop. Kept values; the gradients of all blocks, which the loop
+stacks; the derivative of the logits, for the product that turns it into the gradient of the table is scheduled last;
+and the working set of the block: its values, computed again, and their derivatives, some as wide as the residual
+stream, some as the feed-forward layer, and matrices: gathered weights, and gradients before they are scattered.
+
+In both moments, and to the end, there are copies of all blocks' parameters in the compute dtype: the compiler makes
+them once, before the loop.
+
+The counts below say how many such values are alive together. Those of what is kept are the residuals that JAX's
+differentiation of a block stores. Those of a block's backward pass were fitted to the compiler's figures for 60
+programs (libtpu 0.0.42; ``benchmarks/plan_memory.py``), one set for each way in which the compiler exchanges matrices:
+
+* ``split``: a ``model`` axis; each device has a part of every matrix, and derivatives of the stream are summed.
+* ``windows``: up to 32 devices along ``data`` and no ``model`` axis; a matrix goes around in parts, product by product.
+* ``gathered``: more than that; each matrix is whole on every device for a product, and so is its gradient, in float32.
+* ``deferred``: the same on v4 and v5e where a device has fewer tokens than the stream is wide: there an all-reduce is
+  cheaper late, so that the float32 gradients of all matrices of the block, and of the table, wait for it.
+
+Attention is taken to run as a kernel that stores no scores, which is what a step over a mesh compiles to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from capibara.config import ModularModelConfig
+from capibara.plan.layout import Layout
+from capibara.plan.memory.arguments import Block, item_size, part_of
+from capibara.plan.slices import Slice
+
+__all__ = ["WorkingSet", "working_set"]
+
+Exchange = Literal["split", "windows", "gathered", "deferred"]
+
+_MOST_WINDOWS = 32
+_TILE = 128
+# In one block's backward pass, at its fullest: values as wide as the stream and as the feed-forward layer; logits;
+# feed-forward matrices, and tables of the vocabulary, in the compute dtype (a gradient in float32 counts twice).
+_ALIVE: dict[Exchange, tuple[float, float, float, float, float]] = {
+    "split": (9.0, 3.0, 2.0, 0.0, 2.0),
+    "windows": (8.0, 3.0, 0.5, 0.0, 2.2),
+    "gathered": (2.0, 3.5, 1.4, 5.7, 0.0),
+    "deferred": (4.0, 2.0, 2.0, 9.0, 2.0),
+}
+# Of a block that is not attention: values as wide as its own inner width that it keeps with its matrix products kept,
+# and without rematerialisation, and that its backward pass has beside the others'. A state-space block's recurrence
+# keeps matrices between the tokens of a chunk in float32.
+_OWN = {"ssm": (2.0, 36.0, 9.0), "vq": (1.0, 4.0, 2.0)}
+# Of the moments in the hosts' memory, what is here in the fullest moment: the step begins by fetching them.
+_FETCHED = 0.8
+
+
+@dataclass(frozen=True)
+class WorkingSet:
+    """Bytes on one device.
+
+    Attributes:
+      kept: by the forward pass for the backward pass.
+      copies: of the blocks' parameters, in the compute dtype. fetched: moments from the hosts' memory.
+      sums: of gradients over microbatches. stacked: gradients of the blocks of one microbatch.
+      loss, block: the two moments' own needs, beside these.
+    """
+
+    kept: int
+    copies: int
+    fetched: int
+    sums: int
+    stacked: int
+    loss: int
+    block: int
+
+    @property
+    def fullest(self) -> tuple[str, int, int]:
+        """Which moment is the fullest, and the bytes of gradients and of temporaries in it."""
+        block = self.block + self.fetched
+        if self.loss > block + self.stacked:
+            return "loss", self.sums, self.copies + self.loss
+        return "backward", self.sums + self.stacked, self.copies + block
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """One device's share of the model's widths, and bytes a number."""
+
+    tokens: int
+    stream: int
+    inner: int
+    queries: int
+    keys: int
+    head: int
+    own: dict[str, int]
+    words: int
+    compute: int
+    accumulate: int
+
+    def values(self, width: float) -> int:
+        """Bytes of one value of this width for every token, in the compute dtype."""
+        return int(self.tokens * width * self.compute)
+
+
+def working_set(
+    config: ModularModelConfig, layout: Layout, target: Slice, rows: int, arguments: tuple[Block, ...]
+) -> WorkingSet:
+    """What the step needs beside its arguments.
+
+    Args:
+      config, layout, target: as for :func:`~capibara.plan.memory.estimate_memory`.
+      rows: sequences of a microbatch, on all devices. arguments: of the step.
+    """
+    w = _widths(config, layout, rows)
+    kinds = config.model.block_kinds
+    kept = sum(_kept(kind, layout.remat, w) for kind in kinds)
+    stored = item_size(config.precision.param_dtype)
+    stacks = [b for b in arguments if b.kind == "parameters" and b.path[0].endswith("blocks")]
+    moments = [b for b in arguments if b.kind == "optimizer" and b.path[0].endswith("blocks")]
+    parameters = sum(b.bytes for b in stacks)
+    # Gradients lie as the moments they go into.
+    stacked = sum(b.bytes // b.count for b in moments)
+    every = sum(b.bytes // b.count for b in arguments if b.kind == "optimizer" and b.shape)
+    logits = w.values(w.words)
+    table = w.words * w.stream * w.compute
+    loss = logits + logits * w.accumulate // w.compute + table + 2 * w.values(w.stream)
+    stream, inner, words, matrices, tables = _ALIVE[_exchange(layout, target, w)]
+    block = (
+        stream * w.values(w.stream)
+        + inner * w.values(w.inner)
+        + words * logits
+        + matrices * w.stream * w.inner * w.compute
+        + tables * table
+        + max(_OWN[kind][2] * w.values(w.own[kind]) if kind in _OWN else 0.0 for kind in kinds)
+    )
+    fetched = int(_FETCHED * sum(b.padded for b in arguments if b.on_host))
+    return WorkingSet(
+        kept=kept,
+        fetched=fetched,
+        copies=parameters * w.compute // stored if w.compute != stored else 0,
+        # At least float32.
+        sums=every * max(4, stored) // stored if layout.microbatches > 1 else 0,
+        stacked=stacked,
+        loss=loss,
+        block=int(block),
+    )
+
+
+def _exchange(layout: Layout, target: Slice, w: _Widths) -> Exchange:
+    sizes = layout.axis_sizes
+    if sizes.get("model", 1) * sizes.get("tensor", 1) > 1:
+        return "split"
+    if layout.num_devices <= _MOST_WINDOWS:
+        return "windows"
+    few = layout.remat == "full" and w.tokens < w.stream
+    return "deferred" if few and target.generation in ("v4", "v5e") else "gathered"
+
+
+def _widths(config: ModularModelConfig, layout: Layout, rows: int) -> _Widths:
+    m, p = config.model, config.precision
+
+    def share(sizes: tuple[int, ...], *names: str) -> tuple[int, ...]:
+        return part_of(sizes, names, layout.mesh, layout.rules, "activations")
+
+    mine, length = share((rows, config.train.sequence_length), "batch", "sequence")
+    head = m.resolved_head_dim
+    return _Widths(
+        tokens=mine * length,
+        stream=m.embed_dim,
+        inner=share((m.resolved_mlp_dim,), "mlp")[0],
+        queries=share((m.num_heads,), "heads")[0] * head,
+        keys=share((m.num_kv_heads,), "kv_heads")[0] * head,
+        head=head,
+        own={"ssm": share((m.ssm.expand * m.embed_dim,), "mlp")[0], "vq": m.embed_dim},
+        words=share((m.vocab_size,), "vocab")[0],
+        compute=item_size(p.compute_dtype),
+        accumulate=item_size(p.accumulate_dtype),
+    )
+
+
+def _kept(kind: str, remat: str, w: _Widths) -> int:
+    """Bytes that a block keeps for its backward pass.
+
+    ``full``: what comes in. ``dots``: that and the results of its matrix products, but for the last, which only is
+    added to. ``none``: whatever the derivatives of its operations read: of each normalisation three values in the
+    accumulation dtype and its result; of the feed-forward layer two products, what its activation function reads and
+    gives, and their product; of attention queries, keys and values, before and after their rotation, padded to whole
+    tiles, and the result.
+    """
+    stream, inner = w.values(w.stream), w.values(w.inner)
+    if remat == "full":
+        return stream
+    if kind == "attention":
+        if remat == "dots":
+            return 2 * stream + w.values(w.queries + 2 * w.keys) + 2 * inner
+        wide = -(-w.head // _TILE) * _TILE / w.head
+        heads = w.values(w.queries * (1 + 2 * wide) + w.keys * (1 + wide))
+        return _normalised(w) + 6 * inner + heads
+    with_products, whole, _ = _OWN[kind]
+    own = w.values(w.own[kind])
+    if remat == "dots":
+        return int(2 * stream + 2 * inner + with_products * own)
+    return int(_normalised(w) + 6 * inner + whole * own)
+
+
+def _normalised(w: _Widths) -> int:
+    values = w.tokens * w.stream
+    return values * (6 * w.accumulate + 2 * w.compute)
