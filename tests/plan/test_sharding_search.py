@@ -360,3 +360,47 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], match: st
     }
     with pytest.raises(error, match=match):
         optimize_sharding_strategy(**{**given, **change})
+
+
+# ---- any tree -------------------------------------------------------------------------------------------------
+
+sizes_of = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 64, 96])
+shapes_of = st.lists(sizes_of, max_size=4).map(lambda s: ShapeDtypeStruct(tuple(s), "float32"))
+names_of = st.sampled_from(
+    ["up", "down", "q", "o", "embed", "head", "norm", "bias", "kernel", "experts", "0", "x.y"]
+)
+trees = st.recursive(
+    shapes_of, lambda inside: st.dictionaries(names_of, inside, min_size=1, max_size=4), max_leaves=12
+)
+
+
+@given(
+    trees,
+    st.sampled_from([(8,), (2, 4), (4, 3), (2, 2, 2)]),
+    st.sampled_from([(8, 16), (6, 5, 64), (24,), (1, 7, 3)]),
+    st.sampled_from(["throughput", "latency", "memory"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_strategy_is_a_valid_one(
+    tree: Any, mesh_shape: tuple[int, ...], input_shape: tuple[int, ...], target: Any
+) -> None:
+    """Whatever the arrays are: axes cut into equal parts, each once; the sums are those of the rows; JAX takes it."""
+    import jax
+
+    s = optimize_sharding_strategy(tree, input_shape, mesh_shape, 16.0, optimization_target=target)
+    mesh = jax.sharding.AbstractMesh(mesh_shape, s.axis_names)
+    flat = jax.tree.leaves(s.shardings(mesh))
+    assert len(flat) == len(s.arrays) == len(jax.tree.leaves(tree))
+    held = 0
+    for array, sharding, leaf in zip(s, flat, jax.tree.leaves(tree), strict=True):
+        part = sharding.shard_shape(leaf.shape)  # raises where a dimension is not divided
+        assert array.bytes_per_device == pytest.approx(math.prod(part) * 4)
+        held += math.prod(part) * 4
+        assert array.seconds >= 0
+        assert (array.bytes_gathered > 0) <= (array.bytes_per_device < array.bytes_total)
+    assert s.memory.parameters == pytest.approx(held)
+    assert s.communication_seconds == pytest.approx(sum(a.seconds for a in s))
+    assert s.compute_seconds == pytest.approx(sum(a.compute_seconds for a in s))
+    assert input_shape[0] % math.prod(s.axis_sizes[a] for a in s.batch_axes) == 0
+    assert s.bound_seconds <= s.step_seconds * (1 + 1e-9)
+    assert str(s)

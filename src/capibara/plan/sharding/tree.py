@@ -49,8 +49,8 @@ class Leaf:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The path with keys such as ``"layers.0.mlp"`` taken apart."""
-        return tuple(word for key in self.path for word in re.split(r"[./]", key) if word)
+        """The path with keys such as ``"layers.0.mlp"`` taken apart; never empty."""
+        return tuple(word for key in self.path for word in re.split(r"[./]", key) if word) or ("array",)
 
 
 @dataclass(frozen=True)
