@@ -16,17 +16,21 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from capibara.compress.container import Archive
 from capibara.compress.errors import ArchiveError, CompressError, FolderError
 from capibara.compress.models.adapters import STRUCTURE, Adapter, adapt, assemble
-from capibara.compress.models.numbers import from_bits
+from capibara.compress.models.numbers import from_bits, is_torch
 from capibara.compress.profile import CompressionProfile
+from capibara.compress.running import Running, check_decode, refuse
 from capibara.compress.statistics import CompressionStats, stats_of
 from capibara.files import replace_file
+
+if TYPE_CHECKING:
+    from capibara.compress.jax_codes import CodedArrays
 
 __all__ = ["PROFILE", "STATS", "CompressedModel"]
 
@@ -43,6 +47,10 @@ class CompressedModel:
       path: the archive.
       stats: sizes and errors, :class:`CompressionStats`.
       profile: what was aimed at; ``None`` for an archive that was made otherwise.
+
+    With ``decode=False`` or ``"auto"`` weights that were stored with ``int8``, ``int4`` or ``nf4`` stay in their codes,
+    and are multiplied so (:mod:`~capibara.compress.jax_codes`, :mod:`~capibara.compress.torch_codes`): memory holds
+    about what the file does. :attr:`running` says which they are.
     """
 
     path: Path
@@ -52,8 +60,14 @@ class CompressedModel:
     _owned: Any
 
     def __init__(
-        self, path: str | os.PathLike[str], adapter: Adapter | None = None, *, owned: Any = None
+        self,
+        path: str | os.PathLike[str],
+        adapter: Adapter | None = None,
+        *,
+        owned: Any = None,
+        decode: bool | str = True,
     ) -> None:
+        check_decode(decode)
         with Archive(path) as archive:
             known = _object(archive.metadata.get(STATS, "{}"), path, dict)
             profile = _object(archive.metadata.get(PROFILE, "{}"), path, dict)
@@ -66,17 +80,51 @@ class CompressedModel:
         except TypeError:
             raise ArchiveError(f"{path}: its profile has fields that are not known here") from None
         self._adapter, self._owned, self._decoded = adapter, owned, None
+        self._coded, self._why = None, "decode=True"
+        if decode is not True and adapter is not None and adapter.kind != "torch":
+            self._coded = self._load_codes(adapter, decode)
+
+    def _load_codes(self, adapter: Adapter, decode: bool | str) -> CodedArrays | None:
+        if "jax" not in sys.modules:
+            why = dict.fromkeys(adapter.arrays, "an array of NumPy's")
+        else:
+            from capibara.compress.jax_codes import CodedArrays
+
+            with Archive(self.path) as archive:
+                found = CodedArrays(archive, adapter)
+            if found.in_codes:
+                self._adapter = adapter.skeleton()  # the original's arrays may go
+                return found
+            why = found.why
+        if decode is False:
+            refuse(self.path, why)
+        self._why = "no weight of it can run in codes"
+        return None
+
+    @property
+    def running(self) -> Running:
+        """Which weights run in their codes, and the memory that the model takes."""
+        size, coded = self.path.stat().st_size, self._coded
+        if coded is not None:
+            return Running(coded.in_codes, dict(coded.why), dict(coded.on_the_way), coded.nbytes, size)
+        names = [t.name for t in self.stats.tensors]
+        whole = sum(t.original_bytes for t in self.stats.tensors if not t.codec.startswith("="))
+        return Running((), dict.fromkeys(names, self._why), {}, whole, size)
 
     @property
     def model(self) -> Any:
         """The model with decoded numbers, of the same kind as the original; decoded once.
 
         Of ``params`` with an ``apply`` it is the parameters. Without the original (after ``load(path)``) it is a nested
-        dict of NumPy arrays where the archive knows how they were nested, else a flat one.
+        dict of NumPy arrays where the archive knows how they were nested, else a flat one. Without decoding, weights in
+        codes are :class:`~capibara.compress.direct.QuantisedMatrix` and the like, for functions that
+        :func:`~capibara.compress.jax_codes.in_codes` made.
 
         Raises:
           DamagedError: a tensor is damaged.
         """
+        if self._coded is not None:
+            return self._coded.tree
         if self._decoded is None:
             self._decoded = self.decompress()
         return self._decoded
@@ -84,6 +132,8 @@ class CompressedModel:
     def decompress(self) -> Any:
         """As :attr:`model`, decoded anew: what is changed in it does not change this object."""
         with Archive(self.path) as archive:
+            if self._coded is not None:
+                return self._coded.decoded(archive)
             if self._adapter is not None:
                 return self._adapter.rebuild(lambda name: archive.read(name).reshape(-1))
 
@@ -115,6 +165,8 @@ class CompressedModel:
             )
         if len(args) != 1 or kwargs:
             raise CompressError(f"inputs: got {len(args)} and {sorted(kwargs)}, expected one argument")
+        if self._coded is not None:
+            return self._coded.run(args[0])
         return self._adapter.run(self.model, args[0])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +176,7 @@ class CompressedModel:
         """Another one of the same archive, whose numbers are its own."""
         new = object.__new__(type(self))
         memo[id(self)] = new
-        shared = ("_adapter", "_owned")  # a copy of what keeps the file would not keep it
+        shared = ("_adapter", "_owned", "_coded")  # a copy of what keeps the file would not keep it
         state = {k: v if k in shared else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
         new.__dict__.update(state)
         return new
@@ -163,17 +215,21 @@ class CompressedModel:
         model: Any = None,
         *,
         apply: Callable[[Any, Any], Any] | None = None,
+        decode: bool | str = True,
     ) -> CompressedModel:
         """Open an archive.
 
         Args:
           path: of :meth:`save`, of ``capibara compress`` …
-          model: one of the same kind as the original, whose numbers do not matter: then it can be run.
+          model: one of the same kind as the original, whose numbers do not matter: then it can be run. A module may be
+            on the device ``"meta"``.
           apply: runs a tree of arrays.
+          decode: ``True``: all weights become numbers. ``False``: those that are stored with ``int8``, ``int4`` or
+            ``nf4`` stay in codes where the model can run so. ``"auto"``: the same, without an error where none can.
 
         Raises:
           ArchiveError: no archive, or a damaged one.
-          CompressError: its tensors are not those of ``model``.
+          CompressError: its tensors are not those of ``model``; ``decode=False``, and no weight can run in its codes.
           OSError: it cannot be read.
         """
         if model is None:
@@ -181,8 +237,20 @@ class CompressedModel:
                 raise CompressError(
                     "apply: got a function, but no model. Remedy: load(path, model, apply=…)."
                 )
+            check_decode(decode)
+            if decode is False:
+                raise CompressError(
+                    "decode: got False, but no model that runs. Remedy: load(path, model, decode=False), or "
+                    "capibara.compress.load_quantised."
+                )
             return CompressedModel(path)
-        return open_compressed(path, adapt(model, apply))
+        return open_compressed(path, adapt(model, apply), decode=decode)
+
+    def reopened(self, adapter: Adapter, decode: bool | str) -> CompressedModel:
+        """The same archive, run in another way."""
+        new = open_compressed(self.path, adapter, self._owned, decode)
+        new.stats = self.stats
+        return new
 
     def __repr__(self) -> str:
         s = self.stats
@@ -192,10 +260,12 @@ class CompressedModel:
         )
 
 
-def open_compressed(path: str | os.PathLike[str], adapter: Adapter, owned: Any = None) -> CompressedModel:
+def open_compressed(
+    path: str | os.PathLike[str], adapter: Adapter, owned: Any = None, decode: bool | str = True
+) -> CompressedModel:
     """A compressed model that can be run, of the class that fits the original."""
     kind = _torch_class() if adapter.kind == "torch" else CompressedModel
-    return kind(path, adapter, owned=owned)
+    return kind(path, adapter, owned=owned, decode=decode)
 
 
 def _object(text: str, path: object, kind: Any = dict | str) -> Any:
@@ -245,16 +315,54 @@ def _torch_class() -> type[CompressedModel]:
     class CompressedTorchModel(CompressedModel, torch.nn.Module):
         __doc__ = CompressedModel.__doc__
 
-        def __init__(self, path: Any, adapter: Adapter | None = None, *, owned: Any = None) -> None:
+        def __init__(
+            self, path: Any, adapter: Adapter, *, owned: Any = None, decode: bool | str = True
+        ) -> None:
             torch.nn.Module.__init__(self)
-            CompressedModel.__init__(self, path, adapter, owned=owned)
-            self.module = CompressedModel.decompress(self)
-            self.train(adapter.model.training if adapter is not None else False)
+            CompressedModel.__init__(self, path, adapter, owned=owned, decode=decode)
+            training = adapter.model.training
+            self._names: tuple[list[str], dict[str, str]] | None = None
+            if decode is not True:
+                from capibara.compress.torch_codes import coded_module
+
+                with Archive(self.path) as archive:
+                    self.module, names, why = coded_module(adapter.model, archive, adapter.tied)
+                if decode is False and not names:
+                    refuse(self.path, why)
+                self._names, self._tied = (names, why), dict(adapter.tied)
+                self._adapter = None  # the original's numbers may go
+            else:
+                self.module = CompressedModel.decompress(self)
+            if left := [n for n, v in self.module.state_dict().items() if is_torch(v) and v.is_meta]:
+                raise CompressError(f"model: {left[0]} is on the device 'meta', and not in {self.path}")
+            unsaved = [n for n, b in self.module.named_buffers() if b.is_meta]
+            if unsaved:
+                raise CompressError(
+                    f"model: the buffer {unsaved[0]} is on the device 'meta', and no archive holds it. "
+                    "Remedy: make the model on another device."
+                )
+            self.train(training)
             self.register_load_state_dict_pre_hook(_prefixed)
 
         @property
         def model(self) -> Any:
             return self.module
+
+        @property
+        def running(self) -> Running:
+            kept = {id(t): t.nbytes for t in (*self.module.parameters(), *self.module.buffers())}
+            names, why = self._names or ([], {t.name: "decode=True" for t in self.stats.tensors})
+            return Running(tuple(names), why, {}, sum(kept.values()), self.path.stat().st_size)
+
+        def decompress(self) -> Any:
+            if self._names is None:
+                return CompressedModel.decompress(self)
+            from capibara.compress.torch_codes import decoded_module, put_tensors
+
+            made = decoded_module(self.module)
+            with Archive(self.path) as archive:
+                put_tensors(made, archive, [t.name for t in self.stats.tensors], self._tied)
+            return made
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.module(*args, **kwargs)

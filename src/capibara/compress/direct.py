@@ -1,28 +1,35 @@
 """Matrices of an archive multiplied as they are stored: read as codes and scales, never decoded as a whole.
 
-Tensors that were stored with ``int8``, ``int4`` or ``nf4`` come as :class:`QuantisedMatrix`, a pytree of their codes
-and scales, which goes through ``jit`` and onto devices like other arrays; :meth:`QuantisedMatrix.matmul` is
-:func:`capibara.ops.linalg.quantised_matmul`. Only this module of the room needs JAX.
+Tensors that were stored with ``int8``, ``int4`` or ``nf4`` come as :class:`QuantisedMatrix` (or, with more axes than
+two, as :class:`QuantisedStack`), pytrees of their codes and scales, which go through ``jit`` and onto devices like
+other arrays; :meth:`QuantisedMatrix.matmul` is :func:`capibara.ops.linalg.quantised_matmul`. Scales stay in the eight
+bits that the file has for them, so that memory holds what the file does. :mod:`capibara.compress.jax_codes` runs whole
+models so.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from capibara.compress.codecs.fixed import Fixed, Parts
-from capibara.compress.codecs.protocol import get_codec
+from capibara.compress.codecs.fixed import Parts
 from capibara.compress.container.reader import Archive
 from capibara.compress.errors import CompressError
-from capibara.compress.formats import NumberFormat, to_float
+from capibara.compress.formats import NumberFormat
+from capibara.compress.models.numbers import numpy_dtype
+from capibara.compress.stored_codes import exact_changes, split_scales, stored_parts
 from capibara.ops.linalg.quantised import dequantise_matrix, quantised_matmul
 
-__all__ = ["Piece", "QuantisedMatrix", "load_quantised"]
+__all__ = ["Piece", "QuantisedMatrix", "QuantisedStack", "load_quantised"]
+
+_STATIC: dict[str, Any] = {"static": True}
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +39,8 @@ class Piece:
 
     Attributes:
       codes: int8 [rows, length], or uint8 [rows, ceil(length / 2)].
-      scales: float32 [rows, groups].
+      scale_codes: uint8 [rows, groups].
+      table: float32 [count], the scale that each code of them stands for.
       levels: float32 [16], or ``None`` where codes are the levels.
       row: int32 [count], rows of numbers that are kept exactly.
       column: int32 [count], their columns.
@@ -42,13 +50,19 @@ class Piece:
     """
 
     codes: Any
-    scales: Any
+    scale_codes: Any
+    table: Any
     levels: Any
     row: Any
     column: Any
     change: Any
-    length: int = field(metadata={"static": True})
-    group: int = field(metadata={"static": True})
+    length: int = field(metadata=_STATIC)
+    group: int = field(metadata=_STATIC)
+
+    @property
+    def scales(self) -> jax.Array:
+        """float32 [rows, groups]."""
+        return self.table[self.scale_codes]
 
     def matmul(self, x: Any, implementation: str) -> jax.Array:
         out = quantised_matmul(
@@ -63,6 +77,24 @@ class Piece:
         found = dequantise_matrix(self.codes, self.scales, self.levels, inner=self.length, group=self.group)
         return found.at[self.row, self.column].add(self.change)
 
+    def with_length(self, length: int) -> Piece | None:
+        """The same numbers in longer or shorter rows; ``None`` where groups or bytes would have to be cut."""
+        if length == self.length:
+            return self
+        long, short = max(length, self.length), min(length, self.length)
+        group = min(self.group, self.length)
+        packed = self.codes.dtype == jnp.uint8
+        if self.row.shape[0] or long % short or short % group or (packed and short % 2):
+            return None
+        rows = self.codes.shape[0] * self.length // length
+        return replace(
+            self,
+            codes=self.codes.reshape(rows, -1),
+            scale_codes=self.scale_codes.reshape(rows, -1),
+            length=length,
+            group=group,
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -74,11 +106,13 @@ class QuantisedMatrix:
       shape: of the weight.
       turned: groups of numbers that share a scale run along the weight's first axis, which is the layer's input: [in,
         out], as JAX's libraries have it. Else along the last: [out, in], as PyTorch has it.
+      dtype: of the weight before it was compressed.
     """
 
     pieces: tuple[Piece, ...]
-    shape: tuple[int, ...] = field(metadata={"static": True})
-    turned: bool = field(metadata={"static": True})
+    shape: tuple[int, ...] = field(metadata=_STATIC)
+    turned: bool = field(metadata=_STATIC)
+    dtype: str = field(default="float32", metadata=_STATIC)
 
     @property
     def nbytes(self) -> int:
@@ -109,11 +143,69 @@ class QuantisedMatrix:
         assert out is not None
         return out
 
+    def transposed_matmul(self, x: Any) -> jax.Array:
+        """The product along the other axis: ``x @ W`` of a weight [out, in], ``x @ W.T`` of one [in, out] (``turned``).
+
+        It is the transpose of :meth:`matmul` as a linear function, and takes as little memory.
+
+        Args:
+          x: [..., out]: float32, float64, bfloat16 or float16.
+
+        Returns:
+          [..., in] in ``x``'s dtype.
+        """
+        x = jnp.asarray(x)
+        out, inner = self.shape[::-1] if self.turned else self.shape
+        if x.shape[-1:] != (out,):
+            raise CompressError(f"x: got the shape {x.shape}, expected [..., {out}]")
+        if 0 in x.shape:
+            return jnp.zeros((*x.shape[:-1], inner), x.dtype)
+        flat = x.reshape(-1, out)
+        like = jax.ShapeDtypeStruct((len(flat), inner), x.dtype)
+        (found,) = jax.linear_transpose(self.matmul, like)(flat)
+        return found.reshape(*x.shape[:-1], inner)
+
+    def product(self, x: Any, axes: tuple[int, ...]) -> jax.Array | None:
+        """``x [..., features]`` times the weight, summed over some of its axes; [..., the other axes].
+
+        Args:
+          axes: the first ones or the last ones, ascending; features are counted over them in C order.
+
+        Returns:
+          ``None`` where the codes cannot be multiplied so: :meth:`dequantise` them.
+        """
+        count, rank = len(axes), len(self.shape)
+        first = axes == tuple(range(count))
+        if not 0 < count < rank or not (first or axes == tuple(range(rank - count, rank))):
+            return None
+        cut = count if first else rank - count
+        matrix = self._matrix(math.prod(self.shape[cut:]))
+        if matrix is None:
+            return None
+        out = matrix.matmul(x) if first == self.turned else matrix.transposed_matmul(x)
+        return out.reshape(*out.shape[:-1], *(self.shape[cut:] if first else self.shape[:cut]))
+
+    def _matrix(self, length: int) -> QuantisedMatrix | None:
+        """The same numbers with rows of that length."""
+        if self.turned:
+            return self if len(self.shape) == 2 else None
+        joined = [p.with_length(length) for p in self.pieces]
+        pieces = tuple(p for p in joined if p is not None)
+        if len(pieces) < len(joined):
+            return None
+        return replace(self, pieces=pieces, shape=(math.prod(self.shape) // length, length))
+
+    def reshape(self, shape: tuple[int, ...]) -> QuantisedMatrix | None:
+        """The same codes under another shape; ``None`` where rows are not what runs along the last axes."""
+        if self.turned:
+            return self if tuple(shape) == self.shape else None
+        return replace(self, shape=tuple(shape))
+
     def dequantise(self) -> jax.Array:
         """The weight as float32 [*shape]."""
         if self.turned:
             return jnp.concatenate([p.numbers().T for p in self.pieces])
-        return jnp.concatenate([p.numbers() for p in self.pieces])
+        return jnp.concatenate([p.numbers() for p in self.pieces]).reshape(self.shape)
 
     def rows(self, indices: Any) -> jax.Array:
         """Rows of a table of embeddings [count, features], looked up before they become numbers.
@@ -127,7 +219,7 @@ class QuantisedMatrix:
         Raises:
           CompressError: groups run along the first axis, or some numbers are kept exactly.
         """
-        if self.turned or any(p.row.shape[0] for p in self.pieces):
+        if not self.has_rows:
             raise CompressError(
                 "rows: groups run along the first axis, or some numbers are kept exactly. "
                 "Remedy: dequantise()[indices]."
@@ -137,13 +229,91 @@ class QuantisedMatrix:
         for p in self.pieces:
             count = p.codes.shape[0]
             place = jnp.clip(flat - at, 0, count - 1)
-            found = dequantise_matrix(
-                p.codes[place], p.scales[place], p.levels, inner=p.length, group=p.group
-            )
+            scales = p.table[p.scale_codes[place]]
+            found = dequantise_matrix(p.codes[place], scales, p.levels, inner=p.length, group=p.group)
             out = found if out is None else jnp.where((flat >= at)[:, None], found, out)
             at += count
         assert out is not None
         return out.reshape(*indices.shape, self.shape[1])
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether :meth:`rows` works."""
+        rows = all(p.length == self.shape[-1] and not p.row.shape[0] for p in self.pieces)
+        return rows and len(self.shape) == 2 and not self.turned
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantisedStack:
+    """A weight of more than two axes in codes, such as the matrices of several layers, one after another.
+
+    Attributes:
+      codes: int8 [count, rows, length], or uint8 [count, rows, ceil(length / 2)], for each index of the first axis.
+      scale_codes: uint8 [count, rows, groups].
+      tables: float32 [pieces, 256], for runs of ``each`` indices of the first axis.
+      levels: float32 [pieces, 16], or ``None``.
+      shape: of the weight.
+      length, group: as in :class:`Piece`.
+      each: indices of the first axis that were stored together.
+      dtype: as in :class:`QuantisedMatrix`.
+    """
+
+    codes: Any
+    scale_codes: Any
+    tables: Any
+    levels: Any
+    shape: tuple[int, ...] = field(metadata=_STATIC)
+    length: int = field(metadata=_STATIC)
+    group: int = field(metadata=_STATIC)
+    each: int = field(metadata=_STATIC)
+    dtype: str = field(default="float32", metadata=_STATIC)
+
+    nbytes = QuantisedMatrix.nbytes
+
+    def layers(self) -> QuantisedMatrix:
+        """What ``lax.scan`` can go through: a :class:`QuantisedMatrix` whose arrays have the first axis in front."""
+        alone = self.alone()
+        nothing = jnp.zeros((self.shape[0], 0), jnp.int32)
+        one = Piece(
+            self.codes, self.scale_codes, alone.tables, alone.levels,
+            nothing, nothing, nothing.astype(jnp.float32), self.length, self.group,
+        )  # fmt: skip
+        return QuantisedMatrix((one,), self.shape[1:], False, self.dtype)
+
+    def alone(self) -> QuantisedStack:
+        """The same with tables and levels for each index."""
+        if self.each == 1:
+            return self
+        piece = np.arange(self.shape[0]) // self.each
+        levels = None if self.levels is None else self.levels[piece]
+        return replace(self, tables=self.tables[piece], levels=levels, each=1)
+
+    def some(self, first: Any, count: int) -> QuantisedStack:
+        """Indices of the first axis from ``first`` on, which may be traced."""
+
+        def cut(array: Any) -> Any:
+            return None if array is None else lax.dynamic_slice_in_dim(array, first, count)
+
+        a = self.alone()
+        codes, scales, tables, levels = map(cut, (a.codes, a.scale_codes, a.tables, a.levels))
+        return replace(
+            a, codes=codes, scale_codes=scales, tables=tables, levels=levels, shape=(count, *self.shape[1:])
+        )
+
+    def reshape(self, shape: tuple[int, ...]) -> QuantisedStack | QuantisedMatrix | None:
+        """The same codes under another shape; ``None`` where the first axis is not left alone."""
+        shape = tuple(shape)
+        if shape[:1] == self.shape[:1] and len(shape) > 1:
+            return replace(self, shape=shape)
+        if self.shape[0] == 1 and len(shape) > 1:
+            one = jax.tree_util.tree_map(lambda a: a[0], self.layers())
+            return one.reshape(shape)
+        return None
+
+    def dequantise(self) -> jax.Array:
+        """The weight as float32 [*shape]."""
+        return jax.vmap(QuantisedMatrix.dequantise)(self.layers())
 
 
 def load_quantised(archive: str | os.PathLike[str] | Archive, name: str) -> QuantisedMatrix:
@@ -161,35 +331,44 @@ def load_quantised(archive: str | os.PathLike[str] | Archive, name: str) -> Quan
     if not isinstance(archive, Archive):
         with Archive(archive) as opened:
             return load_quantised(opened, name)
-    entry = archive[name]
-    codec = get_codec(entry.codec)
-    if not isinstance(codec, Fixed) or len(entry.shape) != 2 or 0 in entry.shape:
+    found = load_codes(archive, name)
+    if not isinstance(found, QuantisedMatrix):
+        entry = archive[name]
         raise CompressError(
-            f"{name}: stored as {entry.codec} with the shape {entry.shape}, expected int8, int4 or nf4 and a matrix. "
+            f"{name}: {found or f'stored with the shape {entry.shape}'}, expected int8, int4 or nf4 and a matrix. "
             "Remedy: archive.read(name)."
         )
-    found = [
-        codec.parts(payload, entry.format, shape, entry.settings) for shape, payload in archive.payloads(name)
-    ]
-    wide = {p.turned for p in found}
-    if len(wide) != 1 or any(p.length != p.shape[0 if p.turned else 1] for p in found):
-        raise CompressError(
-            f"{name}: rows of the shape {entry.shape} are too short to have groups of their own. "
-            "Remedy: archive.read(name)."
-        )
-    return QuantisedMatrix(tuple(_piece(p, entry.format) for p in found), entry.shape, wide.pop())
+    return found
+
+
+def load_codes(archive: Archive, name: str) -> QuantisedMatrix | QuantisedStack | str:
+    """A tensor as it is stored; or, in words, why it has to be decoded."""
+    found = stored_parts(archive, name)
+    if isinstance(found, str):
+        return found
+    entry = archive[archive[name].same_as or name]
+    pieces = [_piece(p, entry.format) for p in found]
+    dtype = str(numpy_dtype(entry.format))
+    if len(entry.shape) == 2:
+        return QuantisedMatrix(tuple(pieces), entry.shape, found[0].turned, dtype)
+    tables = np.zeros((len(pieces), 256), np.float32)
+    for table, piece in zip(tables, pieces, strict=True):
+        table[: len(piece.table)] = piece.table
+    count = entry.shape[0]
+    codes = np.concatenate([p.codes for p in found]).reshape(count, -1, found[0].codes.shape[1])
+    scales = jnp.concatenate([p.scale_codes for p in pieces]).reshape(count, codes.shape[1], -1)
+    levels = None if pieces[0].levels is None else jnp.stack([p.levels for p in pieces])
+    return QuantisedStack(
+        jnp.asarray(codes), scales, jnp.asarray(tables), levels,
+        entry.shape, found[0].length, found[0].group, found[0].shape[0], dtype,
+    )  # fmt: skip
 
 
 def _piece(parts: Parts, form: NumberFormat) -> Piece:
-    row, column = np.divmod(parts.positions, max(parts.length, 1))
-    stands = np.empty(len(row), np.float32)
-    for index, (r, c) in enumerate(zip(row.tolist(), column.tolist(), strict=True)):
-        code = parts.codes[r, c] if parts.levels is None else (parts.codes[r, c // 2] >> (4 * (c % 2))) & 15
-        level = np.float32(code) if parts.levels is None else parts.levels[code]
-        stands[index] = level * parts.scales[r, c // parts.group]
-    change = to_float(parts.exact, form).astype(np.float32) - stands
+    row, column, change = exact_changes(parts, form)
+    scale_codes, table = split_scales(parts.scales)
     return Piece(
-        jnp.asarray(parts.codes), jnp.asarray(parts.scales),
+        jnp.asarray(parts.codes), jnp.asarray(scale_codes), jnp.asarray(table),
         None if parts.kind != "nf4" else jnp.asarray(parts.levels),
         jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32), jnp.asarray(change),
         parts.length, parts.group,

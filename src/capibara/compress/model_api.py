@@ -27,6 +27,7 @@ from capibara.compress.models.adapters import Adapter, adapt
 from capibara.compress.models.gradients import distance
 from capibara.compress.models.source import Tensors, find_twins
 from capibara.compress.profile import EXACT, CompressionProfile
+from capibara.compress.running import check_decode
 from capibara.compress.sensitivity import by_outputs, by_scale
 from capibara.compress.system.engines import strategy_engine
 from capibara.compress.validation import Validation, as_batches
@@ -56,6 +57,7 @@ class ModelCompressionAPI:
         validation_data: Any = None,
         *,
         apply: Callable[[Any, Any], Any] | None = None,
+        decode: bool | str = True,
         progress: Progress | None = None,
     ) -> CompressedModel:
         """Make a model smaller, as the profile says.
@@ -66,13 +68,17 @@ class ModelCompressionAPI:
           validation_data: batches: an array, a dict of inputs by name, a pair ``(inputs, classes)``, or a list of
             these. Codecs and rates are then chosen for the least error of the outputs; else for that of the weights.
           apply: runs a tree of arrays: ``apply(tree, inputs)``.
+          decode: as in :meth:`CompressedModel.load`.
           progress: called with a tensor's name and bytes, twice for each: when it is surveyed, when it is written.
 
         Raises:
           CompressError: a model of no known kind, a ratio that cannot be met.
           TargetError: the ratio can be met, but not with the accuracy that is to be preserved; it holds the frontier.
         """
-        return _Compression(self.profile, adapt(model, apply), validation_data, progress).finish()
+        check_decode(decode)
+        adapter = adapt(model, apply)
+        made = _Compression(self.profile, adapter, validation_data, progress).finish()
+        return made if decode is True else made.reopened(adapter, decode)
 
     def decompress(self, compressed: CompressedModel) -> Any:
         """The model again, of the kind that was compressed, with the numbers that its archive holds.

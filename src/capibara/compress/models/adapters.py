@@ -33,7 +33,7 @@ from capibara.compress.models.numbers import (
 )
 from capibara.compress.models.source import Tensors
 
-__all__ = ["Adapter", "AppliedAdapter", "TorchAdapter", "TreeAdapter", "adapt"]
+__all__ = ["Adapter", "AppliedAdapter", "TorchAdapter", "TreeAdapter", "adapt", "put_tensor"]
 
 Reader = Callable[[str], np.ndarray]
 STRUCTURE = "capibara.structure"  # the key of an archive's metadata that says how tensors were nested
@@ -63,12 +63,20 @@ class Adapter:
             if (known := first.setdefault(_identity(array), name)) != name:
                 self.tied[name] = known
         self.tensors = Tensors(
-            {name: (format_of(a, name), tuple(a.shape)) for name, a in arrays.items()},
+            {name: (format_of(a, name, meta=True), tuple(a.shape)) for name, a in arrays.items()},
             lambda name: to_bits(self.arrays[name], name)[0],
         )
 
     def rebuild(self, read: Reader) -> Any:
         """A model of the same kind, with the numbers that ``read`` gives."""
+        raise NotImplementedError
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
+        """A model nested as this one with other arrays, or whatever stands for them."""
+        raise NotImplementedError
+
+    def skeleton(self) -> Adapter:
+        """One that knows how the model is nested and how it runs, and holds none of its arrays."""
         raise NotImplementedError
 
     def variant(self, changed: Mapping[str, np.ndarray]) -> Any:
@@ -127,9 +135,15 @@ class TorchAdapter(Adapter):
         import torch
 
         tensors = module.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for name in names:
-                tensors[name].copy_(torch_from_bits(read(name), *self.tensors.forms[name]))
+        for name in names:
+            value, tensor = torch_from_bits(read(name), *self.tensors.forms[name]), tensors[name]
+            if tensor.is_meta:
+                put_tensor(module, name, value)
+                for other in (n for n, first in self.tied.items() if first == name):
+                    put_tensor(module, other, value, module.get_parameter(name))
+                continue
+            with torch.no_grad():
+                tensor.copy_(value)
 
     def variant(self, changed: Mapping[str, np.ndarray]) -> Any:
         # One copy for all calls: a model is large, and a variant differs in few tensors.
@@ -159,6 +173,24 @@ class TorchAdapter(Adapter):
     def call(self, model: Any, inputs: Any) -> Any:
         """As :meth:`run`, in the mode that the module is in, with gradients where they are on."""
         return _call(model, inputs)
+
+
+def put_tensor(module: Any, name: str, value: Any, parameter: Any = None) -> None:
+    """A tensor in the place of a parameter or buffer of a module.
+
+    Args:
+      parameter: to put there instead of a new one, where it is a parameter.
+    """
+    import torch
+
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if (old := owner._parameters.get(leaf)) is not None:
+        owner._parameters[leaf] = (
+            parameter if parameter is not None else torch.nn.Parameter(value, old.requires_grad)
+        )
+    else:
+        owner._buffers[leaf] = value
 
 
 def _call(function: Callable[..., Any], inputs: Any) -> Any:
@@ -209,6 +241,9 @@ class TreeAdapter(Adapter):
 
         return self.with_arrays({name: make(name) for name in self.arrays})
 
+    def skeleton(self) -> TreeAdapter:
+        return TreeAdapter(self.with_arrays({name: np.empty(0) for name in self.arrays}), self._apply)
+
     def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
         """The same tree with other arrays."""
         if self._flatten is None:
@@ -245,6 +280,13 @@ class AppliedAdapter(Adapter):
     def rebuild(self, read: Reader) -> Any:
         """The parameters, nested as they were."""
         return self.tree.rebuild(read)
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
+        return self.tree.with_arrays(arrays)
+
+    def skeleton(self) -> AppliedAdapter:
+        empty = self.tree.skeleton().model
+        return AppliedAdapter((self._owner, empty), self._owner, empty)
 
     @property
     def runs(self) -> bool:

@@ -35,8 +35,13 @@ def is_array(value: object) -> bool:
     return jax is not None and isinstance(value, jax.Array)
 
 
-def format_of(value: Any, name: str = "tensor") -> NumberFormat:
+def format_of(value: Any, name: str = "tensor", *, meta: bool = False) -> NumberFormat:
     """The format of an array's numbers, of which none is touched.
+
+    Args:
+      value: the array.
+      name: what errors call it.
+      meta: whether a tensor of PyTorch's may be without numbers, on the device ``"meta"``.
 
     Raises:
       CompressError: as :func:`to_bits`.
@@ -52,7 +57,7 @@ def format_of(value: Any, name: str = "tensor") -> NumberFormat:
         )
     tensor: Any = value
     if is_torch(value):
-        if str(tensor.layout) != "torch.strided" or tensor.device.type == "meta":
+        if str(tensor.layout) != "torch.strided" or (tensor.device.type == "meta" and not meta):
             raise CompressError(
                 f"{name}: got a {tensor.layout} tensor on {tensor.device}, expected a dense one in memory. "
                 "Remedy: to_dense(), or load the weights first."

@@ -1,0 +1,358 @@
+"""A function of JAX with weights that stay in their codes: the same function, another way to multiply.
+
+The function is traced with plain arrays in the place of the codes, and the program that comes out is gone through
+equation by equation. Where a ``dot_general`` sums over axes of a weight that is there in codes, the product is
+:func:`capibara.ops.linalg.quantised_matmul`; where rows of a table are gathered, rows are looked up in the codes; a
+``scan`` over stacked layers goes through stacked codes. Reshaping, transposing and converting are kept in mind until
+then. Anything else (a convolution, a function with a derivative of its own, a loop by ``while``) is given the weight
+as numbers, made inside of the program and gone after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.compress.container import Archive
+from capibara.compress.direct import QuantisedMatrix, QuantisedStack, load_codes
+from capibara.compress.errors import CompressError
+from capibara.compress.models.adapters import Adapter
+from capibara.compress.models.numbers import from_bits
+
+__all__ = ["Coded", "CodedArrays", "in_codes", "is_coded"]
+
+Coded = QuantisedMatrix | QuantisedStack
+
+
+def is_coded(value: object) -> bool:
+    """Whether it is a weight in codes."""
+    return isinstance(value, Coded)
+
+
+def in_codes(
+    function: Callable[..., Any], *, decoded: Callable[[str, str], object] | None = None
+) -> Callable[..., Any]:
+    """``function(params, *args)`` that takes weights in codes among its parameters.
+
+    Equivalent, but for memory: decoding them first. It goes through ``jax.jit``, ``jax.grad`` (by other arguments and
+    parameters) and ``jax.vmap`` as the function does.
+
+    Args:
+      function: of nested parameters and arrays, which JAX can trace.
+      decoded: called, whenever the function is traced, with the path of each weight that had to be made into numbers
+        on the way and the name of the operation that wanted them.
+
+    Returns:
+      The function. Its first argument is as before, some arrays being
+      :class:`~capibara.compress.direct.QuantisedMatrix` or :class:`~capibara.compress.direct.QuantisedStack`.
+    """
+
+    def run(params: Any, *args: Any) -> Any:
+        flat, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_coded)
+        plain = [jax.ShapeDtypeStruct(v.shape, v.dtype) if is_coded(v) else v for _, v in flat]
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(
+            jax.tree_util.tree_unflatten(tree, plain), *args
+        )
+        given: list[Any] = []
+        for path, value in flat:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            given.append(_Weight.of(name, value) if is_coded(value) else value)
+        given += jax.tree_util.tree_leaves(args)
+        out = _Evaluation(decoded).run(closed.jaxpr, closed.consts, given)
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shape), out)
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight on its way through the program: axis ``i`` of what is seen is axis ``order[i]`` of the codes."""
+
+    name: str
+    codes: Coded
+    order: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, name: str, codes: Coded) -> _Weight:
+        return cls(name, codes, tuple(range(len(codes.shape))), jnp.dtype(codes.dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape[i] for i in self.order)
+
+    @property
+    def straight(self) -> bool:
+        return self.order == tuple(range(len(self.order)))
+
+    def numbers(self) -> jax.Array:
+        return self.codes.dequantise().transpose(self.order).astype(self.dtype)
+
+
+class _Evaluation:
+    def __init__(self, decoded: Callable[[str, str], object] | None) -> None:
+        self.decoded = decoded
+
+    def plain(self, value: Any, wanted_by: str) -> Any:
+        """The value as an array."""
+        if not isinstance(value, _Weight):
+            return value
+        if self.decoded is not None:
+            self.decoded(value.name, wanted_by)
+        return value.numbers()
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """The outputs, as arrays."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if hasattr(v, "val") else env[v]
+
+        for eqn in jaxpr.eqns:
+            values = [read(v) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self.apply(eqn, values), strict=True))
+        return [self.plain(read(v), "an output") for v in jaxpr.outvars]
+
+    def apply(self, eqn: Any, values: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if any(isinstance(v, _Weight) for v in values):
+            if (rule := _RULES.get(name)) is not None and (out := rule(self, eqn, values)) is not None:
+                return out
+            values = [self.plain(v, name) for v in values]
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        return list(out) if eqn.primitive.multiple_results else [out]
+
+    def inline(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        """A call: what is inside is gone through as well."""
+        inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr") if k in eqn.params), None)
+        if inner is None:
+            return None
+        return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
+
+    def cond(self, eqn: Any, values: list[Any]) -> list[Any]:
+        index, *operands = values
+        branches = [
+            lambda _, branch=branch: self.run(branch.jaxpr, branch.consts, operands)
+            for branch in eqn.params["branches"]
+        ]
+        return lax.switch(self.plain(index, "cond").astype(jnp.int32), branches, None)
+
+    def scan(self, eqn: Any, values: list[Any]) -> list[Any]:
+        p = eqn.params
+        body, consts, carried = p["jaxpr"], p["num_consts"], p["num_carry"]
+        fixed, carry, moving = values[:consts], values[consts : consts + carried], values[consts + carried :]
+        carry = [self.plain(v, "scan") for v in carry]
+        stacked: dict[int, tuple[str, Any]] = {}
+        for i, value in enumerate(moving):
+            if isinstance(value, _Weight):
+                if value.straight and isinstance(value.codes, QuantisedStack):
+                    moving[i], stacked[i] = value.codes.layers(), (value.name, value.dtype)
+                else:
+                    moving[i] = self.plain(value, "scan")
+
+        def step(state: Any, slices: Any) -> Any:
+            here = list(slices)
+            for i, (name, dtype) in stacked.items():
+                here[i] = replace(_Weight.of(name, here[i]), dtype=dtype)
+            out = self.run(body.jaxpr, body.consts, [*fixed, *state, *here])
+            return out[:carried], out[carried:]
+
+        after, rows = lax.scan(
+            step, carry, tuple(moving), length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
+        )
+        return [*after, *rows]
+
+    def product(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        (sums, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
+        if batch[0] or not jnp.issubdtype(out.dtype, jnp.floating):
+            return None
+        left = isinstance(values[0], _Weight)
+        weight, other = values if left else values[::-1]
+        over, other_over = sums if left else sums[::-1]
+        if isinstance(other, _Weight):
+            other = self.plain(other, "dot_general")
+        other = jnp.asarray(other)
+        if not isinstance(weight.codes, QuantisedMatrix) or not jnp.issubdtype(other.dtype, jnp.floating):
+            return None
+        pairs = sorted((weight.order[d], e) for d, e in zip(over, other_over, strict=True))
+        axes = tuple(axis for axis, _ in pairs)
+        free = [d for d in range(other.ndim) if d not in other_over]
+        x = other.transpose(*free, *(e for _, e in pairs))
+        x = x.reshape(*x.shape[: len(free)], -1)
+        # What is summed in more bits than the inputs have is not rounded to theirs.
+        wide = jnp.promote_types(x.dtype, out.dtype)
+        found = weight.codes.product(x.astype(wide), axes)
+        if found is None:
+            return None
+        # The weight's other axes come in the order of the codes; here they are wanted as the program sees them.
+        rest = [d for d in range(len(weight.order)) if d not in over]
+        stored = sorted(rest, key=lambda d: weight.order[d])
+        lead = len(free)
+        mine = [lead + stored.index(d) for d in rest]
+        order = [*mine, *range(lead)] if left else [*range(lead), *mine]
+        return [found.transpose(order).astype(out.dtype)]
+
+    def gather(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        weight, indices = values
+        p, rank = eqn.params, len(eqn.outvars[0].aval.shape)
+        numbers = p["dimension_numbers"]
+        if (
+            not isinstance(weight, _Weight)
+            or isinstance(indices, _Weight)
+            or not weight.straight
+            or not isinstance(weight.codes, QuantisedMatrix)
+            or not weight.codes.has_rows
+            or tuple(numbers.collapsed_slice_dims) != (0,)
+            or tuple(numbers.start_index_map) != (0,)
+            or tuple(numbers.operand_batching_dims)
+            or tuple(numbers.offset_dims) != (rank - 1,)
+            or tuple(p["slice_sizes"]) != (1, weight.shape[1])
+        ):
+            return None
+        places = indices[..., 0]
+        count = weight.shape[0]
+        inside = (places >= 0) & (places < count)
+        found = weight.codes.rows(jnp.clip(places, 0, count - 1)).astype(weight.dtype)
+        if p["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+            fill = jnp.nan if p["fill_value"] is None else p["fill_value"]
+            found = jnp.where(inside[..., None], found, jnp.asarray(fill, weight.dtype))
+        return [found]
+
+    def part(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        """Some of stacked layers."""
+        weight, *starts = values
+        p, name = eqn.params, eqn.primitive.name
+        if (
+            not isinstance(weight, _Weight)
+            or not weight.straight
+            or not isinstance(weight.codes, QuantisedStack)
+        ):
+            return None
+        if any(tuple(v.aval.shape)[1:] != weight.shape[1:] for v in eqn.outvars):
+            return None
+        sizes = [v.aval.shape[0] for v in eqn.outvars]
+        if name == "split":
+            firsts: list[Any] = [sum(sizes[:i]) for i in range(len(sizes))]
+        elif name == "slice":
+            if p["strides"] is not None and p["strides"][0] != 1:
+                return None
+            firsts = [p["start_indices"][0]]
+        else:
+            firsts = starts[:1]
+        parts = [weight.codes.some(first, size) for first, size in zip(firsts, sizes, strict=True)]
+        return [replace(weight, codes=part) for part in parts]
+
+    def convert(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        dtype = jnp.dtype(eqn.params["new_dtype"])
+        return [replace(values[0], dtype=dtype)] if jnp.issubdtype(dtype, jnp.floating) else None
+
+    def same(self, eqn: Any, values: list[Any]) -> list[Any]:
+        return values[:1]
+
+    def transpose(self, eqn: Any, values: list[Any]) -> list[Any]:
+        weight = values[0]
+        return [replace(weight, order=tuple(weight.order[i] for i in eqn.params["permutation"]))]
+
+    def reshape(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        weight, shape = values[0], tuple(eqn.outvars[0].aval.shape)
+        if not weight.straight:
+            return None
+        codes = weight.codes.reshape(shape)
+        return None if codes is None else [replace(_Weight.of(weight.name, codes), dtype=weight.dtype)]
+
+
+_RULES: dict[str, Callable[[_Evaluation, Any, list[Any]], list[Any] | None]] = {
+    **dict.fromkeys(
+        ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"), _Evaluation.inline
+    ),
+    "cond": _Evaluation.cond,
+    "scan": _Evaluation.scan,
+    "dot_general": _Evaluation.product,
+    "gather": _Evaluation.gather,
+    "convert_element_type": _Evaluation.convert,
+    "copy": _Evaluation.same,
+    "sharding_constraint": _Evaluation.same,
+    "transpose": _Evaluation.transpose,
+    **dict.fromkeys(("split", "slice", "dynamic_slice"), _Evaluation.part),
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _Evaluation.reshape),
+}
+
+
+class CodedArrays:
+    """The arrays of a model, in codes where the archive has codes, and the model's function over them.
+
+    Attributes:
+      arrays: by name.
+      in_codes: names of those in codes.
+      why: of the others, why.
+      on_the_way: names in codes that a program made into numbers, and for which operation.
+    """
+
+    def __init__(self, archive: Archive, adapter: Adapter) -> None:
+        self.arrays: dict[str, Any] = {}
+        self.why: dict[str, str] = {}
+        self.on_the_way: dict[str, str] = {}
+        known: dict[str, Coded | str] = {}
+        for name, like in adapter.arrays.items():
+            if (first := adapter.tied.get(name)) is not None:
+                self.arrays[name] = self.arrays[first]
+                if first in self.why:
+                    self.why[name] = self.why[first]
+                continue
+            same = archive[name].same_as or name
+            if same not in known:
+                known[same] = load_codes(archive, same)
+            found: Any = known[same] if isinstance(like, jax.Array) else "an array of NumPy's"
+            if isinstance(found, str):
+                self.why[name] = found
+                entry = archive[name]
+                found = from_bits(archive.read(name).reshape(-1), entry.format, entry.shape, like)
+            self.arrays[name] = found
+        self.in_codes = tuple(n for n in self.arrays if n not in self.why)
+        self._adapter = adapter.skeleton()
+        self._run = jax.jit(in_codes(self._apply, decoded=self.on_the_way.__setitem__))
+
+    @property
+    def nbytes(self) -> int:
+        return sum({id(a): int(a.nbytes) for a in self.arrays.values()}.values())
+
+    @property
+    def tree(self) -> Any:
+        """The arrays nested as the model's were."""
+        return self._adapter.with_arrays(self.arrays)
+
+    def decoded(self, archive: Archive) -> Any:
+        """The arrays as numbers, nested as the model's were, anew from the archive."""
+        out: dict[str, Any] = {}
+        for name, kept in self.arrays.items():
+            like = jnp.zeros(()) if is_coded(kept) else kept
+            entry = archive[name]
+            same = next((n for n in out if self.arrays[n] is kept), None)
+            if same is not None:
+                out[name] = out[same]
+                continue
+            out[name] = from_bits(archive.read(name).reshape(-1), entry.format, entry.shape, like)
+        return self._adapter.with_arrays(out)
+
+    def _apply(self, arrays: dict[str, Any], inputs: Any) -> Any:
+        return self._adapter.run(self._adapter.with_arrays(arrays), inputs)
+
+    def run(self, inputs: Any) -> Any:
+        """The outputs.
+
+        Raises:
+          CompressError: JAX cannot trace the model.
+        """
+        try:
+            return self._run(self.arrays, inputs)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            raise CompressError(
+                f"model: JAX cannot trace it ({type(error).__name__}), which multiplying in codes needs. "
+                "Remedy: jax.numpy in the place of numpy, or decode=True."
+            ) from error

@@ -1,0 +1,65 @@
+"""How a compressed model runs: which weights stay in their codes, which are numbers, and what memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from capibara.compress.errors import CompressError
+
+__all__ = ["Running", "check_decode", "refuse"]
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a compressed model holds in memory.
+
+    Attributes:
+      in_codes: names of weights that are multiplied as they are stored.
+      decoded: names of the others, and why they are numbers.
+      on_the_way: of those in codes, the ones that a traced program makes into numbers while it runs, and for which
+        operation; known once the model has run.
+      nbytes: of codes and numbers in memory.
+      archive_bytes: of the file.
+    """
+
+    in_codes: tuple[str, ...]
+    decoded: Mapping[str, str]
+    on_the_way: Mapping[str, str]
+    nbytes: int
+    archive_bytes: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.nbytes:,} bytes in memory, {self.archive_bytes:,} in the file; "
+            f"{len(self.in_codes)} weights in codes, {len(self.decoded)} decoded"
+        ]
+        for name in self.in_codes:
+            wanted = self.on_the_way.get(name)
+            lines.append(f"  {name}: in codes" + (f", numbers while it runs, for {wanted}" if wanted else ""))
+        lines += [f"  {name}: decoded: {why}" for name, why in self.decoded.items()]
+        return "\n".join(lines)
+
+
+def check_decode(decode: object) -> None:
+    """``True``, ``False`` or ``"auto"``.
+
+    Raises:
+      CompressError: anything else.
+    """
+    if decode is not True and decode is not False and decode != "auto":
+        raise CompressError(f"decode: got {decode!r}, expected True, False or 'auto'")
+
+
+def refuse(path: object, why: Mapping[str, str]) -> None:
+    """No weight can run in its codes.
+
+    Raises:
+      CompressError: always.
+    """
+    first = next(iter(why.items()), ("", "no tensor"))
+    raise CompressError(
+        f"decode: got False, but no weight of {path} can be multiplied in its codes: {first[0]} is {first[1]}, and "
+        f"{max(len(why) - 1, 0)} others. Remedy: strategy='int8' (or 'int4', 'nf4') when it is compressed, or "
+        "decode='auto'."
+    )

@@ -1,0 +1,55 @@
+"""The codes and scales of tensors as an archive holds them, for what multiplies by them: NumPy only."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from capibara.compress.codecs.fixed import Fixed, Parts
+from capibara.compress.codecs.protocol import get_codec
+from capibara.compress.container.reader import Archive
+from capibara.compress.formats import NumberFormat, to_float
+
+__all__ = ["exact_changes", "split_scales", "stored_parts"]
+
+
+def stored_parts(archive: Archive, name: str) -> list[Parts] | str:
+    """The codes of a tensor, one for each run of indices of its first axis; or why there are none."""
+    entry = archive[archive[name].same_as or name]
+    codec = get_codec(entry.codec)
+    if not isinstance(codec, Fixed) or len(entry.shape) < 2 or 0 in entry.shape:
+        return f"stored as {entry.codec} with the shape {entry.shape}"
+    found = [
+        codec.parts(payload, entry.format, shape, entry.settings)
+        for shape, payload in archive.payloads(entry.name)
+    ]
+    if len({p.turned for p in found}) != 1 or len({p.length for p in found if not p.turned}) > 1:
+        return f"stored in chunks of different rows, with the shape {entry.shape}"
+    turned, length = found[0].turned, found[0].length
+    if len(entry.shape) == 2 and not turned and length != entry.shape[1]:
+        return f"rows of the shape {entry.shape} are too short to have groups of their own"
+    if len(entry.shape) > 2:
+        if turned or math.prod(entry.shape[1:]) % length:
+            return f"groups of numbers lie across the first axis of {entry.shape}"
+        if any(len(p.positions) for p in found):
+            return "some numbers are kept exactly, in a tensor of more than two axes"
+    return found
+
+
+def split_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales as codes, uint8 [rows, groups], and what these stand for, float32 [at most 256]."""
+    table, codes = np.unique(scales, return_inverse=True)
+    assert len(table) <= 256  # they were made of codes of eight bits
+    return codes.reshape(scales.shape).astype(np.uint8), table.astype(np.float32)
+
+
+def exact_changes(parts: Parts, form: NumberFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows and columns of the numbers that are kept exactly, and how much they differ from what their codes say."""
+    row, column = np.divmod(parts.positions, max(parts.length, 1))
+    if parts.levels is None:
+        level = parts.codes[row, column].astype(np.float32)
+    else:
+        level = parts.levels[(parts.codes[row, column // 2] >> (4 * (column % 2)).astype(np.uint8)) & 15]
+    stands = level * parts.scales[row, column // parts.group]
+    return row, column, to_float(parts.exact, form).astype(np.float32) - stands.astype(np.float32)
