@@ -59,6 +59,17 @@ def test_collectives_that_the_compiler_fused_with_work_count_once() -> None:
     assert facts.flops * 8 == 2 * tokens * layer + 2 * 2 * tokens * 256 * 512
 
 
+def test_exchanges_that_run_on_cores_of_their_own() -> None:
+    """TPU7x gathers on its sparse cores, called beside the work: two weights of 1024 × 4096, three layers."""
+    facts = facts_of("v7x_async_calls.txt")
+    assert facts.unknown == ()
+    assert not facts.kernels
+    assert [(c.kind, c.bytes, c.trips, c.asynchronous) for c in facts.collectives] == [
+        ("all-gather", 1024 * 4096 * 2, 3, True)
+    ] * 2
+    assert facts.flops == 3 * 2 * 2 * 4096 * 1024 * 4096 // 8
+
+
 def test_an_all_reduce_of_which_each_keeps_a_part_is_a_reduce_scatter() -> None:
     text = program(
         "  %a = f32[64,128]{1,0} parameter(0)\n"
@@ -237,7 +248,7 @@ def test_json_of_something_else_is_refused(text: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TEXTS if name.startswith("v")])
 def test_no_piece_is_faster_by_the_compilers_cycles_than_the_chip(name: str) -> None:
     """The clocks that peaks give, against the compiler: no product of matrices beats the peak."""
-    clock = parse_slice("v4:2x2x2" if name.startswith("v4") else "v5e:2x4")
+    clock = parse_slice({"v4": "v4:2x2x2", "v5e": "v5e:2x4", "v7x": "v7x:2x2x1"}[name.partition("_")[0]])
     for piece in facts_of(name).pieces:
         if piece.cycles and piece.flops:
             assert piece.flops / (piece.cycles / clock.clock_hz) < 1.001 * clock.chip.peak("bfloat16")

@@ -145,6 +145,37 @@ def test_cores_of_a_chip_exchange_through_its_memory() -> None:
     assert got == pytest.approx(BYTES / target.chip.hbm_bandwidth)
 
 
+@pytest.mark.parametrize("kind", ["all-gather", "all-to-all"])
+def test_cores_of_a_chip_share_its_links(kind: str) -> None:
+    """Each core in a group of its own: twice the time of one group of chips."""
+    apart = ((0, 2, 4, 6), (1, 3, 5, 7))
+    chips = (tuple(range(4)),)
+    cores = seconds(
+        (("collective", 0),),
+        (),
+        [exchange(kind, BYTES, apart)],
+        (),
+        8,
+        slice=parse_slice("v4:2x2x1", "core"),
+        mesh=(("a", 4), ("b", 2)),
+    )
+    whole = seconds(
+        (("collective", 0),),
+        (),
+        [exchange(kind, BYTES, chips)],
+        (),
+        4,
+        slice=parse_slice("v4:2x2x1"),
+        mesh=(("a", 4),),
+    )
+    assert cores == pytest.approx(2 * whole)
+
+
+def test_chips_without_known_links_are_timed_as_long_as_nothing_is_exchanged() -> None:
+    target = parse_slice("v7x:2x2x1")
+    assert seconds((("piece", 0),), [piece(2200)], (), (), 8, slice=target, mesh=(("a", 8),)) > 0
+
+
 def test_what_is_in_flight_costs_only_what_is_waited_for() -> None:
     gather = exchange("all-gather", BYTES, EVERYONE)
     alone = predict_step(facts((("collective", 0),), (), [gather]), CUBE, ONE).seconds

@@ -19,6 +19,8 @@ NOTES = {
     "CreateBuffer",
     "GatherScatterIndicesBitpacked",
     "PinToDevice",
+    "PrepareAsyncCallDone",
+    "PrepareAsyncCallStart",
     "PinToDeviceSram",
     "MoveToDevice",
     "MoveToHost",

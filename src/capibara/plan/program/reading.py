@@ -166,13 +166,15 @@ class _Line:
         elif opcode == "call":
             called = instruction.called()
             self.inline(instruction, called.get("to_apply", []) or called.get("calls", []))
-        elif opcode == "async-start":
+        elif opcode.endswith("-start") and opcode not in STARTS and instruction.called():
             self.async_start(instruction)
         elif opcode == "async-update":
             return
         elif opcode in STARTS:
             self.start(instruction, instruction, self.computation, STARTS[opcode], instruction.name)
-        elif opcode in DONES or opcode == "async-done":
+        elif opcode in DONES or (
+            opcode.endswith("-done") and instruction.operands[:1] and (instruction.operands[0] in self.open)
+        ):
             self.done(instruction)
         elif opcode in COLLECTIVES:
             self.exchange(instruction, instruction, self.computation, opcode)
@@ -249,7 +251,9 @@ class _Line:
         self.inline(instruction, [max(tried)[1]])
 
     def async_start(self, instruction: Instruction) -> None:
-        name = (instruction.called().get("calls") or [""])[0]
+        """A wrapped operation: ``async-start``, or ``call-start`` on a core of its own for exchanges (TPU7x)."""
+        called = instruction.called()
+        name = (called.get("calls") or called.get("to_apply") or [""])[0]
         inner = self.walk.module.computations.get(name)
         if inner is None:
             return

@@ -12,6 +12,7 @@ more), ``high`` hides no exchange behind work and gives kernels of foreign code 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -168,8 +169,12 @@ class _Rates:
                 f"{slice}: the bandwidth of its memory is not known, so nothing can be timed on it"
             )
         self.bandwidth: float = slice.chip.hbm_bandwidth
-        self.link = slice.link_bandwidth * self.constants.links
         self._known = {}
+
+    @property
+    def link(self) -> float:
+        """Bytes a second over a link (asked for only where something is exchanged)."""
+        return self.torus.slice.link_bandwidth * self.constants.links
 
     def roofline(self, flops: int, moved: int, dtype: str) -> float:
         chip = self.torus.slice.chip
@@ -230,6 +235,9 @@ class _Rates:
         outside = tuple(ring for ring in rings if ring.axis < dims)
         size = collective.group_size
         share = collective.bytes * (size - 1) / max(1, size)
+        # Cores of a chip share its links, each for its own group unless they are in one.
+        together = math.prod(ring.size for ring in rings if ring.axis >= dims)
+        sharing = self.torus.slice.devices_per_chip / together
         inside = 2 * share / self.bandwidth
         busy = frozenset((ring.axis, way) for ring in outside for way in (1, -1))
         if not outside:
@@ -237,13 +245,13 @@ class _Rates:
         hops = sum(ring.hops for ring in outside)
         if collective.kind == "all-to-all":
             slowest = max(ring.size * ring.spacing / (8 if ring.closed else 4) for ring in outside)
-            return max(collective.bytes * slowest / self.link, inside) + hops * self.latency, busy
+            return max(sharing * collective.bytes * slowest / self.link, inside) + hops * self.latency, busy
         links = sum((2 if ring.closed else 1) / ring.spacing for ring in outside)
         if 0 < collective.ring_dims < len(outside):
             # One ring that winds through several axes closes where these have an even number of chips.
             links = min(links, 2.0 * collective.ring_dims)
             hops = size // 2
-        once = max(share / (links * self.link), inside) + hops * self.latency
+        once = max(sharing * share / (links * self.link), inside) + hops * self.latency
         return (2 * once if collective.kind == "all-reduce" else once), busy
 
 

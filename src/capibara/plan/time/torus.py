@@ -211,7 +211,7 @@ class Torus:
                 way += distance
                 links.add((axis, step))
                 for _ in range(distance):
-                    key = (axis, step, tuple(here))
+                    key = (axis, step, tuple(here[: self._dims]))
                     loads[key] = loads.get(key, 0) + 1
                     here[axis] = (here[axis] + step) % size
             hops = max(hops, way)
