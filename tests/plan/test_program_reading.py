@@ -271,6 +271,18 @@ def test_texts_that_are_no_programs_are_refused(text: str, what: str) -> None:
         read_program(text)
 
 
+def test_replica_groups_beyond_reason_are_refused() -> None:
+    """Each line names as many devices as there may be, in a new way."""
+    lines = "\n".join(
+        f"  %c{n} = f32[16]{{0}} all-reduce(%a), "
+        f"replica_groups=[{2**n},{2 ** (16 - n)}]<=[{2**m},{2 ** (16 - m)}]T(1,0)"
+        for n in range(16)
+        for m in range(16)
+    )
+    with pytest.raises(PlanError, match="replica groups name more than"):
+        read_program(program(f"  %a = f32[16]{{0}} parameter(0)\n{lines}"))
+
+
 def test_something_else_than_text_is_refused() -> None:
     with pytest.raises(PlanError, match="must be the string"):
         read_program(b"HloModule")  # pyright: ignore[reportArgumentType]

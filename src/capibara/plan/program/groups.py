@@ -21,7 +21,7 @@ from capibara.plan.errors import PlanError
 
 __all__ = ["groups_text", "mesh_axes_of", "parse_groups", "parse_pairs"]
 
-_MOST_DEVICES = 1 << 20
+_MOST_DEVICES = 1 << 17
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?$")
 _AXIS = re.compile(r"'([^']*)'=(\d{1,9})")
 _USED = re.compile(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?")

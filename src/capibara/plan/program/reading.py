@@ -42,6 +42,7 @@ _FREE = {
 _DEPTH = 64
 _MOST_EVENTS = 1_000_000
 _MOST_TRIPS = 10**15
+_MOST_MEMBERS = 5_000_000
 _CYCLES = re.compile(r'"estimated_cycles":\s*"?(\d{1,18})')
 
 
@@ -91,6 +92,7 @@ class _Walk:
     unknown: dict[str, None] = field(default_factory=dict)
     left: list[int] = field(default_factory=lambda: [_MOST_EVENTS])
     loop_steps: list[int] = field(default_factory=lambda: [3_000_000])
+    members: list[int] = field(default_factory=lambda: [_MOST_MEMBERS])
     work: list[int] = field(default_factory=lambda: [0, 0, 0])  # cycles, FLOPs, bytes × trips
     _groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
@@ -123,7 +125,11 @@ class _Walk:
         key = kind + text
         if key not in self._groups:
             devices = self.module.num_partitions * self.module.replica_count
-            self._groups[key] = parse_pairs(text) if kind == "pairs" else parse_groups(text, devices)
+            found = parse_pairs(text) if kind == "pairs" else parse_groups(text, devices)
+            self.members[0] -= sum(map(len, found))
+            if self.members[0] < 0:
+                raise PlanError(f"the program's replica groups name more than {_MOST_MEMBERS:,} devices")
+            self._groups[key] = found
         return self._groups[key]
 
 
@@ -239,6 +245,7 @@ class _Line:
                 self.walk.fused,
                 left=self.walk.left,
                 loop_steps=self.walk.loop_steps,
+                members=self.walk.members,
                 _groups=self.walk._groups,
             )
             branch.computation(self.walk.module.computations[name], 1, None, self.depth + 1)
