@@ -2,8 +2,9 @@
 
 Every row of ``_maxtext/rows.toml`` is compiled for its slice by the real TPU compiler (no TPU is needed; about 1.5
 minutes of one core each the first time, kept in ``~/.cache/capibara/calibration``), read and timed as a plan's step is.
-*Raw* has no constant fitted to anything. *Fitted* has three: what a predicted second of XLA's work, of kernels and of
-exchanges that nothing hides takes in truth. *Left out*: each row with constants from the other rows.
+*Raw* has no constant fitted to anything. *Fitted* has three: what a predicted second of computing (matrix products and
+kernels), of memory (all other work) and of communication that nothing hides takes in truth. *Left out*: each row with
+constants from the other rows.
 
 ``ratio`` is predicted over published, raw: 1 is right. Run in the repository's root.
 """
@@ -24,7 +25,7 @@ from benchmarks._maxtext.rows import PublishedRow, load_rows
 
 __all__ = ["CONSTANTS", "Calibration", "Prediction", "calibrate", "run"]
 
-CONSTANTS = ("work", "kernels", "exchanges")
+CONSTANTS = ("compute", "memory", "communication")
 MARKS = ("<!-- table: begin -->", "<!-- table: end -->")
 
 
@@ -35,7 +36,7 @@ class Prediction:
     Attributes:
       row: what was published.
       seconds: predicted, nothing fitted; ``low`` and ``high`` are the planner's own range.
-      parts: seconds of XLA's work, of kernels, of exchanges that nothing hides: what :data:`CONSTANTS` multiply.
+      parts: seconds of computing, memory and communication that nothing hides, which :data:`CONSTANTS` multiply.
       hidden: seconds of exchanges beside work.
       hbm_bytes: of one chip, from the compiler. usable_bytes: what it lets a program have.
     """
@@ -63,12 +64,14 @@ class Calibration:
       predictions: one a row, in the order of the rows.
       constants: fitted to all rows, by the names in :data:`CONSTANTS`.
       fitted, left_out: seconds a row, with these constants and with those of the other rows.
+      missing: names of published rows that were not compiled.
     """
 
     predictions: tuple[Prediction, ...]
     constants: dict[str, float]
     fitted: tuple[float, ...]
     left_out: tuple[float, ...]
+    missing: tuple[str, ...] = ()
 
     @property
     def published(self) -> list[float]:
@@ -118,7 +121,10 @@ class Calibration:
             lines.append("| " + " | ".join(cells) + " |")
         medians = ", ".join(f"{name} {value:.1%}" for name, value in self.errors.items())
         constants = ", ".join(f"{name} {value:.3f}" for name, value in self.constants.items())
-        return "\n".join([*lines, "", f"Median error: {medians}. Constants: {constants}."])
+        lines += ["", f"Median error: {medians}. Constants: {constants}."]
+        if self.missing:
+            lines.append(f"Not compiled yet: {', '.join(self.missing)}.")
+        return "\n".join(lines)
 
     def draw(self, path: Path) -> None:
         """A picture of predicted over published step times."""
@@ -169,13 +175,12 @@ def predict(row: PublishedRow, program: Any) -> Prediction:
     target = parse_slice(row.topology)
     facts = state_kernels(read_program(program.text), row.decoder)
     time = predict_step(facts, target, row.mesh, places=program.coordinates)
-    kernels = sum(part.seconds for part in time.parts if part.label.startswith("kernel "))
     return Prediction(
         row=row,
         seconds=time.seconds,
         low=time.low,
         high=time.high,
-        parts=(time.compute + time.memory - kernels, kernels, time.communication),
+        parts=(time.compute, time.memory, time.communication),
         hidden=time.hidden,
         hbm_bytes=program.memory.total,
         usable_bytes=target.usable_hbm_bytes,
@@ -198,18 +203,19 @@ def calibrate(predictions: Sequence[Prediction]) -> Calibration:
         constants=dict(zip(CONSTANTS, map(float, constants), strict=True)),
         fitted=tuple(map(float, parts @ constants)),
         left_out=tuple(map(float, leave_one_out(parts, published))),
+        missing=tuple(row.name for row in load_rows() if row.name not in {p.row.name for p in predictions}),
     )
 
 
-def predict_rows(tell: Callable[[str], None]) -> list[Prediction]:
-    """All rows, compiled or found in the cache.
+def predict_rows(tell: Callable[[str], None], *, compile_missing: bool = True) -> list[Prediction]:
+    """All rows, compiled or found in the cache (or those that are in it only).
 
     Raises:
       RuntimeError: a row did not compile; none is left out.
     """
-    from benchmarks._maxtext.programs import compile_rows
+    from benchmarks._maxtext.programs import compile_rows, is_kept
 
-    rows = load_rows()
+    rows = [row for row in load_rows() if compile_missing or is_kept(row)]
     found = {}
     for row, program in compile_rows(rows):
         if not program.fits:
@@ -263,8 +269,11 @@ if __name__ == "__main__":
         description="Print the table; write it into a page of the documentation."
     )
     parser.add_argument("--page", type=Path, help="such as docs/calibration.md")
+    parser.add_argument("--kept", action="store_true", help="only what was compiled before; names the rest")
     given = parser.parse_args()
-    calibration = calibrate(predict_rows(lambda words: print(words, file=sys.stderr, flush=True)))
+    calibration = calibrate(
+        predict_rows(lambda words: print(words, file=sys.stderr, flush=True), compile_missing=not given.kept)
+    )
     print(calibration.to_markdown())
     if given.page:
         write_page(calibration, given.page)

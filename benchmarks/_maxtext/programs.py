@@ -12,10 +12,10 @@ from pathlib import Path
 import capibara
 from benchmarks._maxtext.rows import PublishedRow
 from capibara.plan.compiler import CompiledProgram, Job, ProgramCache, compile_programs
-from capibara.plan.compiler.environment import Compiler
+from capibara.plan.compiler.environment import Compiler, find_compiler
 from capibara.plan.slices import parse_slice
 
-__all__ = ["compile_rows", "job_of"]
+__all__ = ["compile_rows", "is_kept", "job_of"]
 
 _CODE = (Path(__file__).with_name("decoder.py"), Path(capibara.__file__).parent / "ops" / "attention")
 
@@ -61,3 +61,13 @@ def compile_rows(
         [job_of(row) for row in rows], cache=_Programs(), workers=workers
     ):
         yield rows[number], program
+
+
+def is_kept(row: PublishedRow) -> bool:
+    """Whether a row's program is on disk.
+
+    Raises:
+      CompilerMissingError: there is no TPU compiler here, whose version the programs are kept by.
+    """
+    cache = _Programs()
+    return cache.get(cache.key(job_of(row), find_compiler())) is not None
