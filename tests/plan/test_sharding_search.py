@@ -75,11 +75,15 @@ def test_megatron_pairs_cost_one_sum_each_way() -> None:
     s = optimize_sharding_strategy(tree, (1, 8192, 4096), (8,), axis_names=("model",), remat="none")
     assert s["up"] == PartitionSpec(None, "model")
     assert s["down"] == PartitionSpec("model", None)
-    activations = 8192 * 4096 * 2
+    activations = 8192 * 4096 * 4  # products are added up in float32
     total = sum(a.bytes_reduced for a in s)
     assert total == pytest.approx(2 * 2 * 7 / 8 * activations)
     assert sum(a.bytes_gathered for a in s) == 0
     assert s.compute_seconds == pytest.approx(6 * 2 * 4096 * 16384 * 8192 / 8 / PEAK)
+    narrow = optimize_sharding_strategy(
+        tree, (1, 8192, 4096), (8,), axis_names=("model",), remat="none", accumulate_dtype="bfloat16"
+    )
+    assert sum(a.bytes_reduced for a in narrow) == pytest.approx(total / 2)
     forward = optimize_sharding_strategy(
         tree, (1, 8192, 4096), (8,), axis_names=("model",), optimization_target="latency"
     )
@@ -104,7 +108,7 @@ def problem_of(tree: Any, batch: int, width: int, limit: float, sizes: dict[str,
     shape = (batch, 16, width)
     embed = embed_width(leaves, shape)
     roles = assign_roles(leaves, shape, embed)
-    work = Work(batch * 16, batch, True, 2, 8.0, 1e9, None, "full")
+    work = Work(batch * 16, batch, True, 2, 4, 8.0, 1e9, None, "full")
     return Problem(leaves, tuple(roles), Links(sizes, 1e7, 1e-6), work, None, embed, limit)
 
 
@@ -343,6 +347,7 @@ def test_pipeline_axes_cut_stacks_of_layers_alone() -> None:
         ({"optimization_target": "thruput"}, PlanError, "Did you mean 'throughput'"),
         ({"chip": "tpu-v44"}, ChipError, "tpu-v4"),
         ({"compute_dtype": "bfloat"}, PlanError, "Did you mean 'bfloat16'"),
+        ({"accumulate_dtype": "float31"}, PlanError, "accumulate_dtype=.*Did you mean 'float32'"),
         ({"remat": "some"}, PlanError, "remat="),
         ({"optimizer_bytes": -1}, PlanError, "optimizer_bytes="),
         ({"link_bandwidth": 0}, PlanError, "link_bandwidth="),

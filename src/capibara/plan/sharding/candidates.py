@@ -33,7 +33,7 @@ class Work:
     Attributes:
       tokens: positions of a step, over all devices.
       training: forward, backward and update; or only forward.
-      activation_bytes: bytes of one number of the compute dtype.
+      activation_bytes: bytes of one number of the compute dtype. sum_bytes: of one that devices add up.
       optimizer_bytes: bytes that the optimiser keeps for one parameter.
       flops: FLOP/s of one device. memory_bandwidth: bytes a second, or None.
     """
@@ -42,6 +42,7 @@ class Work:
     batch: int
     training: bool
     activation_bytes: int
+    sum_bytes: int
     optimizer_bytes: float
     flops: float
     memory_bandwidth: float | None
@@ -187,7 +188,7 @@ def priced(
         reduced += 2 * links.moved(gradient / links.ways(scattered), summed)
     if cut:
         sums = forwards * role.forward_sums + (role.backward_sums if work.training else 0.0)
-        size = tokens * role.sum_width * work.activation_bytes * layers
+        size = tokens * role.sum_width * work.sum_bytes * layers
         communication += sums * links.reduce(size, cut, layers)
         reduced += sums * 2 * links.moved(size, cut)
 

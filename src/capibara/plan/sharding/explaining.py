@@ -9,7 +9,7 @@ from typing import Any
 
 from capibara.config.mesh import TPUMeshConfig
 from capibara.hardware import Chip
-from capibara.plan.sharding.search import Problem, Solution, settings_of, solve
+from capibara.plan.sharding.search import STREAMS, Problem, Solution, settings_of, solve
 from capibara.plan.sharding.strategy import bytes_text
 
 __all__ = ["assumptions", "does_not_fit"]
@@ -22,13 +22,15 @@ def assumptions(problem: Problem, chip: Chip) -> tuple[str, ...]:
         + ("" if any(leaf.axes for leaf in problem.leaves) else ", dimensions understood from their sizes"),
         f"products at the peak of {chip.title} ({work.flops / 1e12:.4g} TFLOP/s), communication at "
         f"{problem.links.bandwidth / 1e9:.4g} GB/s along a mesh axis, each a closed ring, nothing overlapped",
-        f"activations and gathered parameters of {work.activation_bytes} bytes a number; attention keeps no scores",
+        f"activations and gathered parameters of {work.activation_bytes} bytes a number, sums over devices of "
+        f"{work.sum_bytes}; attention keeps no scores; work on single numbers takes no time",
     ]
     if work.training:
         kept = "the input of each block, its inside computed again" if work.remat == "full" else "every value"
         said.append(
             f"forward, backward and update; gradients in the parameters' dtype, {work.optimizer_bytes:g} bytes of "
-            f"optimiser state a parameter; of activations {kept}; scores of a vocabulary in float32 with their gradient"
+            f"optimiser state a parameter; of activations {kept}, and {STREAMS} float32 numbers a feature of the "
+            "residual stream while a block is worked on; scores of a vocabulary in float32 with their gradient"
         )
     else:
         said.append("forward only; no gradients, no optimiser, no cache of keys and values")

@@ -150,6 +150,31 @@ class MeshSharding:
                 )
         return jax.device_put(batch, jax.sharding.NamedSharding(self.mesh, strategy.batch_spec))
 
+    def shard_state(self, state: Any, strategy: ShardingStrategy) -> Any:
+        """Optimiser state laid over the mesh: what nests as the parameters do lies as they do, the rest is whole.
+
+        Args:
+          state: any pytree of arrays, such as an optax state with its two moments.
+
+        Raises:
+          PlanError: a strategy for another mesh.
+        """
+        import jax
+        import numpy as np
+
+        strategy.check_mesh(self.mesh)
+        shapes = [a.shape for a in strategy.arrays]
+        whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+
+        def like_params(x: Any) -> bool:
+            same = jax.tree.structure(x) == strategy.structure
+            return same and [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(x)] == shapes
+
+        def place(x: Any) -> Any:
+            return jax.device_put(x, strategy.shardings(self.mesh) if like_params(x) else whole)
+
+        return jax.tree.map(place, state, is_leaf=like_params)
+
     def _modular(self, model: ModularCapibaraModel, strategy: ShardingStrategy) -> ModularCapibaraModel:
         import jax
 

@@ -16,7 +16,7 @@ from capibara.hardware import Chip, get_chip
 from capibara.plan.errors import DoesNotFitError, PlanError
 from capibara.plan.sharding.candidates import Candidate, Setting, Work, priced
 from capibara.plan.sharding.explaining import assumptions, does_not_fit
-from capibara.plan.sharding.links import Links, links_of
+from capibara.plan.sharding.links import links_of
 from capibara.plan.sharding.roles import Role, assign_roles, embed_width
 from capibara.plan.sharding.search import (
     Problem,
@@ -69,6 +69,7 @@ def optimize_sharding_strategy(
     training: bool | None = None,
     optimizer_bytes: float = 8.0,
     compute_dtype: str = "bfloat16",
+    accumulate_dtype: str = "float32",
     remat: Literal["full", "none"] = "full",
     link_bandwidth: float | None = None,
 ) -> ShardingStrategy:
@@ -99,6 +100,7 @@ def optimize_sharding_strategy(
       training: whether gradients and an optimiser are kept; by default for all targets but ``"latency"``.
       optimizer_bytes: bytes that the optimiser keeps for each parameter (Adam: two float32 moments, 8).
       compute_dtype: of activations and gathered parameters.
+      accumulate_dtype: in which products are added up, also those that several devices have a part of.
       remat: whether the backward pass computes each block again (``"full"``) or keeps all values (``"none"``).
       link_bandwidth: bytes a second, one way, over one link, instead of the chip's.
 
@@ -131,11 +133,11 @@ def optimize_sharding_strategy(
             (rules or AxisRules()).check(leaf.axes or (), mesh.axis_names, leaf.name)
     elif rules is not None:
         raise PlanError("rules: the dimensions of model_params have no names for them; give param_axes too")
-    if compute_dtype not in _BYTES:
-        raise PlanError(
-            f"compute_dtype={compute_dtype!r} must be one of {', '.join(_BYTES)}."
-            + did_you_mean(str(compute_dtype), _BYTES)
-        )
+    for name, dtype in (("compute_dtype", compute_dtype), ("accumulate_dtype", accumulate_dtype)):
+        if dtype not in _BYTES:
+            raise PlanError(
+                f"{name}={dtype!r} must be one of {', '.join(_BYTES)}." + did_you_mean(str(dtype), _BYTES)
+            )
     if remat not in ("full", "none"):
         raise PlanError(f"remat={remat!r} must be 'full' or 'none'")
     if isinstance(optimizer_bytes, bool) or not 0 <= optimizer_bytes < math.inf:
@@ -143,9 +145,20 @@ def optimize_sharding_strategy(
             f"optimizer_bytes={optimizer_bytes!r}: expected bytes a parameter, 0 or more (Adam: 8)"
         )
     links = links_of(device, dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True)), link_bandwidth)
-    problem = _problem(
-        tree, shape, links, mesh, device, training, float(optimizer_bytes), compute_dtype, remat, rules
-    )  # fmt: skip
+    embed = embed_width(tree.leaves, shape)
+    roles = assign_roles(tree.leaves, shape, embed)
+    work = Work(
+        tokens=_tokens(roles, shape),
+        batch=shape[0],
+        training=training,
+        activation_bytes=_BYTES[compute_dtype],
+        sum_bytes=_BYTES[accumulate_dtype],
+        optimizer_bytes=float(optimizer_bytes),
+        flops=device.peak(compute_dtype),
+        memory_bandwidth=device.hbm_bandwidth,
+        remat=remat,
+    )
+    problem = Problem(tree.leaves, tuple(roles), links, work, rules, embed, mesh.memory_limit_bytes)
     smallest = target == "memory"
     solutions = [solve(problem, setting, smallest=smallest) for setting in settings_of(problem)]
     fitting = [s for s in solutions if s.memory.total <= problem.limit]
@@ -186,33 +199,6 @@ def _tokens(roles: Sequence[Role], shape: tuple[int, ...]) -> int:
     if len(shape) == 2:
         return math.prod(shape) if any(r.kind in ("lookup", "tied", "head") for r in roles) else shape[0]
     return math.prod(shape[:-1] or shape)
-
-
-def _problem(
-    tree: Tree,
-    shape: tuple[int, ...],
-    links: Links,
-    mesh: TPUMeshConfig,
-    chip: Chip,
-    training: bool,
-    optimizer_bytes: float,
-    compute_dtype: str,
-    remat: str,
-    rules: AxisRules | None,
-) -> Problem:
-    embed = embed_width(tree.leaves, shape)
-    roles = assign_roles(tree.leaves, shape, embed)
-    work = Work(
-        tokens=_tokens(roles, shape),
-        batch=shape[0],
-        training=training,
-        activation_bytes=_BYTES[compute_dtype],
-        optimizer_bytes=optimizer_bytes,
-        flops=chip.peak(compute_dtype),
-        memory_bandwidth=chip.hbm_bandwidth,
-        remat=remat,
-    )
-    return Problem(tree.leaves, tuple(roles), links, work, rules, embed, mesh.memory_limit_bytes)
 
 
 def _strategy(
