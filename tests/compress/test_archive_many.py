@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from capibara.compress.container import Archive, ArchiveWriter, Tensor, writer
+from capibara.compress.container.pool import Buffers
 from capibara.compress.errors import ArchiveError, CompressError, DamagedError
 from capibara.compress.formats import get_format
 
@@ -57,6 +58,37 @@ def test_chunks_go_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             np.testing.assert_array_equal(found, bits, err_msg=name)
         for first, last in [(0, 0), (3, 4), (10, 12), (11, 11), (9, 101), (0, 101), (50, 500)]:
             np.testing.assert_array_equal(archive.read("a", slice(first, last)), bits[first:last])
+
+
+def test_small_tensors_share_memory_and_nothing_else(tmp_path: Path) -> None:
+    given = [
+        Tensor(f"t{i}", RANDOM.normal(size=90_000 + i).astype(np.float32).view(np.uint32), F32, (90_000 + i,))
+        for i in range(16)
+    ]
+    with ArchiveWriter(tmp_path / "a.capi") as archive:
+        archive.add_many(given)
+    with Archive(tmp_path / "a.capi") as archive:
+        found = dict(archive.read_many())
+    # Wherever they lie, writing to one changes no other.
+    for i, t in enumerate(given):
+        found[t.name][...] = i
+    for i, t in enumerate(given):
+        assert found[t.name].shape == t.shape
+        assert (found[t.name] == i).all()
+        assert found[t.name].flags.aligned
+
+
+def test_buffers_are_used_again() -> None:
+    buffers = Buffers(most=1 << 16)
+    first = buffers.take(5000)
+    assert len(first) >= 5000
+    second = buffers.take(5000)
+    assert not np.shares_memory(first, second)
+    buffers.give(first)
+    assert buffers.take(6000) is first
+    large = buffers.take(1 << 20)
+    buffers.give(large)
+    assert buffers.take(1 << 20) is not large  # more than is kept
 
 
 def test_what_comes_before_a_wrong_one_stays(tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ class Executor(Protocol):
         """The coded part of a payload; ``None`` if it takes ``limit`` bytes or more."""
         ...
 
+    def encode_into(
+        self, out: np.ndarray, rows: np.ndarray, form: NumberFormat, threads: int = 1
+    ) -> int | None:
+        """The same into ``out``, uint8 of as many bytes as the limit; how many it took, or ``None``."""
+        ...
+
     def decode_tensor(self, data: np.ndarray, form: NumberFormat, out: np.ndarray, threads: int = 1) -> None:
         """The reverse, into ``out`` [rows, length].
 

@@ -66,6 +66,17 @@ class Lossless:
     ) -> bytes:
         return encode(bits, form, shape, threads=1)
 
+    def encode_into(
+        self,
+        out: np.ndarray,
+        bits: np.ndarray,
+        form: NumberFormat,
+        shape: tuple[int, ...],
+        settings: Mapping[str, Any],
+    ) -> int:
+        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took."""
+        return _encode_into(out, bits, form, shape, best_executor(), 1)
+
     def decode(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> np.ndarray:
@@ -121,14 +132,30 @@ def encode(
       executor: who does it; the quickest one there is by default.
       threads: at most so many, where the executor has any; by default what is worth it.
     """
+    out = np.empty(size_bound(form, bits.size), np.uint8)
+    size = _encode_into(out, bits, form, shape, executor or best_executor(), threads or _threads(bits.size))
+    return out[:size].tobytes()
+
+
+def _encode_into(
+    out: np.ndarray,
+    bits: np.ndarray,
+    form: NumberFormat,
+    shape: tuple[int, ...],
+    executor: Executor,
+    threads: int,
+) -> int:
     bits = np.ascontiguousarray(bits, form.unsigned)
-    limit = bits.nbytes
+    end = 1 + bits.nbytes
     if len(bits) >= 64:
-        rows = bits.reshape(-1, row_length(shape))
-        coded = (executor or best_executor()).encode_tensor(rows, form, limit, threads or _threads(len(bits)))
-        if coded is not None:
-            return bytes([CODED]) + coded
-    return bytes([STORED]) + bits.tobytes()
+        rows, limit = bits.reshape(-1, row_length(shape)), bits.nbytes
+        size = executor.encode_into(out[1 : 1 + limit], rows, form, threads)
+        if size is not None:
+            out[0] = CODED
+            return 1 + size
+    out[0] = STORED
+    out[1:end] = bits.view(np.uint8)
+    return end
 
 
 def decode(

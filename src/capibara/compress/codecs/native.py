@@ -7,7 +7,6 @@ tensor and lets go of Python's lock meanwhile, so several go on at once.
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import numpy as np
 
@@ -56,7 +55,6 @@ class NativeExecutor:
         self._decode.argtypes = (form, pointer, size, size, size, number, pointer)
         self._decode.restype = number
         self._forms: dict[str, _Form] = {}
-        self._scratch = threading.local()
 
     def _form(self, form: NumberFormat) -> _Form:
         if (found := self._forms.get(form.name)) is None:
@@ -68,12 +66,23 @@ class NativeExecutor:
         self, rows: np.ndarray, form: NumberFormat, limit: int, threads: int = 1
     ) -> bytes | None:
         """As :meth:`capibara.compress.codecs.executors.Executor.encode_tensor`."""
-        rows = np.ascontiguousarray(rows, form.unsigned)
         out = np.empty(limit, np.uint8)
-        size = self._encode(self._form(form), rows.ctypes.data, *rows.shape, threads, out.ctypes.data, limit)
+        size = self.encode_into(out, rows, form, threads)
+        return None if size is None else out[:size].tobytes()
+
+    def encode_into(
+        self, out: np.ndarray, rows: np.ndarray, form: NumberFormat, threads: int = 1
+    ) -> int | None:
+        """As :meth:`encode_tensor`, into bytes that are there, all of which are its limit; how many it took."""
+        rows = np.ascontiguousarray(rows, form.unsigned)
+        if out.dtype != np.uint8 or not out.flags.c_contiguous:
+            raise ValueError(f"out: expected uint8 in C order, got {out.dtype}")
+        size = self._encode(
+            self._form(form), rows.ctypes.data, *rows.shape, threads, out.ctypes.data, len(out)
+        )
         if size == _NO_MEMORY:
             raise MemoryError
-        return None if size < 0 else out[:size].tobytes()
+        return None if size < 0 else size
 
     def decode_tensor(self, data: np.ndarray, form: NumberFormat, out: np.ndarray, threads: int = 1) -> None:
         """As :meth:`capibara.compress.codecs.executors.Executor.decode_tensor`."""

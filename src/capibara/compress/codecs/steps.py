@@ -92,6 +92,16 @@ class StepExecutor(ABC):
     ) -> list[np.ndarray]:
         """As :func:`capibara.compress.entropy.rans.decode`."""
 
+    def encode_into(
+        self, out: np.ndarray, rows: np.ndarray, form: NumberFormat, threads: int = 1
+    ) -> int | None:
+        """The coded part of a payload into ``out``, uint8; how many bytes it took, ``None`` if as many or more."""
+        coded = self.encode_tensor(rows, form, len(out), threads)
+        if coded is None:
+            return None
+        out[: len(coded)] = np.frombuffer(coded, np.uint8)
+        return len(coded)
+
     def encode_tensor(
         self, rows: np.ndarray, form: NumberFormat, limit: int, threads: int = 1
     ) -> bytes | None:

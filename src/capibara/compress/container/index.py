@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ CHUNK = 1 << 24  # numbers of a chunk of several rows
 _MOST_INDEX = 16 << 20  # bytes; as Python's objects it may take thirty times as much
 _MOST_NUMBERS = 1 << 48  # of one tensor
 _MOST_NAME = 4096  # characters
+# A lone surrogate cannot be written anywhere, a control character acts on the terminal that shows it.
+_STRANGE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,7 @@ def check_name(name: object) -> str | None:
         return f"a name has 1 to {_MOST_NAME} characters"
     if name == "__metadata__":
         return "'__metadata__' is not the name of a tensor"
-    # A lone surrogate cannot be written anywhere, a control character acts on the terminal that shows it.
-    if any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000 for c in name):
+    if _STRANGE.search(name):
         return "a name has no control characters and no halves of surrogate pairs"
     return None
 

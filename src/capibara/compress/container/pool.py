@@ -4,18 +4,54 @@ from __future__ import annotations
 
 import contextvars
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, TypeVar
 
-__all__ = ["ROOM", "WORKERS", "ahead", "run_all", "submit"]
+import numpy as np
+
+__all__ = ["ROOM", "WORKERS", "Buffers", "ahead", "run_all", "submit"]
 
 WORKERS = os.cpu_count() or 1
 ROOM = 32 << 20  # bytes: deep enough that threads need not wait for the one that collects what they made
 _SMALL = 1 << 14  # bytes
 _MOST_WAITING = 512
+
+
+class Buffers:
+    """Memory that is used again: what is given back to the system has to be cleared, page by page, to come back.
+
+    Several threads may take and give back.
+
+    Args:
+      most: bytes that are kept for the next who wants some.
+    """
+
+    def __init__(self, most: int = ROOM) -> None:
+        self._most = most
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._kept = 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> np.ndarray:
+        """At least that many bytes, uint8."""
+        room = 1 << max(size - 1, 4095).bit_length()
+        with self._lock:
+            if free := self._free.get(room):
+                self._kept -= room
+                return free.pop()
+        return np.empty(room, np.uint8)
+
+    def give(self, buffer: np.ndarray) -> None:
+        """Back; the caller uses it no more."""
+        with self._lock:
+            if self._kept + len(buffer) <= self._most:
+                self._kept += len(buffer)
+                self._free.setdefault(len(buffer), []).append(buffer)
+
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.errors import did_you_mean
 
 __all__ = ["Archive"]
+
+_LARGE = 4 << 20  # bytes: from here on NumPy asks for large pages itself
+_SLAB = 32 << 20
 
 
 class Archive:
@@ -67,8 +72,9 @@ class Archive:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
-        self._map.close()
+        """Let go of the file; where the traceback of an error still has a part of it, that goes with the traceback."""
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries.values())
@@ -89,6 +95,10 @@ class Archive:
           KeyError: no tensor of that name.
           DamagedError: a payload does not have its checksum, or is not what its codec writes.
         """
+        return self._read(name, rows, None)
+
+    def _read(self, name: str, rows: slice | None, room: _Room | None) -> np.ndarray:
+        """As :meth:`read`; the numbers lie in ``room``, where there is one."""
         entry = self[name]
         source = entry if entry.same_as is None else self[entry.same_as]
         total = source.shape[0] if source.shape else 1
@@ -107,14 +117,18 @@ class Archive:
         shape = (last - first, *source.shape[1:]) if source.shape else ()
         for place in wanted:
             place.check()
+        count = (last - first) * length
         if len(wanted) == 1:
-            return self._decode(wanted[0], None, last - first).reshape(shape)
-        out = np.empty((last - first) * length, source.format.unsigned)
+            out = None if room is None else room.take(count, source.format.unsigned)
+            return self._decode(wanted[0], out, last - first).reshape(shape)
+        out = np.empty(count, source.format.unsigned)
         run_all(lambda place: self._decode(place, out, last - first), wanted)
         return out.reshape(shape)
 
     def read_many(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Tensors one after another, as :meth:`read` gives them, a few decoded ahead: quicker for many small ones.
+
+        Tensors below 4 MiB may share a piece of memory, up to 32 MiB, which is free again when none of them is in use.
 
         Args:
           names: which, in which order; all of them in the order of the file by default.
@@ -124,15 +138,18 @@ class Archive:
           DamagedError: as :meth:`read`, when it is that tensor's turn.
         """
 
+        names = [self[name].name for name in (self.entries if names is None else names)]
+        room = _Room(sum(size for name in names if (size := self[name].original_bytes) < _LARGE))
+
         def read(name: str) -> tuple[str, np.ndarray]:
-            return name, self.read(name)
+            return name, self._read(name, None, room if self[name].original_bytes < _LARGE else None)
 
         def size(name: str) -> int:
             # One of several chunks is read when it is its turn, with all threads at work on it.
             entry = self[name]
             return entry.original_bytes if len(self[entry.same_as or name].chunks) == 1 else 0
 
-        yield from ahead(read, (self[name].name for name in (self.entries if names is None else names)), size)
+        yield from ahead(read, names, size)
 
     def payloads(self, name: str) -> Iterator[tuple[tuple[int, ...], memoryview]]:
         """The coded chunks of a tensor, each with its shape, for who decodes them elsewhere.
@@ -146,9 +163,9 @@ class Archive:
         for chunk in source.chunks:
             yield source.chunk_shape(chunk), self._payload(chunk, source)
 
-    def _payload(self, chunk: Chunk, entry: Entry) -> memoryview:
-        # A copy: the traceback of an error would hold on to a view of the map, which then could not be closed.
-        payload = memoryview(self._map[chunk.offset : chunk.offset + chunk.length])
+    def _payload(self, chunk: Chunk, entry: Entry, copy: bool = True) -> memoryview:
+        part = slice(chunk.offset, chunk.offset + chunk.length)
+        payload = memoryview(self._map[part]) if copy else memoryview(self._map)[part]
         if crc32(payload) != chunk.crc32:
             raise DamagedError(
                 f"{self.path}: {entry.name} does not have its checksum. Remedy: copy or write the file again."
@@ -159,13 +176,15 @@ class Archive:
         """The chunk's part of the wanted rows: of ``out`` (then that is filled), or new."""
         chunk, entry = place.chunk, place.entry
         codec = get_codec(entry.codec)
-        payload = self._payload(chunk, entry)
         shape = entry.chunk_shape(chunk)
         length = math.prod(entry.shape[1:]) if entry.shape else 1
         # All of it is wanted, or some rows in the middle.
         whole = place.begin >= 0 and place.begin + chunk.rows <= rows
+        decode_into = getattr(codec, "decode_into", None) if whole else None
+        # What decodes into an array keeps nothing of the file's memory; others may give back a part of it.
+        payload = self._payload(chunk, entry, copy=decode_into is None)
         try:
-            if whole and (decode_into := getattr(codec, "decode_into", None)) is not None:
+            if decode_into is not None:
                 part = (
                     np.empty(chunk.rows * length, entry.format.unsigned)
                     if out is None
@@ -178,9 +197,11 @@ class Archive:
             raise DamagedError(f"{self.path}: {entry.name}: {error}") from None
         first, last = max(-place.begin, 0), min(rows - place.begin, chunk.rows)
         bits = bits.reshape(-1)[first * length : last * length]
-        if out is not None:
-            out[(place.begin + first) * length : (place.begin + last) * length] = bits
-        return bits
+        if out is None:
+            return bits
+        part = out[(place.begin + first) * length : (place.begin + last) * length]
+        part[:] = bits
+        return part
 
     def verify(self) -> Iterator[tuple[Entry, str | None]]:
         """Decode every tensor, one after another: each entry with ``None``, or with what is wrong."""
@@ -194,6 +215,34 @@ class Archive:
                 yield entry, None
             except ArchiveError as error:
                 yield entry, str(error)
+
+
+class _Room:
+    """Memory for small tensors that come together, in pieces so large that the system hands out large pages.
+
+    Page by page of 4 KiB, tensors would take as long to get their memory as to be decoded into it.
+
+    Args:
+      total: bytes of all of them.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._lock = threading.Lock()
+        self._left = total
+        self._slab, self._at = np.empty(0, np.uint8), 0
+
+    def take(self, count: int, kind: np.dtype) -> np.ndarray:
+        """An array [count] that nobody else has."""
+        size = count * kind.itemsize
+        if self._left < _LARGE or size < 64:
+            return np.empty(count, kind)
+        with self._lock:
+            if self._at + size > len(self._slab):
+                self._slab, self._at = np.empty(max(min(self._left, _SLAB), size), np.uint8), 0
+            part = self._slab[self._at : self._at + size]
+            self._at += -(-size // 64) * 64
+            self._left -= size
+        return part.view(kind)
 
 
 @dataclass(frozen=True)

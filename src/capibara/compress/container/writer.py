@@ -28,7 +28,7 @@ from capibara.compress.container.index import (
     check_shape,
     dump,
 )
-from capibara.compress.container.pool import ahead
+from capibara.compress.container.pool import Buffers, ahead
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
 
@@ -72,6 +72,7 @@ class ArchiveWriter:
         self._temporary = self.path.with_name(f".{self.path.name[:40]}.{secrets.token_hex(6)}.tmp")
         self._file: BinaryIO | None = None
         self._at = 0
+        self._buffers = Buffers()
 
     def __enter__(self) -> Self:
         self._file = open(self._temporary, "xb")
@@ -92,7 +93,7 @@ class ArchiveWriter:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._temporary)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         if self._file is None or self._file.closed:
             raise CompressError("the archive is not open. Remedy: with ArchiveWriter(path) as archive: …")
         self._file.write(data)
@@ -140,9 +141,11 @@ class ArchiveWriter:
         begin = self._at
         coming: set[str] = set()
         try:
-            for part, payload, crc in ahead(_Part.encode, self._parts(tensors, coming), _Part.size):
+            for part, payload, crc, buffer in ahead(self._encode, self._parts(tensors, coming), _Part.size):
                 chunks.append(Chunk(part.rows, self._at, len(payload), crc))
                 self._write(payload)
+                if buffer is not None:
+                    self._buffers.give(buffer)
                 if part.last:
                     tensor = part.tensor
                     done.append(
@@ -163,6 +166,18 @@ class ArchiveWriter:
                 self._at = begin
             raise
         return done
+
+    def _encode(self, part: _Part) -> tuple[_Part, bytes | memoryview, int, np.ndarray | None]:
+        """What becomes of a part, its checksum, and the buffer that it lies in, if it does."""
+        bits = np.ascontiguousarray(part.bits)
+        form, shape = part.tensor.form, (part.rows, *part.shape[1:]) if part.shape else ()
+        settings = settings_of_rows(part.given, part.shape, part.start, part.start + part.rows)
+        if (encode_into := getattr(part.codec, "encode_into", None)) is None:
+            payload = part.codec.encode(bits, form, shape, settings)
+            return part, payload, crc32(payload), None
+        buffer = self._buffers.take(part.codec.size_bound(form, bits.size, settings))
+        payload = memoryview(buffer)[: encode_into(buffer, bits, form, shape, settings)]
+        return part, payload, crc32(payload), buffer
 
     def _parts(self, tensors: Iterable[Tensor], coming: set[str]) -> Iterator[_Part]:
         """Checked, and cut into what is coded at a time."""
@@ -236,10 +251,3 @@ class _Part:
 
     def size(self) -> int:
         return self.bits.nbytes
-
-    def encode(self) -> tuple[_Part, bytes, int]:
-        bits = np.ascontiguousarray(self.bits)
-        settings = settings_of_rows(self.given, self.shape, self.start, self.start + self.rows)
-        shape = (self.rows, *self.shape[1:]) if self.shape else ()
-        payload = self.codec.encode(bits, self.tensor.form, shape, settings)
-        return self, payload, crc32(payload)

@@ -172,13 +172,103 @@ static inline void unpack_low(uint8_t* low, int64_t begin, int64_t count, int wi
 
 // ---- the coder ---------------------------------------------------------------------------------------------------
 
+#if defined(__AVX2__)
+// For each of the 256 sets of lanes: where each of the next words goes, and in what order lanes leave theirs.
+struct Spread {
+  alignas(32) uint32_t to[256][8];
+  alignas(32) uint32_t from[256][8];
+  Spread() {
+    for (int m = 0; m < 256; ++m) {
+      const int count = __builtin_popcount(unsigned(m));
+      for (int l = 0, n = 0; l < 8; ++l) {
+        from[m][l] = 0;
+        to[m][l] = (m >> l & 1) ? uint32_t(n++) : 0;
+      }
+      for (int l = 0, n = 8 - count; l < 8; ++l)
+        if (m >> l & 1) from[m][n++] = uint32_t(l);
+    }
+  }
+};
+static const Spread& spread() {
+  static const Spread made;
+  return made;
+}
+
+// Eight entries of a table. Where there is no AVX-512, processors take more time for a gather than for eight loads.
+static inline __m256i look_up(const uint32_t* table, __m256i at) {
+#if defined(__AVX512VL__)
+  return _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), at, 4);
+#else
+  const auto two = [table](uint64_t i) {
+    return _mm_insert_epi32(_mm_cvtsi32_si128(int(table[uint32_t(i)])), int(table[i >> 32]), 1);
+  };
+  const auto four = [&](__m128i i) {
+    return _mm_unpacklo_epi64(two(uint64_t(_mm_cvtsi128_si64(i))), two(uint64_t(_mm_extract_epi64(i, 1))));
+  };
+  const __m128i low = four(_mm256_castsi256_si128(at)), high = four(_mm256_extracti128_si256(at, 1));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+#endif
+}
+#endif
+
+#if defined(__AVX2__)
+// Eight lanes at a time. A quotient is found in float32, which may be one too large or too small, and put right.
+static uint16_t* encode_steps(const uint8_t* symbols, int64_t steps, const capibara::Part* parts, uint32_t* states,
+                              uint16_t* out) {
+  uint32_t table[256];  // frequency - 1, and above its twelve bits the start
+  for (int i = 0; i < 256; ++i) table[i] = ((kMask - parts[i].bias) & kMask) | parts[i].start << kScaleBits;
+  const auto two = [&table](const uint8_t* s) {
+    return _mm_insert_epi32(_mm_cvtsi32_si128(int(table[s[0]])), int(table[s[1]]), 1);
+  };
+  const auto& order = spread().from;
+  const __m256i mask = _mm256_set1_epi32(int(kMask)), one = _mm256_set1_epi32(1);
+  const __m256i low = _mm256_set1_epi32(0xffff), sixteen = _mm256_set1_epi32(16);
+  __m256i v[4];
+  for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(states + 8 * i));
+  for (const uint8_t* at = symbols + (steps - 1) * kLanes; at >= symbols; at -= kLanes)
+    for (int i = 3; i >= 0; --i) {
+      const uint8_t* s = at + 8 * i;
+      const __m128i first = _mm_unpacklo_epi64(two(s), two(s + 2)), second = _mm_unpacklo_epi64(two(s + 4), two(s + 6));
+      const __m256i entry = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
+      const __m256i most = _mm256_and_si256(entry, mask);  // frequency - 1
+      const __m256i frequency = _mm256_add_epi32(most, one);
+      __m256i x = v[i];
+      const __m256i full = _mm256_cmpgt_epi32(_mm256_srli_epi32(x, 20), most);
+      const int m = _mm256_movemask_ps(_mm256_castsi256_ps(full));
+      const __m256i words = _mm256_permutevar8x32_epi32(
+          _mm256_and_si256(x, low), _mm256_load_si256(reinterpret_cast<const __m256i*>(order[m])));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out - 8),
+                       _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+      out -= __builtin_popcount(unsigned(m));
+      x = _mm256_srlv_epi32(x, _mm256_and_si256(full, sixteen));
+      const __m256 half = _mm256_div_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(x, 1)), _mm256_cvtepi32_ps(frequency));
+      const __m256i guess = _mm256_cvttps_epi32(_mm256_add_ps(half, half));
+      const __m256i left = _mm256_sub_epi32(x, _mm256_mullo_epi32(guess, frequency));
+      const __m256i under = _mm256_srai_epi32(left, 31);
+      const __m256i some = _mm256_add_epi32(left, _mm256_and_si256(under, frequency));
+      const __m256i over = _mm256_cmpgt_epi32(some, most);
+      const __m256i rest = _mm256_sub_epi32(some, _mm256_and_si256(over, frequency));
+      const __m256i quotient = _mm256_sub_epi32(_mm256_add_epi32(guess, under), over);
+      v[i] = _mm256_add_epi32(_mm256_slli_epi32(quotient, kScaleBits),
+                              _mm256_add_epi32(rest, _mm256_srli_epi32(entry, kScaleBits)));
+    }
+  for (int i = 0; i < 4; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(states + 8 * i), v[i]);
+  return out;
+}
+#endif
+
 static int64_t encode(const uint8_t* symbols, int64_t count, const capibara::Part* parts, uint32_t* states,
                       uint16_t* words_end) {
   uint32_t x[kLanes];
   for (int l = 0; l < kLanes; ++l) x[l] = kLowest;
   uint16_t* out = words_end;
-  const int64_t steps = (count + kLanes - 1) / kLanes;
-  for (int64_t step = steps - 1; step >= 0; --step) {
+  for (int64_t step = (count + kLanes - 1) / kLanes - 1; step >= 0; --step) {
+#if defined(__AVX2__)
+    if (count - step * kLanes >= kLanes) {  // the last step, which comes first, may have less
+      out = encode_steps(symbols, step + 1, parts, x, out);
+      break;
+    }
+#endif
     const uint8_t* s = symbols + step * kLanes;
     const auto one = [&](int l) {
       const capibara::Part& part = parts[s[l]];
@@ -231,19 +321,13 @@ struct Lanes {
   }
 
   // The next symbols: a multiple of the lanes, but for a block's last ones. False when the words end.
-  bool decode(const uint32_t* table, uint8_t* symbols, int64_t count) {
+  // Within another function there would be too few registers for it.
+  __attribute__((noinline)) bool decode(const uint32_t* table, uint8_t* symbols, int64_t count) {
     int64_t step = 0;
 #if defined(__AVX2__)
     const int64_t full = count / kLanes;
 #if !defined(__AVX512VL__)
-    // Where each of the next words goes, for each of the 256 sets of lanes that want one.
-    static const struct Spread {
-      alignas(32) uint32_t to[256][8];
-      Spread() {
-        for (int m = 0; m < 256; ++m)
-          for (int l = 0, n = 0; l < 8; ++l) to[m][l] = (m >> l & 1) ? uint32_t(n++) : 0;
-      }
-    } spread;
+    const auto& to = spread().to;
     const __m256i zero = _mm256_setzero_si256();
 #endif
     __m256i v[4];
@@ -253,8 +337,7 @@ struct Lanes {
     const uint8_t* from = at;
     for (; step < full && end - from >= 64; ++step) {
       __m256i e[4];
-      for (int i = 0; i < 4; ++i)
-        e[i] = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), _mm256_and_si256(v[i], mask), 4);
+      for (int i = 0; i < 4; ++i) e[i] = look_up(table, _mm256_and_si256(v[i], mask));
       // Packing goes by halves of a register; the permutation puts the quarters in order again.
       const __m256i low = _mm256_packus_epi32(_mm256_and_si256(e[0], bytes), _mm256_and_si256(e[1], bytes));
       const __m256i high = _mm256_packus_epi32(_mm256_and_si256(e[2], bytes), _mm256_and_si256(e[3], bytes));
@@ -273,7 +356,7 @@ struct Lanes {
         const __m256i want = _mm256_cmpeq_epi32(_mm256_srli_epi32(y, 16), zero);
         const int m = _mm256_movemask_ps(_mm256_castsi256_ps(want));
         const __m256i w =
-            _mm256_permutevar8x32_epi32(next, _mm256_load_si256(reinterpret_cast<const __m256i*>(spread.to[m])));
+            _mm256_permutevar8x32_epi32(next, _mm256_load_si256(reinterpret_cast<const __m256i*>(to[m])));
         v[i] = _mm256_blendv_epi8(y, _mm256_or_si256(_mm256_slli_epi32(y, 16), w), want);
 #endif
         from += 2 * __builtin_popcount(unsigned(m));
@@ -294,6 +377,15 @@ struct Lanes {
 
 template <typename T>
 struct Numbers {
+  // Shifts what is narrower than an int by a width that is known at run time. A product of sixteen bits is one
+  // instruction, while for a shift compilers widen the numbers first.
+  struct Left {
+    int by;
+    T factor;
+    explicit Left(int width) : by(width), factor(T(T(1) << width)) {}
+    T operator()(T v) const { return sizeof(T) == 2 ? T(v * factor) : T(v << by); }
+  };
+
   static void measure(const Cut& cut, int64_t count, int coarse, int64_t* sums, uint64_t* ors) {
     const T* x = static_cast<const T*>(cut.rows);
     const T mask = T((T(1) << cut.symbol_bits) - 1);
@@ -444,6 +536,7 @@ struct Numbers {
     const T mask = T((T(1) << cut.symbol_bits) - 1);
     const T low = T((T(1) << cut.shift) - 1);
     const int top = int(sizeof(T)) * 8 - 1, up = cut.shift - cut.drop;
+    const Left put_sign(up);
     const Entries entries(entry, escape, int64_t(1) << cut.symbol_bits);
     T rest[kStrip];
     int64_t escapes = 0, row = begin / cut.length, within = begin % cut.length;
@@ -467,9 +560,11 @@ struct Numbers {
             if (++at == end) break;
           }
         }
-        if (cut.sign)
+        if (cut.sign && cut.drop == 0)
+          for (int64_t j = 0; j < run; ++j) rest[i + j] = T(T(from[j] & low) | put_sign(T(from[j] >> top)));
+        else if (cut.sign)
           for (int64_t j = 0; j < run; ++j)
-            rest[i + j] = T(T(T(from[j] & low) >> cut.drop) | T(T(from[j] >> top) << up));
+            rest[i + j] = T(T(T(from[j] & low) >> cut.drop) | put_sign(T(from[j] >> top)));
         else
           for (int64_t j = 0; j < run; ++j) rest[i + j] = T(T(from[j] & low) >> cut.drop);
         i += run;
@@ -509,6 +604,7 @@ struct Numbers {
   // The bits above the rest, by arithmetic where that is possible: unlike looking up, vectors do it.
   template <int N>
   static void above(const Gaps& gaps, int shift, const uint8_t* code, T* to, int64_t run) {
+    const Left up(shift);
     const T first = gaps.first, at0 = gaps.at[0], at1 = gaps.at[1], step0 = gaps.step[0], step1 = gaps.step[1];
     for (int64_t j = 0; j < run; ++j) {
       if (N > 2) {
@@ -518,7 +614,7 @@ struct Numbers {
         T v = T(c + first);
         if (N > 0) v = T(v + (c >= at0 ? step0 : T(0)));
         if (N > 1) v = T(v + (c >= at1 ? step1 : T(0)));
-        to[j] = T(v << shift);
+        to[j] = up(v);
       }
     }
   }
@@ -528,20 +624,21 @@ struct Numbers {
   static void place(const Cut& cut, T* __restrict to, const T* __restrict above, const T* __restrict rest,
                     const uint8_t* __restrict low, int64_t run) {
     const int top = int(sizeof(T)) * 8 - 1, drop = cut.drop, up = cut.shift - drop;
-    const T mask = T((T(1) << up) - 1), add = T(cut.base);
+    const T mask = T((T(1) << up) - 1), add = T(cut.base), negative = T(T(1) << up);
+    const Left put(drop), put_sign(top - up);
     const auto field = [&](int64_t j) { return T((bytes ? rest[j] : T(0)) | (others ? T(low[j]) : T(0))); };
     if (cut.sign) {
       for (int64_t j = 0; j < run; ++j) {
         const T r = field(j);
-        to[j] = T(above[j] | T(T(r & mask) << drop) | T(T(r >> up) << top));
+        to[j] = T(above[j] | put(T(r & mask)) | put_sign(T(r & negative)));
       }
     } else if (cut.alternating) {
       for (int64_t j = 0; j < run; ++j) {
-        const T v = T(above[j] | T(field(j) << drop));
+        const T v = T(above[j] | put(field(j)));
         to[j] = T(T(v >> 1) ^ T(T(~T(v & 1)) + 1));
       }
     } else {
-      for (int64_t j = 0; j < run; ++j) to[j] = T(T(above[j] | T(field(j) << drop)) + add);
+      for (int64_t j = 0; j < run; ++j) to[j] = T(T(above[j] | put(field(j))) + add);
     }
   }
 

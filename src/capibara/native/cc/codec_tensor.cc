@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <numeric>
 #include <system_error>
@@ -311,6 +312,29 @@ int zero_bits(const std::vector<uint64_t>& ors, const Cut& cut, std::vector<uint
   return drop;
 }
 
+// What coding a group needs beside its result. It stays with the thread: memory that is given back to the system is
+// cleared anew, page by page, which takes longer than coding into it.
+struct Scratch {
+  std::unique_ptr<uint16_t[]> words;
+  std::unique_ptr<uint8_t[]> symbols;
+  int64_t room = 0;
+
+  void fit(int64_t count) {
+    if (count <= room) return;
+    room = 0;
+    // A word past the last one is written before it is known to be needed.
+    words.reset(new uint16_t[size_t(count) + 2]);
+    symbols.reset(new uint8_t[size_t(count)]);
+    room = count;
+  }
+};
+
+// Where the streams of a group go: to a place of their own, or right behind those of the group before.
+struct Sink {
+  uint8_t* at = nullptr;
+  int64_t left = 0;
+};
+
 struct Coded {
   Table table;
   std::vector<int64_t> chosen;
@@ -325,8 +349,17 @@ void put(std::vector<uint8_t>& out, const void* data, size_t size) {
   std::memcpy(out.data() + at, data, size);
 }
 
-// Splits and codes the rows of a group; `planes` takes group.rest bytes.
-void code_group(Cut cut, Coded& group, uint8_t* planes) {
+bool put(Sink& sink, const void* data, int64_t size) {
+  if (size >= sink.left) return false;
+  std::memcpy(sink.at, data, size_t(size));
+  sink.at += size;
+  sink.left -= size;
+  return true;
+}
+
+// Splits and codes the rows of a group; `planes` takes group.rest bytes. Streams go to the sink, if there is one. False
+// if it has too little room.
+bool code_group(Cut cut, Coded& group, uint8_t* planes, Sink* sink) {
   const Table& table = group.table;
   const int64_t total = int64_t(group.chosen.size()) * cut.length;
   cut.drop = table.drop;
@@ -342,24 +375,28 @@ void code_group(Cut cut, Coded& group, uint8_t* planes) {
     start += uint32_t(f);
   }
   std::vector<uint16_t> escaped(size_t(table.escapes));
-  const int64_t most = std::min(total, kBlock);
-  // A word past the last one is written before it is known to be needed.
-  std::vector<uint16_t> words(size_t(most) + 2);
-  std::vector<uint8_t> symbols(static_cast<size_t>(most));
+  static thread_local Scratch scratch;
+  scratch.fit(std::min(total, kBlock));
+  uint16_t* const end = scratch.words.get() + std::min(total, kBlock) + 2;
+  uint8_t* const symbols = scratch.symbols.get();
   int64_t found = 0;
   for (int64_t begin = 0; begin < total; begin += kBlock) {
     const int64_t size = std::min(kBlock, total - begin);
-    found += kernels().split(cut, group.chosen.data(), begin, size, total, entry.data(), escape, symbols.data(), planes,
+    found += kernels().split(cut, group.chosen.data(), begin, size, total, entry.data(), escape, symbols, planes,
                              table.escapes ? escaped.data() + found : nullptr);
     uint32_t states[kLanes];
-    uint16_t* end = words.data() + words.size();
-    const int64_t count = kernels().encode(symbols.data(), size, parts, states, end);
+    const int64_t count = kernels().encode(symbols, size, parts, states, end);
+    group.words.push_back(count);
+    if (sink != nullptr) {
+      if (!put(*sink, states, sizeof states) || !put(*sink, end - count, count * 2)) return false;
+      continue;
+    }
     put(group.streams, states, sizeof states);
     put(group.streams, end - count, size_t(count) * 2);
-    group.words.push_back(count);
   }
   group.escapes.resize(size_t(packed_size(table.escapes, cut.symbol_bits)));
   pack_few(escaped.data(), table.escapes, cut.symbol_bits, group.escapes.data());
+  return true;
 }
 
 int64_t encode_all(const Form& form, const void* bits, int64_t rows, int64_t length, int threads, uint8_t* out,
@@ -480,13 +517,21 @@ int64_t encode_all(const Form& form, const void* bits, int64_t rows, int64_t len
   }
   if (at + blocks * 4 * kLanes >= capacity) return -1;
   pack_few(which.data(), rows, class_bits, which_at);
+  // One thread does the groups in their order, so that each stream is written where it belongs.
+  Sink sink{out + at, capacity - at};
+  std::atomic<bool> too_long{false};
   each(threads, int64_t(groups.size()), [&](int64_t i) {
     Coded& group = groups[size_t(i)];
     const int64_t escapes = packed_size(group.table.escapes, cut.symbol_bits);
     uint8_t* planes = out + places[size_t(i)] + escapes;
-    code_group(cut, group, planes);
+    if (too_long || !code_group(cut, group, planes, threads > 1 ? nullptr : &sink)) {
+      too_long = true;
+      return;
+    }
     if (escapes) std::memcpy(out + places[size_t(i)], group.escapes.data(), size_t(escapes));
   });
+  if (too_long) return -1;
+  if (threads <= 1) at = capacity - sink.left;
   for (const Coded& group : groups) {
     if (at + int64_t(group.streams.size()) >= capacity) return -1;
     std::memcpy(out + at, group.streams.data(), group.streams.size());
