@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpu_compiler import needs_libtpu
 
+from capibara.cli import main
 from capibara.config import ModularModelConfig
 from capibara.plan import DoesNotFitError, PlanError, parse_slice
 from capibara.plan.serving import UnreachableTargetError, plan_serving
@@ -139,7 +140,7 @@ def test_of_several_slices_the_cheapest_comes_first(tmp_path):
         production(), slices, prompt_length=512, output_length=128, compile=False, prices=path
     )
     assert [option.target.text for option in ours.options] == ["v4:2x2x1", "v5e:2x2"]
-    prices = [option.at_target.usd_per_million_tokens for option in ours.options if option.at_target]
+    prices: list[Any] = [o.at_target.usd_per_million_tokens for o in ours.options if o.at_target]
     assert prices == sorted(prices)
     theirs = plan_serving(production(), slices, prompt_length=512, output_length=128, compile=False)
     assert theirs.best.target.text == "v5e:2x2"
@@ -375,3 +376,38 @@ def test_a_target_that_nothing_reaches():
             latency_ms_per_token=0.01,
         )
     assert isinstance(info.value, ValueError)
+
+
+# ---- the command line -----------------------------------------------------------------------------------------
+
+SERVE = ["plan", "--serve", "--config", "production/tpu_v4", "--topology", "v5e:2x2,v4:2x2x1", "--no-compile"]
+LENGTHS = ["--prompt-length", "512", "--output-length", "128"]
+
+
+def test_the_command_line(capsys):
+    assert main([*SERVE, *LENGTHS, "--latency-ms", "5", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [option["topology"] for option in printed["options"]] == ["v5e:2x2", "v4:2x2x1"]
+    assert all(option["at_target"]["seconds_per_token"] <= 0.005 for option in printed["options"])
+    assert main([*SERVE, *LENGTHS]) == 0
+    table = capsys.readouterr().out
+    assert "…" not in table
+    assert "nothing was compiled" in table
+    assert main([*SERVE, *LENGTHS, "--latency-ms", "0.01"]) == 1
+    assert "no slice reaches" in capsys.readouterr().err
+    assert main([*SERVE, *LENGTHS, "--memory-limit", "0.1", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*SERVE, "--prompt-length", "4"], "--serve needs --output-length"),
+        ([*SERVE, *LENGTHS, "--lock", "x"], "--lock cannot be combined with --serve"),
+        (["plan", "--latency-ms", "4"], "--latency-ms is for serving plans"),
+        ([*SERVE, "--prompt-length", "0", "--output-length", "1"], "prompt_length=0"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
 from capibara.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", default="demo", help="name of a built-in configuration, or path of a TOML file"
     )
-    parser.add_argument(
-        "--topology", default="v4-32", help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 … (default: v4-32)"
-    )
+    parser.add_argument("--topology", help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 … (default: v4-32)")
     parser.add_argument("--view", choices=("chip", "core"), help="what a device is (v4: a chip by default)")
     parser.add_argument(
         "--memory-limit", type=float, metavar="GIB", help="what a device may use, if less than it has"
@@ -63,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache", metavar="DIR", help="folder of compiled results, instead of the user's")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add_serving_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
     from capibara.config import ModularModelConfig
     from capibara.plan import DoesNotFitError, plan
 
+    check_serving_arguments(args)
+    if args.serve:
+        return run_serving(args)
     if args.check:
         return _check(args)
     if args.lock and args.no_compile:
@@ -81,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         with _progress(args.max_compiles, quiet=args.json) as progress:
             found = plan(
                 config,
-                args.topology,
+                args.topology or "v4-32",
                 view=args.view,
                 memory_limit_gb=args.memory_limit,
                 compile=not args.no_compile,

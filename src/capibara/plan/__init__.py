@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from capibara.plan.layout import Layout
     from capibara.plan.memory import estimate_memory
     from capibara.plan.planning import Plan, plan
+    from capibara.plan.serving import ServingPlan, UnreachableTargetError, plan_serving
     from capibara.plan.sharding import create_mesh_sharding, create_training_mesh, optimize_sharding_strategy
     from capibara.plan.slices import Slice, parse_slice
     from capibara.plan.step import step_work
@@ -30,8 +31,10 @@ __all__ = [
     "Layout",
     "Plan",
     "PlanError",
+    "ServingPlan",
     "Slice",
     "TpuCostOptimizer",
+    "UnreachableTargetError",
     "Workload",
     "create_mesh_sharding",
     "create_training_mesh",
@@ -40,6 +43,7 @@ __all__ = [
     "optimize_sharding_strategy",
     "parse_slice",
     "plan",
+    "plan_serving",
     "step_work",
 ]
 
@@ -50,6 +54,7 @@ _HOMES = {
     "layout": ("Layout",),
     "memory": ("estimate_memory",),
     "planning": ("Plan", "plan"),
+    "serving": ("ServingPlan", "UnreachableTargetError", "plan_serving"),
     "sharding": ("create_mesh_sharding", "create_training_mesh", "optimize_sharding_strategy"),
     "slices": ("Slice", "parse_slice"),
     "step": ("step_work",),

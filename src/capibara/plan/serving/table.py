@@ -31,16 +31,16 @@ def print_serving(plan: ServingPlan, console: Any) -> None:
     console.print(
         Text(
             f"weights {plan.weight_bytes / GIB:.3g} GiB, cache of a request "
-            f"{plan.cache_bytes_per_request / 2**20:.4g} MiB, all devices together{_targets(plan)}"
+            f"{plan.cache_bytes_per_request / 2**20:.4g} MiB, all devices together; mesh: data × model{_targets(plan)}"
         )
     )
     table = Table(pad_edge=False, box=None, header_style="bold")
     headings = (
         "slice",
-        "data × model",
+        "mesh",
         "",
         "requests",
-        "cache",
+        "cache GiB",
         "HBM GiB",
         "token ms",
         "range",
@@ -96,7 +96,7 @@ def _points(option: ServingOption, good: str) -> list[tuple[str, ServingPoint]]:
 def _row(label: str, p: ServingPoint) -> tuple[str, ...]:
     price = p.usd_per_million_tokens
     return (
-        " × ".join(str(size) for _, size in p.mesh),
+        "×".join(str(size) for _, size in p.mesh),
         label,
         f"{p.concurrency:,}",
         f"{p.cache_bytes / GIB:.2f}",
