@@ -229,6 +229,38 @@ def test_bad_plans(plans: list[Any], limits: dict[str, float], match: str) -> No
         TpuCostOptimizer(100.0).choose(plans, **limits)
 
 
+def test_real_plans(prices: Path) -> None:
+    """A :class:`capibara.plan.Plan` is what `choose` asks for, and one that nothing fits is refused."""
+    from capibara.plan import Candidate, Layout, Plan, parse_slice
+    from capibara.plan.time import StepTime
+
+    def plan_of(slice_name: str, seconds: float | None) -> Plan:
+        target = parse_slice(slice_name)
+        layout = Layout(mesh=(("data", target.num_devices),))
+        found: tuple[Candidate, ...] = ()
+        if seconds is not None:
+            time = StepTime(seconds, seconds, seconds, seconds, 0.0, 0.0, 0.0, (), ())
+            best = Candidate(
+                layout=layout,
+                target=target,
+                memory={"parameters": 2**30},
+                memory_source="analytic",
+                time=time,
+                tokens=1_000_000,
+            )
+            found = (best,)
+        return Plan("a step", target, target.usable_hbm_bytes, found)
+
+    plans = [plan_of("v4-32", 1.0), plan_of("v4-64", 0.6), plan_of("v4-8", None)]
+    chosen = TpuCostOptimizer(100.0, prices=prices).choose(plans)
+    assert chosen.candidate is plans[0]
+    assert chosen.best.name == "v4:2x2x4 (16 chips, v4-32)"
+    assert chosen.best.dollars_per_billion_tokens == pytest.approx(16 * 2.0 / 3600 * 1000)
+    quick = TpuCostOptimizer(100.0, optimization_target="speed", prices=prices).choose(plans)
+    assert quick.candidate is plans[1]
+    assert quick.considered[-1].refused == "does not fit the memory"
+
+
 # ---- slices ---------------------------------------------------------------------------------------------------
 
 
