@@ -14,14 +14,10 @@ In both moments, and to the end, there are copies of all blocks' parameters in t
 them once, before the loop.
 
 The counts below say how many such values are alive together. Those of what is kept are the residuals that JAX's
-differentiation of a block stores. Those of a block's backward pass were fitted to the compiler's figures for 60
-programs (libtpu 0.0.42; ``benchmarks/plan_memory.py``), one set for each way in which the compiler exchanges matrices:
-
-* ``split``: a ``model`` axis; each device has a part of every matrix, and derivatives of the stream are summed.
-* ``windows``: up to 32 devices along ``data`` and no ``model`` axis; a matrix goes around in parts, product by product.
-* ``gathered``: more than that; each matrix is whole on every device for a product, and so is its gradient, in float32.
-* ``deferred``: the same on v4 and v5e where a device has fewer tokens than the stream is wide: there an all-reduce is
-  cheaper late, so that the float32 gradients of all matrices of the block, and of the table, wait for it.
+differentiation of a block stores. Those of a block's backward pass were fitted to the compiler's figures for the
+programs of ``benchmarks/plan_memory.py`` (libtpu 0.0.42): one set of four for all meshes and slices, and one for v4 and
+v5e where more than 32 devices along ``data`` have fewer tokens each than the stream is wide: there the float32
+gradients of all matrices of a block, and of the vocabulary's table, wait for an all-reduce at the end.
 
 Attention is taken to run as a kernel that stores no scores, which is what a step over a mesh compiles to.
 """
@@ -29,7 +25,6 @@ Attention is taken to run as a kernel that stores no scores, which is what a ste
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from capibara.config import ModularModelConfig
 from capibara.plan.layout import Layout
@@ -38,24 +33,22 @@ from capibara.plan.slices import Slice
 
 __all__ = ["WorkingSet", "working_set"]
 
-Exchange = Literal["split", "windows", "gathered", "deferred"]
-
-_MOST_WINDOWS = 32
+_MANY_DEVICES = 32
 _TILE = 128
 # In one block's backward pass, at its fullest: values as wide as the stream and as the feed-forward layer; logits;
 # feed-forward matrices, and tables of the vocabulary, in the compute dtype (a gradient in float32 counts twice).
-_ALIVE: dict[Exchange, tuple[float, float, float, float, float]] = {
-    "split": (9.0, 3.0, 2.0, 0.0, 2.0),
-    "windows": (8.0, 3.0, 0.5, 0.0, 2.2),
-    "gathered": (2.0, 3.5, 1.4, 5.7, 0.0),
-    "deferred": (4.0, 2.0, 2.0, 9.0, 2.0),
-}
+_ALIVE = (10.5, 4.0, 1.4, 4.5, 0.0)
+_ALIVE_DEFERRED = (4.0, 2.0, 2.0, 9.0, 2.0)
 # Of a block that is not attention: values as wide as its own inner width that it keeps with its matrix products kept,
 # and without rematerialisation, and that its backward pass has beside the others'. A state-space block's recurrence
 # keeps matrices between the tokens of a chunk in float32.
 _OWN = {"ssm": (2.0, 36.0, 9.0), "vq": (1.0, 4.0, 2.0)}
-# Of the moments in the hosts' memory, what is here in the fullest moment: the step begins by fetching them.
-_FETCHED = 0.8
+# Of the moments in the hosts' memory, what is here in the fullest moment: the step begins by fetching them, and the
+# compiler moves some of that later.
+_FETCHED = 0.55
+# Of parameters that are whole on every device though their moments are not: copies that are kept while the new ones
+# are gathered into their place.
+_REPLACED = 0.2
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class WorkingSet:
 
     Attributes:
       kept: by the forward pass for the backward pass.
-      copies: of the blocks' parameters, in the compute dtype. fetched: moments from the hosts' memory.
+      copies: of parameters, most of them of the blocks' in the compute dtype. fetched: moments from the hosts' memory.
       sums: of gradients over microbatches. stacked: gradients of the blocks of one microbatch.
       loss, block: the two moments' own needs, beside these.
     """
@@ -128,7 +121,7 @@ def working_set(
     logits = w.values(w.words)
     table = w.words * w.stream * w.compute
     loss = logits + logits * w.accumulate // w.compute + table + 2 * w.values(w.stream)
-    stream, inner, words, matrices, tables = _ALIVE[_exchange(layout, target, w)]
+    stream, inner, words, matrices, tables = _ALIVE_DEFERRED if _deferred(layout, target, w) else _ALIVE
     block = (
         stream * w.values(w.stream)
         + inner * w.values(w.inner)
@@ -137,11 +130,14 @@ def working_set(
         + tables * table
         + max(_OWN[kind][2] * w.values(w.own[kind]) if kind in _OWN else 0.0 for kind in kinds)
     )
+    copies = parameters * w.compute // stored if w.compute != stored else 0
+    if layout.rules != layout.optimizer_rules:
+        copies += int(_REPLACED * sum(b.bytes for b in arguments if b.kind == "parameters"))
     fetched = int(_FETCHED * sum(b.padded for b in arguments if b.on_host))
     return WorkingSet(
         kept=kept,
         fetched=fetched,
-        copies=parameters * w.compute // stored if w.compute != stored else 0,
+        copies=copies,
         # At least float32.
         sums=every * max(4, stored) // stored if layout.microbatches > 1 else 0,
         stacked=stacked,
@@ -150,14 +146,13 @@ def working_set(
     )
 
 
-def _exchange(layout: Layout, target: Slice, w: _Widths) -> Exchange:
+def _deferred(layout: Layout, target: Slice, w: _Widths) -> bool:
+    """Whether gradients of a block's matrices are reduced together, at its end."""
+    if target.generation not in ("v4", "v5e") or target.view == "core" or layout.remat != "full":
+        return False
     sizes = layout.axis_sizes
-    if sizes.get("model", 1) * sizes.get("tensor", 1) > 1:
-        return "split"
-    if layout.num_devices <= _MOST_WINDOWS:
-        return "windows"
-    few = layout.remat == "full" and w.tokens < w.stream
-    return "deferred" if few and target.generation in ("v4", "v5e") else "gathered"
+    split = sizes.get("model", 1) * sizes.get("tensor", 1) > 1
+    return not split and layout.num_devices > _MANY_DEVICES and w.tokens < w.stream
 
 
 def _widths(config: ModularModelConfig, layout: Layout, rows: int) -> _Widths:

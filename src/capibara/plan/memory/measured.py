@@ -1,0 +1,116 @@
+"""The compiler's own memory figure of a step, without waiting for its machine code.
+
+A compilation for a TPU takes a minute or more. Where every buffer lies is known seconds into it; the rest is machine
+code. The compiler writes what it laid out to a folder as soon as it has it, and refuses what does not fit at the same
+point: so the process can be stopped there. What is left out is the program's text, and with it the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from capibara.plan.compiler import CompiledProgram, Job, Memory, find_compiler
+from capibara.plan.compiler.buffers import read_heap
+from capibara.plan.errors import CompilationError, DoesNotFitError, PlanError
+
+__all__ = ["measure_memory"]
+
+_POLL = 0.25
+_LAST_WORDS = 4000
+_ALLOCATION = re.compile(r"allocation \d+: size (\d+)(.*)")
+
+
+def measure_memory(job: Job, *, timeout: float = 1800.0) -> Memory:
+    """The memory that the compiler lays out for a program; its machine code is not waited for.
+
+    Nothing is cached: what :func:`capibara.plan.compiler.compile_program` kept knows the same.
+
+    Args:
+      timeout: seconds after which the process is stopped in any case.
+
+    Returns:
+      Arguments (in the devices' memory, with padding), outputs that take new memory, and temporaries; ``kinds`` is
+      empty, for which argument is what is the builder's knowledge.
+
+    Raises:
+      DoesNotFitError: the compiler refuses it for its memory; the text is the compiler's.
+      CompilationError: it refuses it for another reason, or takes too long.
+      CompilerMissingError: there is no TPU compiler here.
+    """
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory(prefix="capibara-memory-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(job.to_json()))
+        with open(folder / "words", "wb") as words:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "capibara.plan.compiler.worker", name],
+                env=compiler.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                return _watch(process, folder, job, time.monotonic() + timeout)
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, until: float) -> Memory:
+    while process.poll() is None:
+        # Written after all reports of the buffers, whether or not the program fits.
+        if any((folder / "dump").glob("*after_optimizations_after_buffer_assignment.txt")):
+            memory = _read(folder / "dump")
+            if memory is not None:
+                return memory
+        if time.monotonic() > until:
+            raise CompilationError(f"{job.builder} for {job.slice}: no memory figure in time; it was stopped")
+        time.sleep(_POLL)
+    try:
+        result = CompiledProgram.from_json(json.loads((folder / "result.json").read_bytes()))
+    except (OSError, ValueError, PlanError):
+        last = (folder / "words").read_bytes()[-_LAST_WORDS:].decode(errors="replace")
+        raise CompilationError(
+            f"the process that compiled {job.builder} for {job.slice} ended with exit code {process.returncode} and no "
+            f"result. Its last words:\n{last}"
+        ) from None
+    if result.status == "oom":
+        raise DoesNotFitError(f"{job.slice}: {result.message}")
+    if result.memory is None:
+        raise CompilationError(result.message)
+    return result.memory
+
+
+def _read(dump: Path) -> Memory | None:
+    """Arguments and outputs from the largest program's report; what the host holds has a colour of its own."""
+    reports = sorted(
+        dump.glob("*after_optimizations-buffer-assignment.txt"), key=lambda path: path.stat().st_size
+    )
+    heap = read_heap(dump)
+    if not reports or heap is None:
+        return None
+    arguments = outputs = host = 0
+    with open(reports[-1], encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            match = _ALLOCATION.match(line) if line.startswith("allocation ") else None
+            if match is None:
+                continue
+            size, rest = int(match[1]), match[2]
+            if " parameter " in rest and ", color " in rest:
+                host += size
+            elif " parameter " in rest:
+                arguments += size
+            elif "maybe-live-out" in rest and ", color " not in rest:
+                outputs += size
+    return Memory(arguments=arguments, outputs=outputs, aliased=0, temporaries=heap, host=host)
