@@ -243,12 +243,34 @@ def test_the_largest_that_is_fast_enough(latency, row_time):
     assert best * 0.96 - 1 <= found.concurrency <= best
 
 
+def test_without_targets_the_batch_with_the_most_tokens_counts():
+    even = imagined(50_000, step=1, row_time=0.001)
+    largest = even.largest()
+    assert largest is not None
+    assert even.busiest(largest) == largest
+
+    class Worse(Imagined):
+        """The time of a token grows with the square of the rows."""
+
+        def _all(self, known: Any, job: Any, what: str, rows: tuple[int, ...]) -> list[Measured]:
+            self.row_time = 1e-4 * max(rows)
+            return super()._all(known, job, what, rows)
+
+    worse = Worse(even.task, even.target, even.mesh, 50_000, 12, 4096)
+    largest = worse.largest()
+    assert largest is not None
+    best = worse.busiest(largest)
+    assert best.concurrency < largest.concurrency
+    assert best.tokens_per_second > largest.tokens_per_second
+
+
 def test_a_budget_is_kept():
     for budget in range(4, 9):
         search = imagined(99_999, step=8, budget=budget)
         found = search.largest()
         if found is not None:
             search.within(found, 5.0, None)
+            search.busiest(found)
         assert search.compiled <= budget
 
 

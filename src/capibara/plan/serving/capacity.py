@@ -180,6 +180,23 @@ class MeshSearch:
             rows = rows * 3 // 4
         return None
 
+    def busiest(self, largest: ServingPoint) -> ServingPoint:
+        """The batch with the most tokens a second: a smaller one, where the time of a token grows faster than rows."""
+        prefill = largest.prefill.seconds / largest.group
+
+        def rate(measured: Measured) -> float:
+            count = measured.rows * self.data
+            seconds = 0.0 if measured.time is None else measured.time.seconds
+            return count / (count * prefill + (self.task.output_length - 1) * seconds)
+
+        fitting = [m for m in self.decoded.values() if m.fits and m.rows * self.data <= largest.concurrency]
+        best = max(fitting, key=rate)
+        known = best.rows in self.prefilled or self.budget > 0
+        if known and self.prefill(best.rows)[0].fits:
+            found = self.point(best.rows)
+            return max((found, largest), key=lambda point: point.tokens_per_second)
+        return largest
+
     def fastest(self) -> ServingPoint | None:
         """The smallest batch that was compiled whole."""
         rows = [

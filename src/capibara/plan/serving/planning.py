@@ -187,7 +187,8 @@ def _compiled(
             failures.append(_too_large(each))
             continue
         largest.append(found)
-        within = each.within(found, latency, first)
+        free = latency is None and first is None
+        within = each.busiest(found) if free else each.within(found, latency, first)
         if within is not None:
             good.append(within)
         small += [point for point in [each.fastest()] if point is not None]

@@ -131,8 +131,8 @@ class ServingOption:
     Attributes:
       target: the slice. limit_bytes: what one of its devices may use.
       largest: the most requests at a time that fit; None where not even one a device does.
-      at_target: the most that fit and meet the targets; the same as ``largest`` without targets, None where not even
-        the smallest batch does.
+      at_target: the most that fit and meet the targets, None where not even the smallest batch does; without targets
+        the batch with the most tokens a second.
       smallest: the fastest answer that was compiled, where the targets are not met.
       compiled: programs that were compiled (or found in the cache).
       failure: why there is nothing, in words; empty if there is.
