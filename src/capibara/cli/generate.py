@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 HELP = """Write text with a trained model: the newest whole checkpoint of the run that --config or
---checkpoint names. What is not given is taken from the [generate] settings of the configuration. A text
-longer than the model's max_sequence_length is continued by reading its last half window again."""
+--checkpoint names, or the compressed parameters that --weights names. What is not given is taken from the
+[generate] settings of the configuration. A text longer than the model's max_sequence_length is continued by
+reading its last half window again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--config", help="a TOML file or packaged name whose run to use (default: demo)")
     where.add_argument("--checkpoint", metavar="DIR", help="folder of a run, or of one checkpoint")
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        help="a .capi file with the model's parameters; settings are those of --config, --checkpoint, or the "
+        "config.toml beside it",
+    )
     parser.add_argument("--prompt", default="", help="what the text begins with")
     parser.add_argument(
         "--length", "--max-tokens", dest="max_tokens", type=int, metavar="N", help="tokens (bytes) to write"
@@ -38,21 +45,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The settings of the model, and the checkpoint, or ``None`` where only ``--weights`` says what to read."""
+    from capibara.config import ModularModelConfig
+    from capibara.serve.load import find_checkpoint
+    from capibara.serve.weights import settings_beside
+
+    if args.checkpoint is not None:
+        checkpoint = find_checkpoint(args.checkpoint, warn=_warn)
+        return ModularModelConfig.from_toml(checkpoint.config_path), checkpoint
+    if args.weights is not None:
+        where = settings_beside(args.weights) if args.config is None else args.config
+        return ModularModelConfig.from_toml(where), None
+    config = ModularModelConfig.from_toml("demo" if args.config is None else args.config)
+    return config, find_checkpoint(config.checkpoint.directory, warn=_warn)
+
+
 def run(args: argparse.Namespace) -> int:
     """Generate; return 0."""
-    from capibara.config import ModularModelConfig
     from capibara.serve.generate import BYTE_VALUES, Generator, decode_bytes, encode_text
-    from capibara.serve.load import find_checkpoint, load_model
+    from capibara.serve.load import load_model
     from capibara.serve.sampling import Sampling
+    from capibara.serve.weights import load_compressed
 
-    config: Any = None
-    folder = args.checkpoint
-    if folder is None:
-        config = ModularModelConfig.from_toml("demo" if args.config is None else args.config)
-        folder = config.checkpoint.directory
-    checkpoint = find_checkpoint(folder, warn=lambda text: print(f"warning: {text}", file=sys.stderr))
-    if config is None:
-        config = ModularModelConfig.from_toml(checkpoint.config_path)
+    config, checkpoint = _settings(args)
 
     def chosen(name: str) -> Any:
         given = getattr(args, name)
@@ -60,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
     # Checked before the model is loaded: a typo should not cost seconds.
     sampling = Sampling(chosen("temperature"), chosen("top_k"), chosen("top_p"))
-    loaded = load_model(checkpoint)
+    if args.weights is None:
+        loaded = load_model(checkpoint)
+    else:
+        loaded = load_compressed(args.weights, config, checkpoint=checkpoint)
     generator = Generator(
         loaded.model, loaded.params, state=loaded.state, sampling=sampling, vocabulary=BYTE_VALUES
     )
@@ -82,8 +105,9 @@ def run(args: argparse.Namespace) -> int:
         "text": "".join(decode_bytes(generated)),
         "tokens": len(generated),
         "seconds": seconds,
-        "checkpoint": str(checkpoint.path),
-        "step": checkpoint.step,
+        "checkpoint": None if checkpoint is None else str(checkpoint.path),
+        "step": None if checkpoint is None else checkpoint.step,
+        "weights": args.weights,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from capibara.serve.generate import Generator, Utf8Stream
 from capibara.serve.load import LoadedModel, find_checkpoint, load_model
 from capibara.serve.sampling import Sampling, keep_top_k, keep_top_p, sample
+from capibara.serve.weights import load_compressed
 
 __all__ = [
     "Generator",
@@ -18,6 +19,7 @@ __all__ = [
     "find_checkpoint",
     "keep_top_k",
     "keep_top_p",
+    "load_compressed",
     "load_model",
     "sample",
 ]

@@ -18,7 +18,7 @@ from capibara.train import (
     restore_model,
 )
 
-__all__ = ["LoadedModel", "find_checkpoint", "load_model"]
+__all__ = ["LoadedModel", "build_model", "find_checkpoint", "load_model"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class LoadedModel:
 
     Attributes:
       model: a :class:`capibara.core.ModularCapibaraModel`.
-      params, state: its parameters and its non-trained state, from the checkpoint.
-      checkpoint: where they come from.
+      params, state: its parameters and its non-trained state.
+      checkpoint: where they come from; ``None`` where there is only a compressed file.
     """
 
     model: Any
     params: Any
     state: Any
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
 
 
 def find_checkpoint(
@@ -85,11 +85,20 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
       ResumeMismatchError: the arrays are not those of the model.
     """
     from capibara.config import ModularModelConfig
+
+    model = build_model(ModularModelConfig.from_toml(checkpoint.config_path))
+    params, state = restore_model(checkpoint, model)
+    return LoadedModel(model, params, state, checkpoint)
+
+
+def build_model(config: Any) -> Any:
+    """The model that settings describe.
+
+    Raises:
+      ConfigError: they ask for float64 without JAX's 64-bit mode.
+    """
     from capibara.core import ModularCapibaraModel
     from capibara.train.float64 import check_float64
 
-    config = ModularModelConfig.from_toml(checkpoint.config_path)
     check_float64(config, "a model of such numbers")
-    model = ModularCapibaraModel(config)
-    params, state = restore_model(checkpoint, model)
-    return LoadedModel(model, params, state, checkpoint)
+    return ModularCapibaraModel(config)
