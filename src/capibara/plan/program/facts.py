@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from capibara.plan.errors import PlanError
@@ -128,8 +128,20 @@ class ProgramFacts:
     unknown: tuple[str, ...]
 
     def to_json(self) -> str:
-        """As JSON text that :meth:`from_json` reads back."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, separators=(",", ":"))
+        """As JSON text that :meth:`from_json` reads back. Groups that several collectives have are written once."""
+        tables: dict[tuple[tuple[int, ...], ...], int] = {}
+        collectives = [
+            {**vars(item), "groups": tables.setdefault(item.groups, len(tables))} for item in self.collectives
+        ]
+        data = {
+            **vars(self),
+            "format": _FORMAT,
+            "pieces": [vars(piece) for piece in self.pieces],
+            "collectives": collectives,
+            "kernels": [vars(kernel) for kernel in self.kernels],
+            "groups": list(tables),
+        }
+        return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> ProgramFacts:
@@ -143,15 +155,15 @@ class ProgramFacts:
             if data.pop("format") != _FORMAT:
                 raise PlanError(f"program facts of another format than {_FORMAT}: compile the program again")
             data["pieces"] = tuple(Piece(**piece) for piece in data["pieces"])
+            tables = [tuple(map(tuple, groups)) for groups in data.pop("groups")]
             data["collectives"] = tuple(
-                Collective(**{**item, "groups": tuple(map(tuple, item["groups"]))})
-                for item in data["collectives"]
+                Collective(**{**item, "groups": tables[item["groups"]]}) for item in data["collectives"]
             )
             data["kernels"] = tuple(Kernel(**kernel) for kernel in data["kernels"])
             data["schedule"] = _events(data["schedule"])
             data["unknown"] = tuple(data["unknown"])
             return cls(**data)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as error:
+        except (LookupError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as error:
             raise PlanError(
                 f"text is no program facts as ProgramFacts.to_json() writes them: {error}"
             ) from error
