@@ -16,7 +16,7 @@ from capibara.files import replace_file
 from capibara.plan.compiler import Job, ProgramCache
 from capibara.plan.errors import PlanError
 from capibara.plan.layout import Layout
-from capibara.plan.search.space import ASYNCHRONOUS, meshes
+from capibara.plan.search.space import WHOLE_PRODUCTS, meshes
 from capibara.plan.slices import Slice
 from capibara.plan.work import Rough
 
@@ -77,7 +77,7 @@ class StepWork:
             if any(size % data for size in rows):
                 continue
             for parameters in ("sharded", "replicated") if data > 1 else ("sharded",):
-                yield Layout(mesh=mesh, parameters=parameters, remat="none", flags=ASYNCHRONOUS)
+                yield Layout(mesh=mesh, parameters=parameters, remat="none", flags=WHOLE_PRODUCTS)
 
     def specs(self, layout: Layout) -> tuple[Any, ...]:
         """A ``PartitionSpec`` for every array of the arguments, in trees like them: how a candidate lays them out."""

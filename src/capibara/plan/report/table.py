@@ -94,6 +94,7 @@ def candidate_lines(c: Candidate) -> list[str]:
         f"best   memory  {memory} GiB of {usable / GIB:.2f} [{source}]",
         f"       time    {parts}{hidden} [{_sources(c)}]",
         f"       as      {' '.join(c.layout.overrides())}",
+        f"       flags   {' '.join(f'{name}={value}' for name, value in c.layout.flags) or 'none'}",
     ]
 
 

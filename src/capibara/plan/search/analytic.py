@@ -30,8 +30,10 @@ _REACHED = 0.75
 _EXPOSED = 0.5
 # Reads and writes of a moment update per parameter: parameter and two moments in and out, and the gradient.
 _OPTIMIZER_BYTES = 4 * 7
-# Passes over the residual stream's width in memory that a block's elementwise work takes, forward and backward.
-_PASSES = 40
+# Passes over a block's activations (in bfloat16, residual stream and feed-forward) that its elementwise work, norms and
+# copies take, forward and backward, as the compiler's cycles have it for the shipped production step on v4.
+_PASSES = 90
+_LOSS_PASSES = 8
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
     if layout.parameters == "replicated" and layout.optimizer == "sharded":
         held = params / model / data
     memory = held * _OPTIMIZER_BYTES / bandwidth
-    memory += _PASSES * repeated * m.num_layers * tokens * m.embed_dim * 2 / bandwidth
+    widths = m.embed_dim + m.resolved_mlp_dim / model
+    memory += _PASSES * repeated * m.num_layers * tokens * widths * 2 / bandwidth
+    memory += _LOSS_PASSES * tokens * m.vocab_size / model * 4 / bandwidth
     # Weights are read for each microbatch, forward and twice backward.
     memory += layout.microbatches * 3 * (params / model) * 2 / bandwidth
 

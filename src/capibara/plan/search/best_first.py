@@ -131,7 +131,7 @@ def search(
 
 
 def _family(layout: Layout) -> object:
-    return layout.mesh, layout.parameters, layout.optimizer
+    return layout.mesh, layout.parameters, layout.optimizer, layout.flags
 
 
 def _corrected(layout: Layout, rough: Rough, compiled: list[Compiled]) -> tuple[float, float]:
