@@ -9,12 +9,28 @@ from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory, estim
 
 if TYPE_CHECKING:
     from capibara.plan.memory.explain import OomReport, Remedy, explain_oom
+    from capibara.plan.memory.measured import measure_memory
 
-__all__ = ["MemoryEstimate", "OomReport", "Remedy", "estimate_memory", "estimate_memory_of", "explain_oom"]
+__all__ = [
+    "MemoryEstimate",
+    "OomReport",
+    "Remedy",
+    "estimate_memory",
+    "estimate_memory_of",
+    "explain_oom",
+    "measure_memory",
+]
+
+# What needs the compiler and the time model, found when it is first asked for.
+_MODULE_OF = {
+    "OomReport": "explain",
+    "Remedy": "explain",
+    "explain_oom": "explain",
+    "measure_memory": "measured",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Explaining needs the compiler and the time model, which themselves need nothing of this.
-    if name not in ("OomReport", "Remedy", "explain_oom"):
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("capibara.plan.memory.explain"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
