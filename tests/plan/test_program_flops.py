@@ -15,7 +15,7 @@ from capibara.plan.program.flops import real_taps
 HLO = Path(__file__).parent / "hlo"
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     st.integers(1, 12),
     st.integers(1, 30),

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.plan import PlanError
@@ -42,6 +42,7 @@ def test_each_form(text: str, groups: tuple[tuple[int, ...], ...]) -> None:
     assert groups_text(head, head.find("replica_groups=") + len("replica_groups=")) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_an_iota_is_numpys_transposition(dims: list[int], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(dims))))
@@ -52,6 +53,7 @@ def test_an_iota_is_numpys_transposition(dims: list[int], data: st.DataObject) -
     assert parse_groups(text, total) == tuple(map(tuple, wanted.tolist()))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
 def test_groups_along_mesh_axes_are_found_again(sizes: list[int], data: st.DataObject) -> None:
     mesh = tuple((f"axis{i}", size) for i, size in enumerate(sizes))

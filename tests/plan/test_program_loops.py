@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.plan import PlanError
@@ -69,6 +69,7 @@ def against(direction: str, limit: int) -> str:
     return f"%n = s32[] constant({limit})\n  ROOT %c = pred[] compare(%i, %n), direction={direction}"
 
 
+@settings(deadline=None)
 @given(st.integers(-50, 50), st.integers(1, 9), st.integers(-200, 5000), st.sampled_from(["LT", "LE"]))
 def test_counting_up(start: int, step: int, limit: int, direction: str) -> None:
     text = program(
@@ -79,6 +80,7 @@ def test_counting_up(start: int, step: int, limit: int, direction: str) -> None:
     assert trips(text) == len(range(start, limit + (direction == "LE"), step))
 
 
+@settings(deadline=None)
 @given(st.integers(-50, 5000), st.integers(1, 9), st.integers(-50, 50), st.sampled_from(["GT", "GE"]))
 def test_counting_down(start: int, step: int, limit: int, direction: str) -> None:
     text = program(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.plan.errors import PlanError
@@ -48,6 +48,7 @@ def test_tuples_are_flattened_and_tokens_left_out() -> None:
     assert [(s.dtype, s.space) for s in shapes] == [("f32", 0), ("u32", 2), ("bf16", 1)]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 300), min_size=2, max_size=4),
     st.sampled_from([(8, 128), (2, 128), (4, 128), (16, 128)]),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.plan import PlanError
@@ -256,6 +256,7 @@ def test_constants_are_shares_of_rates() -> None:
     assert half.communication == pytest.approx(2 * plain.communication)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**12), st.integers(0, 10**9)), max_size=6),
     st.lists(st.integers(1, 10**9), max_size=4),
