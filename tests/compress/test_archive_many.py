@@ -85,7 +85,7 @@ def test_buffers_are_used_again() -> None:
     second = buffers.take(5000)
     assert not np.shares_memory(first, second)
     buffers.give(first)
-    assert buffers.take(6000) is first
+    assert buffers.take(6000) is first  # they come in steps
     large = buffers.take(1 << 20)
     buffers.give(large)
     assert buffers.take(1 << 20) is not large  # more than is kept

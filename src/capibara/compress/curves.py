@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.calibration.activations import Metric, as_matrix
+from capibara.compress.codecs.low_rank import remember
 from capibara.compress.codecs.matrices import get_axes
 from capibara.compress.codecs.protocol import CODECS, get_codec
 from capibara.compress.errors import CompressError
@@ -185,7 +186,18 @@ def measure_curve(
       lossless: bytes that this one takes.
       moments: settings of calibration, ``hessian`` and ``input_axes``, of a layer.
     """
-    codecs = list(codecs)
+    with remember():
+        return _measure_curve(bits, form, shape, list(codecs), lossless, moments)
+
+
+def _measure_curve(
+    bits: np.ndarray,
+    form: NumberFormat,
+    shape: tuple[int, ...],
+    codecs: list[str],
+    lossless: int,
+    moments: Mapping[str, Any] | None,
+) -> Curve:
     metric = None if moments is None else Metric.of(moments)
     values = to_float(bits, form).astype(np.float64).ravel()
     square = float(np.dot(values, values)) if metric is None else metric.square(values.reshape(shape))
@@ -199,20 +211,22 @@ def measure_curve(
         if "uniform" in codecs and not _gains(codec, bits, form, shape, metric):
             continue
         tried = candidates(codec, form, shape)
+        # What rows share is not seen in some of them: a codec that lives on it is looked at as a whole.
+        seen = (bits, shape) if _looks_ahead(codec) else some
         if "uniform" in codecs and len(tried) > _MOST:
             tried = tried[:: -(-len(tried) // _MOST)]
         if "uniform" in codecs and len(tried) > 1:
             # One look at the middle first: a codec that is far off there is not the best at its ends.
             middle = {**tried[len(tried) // 2], **(moments or {})}
             try:
-                if not _competes(curve, codec, middle, *some, form, metric, bits.size, slack=0.5):
+                if not _competes(curve, codec, middle, *seen, form, metric, slack=0.5):
                     continue
             except CompressError:
                 pass  # its other settings may do
         for settings in tried:
             given = {**settings, **(moments or {})}
             try:
-                if "uniform" in codecs and not _competes(curve, codec, given, *some, form, metric, bits.size):
+                if "uniform" in codecs and not _competes(curve, codec, given, *seen, form, metric):
                     continue
                 curve.points.append(measure(codec, given, bits, form, shape, metric))
             except CompressError:
@@ -224,13 +238,9 @@ def _gains(
     codec: str, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], metric: Metric | None
 ) -> bool:
     """Whether a codec that can tell from the whole tensor alone does not rule itself out."""
-    guess = getattr(sys.modules[type(CODECS[codec]).__module__], "estimated_gain", None)
-    if guess is None:
-        return True
-    values = to_float(bits, form).astype(np.float64)
-    if metric is not None:
-        return guess(as_matrix(values.reshape(shape), metric.axes), 3.0, metric.second) > 0
-    return guess(as_matrix(values.reshape(shape), get_axes({}, shape)), 3.0, None) > 0
+    guess = getattr(_module(codec), "estimated_gain", None)
+    second = None if metric is None else metric.second
+    return guess is None or guess(_as_rows(bits, form, shape, metric), 3.0, second) > 0
 
 
 def _competes(
@@ -241,17 +251,42 @@ def _competes(
     shape: tuple[int, ...],
     form: NumberFormat,
     metric: Metric | None,
-    count: int,
     slack: float = 0.1,
 ) -> bool:
-    """Whether some rows come out at an error that is not far above that of ``uniform`` in as many bytes."""
-    if hasattr(sys.modules[type(CODECS[codec]).__module__], "estimated_gain"):
-        return True  # what rows share is not seen in some of them
-    point = measure(codec, settings, bits, form, shape, metric)
-    share = count / bits.size
+    """Whether these rows come out at an error that is not far above that of ``uniform`` in as many bytes."""
+    share = curve.count / bits.size
+    if _looks_ahead(codec):
+        second = None if metric is None else metric.second
+        found = _module(codec).expected(_as_rows(bits, form, shape, metric), settings, second)
+        if found is None:
+            return True
+        error, size = found
+        slack += 0.2  # what is expected is a little off
+    else:
+        point = measure(codec, settings, bits, form, shape, metric)
+        error, size = point.error, point.size
+    if error == 0 and size * share > curve.points[0].size:
+        return False  # nothing is lost, but "lossless" is smaller
     # Sizes fall along the curve.
-    expected = np.interp(point.size * share, curve.sizes[::-1], np.log2(curve.errors[::-1]))
-    return math.log2(max(point.error * share, 1e-300)) < expected + slack
+    best = np.interp(size * share, curve.sizes[::-1], np.log2(curve.errors[::-1]))
+    return math.log2(max(error * share, 1e-300)) < best + slack
+
+
+def _module(codec: str) -> Any:
+    return sys.modules[type(CODECS[codec]).__module__]
+
+
+def _looks_ahead(codec: str) -> bool:
+    """Whether the codec's module says what to expect of it (``expected``), without coding anything."""
+    return hasattr(_module(codec), "expected")
+
+
+def _as_rows(
+    bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], metric: Metric | None
+) -> np.ndarray:
+    """The matrix [out, features] of a tensor."""
+    values = to_float(bits, form).astype(np.float64).reshape(shape)
+    return as_matrix(values, get_axes({}, shape) if metric is None else metric.axes)
 
 
 def _measure_uniform(

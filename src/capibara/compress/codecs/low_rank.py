@@ -17,8 +17,11 @@ without further loss.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,9 +41,11 @@ from capibara.compress.codecs.nested import Part, check_size, join, part_of, spl
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, largest
 
-__all__ = ["LOW_RANK", "Factors", "LowRank", "candidates", "estimated_gain"]
+__all__ = ["LOW_RANK", "Factors", "LowRank", "candidates", "estimated_gain", "expected", "remember"]
 
 _OCTAVE = 8  # scales are powers of two to the eighth
+_TALL = 4  # a side that is so many times the other is left out of a decomposition
+_remembered: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("capibara_low_rank", default=None)
 _SETTINGS = (
     "rank",
     "step",
@@ -110,7 +115,7 @@ class LowRank:
                 f"factors: got {codec!r} with step={step!r} and factor_settings={inner!r}: "
                 "a step belongs to 'uniform', factor_settings to the other codecs"
             )
-        left, singular, right = _decompose(matrix, hessian)
+        left, singular, right = _once(_decompose, matrix, hessian)
         left, singular, right = left[:, :rank], singular[:rank], right[:rank]
         if step is None:
             parts = _kept(left, singular, right, form, codec, inner)
@@ -189,10 +194,51 @@ def _step(settings: Mapping[str, Any], matrix: np.ndarray) -> float | None:
     return step
 
 
+@contextlib.contextmanager
+def remember() -> Iterator[None]:
+    """Inside, in this thread, a matrix that is coded with several settings is decomposed once."""
+    token = _remembered.set({})
+    try:
+        yield
+    finally:
+        _remembered.reset(token)
+
+
+def _once(
+    what: Callable[[np.ndarray, np.ndarray | None], Any], matrix: np.ndarray, hessian: np.ndarray | None
+) -> Any:
+    """``what(matrix, hessian)``, or what it was before inside :func:`remember`."""
+    if (known := _remembered.get()) is None:
+        return what(matrix, hessian)
+    some = [matrix] if hessian is None else [matrix, hessian]
+    key = (what, *((a.shape, hashlib.blake2b(np.ascontiguousarray(a).data).digest()) for a in some))
+    if key not in known:
+        known[key] = what(matrix, hessian)
+    return known[key]
+
+
+def _thin(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """U, σ and V of a matrix; of a long one from its short side, by the Gram matrix.
+
+    What that loses are values below 1e-8 of the largest: U·diag(σ)·V is the matrix all the same.
+    """
+    if matrix.shape[1] >= _TALL * len(matrix):
+        left, singular, right = _thin(matrix.T)
+        return right.T, singular, left.T
+    if len(matrix) < _TALL * matrix.shape[1]:
+        return np.linalg.svd(matrix, full_matrices=False)
+    right = np.linalg.eigh(matrix.T @ matrix)[1][:, ::-1].T
+    scaled = matrix @ right.T
+    singular = np.sqrt((scaled**2).sum(0))
+    order = np.argsort(-singular, kind="stable")
+    singular = singular[order]
+    return scaled[:, order] / np.maximum(singular, 1e-300), singular, right[order]
+
+
 def _decompose(matrix: np.ndarray, hessian: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """U [out, k], σ [k] and R [k, features]: U·diag(σ)·R is the matrix; its outputs owe most to the first."""
     if hessian is None:
-        return np.linalg.svd(matrix, full_matrices=False)
+        return _thin(matrix)
     values, vectors = np.linalg.eigh(hessian)
     root = np.sqrt(np.maximum(values, values[-1] * 1e-12))
     left, singular, right = np.linalg.svd(matrix @ (vectors * root), full_matrices=False)
@@ -339,7 +385,7 @@ def estimated_gain(matrix: np.ndarray, bits: float, hessian: np.ndarray | None =
     if not matrix.any():
         return 0.0
     second = None if hessian is None else get_hessian({"hessian": hessian}, matrix.shape[1])
-    singular = _singular_values(matrix, second)
+    singular = _once(_singular_values, matrix, second)
     # Rounding all numbers alike costs the mean of the diagonal, which is 1 but for the damping.
     logs, rates, errors = _gaussians()
     deviation = 2.0 ** float(np.interp(bits, rates, logs))
@@ -352,6 +398,24 @@ def estimated_gain(matrix: np.ndarray, bits: float, hessian: np.ndarray | None =
             (middle, high) if _estimate(singular, matrix.shape, middle)[0] < allowed else (low, middle)
         )
     return bits - _estimate(singular, matrix.shape, low)[1] / matrix.size
+
+
+def expected(
+    matrix: np.ndarray, settings: Mapping[str, Any], hessian: np.ndarray | None = None
+) -> tuple[float, float] | None:
+    """About the squared error and the bytes of a matrix coded with a step, from its singular values alone.
+
+    Args:
+      matrix: [out, features].
+      settings: with ``step`` or ``relative_step``; ``None`` comes back without them.
+      hessian: E[x xᵀ] of the inputs; then the error is that of the outputs.
+    """
+    matrix = np.asarray(matrix, np.float64)
+    if (step := _step(settings, matrix)) is None:
+        return None
+    second = None if hessian is None else get_hessian({"hessian": hessian}, matrix.shape[1])
+    error, bits = _estimate(_once(_singular_values, matrix, second), matrix.shape, step)
+    return error, bits / 8
 
 
 def _estimate(singular: np.ndarray, shape: tuple[int, ...], step: float) -> tuple[float, float]:

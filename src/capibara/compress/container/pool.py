@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import mmap
 import os
 import threading
 from collections import deque
@@ -18,6 +19,7 @@ __all__ = ["ROOM", "WORKERS", "Buffers", "ahead", "run_all", "submit"]
 WORKERS = os.cpu_count() or 1
 ROOM = 32 << 20  # bytes: deep enough that threads need not wait for the one that collects what they made
 _SMALL = 1 << 14  # bytes
+_STEP = 1 << 16  # bytes: buffers of about the same size can stand for one another
 _MOST_WAITING = 512
 
 
@@ -38,12 +40,13 @@ class Buffers:
 
     def take(self, size: int) -> np.ndarray:
         """At least that many bytes, uint8."""
-        room = 1 << max(size - 1, 4095).bit_length()
+        room = -(-size // _STEP) * _STEP
         with self._lock:
             if free := self._free.get(room):
                 self._kept -= room
                 return free.pop()
-        return np.empty(room, np.uint8)
+        # Not of the heap, which may keep for itself what was given back to it.
+        return np.frombuffer(mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
     def give(self, buffer: np.ndarray) -> None:
         """Back; the caller uses it no more."""
