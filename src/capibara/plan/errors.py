@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from capibara.errors import CapibaraError
 
 __all__ = ["CompilationError", "CompilerMissingError", "DoesNotFitError", "PlanError"]
@@ -20,4 +22,10 @@ class CompilationError(PlanError, RuntimeError):
 
 
 class DoesNotFitError(PlanError, MemoryError):
-    """No layout of the work fits the memory of the devices."""
+    """No layout of the work fits the memory of the devices.
+
+    Attributes:
+      layout: the one that takes the least, where it is known (:func:`capibara.plan.memory.explain_oom` says why).
+    """
+
+    layout: Any = None

@@ -352,7 +352,9 @@ def _check(found: Search, task: Work, target: Slice, limit: int) -> None:
     least = min((c for c in found.compiled if c not in errors), key=lambda c: size(c.program) or math.inf)
     needed = size(least.program) or least.rough.hbm_bytes
     source = "by the compiler" if size(least.program) else "estimated"
-    raise DoesNotFitError(_does_not_fit(task, target, limit, needed, least.rough.memory, source))
+    refusal = DoesNotFitError(_does_not_fit(task, target, limit, needed, least.rough.memory, source))
+    refusal.layout = least.layout
+    raise refusal
 
 
 def _does_not_fit(
