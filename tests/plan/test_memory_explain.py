@@ -13,6 +13,7 @@ from capibara.plan import Layout, PlanError, parse_slice
 from capibara.plan.compiler import CompiledProgram, Memory, find_compiler
 from capibara.plan.errors import CompilationError, CompilerMissingError
 from capibara.plan.memory import estimate_memory, explain, explain_oom
+from capibara.plan.memory.naming import named
 from capibara.plan.memory.remedies import changes
 
 PRODUCTION = (
@@ -62,13 +63,45 @@ def test_a_batch_of_one_row_a_device_cannot_be_cut():
     assert not any("microbatches" in c.words and "along" not in c.words for c in found)
 
 
+# ---- what the compiler made itself -----------------------------------------------------------------------------------
+
+
+def buffer(shape, kind="temporary", op_name="", place=""):
+    return {"bytes": 1, "shape": shape, "op_name": op_name, "kind": kind, "padding": 0, "place": place}
+
+
+def test_arrays_of_the_compiler_are_named_by_what_they_have_the_shape_of():
+    found = named(
+        [
+            buffer("f32[24,128,512]", "parameters", "state.params['up']", "blocks/up"),
+            buffer("f32[24,512,128]"),
+            buffer("bf16[24,128,512]"),
+            buffer("bf16[24,4,128]", op_name="jit(step)/jvp()/while"),
+            buffer("bf16[24,4,128]", op_name="jit(step)/transpose(jvp())/while"),
+            buffer("f32[24,128,512]", op_name="jit(step)/dot_general", place="blocks/product"),
+            buffer("f32[7]"),
+            buffer("(f32[24,128,512], f32[])"),
+        ]
+    )
+    assert [each["place"] for each in found] == [
+        "blocks/up",
+        "a gradient, or a copy, of the shape of blocks/up",
+        "a copy in bfloat16 of the shape of blocks/up",
+        "kept for the backward pass by each repetition",
+        "",
+        "blocks/product",
+        "",
+        "",
+    ]
+
+
 # ---- what is said --------------------------------------------------------------------------------------------------
 
 BUFFERS = (
     {
         "bytes": 6 * GIB,
         "shape": "bf16[8,1000]",
-        "op_name": "jit(step)/while",
+        "op_name": "jit(step)/transpose(jvp())/while",
         "kind": "temporary",
         "padding": GIB,
         "place": "blocks",

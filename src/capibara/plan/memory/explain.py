@@ -18,6 +18,7 @@ from capibara.plan.compiler import CompiledProgram, Job, ProgramCache, compile_p
 from capibara.plan.errors import CompilationError, PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
+from capibara.plan.memory.naming import named
 from capibara.plan.memory.remedies import Change, changes
 from capibara.plan.program import read_program
 from capibara.plan.slices import Slice
@@ -71,7 +72,8 @@ class OomReport:
     Attributes:
       layout, target: what was asked for.
       needed_bytes: of one device, as the compiler says. limit_bytes: what a device has.
-      buffers: the largest of the fullest moment, as :func:`capibara.plan.compiler.buffers.read_buffers` gives them.
+      buffers: the largest of the fullest moment, as :func:`capibara.plan.compiler.buffers.read_buffers` gives them,
+        with a place for those that the compiler itself made.
       estimate: the arithmetic's view of the same, by kind.
       remedies: changes that were compiled and fit, the fastest step first.
       refused: changes that were compiled and do not fit, in words.
@@ -171,7 +173,7 @@ def explain_oom(
         target=target,
         needed_bytes=needed,
         limit_bytes=limit,
-        buffers=program.buffers,
+        buffers=named(program.buffers),
         estimate=estimate,
         remedies=tuple(sorted(found, key=lambda each: each.seconds)),
         refused=tuple(refused),
