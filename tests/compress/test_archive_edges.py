@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 import warnings
 import zlib
 from pathlib import Path
@@ -16,7 +17,7 @@ from capibara.cli import main
 from capibara.compress.codecs import lossless
 from capibara.compress.codecs.uniform import UNIFORM
 from capibara.compress.container import Archive, ArchiveWriter, index, writer
-from capibara.compress.errors import CompressError, DamagedError
+from capibara.compress.errors import ArchiveError, CompressError, DamagedError
 from capibara.compress.formats import get_format, to_float
 
 RANDOM = np.random.default_rng(0)
@@ -178,3 +179,40 @@ def test_a_shape_of_a_hundred_thousand_axes(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     assert main(["compress", str(path), str(tmp_path / "m.capi")]) == 2
+
+
+def filled(unit: bytes, size: int = 1 << 18) -> bytes:
+    head, tail = b'{"metadata":{},"tensors":[', b"0]}"
+    return head + unit * ((size - len(head) - len(tail)) // len(unit)) + tail
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *map(
+            filled,
+            [b"[],", b"[1000000],", b'{"a":0},', b'{"a":0,"b":1.5,"cd":"ef","g":2},', b'"ab",', b"9e9,"],
+        ),
+        b'{"tensors":[],"metadata":{' + b",".join(b'"%x":"xy"' % i for i in range(20_000)) + b"}}",
+    ],
+    ids=["lists", "longer lists", "objects", "longer objects", "texts", "numbers", "metadata"],
+)
+def test_an_index_does_not_become_far_more_memory(text: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedError):
+            index.parse(text, 16, "x")
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(text)
+    finally:
+        tracemalloc.stop()
+
+
+def test_brackets_in_names_are_no_objects(tmp_path: Path) -> None:
+    names = ["[{" * 1500 + str(i) for i in range(4)]
+    with ArchiveWriter(tmp_path / "a.capi", {"{[": '{"a": [' * 1000}) as archive:
+        for name in names:
+            archive.add(name, np.zeros(2, np.uint32), F32, (2,))
+    with Archive(tmp_path / "a.capi") as archive:
+        assert list(archive.entries) == names
+    with pytest.raises(ArchiveError, match="too many objects"), ArchiveWriter(tmp_path / "b.capi") as archive:
+        archive.add("a", np.zeros(2, np.uint32), F32, (2,), settings={"k": [[]] * 5000})

@@ -13,7 +13,13 @@ import numpy as np
 from capibara.compress.errors import DamagedError
 from capibara.compress.formats import NumberFormat
 
-__all__ = ["NativeExecutor"]
+__all__ = ["PAYLOAD", "NativeExecutor"]
+
+# One of several payloads, as codec.h has it.
+PAYLOAD = np.dtype(
+    [("form", "<i4", 4), ("data", "<u8"), ("size", "<i8"), ("rows", "<i8"), ("length", "<i8"), ("out", "<u8"),
+     ("crc32", "<u4"), ("outcome", "<i4")]
+)  # fmt: skip
 
 # As the outcomes are numbered in codec_tensor.cc.
 _DAMAGE = (
@@ -54,6 +60,9 @@ class NativeExecutor:
         self._decode = library.capibara_codec_decode_tensor
         self._decode.argtypes = (form, pointer, size, size, size, number, pointer)
         self._decode.restype = number
+        self._many = library.capibara_codec_decode_many
+        self._many.argtypes = (pointer, size, number)
+        self._many.restype = number
         self._forms: dict[str, _Form] = {}
 
     def _form(self, form: NumberFormat) -> _Form:
@@ -61,6 +70,22 @@ class NativeExecutor:
             found = _Form(form.bits, form.exponent, form.mantissa, form.signed)
             self._forms[form.name] = found
         return found
+
+    def decode_many(self, payloads: np.ndarray, threads: int) -> bool:
+        """Compare checksums and decode several payloads in one call, so that threads need not wait for Python.
+
+        Args:
+          payloads: :data:`PAYLOAD` [count]: the fields of a :class:`NumberFormat` (bits, exponent, mantissa, signed),
+            where the bytes are and how many, rows and their length, where the numbers go, the checksum. ``outcome``
+            is 0 afterwards where all went well.
+          threads: at most so many.
+
+        Returns:
+          Whether it was done; not where this machine has nothing quicker than zlib for checksums.
+        """
+        if payloads.dtype != PAYLOAD or not payloads.flags.c_contiguous:
+            raise ValueError(f"payloads: expected {PAYLOAD} in C order, got {payloads.dtype}")
+        return bool(self._many(payloads.ctypes.data, len(payloads), threads))
 
     def encode_tensor(
         self, rows: np.ndarray, form: NumberFormat, limit: int, threads: int = 1

@@ -12,6 +12,9 @@ for each its ``name``, ``dtype`` (as in safetensors), ``shape``, ``codec``, the 
 chunk is a run of rows along the first axis (or the whole of a scalar), coded on its own: ``[rows, offset, length,
 crc32]``. A tensor that is another one under a second name (tied weights) has ``same_as`` instead of chunks.
 
+An index has at most 16 MiB, and beside 4096 bytes at least 32 bytes for each object in it, 10 for each list and 6 for
+each text: more is refused before it is parsed, so that what is parsed takes at most some 18 times as much memory.
+
 Nothing of an index is believed: names are text of bounded length, sizes whole numbers that fit, chunks lie inside the
 file in order without overlapping, and their rows add up.
 """
@@ -48,7 +51,10 @@ HEADER = struct.Struct("<8sII")
 FOOTER = struct.Struct("<QQII8s")
 END = b"CAPI-END"
 CHUNK = 1 << 24  # numbers of a chunk of several rows
-_MOST_INDEX = 16 << 20  # bytes; as Python's objects it may take thirty times as much
+_MOST_INDEX = 16 << 20  # bytes
+# An index has at least so many bytes for each object, list and text: one that has fewer would become far more memory.
+_OBJECT, _LIST, _STRING, _FREE = 32, 10, 6, 4096
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _MOST_NUMBERS = 1 << 48  # of one tensor
 _MOST_NAME = 4096  # characters
 # A lone surrogate cannot be written anywhere, a control character acts on the terminal that shows it.
@@ -150,6 +156,10 @@ def dump(entries: list[Entry], metadata: dict[str, str], offset: int) -> bytes:
     text = json.dumps(
         {"metadata": metadata, "tensors": tensors}, separators=(",", ":"), allow_nan=False
     ).encode()
+    if not _is_lean(text):
+        raise ArchiveError(
+            "settings: too many objects and lists for their size. Remedy: settings with plain values."
+        )
     if len(text) > _MOST_INDEX:
         raise ArchiveError(
             f"the index takes {len(text)} bytes, at most {_MOST_INDEX} are read back. Remedy: several files."
@@ -190,6 +200,7 @@ def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Ent
         if not good:
             raise DamagedError(f"{path}: the index is damaged ({what})")
 
+    check(_is_lean(text), "more objects and lists than a writer makes")
     try:
         index = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -253,3 +264,21 @@ def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Ent
 
 def _is_size(n: Any) -> bool:
     return type(n) is int and 0 <= n < 1 << 62
+
+
+def _is_lean(text: bytes) -> bool:
+    """Whether so few bytes hold so few things that parsing them takes a bounded multiple of their size."""
+    size = len(text) + _FREE
+
+    def few(objects: int, lists: int, texts: int) -> bool:
+        return max(objects * _OBJECT, lists * _LIST, texts * _STRING) <= size
+
+    objects, lists = text.count(b"{"), text.count(b"[")
+    if few(objects, lists, text.count(b'"') // 2):
+        return True
+    texts = 0
+    for found in _TEXT.finditer(text):  # what stands in names is none of them
+        texts += 1
+        objects -= text.count(b"{", *found.span())
+        lists -= text.count(b"[", *found.span())
+    return few(objects, lists, texts)

@@ -14,6 +14,9 @@ CAPIBARA_EXPORT int32_t capibara_codec_decode_tensor(const capibara::Form* form,
                                                      int64_t rows, int64_t length, int32_t threads, void* out) {
   return capibara::decode_tensor(*form, data, size, rows, length, threads, out);
 }
+CAPIBARA_EXPORT int32_t capibara_codec_decode_many(capibara::Payload* payloads, int64_t count, int32_t threads) {
+  return capibara::decode_many(payloads, count, threads);
+}
 // A CRC-32 as zlib's, of a size that is a multiple of 16 and at least 64. False where there is nothing quicker than zlib.
 CAPIBARA_EXPORT int32_t capibara_crc32(uint32_t crc, const uint8_t* data, int64_t size, uint32_t* out) {
   const auto kernel = capibara::isa().codec->crc32;

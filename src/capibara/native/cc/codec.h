@@ -87,4 +87,20 @@ int64_t encode_tensor(const Form& form, const void* bits, int64_t rows, int64_t 
 int decode_tensor(const Form& form, const uint8_t* data, int64_t size, int64_t rows, int64_t length, int threads,
                   void* out);
 
+// One of several payloads; laid out as in native.py.
+struct Payload {
+  Form form;
+  const uint8_t* data;  // with its first byte, which says how it is coded
+  int64_t size;
+  int64_t rows, length;
+  void* out;
+  uint32_t crc32;
+  int32_t outcome;  // as of decode_tensor, or one of these
+};
+constexpr int kOtherChecksum = -3, kOtherKind = -4;
+
+// Compares checksums and decodes, one payload on each thread at a time. False, with nothing done, where checksums have no
+// kernel.
+bool decode_many(Payload* payloads, int64_t count, int threads);
+
 }  // namespace capibara

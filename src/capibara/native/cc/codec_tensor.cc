@@ -25,6 +25,16 @@ constexpr int64_t kMostHeader = 1 << 15;
 
 const CodecKernels& kernels() { return *isa().codec; }
 
+bool has_crc32() {
+  if (kernels().crc32 == nullptr) return false;
+#if defined(__x86_64__)
+  static const bool here = (__builtin_cpu_init(), __builtin_cpu_supports("pclmul"));
+  return here;
+#else
+  return true;
+#endif
+}
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int bit_length(uint64_t n) { return n ? 64 - __builtin_clzll(n) : 0; }
@@ -685,6 +695,39 @@ int decode_tensor(const Form& form, const uint8_t* data, int64_t size, int64_t r
   } catch (const std::bad_alloc&) {
     return -2;
   }
+}
+
+namespace {
+
+// Of zlib's polynomial, for the few bytes that the kernel leaves.
+uint32_t crc32_of_few(uint32_t crc, const uint8_t* data, int64_t size) {
+  for (; size > 0; --size) {
+    crc ^= *data++;
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (0xedb88320u & (0u - (crc & 1)));
+  }
+  return crc;
+}
+
+void decode_one(Payload& one) {
+  constexpr int64_t kLeast = 64, kStep = 16;
+  const int64_t most = one.size < kLeast ? 0 : one.size - one.size % kStep;
+  uint32_t crc = ~0u;
+  if (most) crc = kernels().crc32(crc, one.data, most);
+  crc = ~crc32_of_few(crc, one.data + most, one.size - most);
+  if (crc != one.crc32)
+    one.outcome = kOtherChecksum;
+  else if (one.size < 1 || one.data[0] != 1)
+    one.outcome = kOtherKind;
+  else
+    one.outcome = decode_tensor(one.form, one.data + 1, one.size - 1, one.rows, one.length, 1, one.out);
+}
+
+}  // namespace
+
+bool decode_many(Payload* payloads, int64_t count, int threads) {
+  if (!has_crc32()) return false;
+  each(threads, count, [&](int64_t i) { decode_one(payloads[i]); });
+  return true;
 }
 
 }  // namespace capibara
