@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
     parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="where nothing fits: list the largest buffers, and compile remedies",
+    )
+    parser.add_argument(
         "--no-compile", action="store_true", help="estimates only, in a second, without libtpu"
     )
     parser.add_argument("--region", help="whose price to take")
@@ -75,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
         return run_serving(args)
     if args.check:
         return _check(args)
-    if args.lock and args.no_compile:
-        raise ConfigError("--lock needs a compiled plan: leave out --no-compile")
+    for option in ("lock", "explain"):
+        if getattr(args, option) and args.no_compile:
+            raise ConfigError(f"--{option} needs the compiler: leave out --no-compile")
     config = ModularModelConfig.from_toml(args.config, args.overrides)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
@@ -98,10 +104,14 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress,
             )
     except DoesNotFitError as error:
+        report = _explained(config, error.layout, args) if args.explain else None
         if args.json:
-            print(json.dumps({"fits": False, "error": str(error)}, indent=1))
+            told = {} if report is None else {"explanation": report.to_json()}
+            print(json.dumps({"fits": False, "error": str(error), **told}, indent=1))
         else:
             print(f"capibara plan: {error}", file=sys.stderr)
+            if report is not None:
+                print(report)
         return 1
     if args.report:
         from capibara.plan.report.page import write_report
@@ -116,6 +126,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(found)
     return 0
+
+
+def _explained(config: Any, layout: Any, args: argparse.Namespace) -> Any:
+    from capibara.plan import parse_slice
+    from capibara.plan.memory import explain_oom
+
+    if layout is None:
+        return None
+    return explain_oom(config, layout, parse_slice(args.topology or "v4-32", args.view), cache=args.cache)
 
 
 def _check(args: argparse.Namespace) -> int:
