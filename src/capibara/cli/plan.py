@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     for option in ("lock", "explain"):
         if getattr(args, option) and args.no_compile:
             raise ConfigError(f"--{option} needs the compiler: leave out --no-compile")
+    if args.explain and args.memory_limit is not None:
+        raise ConfigError("--explain says what the device's own memory refuses: leave out --memory-limit")
     config = ModularModelConfig.from_toml(args.config, args.overrides)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
