@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from capibara.compress.allocation import Survey, allocate, check_ratio, estimate, survey
 from capibara.compress.calibration.activations import Metric
 from capibara.compress.codecs.protocol import get_codec
-from capibara.compress.container import ArchiveWriter
-from capibara.compress.curves import Curve, Point, measure, measure_curve
+from capibara.compress.container import Archive, ArchiveWriter, writer
+from capibara.compress.curves import Curve, Point, coded_size, measure, measure_curve
 from capibara.compress.errors import ArchiveError, CompressError
 from capibara.compress.formats import get_format
 from capibara.compress.models.source import Tensors, find_twins
@@ -205,3 +206,23 @@ def test_twins_are_tensors_of_the_same_bytes():
         "tiny2": one[:2, :2].copy(),
     }
     assert find_twins(source_of(arrays)) == {"b": "a"}
+
+
+@pytest.mark.parametrize(
+    ("codec", "chosen"), [("lossless", {}), ("uniform", {"step": 0.05}), ("int8", {}), ("nf4", {})]
+)
+def test_sizes_and_errors_are_those_of_an_archive_that_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, chosen: dict[str, float]
+) -> None:
+    monkeypatch.setattr(writer, "CHUNK", 5000)
+    form = get_format("F32")
+    values = np.random.default_rng(3).normal(size=(301, 64)).astype(np.float32)
+    bits = values.reshape(-1).view(np.uint32)
+    point = measure(codec, chosen, bits, form, values.shape)
+    with ArchiveWriter(tmp_path / "a.capi") as archive:
+        entry = archive.add("w", bits, form, values.shape, codec=codec, settings=chosen)
+    assert len(entry.chunks) == 4
+    assert point.size == entry.coded_bytes == coded_size(codec, chosen, bits, form, values.shape)
+    with Archive(tmp_path / "a.capi") as archive:
+        found = archive.read("w").view(np.float32)
+    np.testing.assert_allclose(point.error, np.square(found - values, dtype=np.float64).sum(), rtol=1e-9)

@@ -26,7 +26,7 @@ import numpy as np
 from capibara.compress.codecs.matrices import LARGEST
 from capibara.compress.codecs.protocol import CODECS, get_codec, stored_settings
 from capibara.compress.container.index import CHUNK, Chunk, Entry, dump
-from capibara.compress.curves import Curve, Point, measure_curve
+from capibara.compress.curves import Curve, Point, coded_size, measure_curve
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
 from capibara.compress.models.source import TensorSource
@@ -110,7 +110,7 @@ def everywhere(
         if not _may_lose(name, form, shape, exclude, smallest):
             continue
         try:
-            size = len(get_codec(codec).encode(source.read(name), form, shape, {}))
+            size = coded_size(codec, {}, source.read(name), form, shape)
             points[name] = Point(codec, {}, size, math.nan)
         except CompressError as error:
             problem = str(error)
@@ -187,7 +187,7 @@ def survey(
         if name in twins:
             continue
         bits = source.read(name)
-        plain = len(get_codec("lossless").encode(bits, form, shape, {}))
+        plain = coded_size("lossless", {}, bits, form, shape)
         if _may_lose(name, form, shape, exclude, smallest) and _is_plain(bits, form):
             known = (moments or {}).get(name)
             curves[name] = measure_curve(bits, form, shape, names, lossless=plain, moments=known)
@@ -200,10 +200,15 @@ def survey(
 
 
 def _is_plain(bits: np.ndarray, form: NumberFormat) -> bool:
-    with np.errstate(invalid="ignore"):  # quiets NaNs
-        values = to_float(bits, form)
-    # Errors are compared by their squares, which have to be finite as well.
-    return bool(np.isfinite(values).all() and values.any() and float(np.abs(values).max()) <= LARGEST)
+    flat, any_there = bits.reshape(-1), False
+    for start in range(0, len(flat), CHUNK):
+        with np.errstate(invalid="ignore"):  # quiets NaNs
+            values = to_float(flat[start : start + CHUNK], form)
+        # Errors are compared by their squares, which have to be finite as well.
+        if not np.isfinite(values).all() or float(np.abs(values).max()) > LARGEST:
+            return False
+        any_there = any_there or bool(values.any())
+    return any_there
 
 
 def estimate(found: Survey, ratio: float, *, weights: Mapping[str, float]) -> Allocation | None:
@@ -346,8 +351,7 @@ def _coded(
             continue
         key = (name, point.settings["step"])
         if key not in sizes:
-            payload = get_codec("uniform").encode(found.source.read(name), *forms[name], point.settings)
-            sizes[key] = len(payload)
+            sizes[key] = coded_size("uniform", point.settings, found.source.read(name), *forms[name])
         curve = found.curves[name]
         curve.scale *= sizes[key] / max(point.size, 1e-9)
         out[name] = Point("uniform", point.settings, sizes[key], point.error)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,13 @@ import numpy as np
 from capibara.compress.calibration.activations import Metric, as_matrix
 from capibara.compress.codecs.low_rank import remember
 from capibara.compress.codecs.matrices import get_axes
-from capibara.compress.codecs.protocol import CODECS, get_codec
+from capibara.compress.codecs.protocol import CODECS, get_codec, settings_of_rows
+from capibara.compress.container.index import CHUNK
+from capibara.compress.container.writer import rows_together
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
 
-__all__ = ["Curve", "Point", "candidates", "measure", "measure_curve"]
+__all__ = ["Curve", "Point", "candidates", "coded_size", "measure", "measure_curve"]
 
 _SAMPLE = 1 << 16  # numbers of a tensor on which the codec "uniform" is measured
 _FINE = 16  # steps to choose from in an octave
@@ -146,10 +148,50 @@ def measure(
     Raises:
       CompressError: the codec cannot take this tensor.
     """
-    how = get_codec(codec)
-    payload = how.encode(bits, form, shape, settings)
-    decoded = how.decode(memoryview(payload), form, shape, settings)
-    return Point(codec, settings, len(payload), squared_error(bits, decoded, form, metric, shape))
+    how, size, error = get_codec(codec), 0, 0.0
+    for part, some, given, known in _chunks(codec, bits, shape, settings, metric):
+        payload = how.encode(part, form, some, given)
+        decoded = how.decode(memoryview(payload), form, some, given)
+        size += len(payload)
+        error += squared_error(part, decoded, form, known, some)
+    return Point(codec, settings, size, error)
+
+
+def coded_size(
+    codec: str, settings: Mapping[str, Any], bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]
+) -> int:
+    """Bytes of a tensor's payloads, as an archive cuts it into chunks.
+
+    Raises:
+      CompressError: the codec cannot take this tensor.
+    """
+    chunks = _chunks(codec, bits, shape, settings, None)
+    return sum(len(get_codec(codec).encode(part, form, some, given)) for part, some, given, _ in chunks)
+
+
+def _chunks(
+    codec: str,
+    bits: np.ndarray,
+    shape: tuple[int, ...],
+    settings: Mapping[str, Any],
+    metric: Metric | None,
+) -> Iterator[tuple[np.ndarray, tuple[int, ...], Mapping[str, Any], Metric | None]]:
+    """A tensor as an archive cuts it: numbers, shape, settings and metric of some rows."""
+    rows, step = shape[0] if shape else 1, rows_together(shape, get_codec(codec))
+    flat = bits.reshape(-1)
+    if step >= rows:
+        yield flat, shape, settings, metric
+        return
+    length = len(flat) // rows
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        known = metric
+        if metric is not None and metric.axes[0] == 0:
+            inner = max(len(metric.second) // rows, 1)
+            block = slice(start * inner, stop * inner)
+            known = Metric(metric.second[block, block], metric.axes)
+        part = np.ascontiguousarray(flat[start * length : stop * length])
+        yield part, (stop - start, *shape[1:]), settings_of_rows(settings, shape, start, stop), known
 
 
 def _sample(
@@ -199,8 +241,10 @@ def _measure_curve(
     moments: Mapping[str, Any] | None,
 ) -> Curve:
     metric = None if moments is None else Metric.of(moments)
-    values = to_float(bits, form).astype(np.float64).ravel()
-    square = float(np.dot(values, values)) if metric is None else metric.square(values.reshape(shape))
+    square = 0.0
+    for part, length, _, known in _chunks("lossless", bits, shape, {}, metric):
+        values = to_float(part, form).astype(np.float64).ravel()
+        square += float(np.dot(values, values)) if known is None else known.square(values.reshape(length))
     curve = Curve(bits.size, square, [Point("lossless", {}, lossless, 0.0)])
     some = _sample(bits, shape, metric)
     if "uniform" in codecs:
@@ -208,6 +252,8 @@ def _measure_curve(
     for codec in codecs:
         if codec in ("lossless", "uniform"):
             continue
+        if bits.size > CHUNK and _looks_ahead(codec):
+            continue  # it is cut into chunks, in each of which the rows share less
         if "uniform" in codecs and not _gains(codec, bits, form, shape, metric):
             continue
         tried = candidates(codec, form, shape)

@@ -32,7 +32,7 @@ from capibara.compress.container.pool import Buffers, ahead
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
 
-__all__ = ["ArchiveWriter", "Tensor"]
+__all__ = ["ArchiveWriter", "Tensor", "rows_together"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,14 @@ class Tensor:
     shape: Iterable[int]
     codec: str = "lossless"
     settings: Mapping[str, Any] | None = None
+
+
+def rows_together(shape: tuple[int, ...], codec: Codec) -> int:
+    """How many rows of a tensor, along its first axis, become one chunk: one that a codec likes, at least one row."""
+    rows = shape[0] if shape else 1
+    if not math.prod(shape):
+        return max(rows, 1)
+    return max(min(CHUNK, getattr(codec, "chunk", CHUNK)) // math.prod(shape[1:]), 1)
 
 
 class ArchiveWriter:
@@ -204,9 +212,7 @@ class ArchiveWriter:
             flat = bits.reshape(-1)
             rows = shape[0] if shape else 1
             length = max(math.prod(shape[1:]), 1)
-            step = max(min(CHUNK, getattr(how, "chunk", CHUNK)) // length, 1)
-            if not bits.size:
-                step = max(rows, 1)
+            step = rows_together(shape, how)
             for start in range(0, max(rows, 1), step):
                 some = min(step, rows - start)
                 yield _Part(
