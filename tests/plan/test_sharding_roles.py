@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -187,7 +188,8 @@ def test_shapes_alone_say_what_names_say(pattern: list[str]) -> None:
         {"model.pattern": pattern, "model.num_layers": 2 * len(pattern)},
     )
     model = ModularCapibaraModel(config)
-    with_names = over_model(model, (1, 65536), rules=AxisRules())
+    settings: dict[str, Any] = {"accumulate_dtype": "bfloat16", "memory_limit_gb": 256}
+    with_names = over_model(model, (1, 65536), rules=AxisRules(), **settings)
     shapes = {".".join(path): spec.shape for path, spec in model.compiled.params.items()}
     nested: dict[str, Any] = {}
     for path, spec in model.compiled.params.items():
@@ -195,7 +197,7 @@ def test_shapes_alone_say_what_names_say(pattern: list[str]) -> None:
         for key in path[:-1]:
             at = at.setdefault(key, {})
         at[path[-1]] = spec.shape
-    without = over_model(nested, (1, 65536))
+    without = over_model(nested, (1, 65536), **settings)
     assert {a.path for a in without} == set(shapes)
     matrices = [
         a.path for a in without if a.kind != "vector" and "ssm" not in a.path and "quantiser" not in a.path
@@ -228,3 +230,23 @@ def test_trees_that_are_none() -> None:
         read_tree({"a": (4, 8)}, {"a": ("embed",)})
     with pytest.raises(PlanError, match="names 'b', which"):
         read_tree({"a": (4,)}, {"a": ("embed",), "b": ("mlp",)})
+
+
+def test_attention_works_for_every_pair_of_positions() -> None:
+    """4 · length · width for scores and mixing, half of it causal; where heads are seen, or the names say attention."""
+    plain = {"mlp": {"up": (512, 2048), "down": (2048, 512)}}
+    for attention in (
+        {"q": (512, 8, 64), "o": (8, 64, 512)},
+        {"attn": {"q_proj": (512, 512), "o_proj": (512, 512)}},
+    ):
+        leaves = read_tree({**plain, "attn": attention}).leaves
+        roles = assign_roles(leaves, (4, 1024, 512), 512)
+        flops = {leaf.path[-1]: role.flops for leaf, role in zip(leaves, roles, strict=True)}
+        own = 2 * 1024 * 512
+        assert max(flops.get("o", 0), flops.get("o_proj", 0)) == 2 * 512 * 512 + own
+        assert min(flops.get("q", math.inf), flops.get("q_proj", math.inf)) == 2 * 512 * 512
+        assert flops["down"] == flops["up"] == 2 * 512 * 2048
+    model = ModularCapibaraModel(ModularModelConfig.from_toml("production/tpu_v4", {"model.num_layers": 2}))
+    leaves = read_tree(model).leaves
+    total = sum(role.flops for role in assign_roles(leaves, (8, 2048), 2048))
+    assert total == pytest.approx(model.flops_per_token(2048, training=False), rel=1e-3)

@@ -129,6 +129,10 @@ def candidates(
     else the largest. A dimension is cut only into equal parts.
     """
     options = choices(leaf, role, links.sizes, rules)
+    if rules is not None and mode:
+        # Activations follow the rules, so that whatever these cut is cut.
+        allowed = (axes for i in role.inner for axes in options[i] if axes and set(axes) <= set(mode))
+        mode = next(allowed, ())
     cut_at = None
     if mode:
         cut_at = next((i for i in role.inner if any(set(mode) <= set(axes) for axes in options[i])), None)

@@ -23,7 +23,7 @@ def assumptions(problem: Problem, chip: Chip) -> tuple[str, ...]:
         f"products at the peak of {chip.title} ({work.flops / 1e12:.4g} TFLOP/s), communication at "
         f"{problem.links.bandwidth / 1e9:.4g} GB/s along a mesh axis, each a closed ring, nothing overlapped",
         f"activations and gathered parameters of {work.activation_bytes} bytes a number, sums over devices of "
-        f"{work.sum_bytes}; attention keeps no scores; work on single numbers takes no time",
+        f"{work.sum_bytes}; attention is causal and keeps no scores; work on single numbers takes no time",
     ]
     if work.training:
         kept = "the input of each block, its inside computed again" if work.remat == "full" else "every value"

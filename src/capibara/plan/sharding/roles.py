@@ -110,7 +110,8 @@ def assign_roles(leaves: Sequence[Leaf], input_shape: tuple[int, ...], embed: in
             replace(role, repeats=layers * twins[_without_numbers(leaf)], group=_group(leaf, holders))
         )
     roles = _embeddings(leaves, roles, input_shape, embed)
-    roles = [_sized(leaf, role, embed) for leaf, role in zip(leaves, roles, strict=True)]
+    length = input_shape[1] if len(input_shape) > 1 else 1
+    roles = [_sized(leaf, role, embed, length) for leaf, role in zip(leaves, roles, strict=True)]
     return _with_sums(leaves, roles, embed)
 
 
@@ -266,7 +267,8 @@ def _embeddings(
     return found
 
 
-def _sized(leaf: Leaf, role: Role, embed: int) -> Role:
+def _sized(leaf: Leaf, role: Role, embed: int, length: int) -> Role:
+    """With the work of an array: two operations a parameter; what leads out of attention has attention's own, too."""
     if role.kind in ("vector", "lookup"):
         width = embed if role.kind == "lookup" else 0
         return replace(role, out_features=width, sum_width=embed)
@@ -278,7 +280,24 @@ def _sized(leaf: Leaf, role: Role, embed: int) -> Role:
         return replace(role, flops=2.0 * leaf.elements, out_features=max(shape), sum_width=max(shape))
     outward = role.kind == "matrix" and role.embed == len(leaf.shape) - 1
     width = inside // leaf.shape[role.embed]
-    return replace(role, flops=2.0 * leaf.elements, sum_width=embed, out_features=embed if outward else width)
+    flops = 2.0 * leaf.elements
+    if _out_of_attention(leaf, role):
+        # Scores and mixing take 4 · length · width a position and layer; causal ones half of it.
+        flops += 2.0 * length * width * (leaf.elements // inside)
+    return replace(role, flops=flops, sum_width=embed, out_features=embed if outward else width)
+
+
+def _out_of_attention(leaf: Leaf, role: Role) -> bool:
+    last = role.embed == len(leaf.shape) - 1
+    if role.kind != "matrix" or role.experts:
+        return False
+    if leaf.axes is not None:
+        return last and "heads" in leaf.axes and "head_dim" in leaf.axes
+    if len(leaf.shape) - role.stack == 3:
+        return last  # [heads, features of a head, embed]
+    parts = {part for word in leaf.words for part in re.split(r"[_\d]+", word.lower())}
+    attends = bool(parts & {"attn", "attention"})
+    return attends and _named(leaf, _OUT_OF_BLOCK) and not _named(leaf, _INTO_BLOCK)
 
 
 def _with_sums(leaves: Sequence[Leaf], roles: list[Role], embed: int) -> list[Role]:

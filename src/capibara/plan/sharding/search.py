@@ -143,6 +143,8 @@ class _Options:
         self.problem, self.setting = problem, setting
         axes = setting.tensor
         self.modes: list[Mode] = [c for k in range(len(axes) + 1) for c in itertools.combinations(axes, k)]
+        if problem.rules is not None:
+            self.modes = [axes]
         groups: dict[tuple[str, ...], list[int]] = {}
         for i, role in enumerate(problem.roles):
             groups.setdefault(role.group, []).append(i)
