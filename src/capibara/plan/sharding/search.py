@@ -29,8 +29,9 @@ __all__ = ["STREAMS", "Problem", "Solution", "batch_by_rules", "entries", "memor
 Mode = tuple[str, ...]
 _STEPS = 60
 # Float32 numbers for each position and feature of the residual stream while a block is worked on forward and back:
-# its sums and norms, and their gradients. Counted in two compiled steps of the packaged decoder of 1.2 billion
-# parameters on a v4 mesh of 4×8: 26.1 GiB with the batch over both axes, 29.2 with matrices cut over one.
+# its sums and norms, and their gradients. Chosen to meet two compiled steps of the packaged decoder of 1.2 billion
+# parameters on a v4 mesh of 4×8: 26.1 GiB with the batch over both axes, 29.2 with matrices cut over one. Of a third,
+# which stores parameters in parts, the estimate is too much: 8.6 GiB instead of 6.8.
 STREAMS = 9
 
 
