@@ -201,6 +201,11 @@ def compress_files(
       ArchiveError: a source is no safetensors file, or a damaged one.
       OSError: reading or writing failed; files that were there stand.
     """
+    if strategy == "tropical":
+        raise CompressError(
+            "strategy: 'tropical' merges neurons of a network, and a file does not say how its tensors are connected. "
+            "Remedy: ModelCompressionAPI, with the model."
+        )
     known = ["auto", "jax", *CODECS]
     if strategy not in known:
         raise CompressError(

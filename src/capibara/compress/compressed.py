@@ -22,6 +22,7 @@ import numpy as np
 
 from capibara.compress.container import Archive
 from capibara.compress.errors import ArchiveError, CompressError, FolderError
+from capibara.compress.merged_models import MERGED, is_pairs, relu_chain, resized
 from capibara.compress.models.adapters import STRUCTURE, Adapter, adapt, assemble
 from capibara.compress.models.numbers import from_bits, is_torch
 from capibara.compress.profile import CompressionProfile
@@ -31,6 +32,7 @@ from capibara.files import replace_file
 
 if TYPE_CHECKING:
     from capibara.compress.jax_codes import CodedArrays
+    from capibara.compress.tropical import Merged
 
 __all__ = ["PROFILE", "STATS", "CompressedModel"]
 
@@ -47,6 +49,7 @@ class CompressedModel:
       path: the archive.
       stats: sizes and errors, :class:`CompressionStats`.
       profile: what was aimed at; ``None`` for an archive that was made otherwise.
+      merged: what merging neurons did, layer by layer, with Hausdorff bounds; ``None`` otherwise, and after ``load``.
 
     With ``decode=False`` or ``"auto"`` weights that were stored with ``int8``, ``int4`` or ``nf4`` stay in their codes,
     and are multiplied so (:mod:`~capibara.compress.jax_codes`, :mod:`~capibara.compress.torch_codes`): memory holds
@@ -56,6 +59,7 @@ class CompressedModel:
     path: Path
     stats: CompressionStats
     profile: CompressionProfile | None
+    merged: Merged | None = None
     _adapter: Adapter | None
     _owned: Any
 
@@ -244,6 +248,10 @@ class CompressedModel:
                     "capibara.compress.load_quantised."
                 )
             return CompressedModel(path)
+        with Archive(path) as archive:
+            if MERGED in archive.metadata:
+                model = resized(model, archive)
+                apply = relu_chain if apply is None and is_pairs(model) else apply
         return open_compressed(path, adapt(model, apply), decode=decode)
 
     def reopened(self, adapter: Adapter, decode: bool | str) -> CompressedModel:

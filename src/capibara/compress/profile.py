@@ -23,8 +23,9 @@ class CompressionProfile:
 
     Attributes:
       strategy: ``"auto"``: the codec of each tensor is the one that gives the least error for the size; ``"jax"``: the
-        same, computed by JAX where it is installed (with a warning where it is not); or the name of a codec in
-        :data:`capibara.compress.codecs.protocol.CODECS`, which is then the only one that loses anything.
+        same, computed by JAX where it is installed (with a warning where it is not); ``"tropical"``: neurons of a ReLU
+        network are merged (:mod:`~capibara.compress.merged_models`), and it stays an ordinary one; or the name of a
+        codec in :data:`capibara.compress.codecs.protocol.CODECS`, which is then the only one that loses anything.
       mode: the ratio to aim at where ``target_compression_ratio`` is ``None``: ``"lossless"`` none, so that every bit
         stays; ``"conservative"`` 2; ``"balanced"`` 4, but with a codec of fixed width (``int8``, ``int4``, ``nf4``)
         what its own width gives; ``"aggressive"`` 8.
@@ -49,7 +50,7 @@ class CompressionProfile:
     smallest: int = 4096
 
     def __post_init__(self) -> None:
-        known = ["auto", "jax", *CODECS]
+        known = ["auto", "jax", "tropical", *CODECS]
         if self.strategy not in known:
             raise CompressError(
                 f"strategy: got {self.strategy!r}, expected one of {', '.join(known)}."
@@ -80,6 +81,11 @@ class CompressionProfile:
                 f"exclude: got {self.exclude!r}, expected patterns of names, such as ('*.bias', 'head.*')"
             )
         object.__setattr__(self, "exclude", tuple(self.exclude))
+        if self.strategy == "tropical" and (self.exclude or self.smallest != 4096 or self.mode == "lossless"):
+            raise CompressError(
+                "strategy: 'tropical' merges neurons of all hidden layers, which loses something in each. "
+                "Remedy: leave exclude, smallest and mode='lossless' out."
+            )
         if not isinstance(self.smallest, int) or isinstance(self.smallest, bool) or self.smallest < 0:
             raise CompressError(f"smallest: got {self.smallest!r}, expected a whole number, 0 or more")
 

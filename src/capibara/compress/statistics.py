@@ -35,9 +35,10 @@ class CompressionStats:
     """A compressed model.
 
     Attributes:
-      original_bytes: of all tensors.
+      original_bytes: of all tensors, before neurons were merged, where they were.
       compressed_bytes: of the whole file.
-      weight_error: relative error of all weights together, √(Σ(w′ − w)² / Σw²).
+      weight_error: relative error of all weights together, √(Σ(w′ − w)² / Σw²). Where neurons were merged, of the worst
+        layer over all directions of its inputs.
       output_error: relative error of the outputs on validation data; ``None`` without any.
       accuracy, original_accuracy: on labelled validation data, else ``None``.
       fidelity: what ``preserve_accuracy_threshold`` is compared with.
@@ -106,10 +107,14 @@ def stats_of(archive: Archive, known: dict[str, Any]) -> CompressionStats:
             return None
         return float(value)
 
+    original = number("original_bytes")
+    whole = sum(e.original_bytes for e in archive)
+    if original is not None and whole <= original < 1e18:
+        whole = int(original)
     weight = number("weight_error")
     fidelity = number("fidelity")
     return CompressionStats(
-        sum(e.original_bytes for e in archive), archive.size, math.nan if weight is None else weight,
+        whole, archive.size, math.nan if weight is None else weight,
         number("output_error"), number("accuracy"), number("original_accuracy"),
         math.nan if fidelity is None else fidelity, number("seconds") or 0.0, str(known.get("executor", ""))[:40],
         tuple(tensor_stats(e, None) for e in archive),

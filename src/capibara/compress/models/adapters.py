@@ -200,12 +200,12 @@ def _call(function: Callable[..., Any], inputs: Any) -> Any:
 
 
 class TreeAdapter(Adapter):
-    """Nested containers of arrays."""
+    """Nested containers of arrays; ``apply`` runs them, or they run by themselves."""
 
     kind = "tree"
 
     def __init__(self, model: Any, apply: Callable[[Any, Any], Any] | None = None) -> None:
-        self._apply = apply
+        self.apply = apply
         arrays: dict[str, Any] = {}
         structure = _describe(model, (), arrays)
         if structure is not None:
@@ -242,7 +242,7 @@ class TreeAdapter(Adapter):
         return self.with_arrays({name: make(name) for name in self.arrays})
 
     def skeleton(self) -> TreeAdapter:
-        return TreeAdapter(self.with_arrays({name: np.empty(0) for name in self.arrays}), self._apply)
+        return TreeAdapter(self.with_arrays({name: np.empty(0) for name in self.arrays}), self.apply)
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
         """The same tree with other arrays."""
@@ -260,11 +260,11 @@ class TreeAdapter(Adapter):
 
     @property
     def runs(self) -> bool:
-        return self._apply is not None or callable(self.model)
+        return self.apply is not None or callable(self.model)
 
     def run(self, model: Any, inputs: Any) -> Any:
-        if self._apply is not None:
-            return self._apply(model, inputs)
+        if self.apply is not None:
+            return self.apply(model, inputs)
         return _call(model, inputs) if callable(model) else super().run(model, inputs)
 
 
