@@ -100,6 +100,26 @@ def test_recomputing_a_block_sums_its_activations_again() -> None:
     assert again.compute_seconds == pytest.approx(4 / 3 * kept.compute_seconds)
 
 
+@pytest.mark.parametrize(
+    ("chip", "peak", "bandwidth"),
+    [("v5e", 197e12, 2 * 50e9), ("v5p", 459e12, 2 * 100e9), ("h100-sxm", 989.5e12, 450e9)],
+)
+def test_other_chips_have_their_own_figures(chip: str, peak: float, bandwidth: float) -> None:
+    s = optimize_sharding_strategy({"w": (1024, 4096)}, (65536, 1024), (8,), chip=chip, remat="none")
+    size = 1024 * 4096 * 4
+    assert s.compute_seconds == pytest.approx(6 * 1024 * 4096 * 65536 / 8 / peak)
+    assert s.communication_seconds == pytest.approx(2 * (7 / 8 * size / bandwidth + 4 * HOP_SECONDS))
+    by_hand = optimize_sharding_strategy(
+        {"w": (1024, 4096)}, (65536, 1024), (8,), chip=chip, remat="none", link_bandwidth=1e9
+    )
+    assert by_hand.communication_seconds == pytest.approx(2 * (7 / 8 * size / 2e9 + 4 * HOP_SECONDS))
+
+
+def test_links_that_nobody_states_have_to_be_given() -> None:
+    with pytest.raises(ChipError, match="link_bandwidth="):
+        optimize_sharding_strategy({"w": (64, 64)}, (8, 64), (8,), 1.0, chip="tpu-v2")
+
+
 # ---- every layout there is ------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,9 @@ def assumptions(problem: Problem, chip: Chip) -> tuple[str, ...]:
         f"{work.tokens:,.0f} positions a step, residual stream {problem.embed} wide"
         + ("" if any(leaf.axes for leaf in problem.leaves) else ", dimensions understood from their sizes"),
         f"products at the peak of {chip.title} ({work.flops / 1e12:.4g} TFLOP/s), communication at "
-        f"{problem.links.bandwidth / 1e9:.4g} GB/s along a mesh axis, each a closed ring, nothing overlapped",
+        f"{problem.links.bandwidth / 1e9:.4g} GB/s "
+        + ("through a switch" if chip.kind == "gpu" else "along a mesh axis, each a closed ring")
+        + ", nothing overlapped",
         f"activations and gathered parameters of {work.activation_bytes} bytes a number, sums over devices of "
         f"{work.sum_bytes}; attention is causal and keeps no scores; work on single numbers takes no time",
     ]

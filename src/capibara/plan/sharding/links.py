@@ -76,10 +76,11 @@ def links_of(chip: Chip, sizes: Mapping[str, int], link_bandwidth: float | None 
         return Links(dict(sizes), 2 * link_bandwidth)
     if chip.link_bandwidth is not None:
         return Links(dict(sizes), 2 * chip.link_bandwidth)
-    if chip.interconnect_bandwidth is not None:
-        # Both ways together over all links. A GPU's go to a switch, and serve whichever axis is used.
-        rings = (chip.links_per_chip or chip.topology_dims or 1) / 2 if chip.kind == "tpu" else 1
-        return Links(dict(sizes), chip.interconnect_bandwidth / 2 / max(rings, 1))
+    if chip.interconnect_bandwidth is not None:  # both ways together, over all links
+        if chip.kind == "gpu":  # to a switch: all serve whichever axis is used
+            return Links(dict(sizes), chip.interconnect_bandwidth / 2)
+        if chip.links_per_chip:  # two to an axis of the grid
+            return Links(dict(sizes), chip.interconnect_bandwidth / chip.links_per_chip)
     raise ChipError(
         f"{chip.title}: the bandwidth of its links is not known. Give link_bandwidth=… (bytes a second, one way)"
     )
