@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 
-def main(pattern: str) -> None:
+def main(pattern: str, by_layer: bool) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -19,7 +19,7 @@ def main(pattern: str) -> None:
 
     from capibara.config import ModularModelConfig
     from capibara.core import ModularCapibaraModel
-    from capibara.plan.workloads.decoding import lower_decode, lower_prefill, serving_config
+    from capibara.plan.workloads.decoding import lower_decode, lower_prefill, serving_config, split_layers
 
     config = ModularModelConfig.from_toml(
         "demo",
@@ -28,7 +28,12 @@ def main(pattern: str) -> None:
     )  # fmt: skip
     rows, group, prompt, answer = 4, 2, 5, 4
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    given: Any = {"config": config.to_dict(), "dtype": "float32", "cache_length": prompt + answer}
+    given: Any = {
+        "config": config.to_dict(),
+        "dtype": "float32",
+        "cache_length": prompt + answer,
+        "by_layer": by_layer,
+    }
     prefill = lower_prefill(mesh, rows=rows, group=group, prompt_length=prompt, **given)
     decode = lower_decode(mesh, rows=rows, **given)
     model = ModularCapibaraModel(serving_config(config, "float32"))
@@ -41,7 +46,8 @@ def main(pattern: str) -> None:
     fill, step = prefill.lowered.compile(), decode.lowered.compile()
     where = fill.input_shardings[0]
     put = jax.device_put
-    cache = put(model.init_cache(rows, prompt + answer), where[2])
+    empty = model.init_cache(rows, prompt + answer)
+    cache = put(split_layers(empty, model) if by_layer else empty, where[2])
     first = np.zeros((rows, 1), np.int32)
     for place in range(2):
         mine = np.array([place, 2 + place])
@@ -68,4 +74,4 @@ def main(pattern: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] == ["by layer"])

@@ -44,6 +44,7 @@ def plan_serving(
     latency_ms_per_token: float | None = None,
     time_to_first_token_ms: float | None = None,
     dtype: str = "bfloat16",
+    by_layer: bool = False,
     mesh: Mapping[str, int] | None = None,
     view: str | None = None,
     memory_limit_gb: float | None = None,
@@ -73,6 +74,8 @@ def plan_serving(
       latency_ms_per_token: milliseconds that may lie between two tokens of an answer.
       time_to_first_token_ms: milliseconds until the last request of a batch has its first token.
       dtype: of weights, arithmetic and cache: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+      by_layer: whether decoding has its layers unrolled and each layer's cache in arrays of its own
+        (:func:`capibara.plan.workloads.decoding.split_layers`): less memory and time a token, minutes to compile.
       mesh: ``{"data": 1, "model": 4}``, for one slice; by default the most promising by arithmetic.
       view, memory_limit_gb: as :func:`capibara.plan.plan`.
       compile: whether to compile; without, and where there is no compiler, the figures are arithmetic and say so.
@@ -90,7 +93,7 @@ def plan_serving(
       CompilationError: the compiler failed for another reason than memory.
     """
     settings = _config(config)
-    task = _task(settings, prompt_length, output_length, dtype)
+    task = _task(settings, prompt_length, output_length, dtype, by_layer)
     latency = _milliseconds("latency_ms_per_token", latency_ms_per_token)
     first = _milliseconds("time_to_first_token_ms", time_to_first_token_ms)
     for name, value, least in (
@@ -388,7 +391,7 @@ def _config(config: Any) -> ModularModelConfig:
     raise PlanError(f"config is {type(config).__name__}, expected a ModularModelConfig, its name or path")
 
 
-def _task(config: ModularModelConfig, prompt: int, output: int, dtype: str) -> ServingTask:
+def _task(config: ModularModelConfig, prompt: int, output: int, dtype: str, by_layer: bool) -> ServingTask:
     for name, value in (("prompt_length", prompt), ("output_length", output)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LONGEST:
             raise PlanError(f"{name}={value!r} must be a whole number of tokens from 1 to {_LONGEST}")
@@ -402,7 +405,9 @@ def _task(config: ModularModelConfig, prompt: int, output: int, dtype: str) -> S
         raise PlanError(
             f"dtype={dtype!r} must be one of {', '.join(ITEM_SIZES)}.{did_you_mean(str(dtype), tuple(ITEM_SIZES))}"
         )
-    return ServingTask(config, dtype, prompt, output)
+    if not isinstance(by_layer, bool):
+        raise PlanError(f"by_layer={by_layer!r} must be True or False")
+    return ServingTask(config, dtype, prompt, output, by_layer)
 
 
 def _milliseconds(name: str, value: Any) -> float | None:
