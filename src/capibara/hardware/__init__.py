@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from capibara.lazy import on_demand
 
 if TYPE_CHECKING:
     from capibara.hardware.catalogue import chip_for_device_kind, get_chip, list_chips
@@ -68,16 +69,5 @@ _HOMES = {
     ),
     "topology": ("Topology", "TopologyError", "parse_topology"),
 }
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_demand(__name__, _HOMES)

@@ -6,8 +6,9 @@ utilisation is quoted against; :func:`count_flops` counts a function's arithmeti
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from capibara.lazy import on_demand
 
 if TYPE_CHECKING:
     from capibara.measure.flops import FlopCount, count_flops
@@ -38,16 +39,5 @@ _HOMES = {
     "memory": ("MemorySnapshot", "memory_snapshot"),
     "timing": ("MeasureError", "Row", "Table", "interleaved"),
 }
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_demand(__name__, _HOMES)

@@ -8,8 +8,9 @@ unknown price is an error.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from capibara.lazy import on_demand
 
 if TYPE_CHECKING:
     from capibara.plan.cost.choices import Considered, CostChoice, NothingAffordableError
@@ -31,16 +32,5 @@ _HOMES = {
     "operations": ("OperationCost", "estimate_operation_cost", "operation_cost"),
     "optimizer": ("TpuCostOptimizer",),
 }
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_demand(__name__, _HOMES)

@@ -8,8 +8,9 @@ makes the mesh of a training run. Everything here uses :class:`capibara.config.a
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from capibara.lazy import on_demand
 
 if TYPE_CHECKING:
     from capibara.plan.sharding.meshes import MeshSharding, create_mesh_sharding, create_training_mesh
@@ -32,16 +33,5 @@ _HOMES = {
     "optimize": ("optimize_sharding_strategy",),
     "strategy": ("Alternative", "ArraySharding", "MemoryUse", "ShardingStrategy"),
 }
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_demand(__name__, _HOMES)
