@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +91,46 @@ def test_a_process_that_dies_or_hangs(cache):
 
 
 @needs_libtpu
+def test_a_process_that_dies_costs_one_result(cache):
+    found = dict(compile_programs([job("dying"), job("product", rows=512)], cache=cache, workers=1))
+    assert found[0].status == "error"
+    assert "these are my last words" in found[0].message
+    assert found[1].status == "ok"
+
+
+@needs_libtpu
+def test_compiling_ends_with_the_process_that_asked(cache, tmp_path):
+    """Also when that one is killed, which no handler sees."""
+    said = tmp_path / "pid"
+    code = (
+        "from test_compiler import job, ProgramCache, compile_program\n"
+        f"compile_program(job('telling', path={str(said)!r}), cache=ProgramCache({str(tmp_path / 'cache')!r}))"
+    )
+    asking = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(Path(__file__).parent)])},
+    )
+    try:
+        while not said.exists() and asking.poll() is None:
+            time.sleep(0.1)
+        worker = int(said.read_text())
+        os.kill(worker, 0)
+    finally:
+        asking.send_signal(signal.SIGKILL)
+        asking.wait()
+    with contextlib.suppress(ProcessLookupError):
+        while "Z" not in _state(worker):
+            time.sleep(0.1)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        raise ProcessLookupError from None
+
+
+@needs_libtpu
 def test_the_mesh_has_to_have_the_slices_devices(cache):
     wrong = Job(builder="plan_builders:product", params={"rows": 8}, slice=parse_slice("v4-32"), mesh=MESH)
     found = compile_program(wrong, cache=cache)
@@ -121,6 +168,92 @@ def test_damaged_results_are_not_used(tmp_path):
     # A compiled program whose text is gone is no result either.
     path.write_text(whole.replace('"oom"', '"ok"'))
     assert store.get("k") is None
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("size", ["x", -(1 << 60), 1.5, True, None, DEEP])
+def test_sizes_are_whole_numbers(tmp_path, size):
+    store = ProgramCache(tmp_path)
+    store.put(
+        "k", CompiledProgram(status="oom", memory=Memory(arguments=1, outputs=2, aliased=0, temporaries=3))
+    )
+    path, _ = store.paths("k")
+    assert store.get("k") is not None
+    data = json.loads(path.read_text())
+    data["memory"]["temporaries"] = size
+    path.write_text(DEEP if size is DEEP else json.dumps(data))
+    assert store.get("k") is None
+
+
+def test_a_damaged_text_is_compiled_again(tmp_path):
+    store = ProgramCache(tmp_path)
+    memory = Memory(arguments=1, outputs=2, aliased=0, temporaries=3)
+    _, text = store.paths("k")
+    whole = gzip.compress(b"HloModule x" * 100)
+    text.write_bytes(whole)
+    store.put("k", CompiledProgram(status="ok", memory=memory))
+    found = store.get("k")
+    assert found is not None
+    assert found.text == "HloModule x" * 100
+    for damaged in (b"", whole[:30], whole[:12] + b"\xff" * 9 + whole[21:], gzip.compress(b"\xff\xfe")):
+        text.write_bytes(damaged)
+        assert store.get("k") is None
+        # One that was handed out before says so, too.
+        with pytest.raises(PlanError, match="cannot be read"):
+            _ = CompiledProgram(status="ok", memory=memory, text_path=text).text
+
+
+def test_what_is_dropped_is_ours_and_unused(tmp_path, monkeypatch):
+    """A folder that somebody names may hold what is dear to them."""
+    monkeypatch.setattr("capibara.plan.compiler.cache._MOST_BYTES", 250)
+    store = ProgramCache(tmp_path)
+    old = time.time() - 7200
+    used, unused = "a" * 64, "b" * 64
+    for key in (used, unused):
+        _, text = store.paths(key)
+        text.write_bytes(gzip.compress(key.encode()))
+        store.put(key, CompiledProgram(status="ok"))
+    mine = tmp_path / "thesis.json"
+    mine.write_text("x" * 1000)
+    for path in tmp_path.iterdir():
+        os.utime(path, (old, old))
+    assert store.get(used) is not None
+    store.put("c" * 64, CompiledProgram(status="oom"))
+    assert mine.exists()
+    assert store.get(used) is not None
+    assert store.get(unused) is None
+    assert not store.paths(unused)[1].exists()
+
+
+def test_what_cannot_be_kept_is_said_before_compiling(tmp_path, monkeypatch):
+    monkeypatch.setattr("capibara.plan.compiler.pool.find_compiler", lambda: Compiler("1.0", None))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"cannot be kept in .*file/x.*--cache"):
+        compile_program(job("product", rows=8), cache=ProgramCache(tmp_path / "file" / "x"))
+    for workers in (0, -1, True, 1.5):
+        with pytest.raises(PlanError, match="workers="):
+            list(compile_programs([job("product", rows=8)], cache=ProgramCache(tmp_path), workers=workers))  # type: ignore[arg-type]
+
+
+def test_keys_depend_on_the_environment(tmp_path, monkeypatch):
+    store, compiler = ProgramCache(tmp_path), Compiler("1.0", None)
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    keys = [store.key(job("product", rows=8), compiler)]
+    for name, value in (
+        ("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=1"),
+        ("JAX_DEFAULT_MATMUL_PRECISION", "highest"),
+        ("XLA_FLAGS", "--xla_some=1"),
+    ):
+        monkeypatch.setenv(name, value)
+        keys.append(store.key(job("product", rows=8), compiler))
+    assert len(set(keys)) == 4
+    # Emulated devices of the asking process are none of the worker's.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_some=1 --xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    assert store.key(job("product", rows=8), compiler) == keys[-1]
 
 
 def test_keys_depend_on_everything(tmp_path):

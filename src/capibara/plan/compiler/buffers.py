@@ -87,12 +87,14 @@ def read_heap(folder: Path) -> int | None:
     """
     found = None
     for report in Path(folder).glob("*after_optimizations-buffer-assignment.txt"):
-        size = 0
+        size, allocations = 0, 0
         for line in _lines(report):
+            allocations += line.startswith("allocation ")
             if line.startswith("allocation ") and "preallocated-temp" in line and ", color " not in line:
                 match = _ALLOCATION.match(line)
                 size += int(match[1]) if match else 0
-        found = max(found or 0, size)
+        if allocations:  # else it is empty, for a disk was full
+            found = max(found or 0, size)
     return found
 
 

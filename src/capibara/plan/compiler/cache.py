@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ __all__ = ["ProgramCache"]
 _ROOT = Path(capibara.__file__).parent
 # What a lowered program can depend on; planning's own reading of programs is not among it.
 _ROOMS = ("config", "compose", "core", "ops", "vq", "train", "serve", "plan/workloads", "plan/compiler")
+_FILES = ("plan/layout.py", "plan/slices.py")
 _MOST_BYTES = 4 << 30
 _MOST_JSON = 64 << 20
+# What this module, the pool and step_work write. A folder may hold files of somebody else.
+_OURS = re.compile(r"[0-9a-f]{64}\.(json|hlo\.gz|exported)|\.[0-9a-f]{64}\.[\w.]*\.tmp")
 
 
 class ProgramCache:
@@ -46,6 +50,8 @@ class ProgramCache:
             "libtpu": compiler.version,
             "jax": importlib.metadata.version("jax"),
             "jaxlib": importlib.metadata.version("jaxlib"),
+            "optax": _version("optax"),
+            "settings": compiler.settings(),
             "code": _code_hash(),
             "builder": _file_hash(job.builder.partition(":")[0]),
         }
@@ -61,26 +67,31 @@ class ProgramCache:
         try:
             if path.stat().st_size > _MOST_JSON:
                 return None
-            found = CompiledProgram.from_json(json.loads(path.read_bytes()), text, cached=True)
-        except (OSError, ValueError, PlanError):
+            data = json.loads(path.read_bytes())
+            found = CompiledProgram.from_json(data, text, cached=True)
+            if found.status == "ok" and data.get("text_sha256") != _digest(text):
+                return None
+        except (OSError, ValueError, RecursionError, PlanError):
             return None
-        if found.status == "ok" and not text.is_file():
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)
+        for each in (path, text):
+            with contextlib.suppress(OSError):
+                os.utime(each)
         return found
 
     def put(self, key: str, result: CompiledProgram) -> None:
         """Keep a result whose text, if it has one, is in the cache's file already."""
-        path, _ = self.paths(key)
+        path, text = self.paths(key)
         self.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(result.to_json()))
+        digest = {"text_sha256": _digest(text)} if result.status == "ok" else {}
+        replace_file(path, json.dumps({**result.to_json(), **digest}))
         self._prune()
 
     def _prune(self) -> None:
         """Drop the results that nobody asked for longest, where all take more than the folder may."""
         sizes: list[tuple[float, int, Path]] = []
-        for path in self.folder.glob("*"):
+        for path in self.folder.iterdir():
+            if not _OURS.fullmatch(path.name):
+                continue
             with contextlib.suppress(OSError):
                 stat = path.stat()
                 sizes.append((stat.st_mtime, stat.st_size, path))
@@ -94,11 +105,24 @@ class ProgramCache:
                 total -= size
 
 
+def _digest(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 @functools.cache
 def _code_hash() -> str:
     digest = hashlib.sha256()
-    for room in _ROOMS:
-        for path in sorted((_ROOT / room).rglob("*.py")):
+    for room in (*_ROOMS, *_FILES):
+        place = _ROOT / room
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
             digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

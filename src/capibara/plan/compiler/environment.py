@@ -17,6 +17,17 @@ __all__ = ["Compiler", "find_compiler"]
 VARIABLE = "CAPIBARA_LIBTPU"
 
 
+# Settings of JAX and Capibara that change no compiled program.
+_WITHOUT_EFFECT = {
+    "CAPIBARA_PRICES",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_NUM_CPU_DEVICES",
+    "JAX_PLATFORMS",
+    "JAX_TRACEBACK_FILTERING",
+    VARIABLE,
+}
+
+
 @dataclass(frozen=True)
 class Compiler:
     """An installed ``libtpu``.
@@ -28,6 +39,14 @@ class Compiler:
 
     version: str
     path: str | None
+
+    def settings(self) -> dict[str, str]:
+        """What of this process's environment a compiled program can depend on: flags of XLA and libtpu, settings of
+        JAX and Capibara."""
+        names = {"XLA_FLAGS", "LIBTPU_INIT_ARGS"}
+        names |= {name for name in os.environ if name.startswith(("JAX_", "CAPIBARA_"))} - _WITHOUT_EFFECT
+        found = self.environment()
+        return {name: found[name] for name in sorted(names) if found.get(name)}
 
     def environment(self) -> dict[str, str]:
         """Variables for a process that compiles for TPUs and runs on the CPU."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -140,11 +141,13 @@ class CompiledProgram:
         try:
             with gzip.open(self.text_path, "rb") as stream:
                 data = stream.read(MAX_TEXT + 1)
-        except (OSError, EOFError) as error:
+            if not data:  # an empty file is an empty archive to gzip
+                raise EOFError("it is empty")
+            if len(data) > MAX_TEXT:
+                raise PlanError(f"{self.text_path}: the text of the program is longer than {MAX_TEXT} bytes")
+            return data.decode()
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise PlanError(f"{self.text_path}: the text of the program cannot be read: {error}") from error
-        if len(data) > MAX_TEXT:
-            raise PlanError(f"{self.text_path}: the text of the program is longer than {MAX_TEXT} bytes")
-        return data.decode()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without the text."""
@@ -183,16 +186,24 @@ class CompiledProgram:
                 raise ValueError(f"status {rest['status']!r}")
             return cls(
                 **rest,
-                memory=None if data["memory"] is None else Memory(**data["memory"]),
+                memory=None if data["memory"] is None else _memory(data["memory"]),
                 coordinates=tuple(tuple(int(n) for n in each) for each in data["coordinates"]),
                 buffers=tuple(data["buffers"]),
                 text_path=text_path if rest["status"] == "ok" else None,
                 cached=cached,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is no result of a compilation: {error!r}") from None
 
     def __str__(self) -> str:
         if self.memory is not None:
             return f"compiled: {self.memory.total / 2**30:.2f} GiB a device, {self.compile_seconds:.1f} s"
         return f"{self.status}: {json.dumps(self.message[:200])}"
+
+
+def _memory(data: Mapping[str, Any]) -> Memory:
+    own = [(name, size) for name, size in data.items() if name != "kinds"]
+    for name, size in (*own, *data["kinds"].items()):
+        if isinstance(size, bool) or not isinstance(size, int) or abs(size) >= 1 << 60:
+            raise ValueError(f"{name} is {size!r:.100}, expected bytes")
+    return Memory(**data)

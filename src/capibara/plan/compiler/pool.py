@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from capibara.files import replace_file
 from capibara.plan.compiler.cache import ProgramCache
 from capibara.plan.compiler.environment import Compiler, find_compiler
 from capibara.plan.compiler.job import CompiledProgram, Job
@@ -47,7 +47,11 @@ def compile_program(
       CompilationError: the process died or took longer than ``timeout`` seconds. A program that the compiler refuses is
         a result, not an error.
     """
-    return next(iter(compile_programs([job], cache=cache, timeout=timeout)))[1]
+    with contextlib.closing(_results([job], cache, None, timeout, None)) as results:
+        _, found = next(results)
+    if isinstance(found, CompilationError):
+        raise found
+    return found
 
 
 def compile_programs(
@@ -60,15 +64,33 @@ def compile_programs(
 ) -> Iterator[tuple[int, CompiledProgram]]:
     """Compile programs side by side; gives ``(number of the job, result)`` as each is done.
 
-    Closing the iterator, or an interrupt, stops the processes.
+    Closing the iterator, or an interrupt, stops the processes. A process that dies or takes too long is a result with
+    the status ``"error"``, so that the others go on.
 
     Args:
       workers: how many at a time; by default :func:`default_workers`.
       started: called with a job's number when its process starts (not for what the cache knows).
 
     Raises:
-      CompilerMissingError, CompilationError: as :func:`compile_program`.
+      CompilerMissingError: there is no TPU compiler here.
+      PlanError: the number of workers is wrong, or the cache's folder cannot be written to.
     """
+    with contextlib.closing(_results(jobs, cache, workers, timeout, started)) as results:
+        for number, found in results:
+            if isinstance(found, CompilationError):
+                found = CompiledProgram(status="error", message=str(found))
+            yield number, found
+
+
+def _results(
+    jobs: Iterable[Job],
+    cache: ProgramCache | None,
+    workers: int | None,
+    timeout: float,
+    started: Callable[[int], None] | None,
+) -> Generator[tuple[int, CompiledProgram | CompilationError], None, None]:
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
+        raise PlanError(f"workers={workers!r} must be a whole number of at least 1")
     compiler = find_compiler()
     cache = ProgramCache() if cache is None else cache
     waiting: list[tuple[int, Job, str]] = []
@@ -80,16 +102,20 @@ def compile_programs(
             waiting.append((number, job, key))
     if not waiting:
         return
+    _check_writable(cache.folder)
     running = _Running()
     pool = ThreadPoolExecutor(min(workers or default_workers(), len(waiting)))
 
-    def one(number: int, job: Job, key: str) -> CompiledProgram:
+    def one(number: int, job: Job, key: str) -> CompiledProgram | CompilationError:
         if started is not None and not running.stopped:
             started(number)
-        return _run(job, key, compiler, cache, running, timeout)
+        try:
+            return _run(job, key, compiler, cache, running, timeout)
+        except CompilationError as error:
+            return error
 
     try:
-        futures: dict[Future[CompiledProgram], int] = {
+        futures: dict[Future[CompiledProgram | CompilationError], int] = {
             pool.submit(one, number, job, key): number for number, job, key in waiting
         }
         while futures:
@@ -99,6 +125,18 @@ def compile_programs(
     finally:
         running.stop()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _check_writable(folder: Path) -> None:
+    """Before half a minute is spent on what cannot be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PlanError(
+            f"compiled programs cannot be kept in {folder}: {error.strerror}. Name another folder (cache=, --cache)"
+        ) from error
 
 
 class _Running:
@@ -142,9 +180,9 @@ def _run(
         (folder / "job.json").write_text(json.dumps(job.to_json()))
         with open(folder / "words", "wb") as words:
             process = subprocess.Popen(
-                [sys.executable, "-m", "capibara.plan.compiler.worker", name],
+                [sys.executable, "-m", "capibara.plan.compiler.worker", name, "--until-stdin-ends"],
                 env=compiler.environment(),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # closed when this process ends, however it does
                 stdout=words,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -159,6 +197,8 @@ def _run(
             finally:
                 _kill(process)
                 process.wait()
+                if process.stdin is not None:
+                    process.stdin.close()
                 running.remove(process)
         if running.stopped:
             raise CompilationError("stopped")
@@ -174,10 +214,13 @@ def _run(
             # The reason may lie outside of what the key knows (a missing file …): not kept.
             return result
         _, text = cache.paths(key)
-        if result.status == "ok":
-            text.parent.mkdir(parents=True, exist_ok=True)
-            partial = text.with_name(f".{text.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-            shutil.copyfile(folder / "program.hlo.gz", partial)
-            os.replace(partial, text)
-        cache.put(key, result)
+        try:
+            if result.status == "ok":
+                replace_file(text, (folder / "program.hlo.gz").read_bytes())
+            cache.put(key, result)
+        except OSError as error:
+            raise PlanError(
+                f"a compiled program cannot be kept in {cache.folder}: {error.strerror}. Name another folder "
+                "(cache=, --cache)"
+            ) from error
     return CompiledProgram.from_json(result.to_json(), text if result.status == "ok" else None)

@@ -1,7 +1,8 @@
-"""The process that compiles: ``python -m capibara.plan.compiler.worker FOLDER``.
+"""The process that compiles: ``python -m capibara.plan.compiler.worker FOLDER [--until-stdin-ends]``.
 
 ``FOLDER/job.json`` says what; ``FOLDER/result.json`` and ``FOLDER/program.hlo.gz`` are what comes of it. The exit code
-is 0 whenever there is a result, also that of a program that does not fit.
+is 0 whenever there is a result, also that of a program that does not fit. With ``--until-stdin-ends`` it does not
+outlive the process that started it with a pipe, whatever ended that one.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -129,5 +132,12 @@ def _needed(text: str) -> int | None:
     return None
 
 
+def _end_with_stdin() -> None:
+    os.read(0, 1)  # nothing is ever written: it returns when the other end is closed
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    if "--until-stdin-ends" in sys.argv[2:]:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
     sys.exit(main(sys.argv[1]))
