@@ -1,9 +1,9 @@
 """The planner's estimate of a train step's memory, against the real TPU compiler's figure.
 
 The cases stand in ``tests/plan/memory_grid.json`` with what the compiler said: decoders from 110 million to 70 billion
-parameters on v4, v5e, v5p and v6e slices, all meshes and ways of sharding, rematerialisation and microbatches. The
-counts of :mod:`capibara.plan.memory.working_set` were fitted to them, but for the rows marked *held out*, which were
-compiled afterwards and changed nothing.
+parameters on v4, v5e, v5p and v6e slices, all meshes and ways of sharding, rematerialisation and microbatches, with
+products cut into windows (the compiler's habit) and whole. The counts of :mod:`capibara.plan.memory.working_set` were
+fitted to them, but for the rows marked *held out*, which were compiled afterwards and changed nothing.
 
 By itself it compares the recorded figures, in seconds. ``--compile N`` has the compiler lay N cases out anew
 (no TPU is needed; 10 to 60 seconds each; spread over the table); ``--record`` writes what it says into the file.
@@ -88,7 +88,7 @@ def load_cases(path: Path = GRID) -> tuple[tuple[Case, ...], Mapping[str, str]]:
             Case(
                 name=row["name"],
                 config=base.replace(model=model, train=train),
-                layout=Layout.from_json({**row["layout"], "flags": data["flags"]}),
+                layout=Layout.from_json({**row["layout"], "flags": data["flags"][row["flags"]]}),
                 target=parse_slice(row["slice"], row.get("view")),
                 arguments=row["arguments"],
                 total=row["total"],

@@ -87,7 +87,7 @@ def test_arrays_of_the_compiler_are_named_by_what_they_have_the_shape_of():
         "blocks/up",
         "a gradient, or a copy, of the shape of blocks/up",
         "a copy in bfloat16 of the shape of blocks/up",
-        "kept for the backward pass by each repetition",
+        "kept for the backward pass",
         "",
         "blocks/product",
         "",

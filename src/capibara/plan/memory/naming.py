@@ -23,12 +23,14 @@ def named(buffers: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
         if each["kind"] == "parameters" and dimensions and each.get("place"):
             owners.setdefault(_sorted(dimensions), (dtype, each["place"]))
     for each in listed:
-        if each["kind"] != "temporary" or each.get("place"):
+        if each["kind"] != "temporary":
             continue
         dtype, dimensions = _parts(each["shape"])
         owner = owners.get(_sorted(dimensions))
         if re.search(r"jvp\(\)/while$", each["op_name"]) and "transpose" not in each["op_name"]:
-            each["place"] = "kept for the backward pass by each repetition"
+            each["place"] = ", ".join(filter(None, (each.get("place"), "kept for the backward pass")))
+        elif each.get("place"):
+            continue
         elif owner is not None and not each["op_name"]:
             what = "a gradient, or a copy," if dtype == owner[0] else f"a copy in {_long(dtype)}"
             each["place"] = f"{what} of the shape of {owner[1]}"

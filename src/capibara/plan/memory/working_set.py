@@ -15,9 +15,11 @@ them once, before the loop.
 
 The counts below say how many such values are alive together. Those of what is kept are the residuals that JAX's
 differentiation of a block stores. Those of a block's backward pass were fitted to the compiler's figures for the
-programs of ``benchmarks/plan_memory.py`` (libtpu 0.0.42): one set of four for all meshes and slices, and one for v4 and
-v5e where more than 32 devices along ``data`` have fewer tokens each than the stream is wide: there the float32
-gradients of all matrices of a block, and of the vocabulary's table, wait for an all-reduce at the end.
+programs of ``benchmarks/plan_memory.py`` (libtpu 0.0.42), in three sets of four: one for all meshes and slices; one for
+a ``model`` axis where the compiler is told not to cut products into windows, which leaves the derivative of the logits
+no reason to wait; and one for v4 and v5e where more than 32 devices along ``data`` have fewer tokens each than the
+stream is wide: there the float32 gradients of all matrices of a block, and of the vocabulary's table, wait for an
+all-reduce at the end.
 
 Attention is taken to run as a kernel that stores no scores, which is what a step over a mesh compiles to.
 """
@@ -38,14 +40,17 @@ _TILE = 128
 # In one block's backward pass, at its fullest: values as wide as the stream and as the feed-forward layer; logits;
 # feed-forward matrices, and tables of the vocabulary, in the compute dtype (a gradient in float32 counts twice).
 _ALIVE = (10.5, 4.0, 1.4, 4.5, 0.0)
+_ALIVE_WHOLE = (11.0, 4.0, 0.0, 6.0, 0.0)
 _ALIVE_DEFERRED = (4.0, 2.0, 2.0, 9.0, 2.0)
+# The compiler's option for which products it cuts into windows, and from where on that is none.
+_WINDOWS, _NO_WINDOWS_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib", 10_000
 # Of a block that is not attention: values as wide as its own inner width that it keeps with its matrix products kept,
 # and without rematerialisation, and that its backward pass has beside the others'. A state-space block's recurrence
 # keeps matrices between the tokens of a chunk in float32.
 _OWN = {"ssm": (2.0, 36.0, 9.0), "vq": (1.0, 4.0, 2.0)}
 # Of the moments in the hosts' memory, what is here in the fullest moment: the step begins by fetching them, and the
-# compiler moves some of that later.
-_FETCHED = 0.55
+# compiler moves that later, on v4 nearly all of it (four programs, so the least certain of these figures).
+_FETCHED, _FETCHED_V4 = 0.6, 0.2
 # Of parameters that are whole on every device though their moments are not: copies that are kept while the new ones
 # are gathered into their place.
 _REPLACED = 0.2
@@ -121,7 +126,7 @@ def working_set(
     logits = w.values(w.words)
     table = w.words * w.stream * w.compute
     loss = logits + logits * w.accumulate // w.compute + table + 2 * w.values(w.stream)
-    stream, inner, words, matrices, tables = _ALIVE_DEFERRED if _deferred(layout, target, w) else _ALIVE
+    stream, inner, words, matrices, tables = _alive(layout, target, w)
     block = (
         stream * w.values(w.stream)
         + inner * w.values(w.inner)
@@ -133,7 +138,10 @@ def working_set(
     copies = parameters * w.compute // stored if w.compute != stored else 0
     if layout.rules != layout.optimizer_rules:
         copies += int(_REPLACED * sum(b.bytes for b in arguments if b.kind == "parameters"))
-    fetched = int(_FETCHED * sum(b.padded for b in arguments if b.on_host))
+    fetched = int(
+        (_FETCHED_V4 if target.generation == "v4" else _FETCHED)
+        * sum(b.padded for b in arguments if b.on_host)
+    )
     return WorkingSet(
         kept=kept,
         fetched=fetched,
@@ -146,13 +154,19 @@ def working_set(
     )
 
 
-def _deferred(layout: Layout, target: Slice, w: _Widths) -> bool:
-    """Whether gradients of a block's matrices are reduced together, at its end."""
-    if target.generation not in ("v4", "v5e") or target.view == "core" or layout.remat != "full":
-        return False
+def _alive(layout: Layout, target: Slice, w: _Widths) -> tuple[float, float, float, float, float]:
+    """The counts of this layout."""
     sizes = layout.axis_sizes
-    split = sizes.get("model", 1) * sizes.get("tensor", 1) > 1
-    return not split and layout.num_devices > _MANY_DEVICES and w.tokens < w.stream
+    if sizes.get("model", 1) * sizes.get("tensor", 1) > 1:
+        return _ALIVE_WHOLE if _whole_products(layout) else _ALIVE
+    few = w.tokens < w.stream and layout.num_devices > _MANY_DEVICES
+    late = target.generation in ("v4", "v5e") and target.view == "chip" and layout.remat == "full"
+    return _ALIVE_DEFERRED if few and late else _ALIVE
+
+
+def _whole_products(layout: Layout) -> bool:
+    given = layout.compiler_options.get(_WINDOWS, "0")
+    return given.isdigit() and int(given) >= _NO_WINDOWS_MIB
 
 
 def _widths(config: ModularModelConfig, layout: Layout, rows: int) -> _Widths:
