@@ -2,9 +2,9 @@
 
 Every row of ``_maxtext/rows.toml`` is compiled for its slice by the real TPU compiler (no TPU is needed; about 1.5
 minutes of one core each the first time, kept in ``~/.cache/capibara/calibration``), read and timed as a plan's step is.
-*Raw* has no constant fitted to anything. *Fitted* has three: what a predicted second of computing (matrix products and
-kernels), of memory (all other work) and of communication that nothing hides takes in truth. *Left out*: each row with
-constants from the other rows.
+*Raw* has no constant fitted to anything. *Fitted* has one: what a predicted second takes in truth. *Left out*: each row
+with the constant of the other rows. Below the table is what three constants would do, one each for computing (matrix
+products and kernels), memory (all other work) and communication that nothing hides.
 
 ``ratio`` is predicted over published, raw: 1 is right. Run in the repository's root.
 """
@@ -23,6 +23,8 @@ import numpy as np
 from benchmarks._maxtext.fit import fit, leave_one_out, median_error
 from benchmarks._maxtext.rows import PublishedRow, load_rows
 
+LONG = "15 compilations of a minute and a half each, unless cached"
+
 __all__ = ["CONSTANTS", "Calibration", "Prediction", "calibrate", "run"]
 
 CONSTANTS = ("compute", "memory", "communication")
@@ -36,7 +38,7 @@ class Prediction:
     Attributes:
       row: what was published.
       seconds: predicted, nothing fitted; ``low`` and ``high`` are the planner's own range.
-      parts: seconds of computing, memory and communication that nothing hides, which :data:`CONSTANTS` multiply.
+      parts: seconds of computing, memory and communication that nothing hides; their sum is ``seconds``.
       hidden: seconds of exchanges beside work.
       hbm_bytes: of one chip, from the compiler. usable_bytes: what it lets a program have.
     """
@@ -62,15 +64,19 @@ class Calibration:
 
     Attributes:
       predictions: one a row, in the order of the rows.
-      constants: fitted to all rows, by the names in :data:`CONSTANTS`.
-      fitted, left_out: seconds a row, with these constants and with those of the other rows.
+      scale: what a predicted second takes in truth, fitted to all rows.
+      fitted, left_out: seconds a row, with that constant and with that of the other rows.
+      constants: fitted to all rows, one for each of :data:`CONSTANTS` instead of one for all.
+      left_out_three: seconds a row with three constants of the other rows.
       missing: names of published rows that were not compiled.
     """
 
     predictions: tuple[Prediction, ...]
-    constants: dict[str, float]
+    scale: float
     fitted: tuple[float, ...]
     left_out: tuple[float, ...]
+    constants: dict[str, float]
+    left_out_three: tuple[float, ...]
     missing: tuple[str, ...] = ()
 
     @property
@@ -82,7 +88,7 @@ class Calibration:
     def errors(self) -> dict[str, float]:
         """Median relative errors."""
         raw = [p.seconds for p in self.predictions]
-        sides = {"raw": raw, "fitted": self.fitted, "left out": self.left_out}
+        sides = {"raw": raw, "fitted": self.fitted, "left out": self.left_out, "three": self.left_out_three}
         return {name: median_error(side, self.published) for name, side in sides.items()}
 
     def to_markdown(self) -> str:
@@ -119,9 +125,13 @@ class Calibration:
                 f"{p.usable_bytes / 2**30:.1f}" + ("" if p.fits else " (does not fit)"),
             )
             lines.append("| " + " | ".join(cells) + " |")
-        medians = ", ".join(f"{name} {value:.1%}" for name, value in self.errors.items())
-        constants = ", ".join(f"{name} {value:.3f}" for name, value in self.constants.items())
-        lines += ["", f"Median error: {medians}. Constants: {constants}."]
+        errors = {name: f"{value:.1%}" for name, value in self.errors.items()}
+        three = ", ".join(f"{name} {value:.2f}" for name, value in self.constants.items())
+        lines += [
+            "",
+            f"Median error: raw {errors['raw']}, fitted {errors['fitted']}, left out {errors['left out']}. A predicted "
+            f"second takes {self.scale:.3f} s. Three constants in place of one ({three}): left out {errors['three']}.",
+        ]
         if self.missing:
             lines.append(f"Not compiled yet: {', '.join(self.missing)}.")
         return "\n".join(lines)
@@ -152,7 +162,7 @@ class Calibration:
                 [self.left_out[i] for i in chosen],
                 "x",
                 color=colour,
-                label=f"{generation}, constants from the other rows",
+                label=f"{generation}, scaled by the other rows",
             )
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
         ticks = [t for t in (5, 10, 20, 50, 100, 200) if ends[0] < t < ends[1]]
@@ -196,13 +206,16 @@ def calibrate(predictions: Sequence[Prediction]) -> Calibration:
     if len(predictions) <= len(CONSTANTS):
         raise ValueError(f"{len(predictions)} predictions, expected at least {len(CONSTANTS) + 1}")
     parts = np.array([p.parts for p in predictions])
+    raw = np.array([[p.seconds] for p in predictions])
     published = np.array([p.row.seconds for p in predictions])
-    constants = fit(parts, published)
+    scale = fit(raw, published)
     return Calibration(
         predictions=tuple(predictions),
-        constants=dict(zip(CONSTANTS, map(float, constants), strict=True)),
-        fitted=tuple(map(float, parts @ constants)),
-        left_out=tuple(map(float, leave_one_out(parts, published))),
+        scale=float(scale[0]),
+        fitted=tuple(map(float, raw @ scale)),
+        left_out=tuple(map(float, leave_one_out(raw, published))),
+        constants=dict(zip(CONSTANTS, map(float, fit(parts, published)), strict=True)),
+        left_out_three=tuple(map(float, leave_one_out(parts, published))),
         missing=tuple(row.name for row in load_rows() if row.name not in {p.row.name for p in predictions}),
     )
 

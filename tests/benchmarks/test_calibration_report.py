@@ -46,7 +46,7 @@ def test_the_table_has_every_row_and_says_what_does_not_fit():
         (line,) = [line for line in lines if line.startswith(f"| {row.name} |")]
         assert f"| {row.seconds:.2f} s |" in line
         assert ("does not fit" in line) == (row is ROWS[0])
-    assert "left out 0.0%" in lines[-1]
+    assert lines[-1].endswith("left out 0.0%.")
     assert (
         calibrate(made_up()[2:]).to_markdown().endswith(f"Not compiled yet: {ROWS[0].name}, {ROWS[1].name}.")
     )
@@ -56,9 +56,18 @@ def test_constants_that_are_there_are_found():
     result = calibrate(made_up())
     assert list(result.constants) == list(CONSTANTS)
     np.testing.assert_allclose(list(result.constants.values()), TRUE, rtol=1e-6)
-    np.testing.assert_allclose(result.fitted, result.published, rtol=1e-6)
-    np.testing.assert_allclose(result.left_out, result.published, rtol=1e-6)
+    np.testing.assert_allclose(result.left_out_three, result.published, rtol=1e-6)
     assert result.errors["raw"] > 0.02
+
+
+def test_one_constant_is_that_of_the_least_squares_of_relative_errors():
+    result = calibrate(made_up())
+    ratios = np.array([p.seconds for p in result.predictions]) / result.published
+    assert result.scale == pytest.approx(ratios.sum() / (ratios**2).sum())
+    np.testing.assert_allclose(result.fitted, result.scale * ratios * result.published)
+    others = ratios[1:]
+    first = result.predictions[0].seconds * others.sum() / (others**2).sum()
+    assert result.left_out[0] == pytest.approx(first)
 
 
 def test_a_wrong_prediction_shows_in_its_own_row_only_when_it_is_left_out():
@@ -66,7 +75,7 @@ def test_a_wrong_prediction_shows_in_its_own_row_only_when_it_is_left_out():
     wrong = predictions[3]
     predictions[3] = replace(wrong, parts=(wrong.parts[0] * 3, *wrong.parts[1:]))
     result = calibrate(predictions)
-    error = np.abs(np.array(result.left_out) / result.published - 1)
+    error = np.abs(np.array(result.left_out_three) / result.published - 1)
     assert error.argmax() == 3
     assert error[3] == pytest.approx(2 * TRUE[0] * wrong.parts[0] / wrong.row.seconds, rel=1e-6)
 
