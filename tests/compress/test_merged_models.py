@@ -134,6 +134,14 @@ def test_one_ratio_after_another_and_thresholds() -> None:
     assert len(error.value.frontier) > 1
 
 
+def test_there_are_no_codes_to_run_in() -> None:
+    made = api().compress(as_torch(), decode="auto")
+    assert made.merged is not None
+    assert made.running.in_codes == ()
+    with pytest.raises(CompressError, match="can be multiplied in its codes"):
+        api().compress(pairs(), decode=False)
+
+
 def test_networks_that_are_none() -> None:
     with pytest.raises(
         CompressError, match="got dict, and the strategy 'tropical' merges neurons of ReLU networks"

@@ -254,10 +254,11 @@ class CompressedModel:
                 apply = relu_chain if apply is None and is_pairs(model) else apply
         return open_compressed(path, adapt(model, apply), decode=decode)
 
-    def reopened(self, adapter: Adapter, decode: bool | str) -> CompressedModel:
-        """The same archive, run in another way."""
-        new = open_compressed(self.path, adapter, self._owned, decode)
-        new.stats = self.stats
+    def reopened(self, decode: bool | str) -> CompressedModel:
+        """The same archive, run in another way; of one that was opened with ``decode=True``."""
+        assert self._adapter is not None
+        new = open_compressed(self.path, self._adapter, self._owned, decode)
+        new.stats, new.merged = self.stats, self.merged
         return new
 
     def __repr__(self) -> str:

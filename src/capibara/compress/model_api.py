@@ -71,7 +71,7 @@ class ModelCompressionAPI:
         check_decode(decode)
         work = self._work(model, validation_data, apply, progress)
         made = work.finish()
-        return made if decode is True else made.reopened(work.adapter, decode)
+        return made if decode is True else made.reopened(decode)
 
     def decompress(self, compressed: CompressedModel) -> Any:
         """The model again, of the kind that was compressed, with the numbers that its archive holds.
