@@ -170,7 +170,10 @@ def test_it_travels(compiler, tmp_path):
 def test_nothing_found_is_said(compiler, tmp_path):
     report = explain_oom(config(), layout(), TARGET, max_compiles=0, cache=tmp_path)
     assert report.remedies == ()
-    assert "No change that was compiled fits." in str(report)
+    assert "No change was compiled." in str(report)
+    report = explain_oom(config(), layout(), TARGET, max_compiles=1, cache=tmp_path)
+    assert report.refused == ("remat dots",)
+    assert "No change that was compiled fits.\nDoes not fit either: remat dots" in str(report)
 
 
 def test_a_layout_that_fits_needs_no_explanation(compiler, tmp_path):

@@ -118,7 +118,8 @@ class OomReport:
         lines.append(
             f"Padding to tiles takes {self.padding_bytes / _GIB:.2f} GiB of the {len(self.buffers)} largest."
         )
-        lines += ["", "What fits (compiled):" if self.remedies else "No change that was compiled fits."]
+        none = "No change that was compiled fits." if self.refused else "No change was compiled."
+        lines += ["", "What fits (compiled):" if self.remedies else none]
         for each in self.remedies:
             lines.append(
                 f"  {each.words}: {each.hbm_bytes / _GIB:.2f} GiB, {each.seconds:.3g} s a step on "
