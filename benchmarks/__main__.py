@@ -38,6 +38,16 @@ def find_benchmarks(folder: Path = FOLDER) -> dict[str, str]:
     return found
 
 
+def long_benchmarks(folder: Path = FOLDER) -> dict[str, str]:
+    """Name → how long, of the modules that say so (``LONG = "…"``): these run when named, or with ``--all``."""
+    found = {}
+    for name in find_benchmarks(folder):
+        for node in ast.parse((folder / f"{name}.py").read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LONG":
+                found[name] = ast.literal_eval(node.value)
+    return found
+
+
 def check_rows(rows: Any) -> list[dict[str, Any]]:
     """The rows, if they are what a benchmark has to return.
 
@@ -158,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=f"benchmarks:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which ones (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which ones (default: all but long ones)")
+    parser.add_argument("--all", action="store_true", help="also those that take long")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on standard output")
     parser.add_argument("--output", type=Path, default=FOLDER.parent / "bench-results", metavar="FOLDER")
     parser.add_argument("--in-this-process", type=Path, metavar="FILE", help=argparse.SUPPRESS)
@@ -169,8 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.in_this_process is not None:
         run_here(args.names[0], args.in_this_process)
         return 0
+    long = {} if args.names or args.all else long_benchmarks()
     results = {}
-    for name in args.names or known:
+    for name in args.names or [name for name in known if name not in long]:
         print(f"— {name}: {known[name]}", file=sys.stderr, flush=True)
         results[name] = run_apart(name, quiet=args.json)
     report = summary(results)
@@ -179,6 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(report, indent=1))
     else:
         show(report)
+        for name, why in long.items():
+            print(f"not run: {name} ({why}); python -m benchmarks {name}")
     return 1 if report["failed"] else 0
 
 

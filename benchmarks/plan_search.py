@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+LONG = "about 80 compilations of ten seconds each, unless cached"
+
 __all__ = ["CASES", "run"]
 
 _SMALL = (
