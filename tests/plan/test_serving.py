@@ -19,7 +19,7 @@ from tpu_compiler import needs_libtpu
 from capibara.cli import main
 from capibara.config import ModularModelConfig
 from capibara.plan import DoesNotFitError, PlanError, parse_slice
-from capibara.plan.compiler import compile_program
+from capibara.plan.compiler import ProgramCache, compile_program
 from capibara.plan.serving import UnreachableTargetError, plan_serving
 from capibara.plan.serving.capacity import Measured, MeshSearch
 from capibara.plan.serving.task import ServingTask
@@ -279,6 +279,21 @@ def test_a_budget_is_kept():
 
 
 @needs_libtpu
+def test_a_prefill_compiles_and_its_memory_is_weights_and_cache(tmp_path):
+    task = ServingTask(tiny(), "bfloat16", 32, 32)
+    job = task.prefill_job(parse_slice("v5e:2x2"), (("data", 2), ("model", 2)), 3)
+    assert (job.params["rows"], job.params["group"]) == (6, 6)
+    program = compile_program(job, cache=ProgramCache(tmp_path))
+    assert program.memory is not None, program.message
+    # Three requests on each half of the data axis, one of two heads: keys and values of two layers, and the position.
+    assert program.memory.kinds["cache"] == 3 * 2 * 2 * 64 * 16 * 2 + 4
+    assert program.memory.aliased >= program.memory.kinds["cache"]  # donated
+    rough = task.rough((("data", 2), ("model", 2)))
+    assert program.memory.arguments == pytest.approx(rough.weights + 3 * rough.row, rel=0.1)
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_compiled_for_a_slice_that_is_not_here(tmp_path):
     """What is reported was compiled: the largest fits, is within its limit, and has weights and cache in it."""
     seen = []

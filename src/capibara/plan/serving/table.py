@@ -112,7 +112,7 @@ def _row(label: str, p: ServingPoint) -> tuple[str, ...]:
 
 def _best_lines(option: ServingOption, p: ServingPoint) -> list[str]:
     memory = ", ".join(
-        f"{name} {size / GIB:.2f}" for name, size in sorted(p.decode_memory.items(), key=lambda i: -i[1])
+        f"{name} {size / GIB:.3g}" for name, size in sorted(p.decode_memory.items(), key=lambda i: -i[1])
     )
     shares = (
         ("compute", p.decode.compute),
@@ -131,7 +131,7 @@ def _best_lines(option: ServingOption, p: ServingPoint) -> list[str]:
         else "bytes over bandwidth, operations over the peak"
     )
     return [
-        f"best   memory  {memory} GiB of {option.limit_bytes / GIB:.2f} while decoding [{source}]",
+        f"best   memory  {memory} GiB of {option.limit_bytes / GIB:.4g} while decoding [{source}]",
         f"       token   {parts} ({longest}) [{how}]",
         f"       prefill {p.group} prompts in {p.prefill.seconds * 1e3:.3g} ms, {p.groups} times for a batch",
     ]

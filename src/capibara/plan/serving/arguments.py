@@ -1,0 +1,140 @@
+"""The arguments of a serving plan, checked by name."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from capibara.config import ModularModelConfig
+from capibara.errors import did_you_mean
+from capibara.hardware import Price, UnknownPriceError, get_price
+from capibara.plan.errors import PlanError
+from capibara.plan.serving.task import ITEM_SIZES, Mesh, ServingTask
+from capibara.plan.slices import Slice, parse_slice
+
+__all__ = [
+    "DEFAULT_SLICES",
+    "limit_of",
+    "milliseconds",
+    "price_of",
+    "read_config",
+    "read_mesh",
+    "read_slices",
+    "serving_task",
+]
+
+DEFAULT_SLICES = (
+    "v5e:2x2",
+    "v5e:2x4",
+    "v5e:4x4",
+    "v6e:2x2",
+    "v6e:2x4",
+    "v4:2x2x1",
+    "v4:2x2x2",
+    "v5p:2x2x1",
+    "v5p:2x2x2",
+)
+_LONGEST = 16_777_216
+
+
+def read_config(config: Any) -> ModularModelConfig:
+    """A configuration, of itself, its name or path."""
+    if isinstance(config, ModularModelConfig):
+        return config
+    if isinstance(config, os.PathLike):
+        return ModularModelConfig.from_toml(Path(config))
+    if isinstance(config, str):
+        return ModularModelConfig.from_toml(config)
+    raise PlanError(f"config is {type(config).__name__}, expected a ModularModelConfig, its name or path")
+
+
+def serving_task(
+    config: ModularModelConfig, prompt: int, output: int, dtype: str, by_layer: bool
+) -> ServingTask:
+    """What is served.
+
+    Raises:
+      PlanError: an impossible length, dtype or form.
+    """
+    for name, value in (("prompt_length", prompt), ("output_length", output)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LONGEST:
+            raise PlanError(f"{name}={value!r} must be a whole number of tokens from 1 to {_LONGEST}")
+    most = config.model.max_sequence_length
+    if "attention" in config.model.block_kinds and prompt + output > most:
+        raise PlanError(
+            f"prompt_length={prompt} and output_length={output} are {prompt + output} tokens, but the model reads at "
+            f"most model.max_sequence_length={most}: shorten one of them, or plan for a model that reads further"
+        )
+    if dtype not in ITEM_SIZES:
+        raise PlanError(
+            f"dtype={dtype!r} must be one of {', '.join(ITEM_SIZES)}.{did_you_mean(str(dtype), tuple(ITEM_SIZES))}"
+        )
+    if not isinstance(by_layer, bool):
+        raise PlanError(f"by_layer={by_layer!r} must be True or False")
+    return ServingTask(config, dtype, prompt, output, by_layer)
+
+
+def milliseconds(name: str, value: Any) -> float | None:
+    """A target in seconds."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise PlanError(f"{name}={value!r} must be a number of milliseconds above 0")
+    return value / 1e3
+
+
+def read_slices(topology: Any, view: str | None) -> list[Slice]:
+    """The slices that are asked for, or the usual ones."""
+    if topology is None:
+        return [parse_slice(name, view if name.startswith("v4") else None) for name in DEFAULT_SLICES]
+    if isinstance(topology, str | Slice):
+        return [parse_slice(topology, view)]
+    if not isinstance(topology, Iterable):
+        raise PlanError(f"topology={topology!r} must be a slice such as 'v5e:2x2', or several")
+    found = list(dict.fromkeys(parse_slice(each, view) for each in topology))
+    if not found:
+        raise PlanError("topology names no slice: give at least one, such as 'v5e:2x2'")
+    return found
+
+
+def read_mesh(mesh: Any, targets: list[Slice], task: ServingTask) -> Mesh:
+    """A mesh that every slice can be divided into."""
+    if not isinstance(mesh, Mapping) or set(mesh) != {"data", "model"}:
+        raise PlanError(
+            f"mesh={mesh!r} must give the sizes of 'data' and 'model', as {{'data': 1, 'model': 4}}"
+        )
+    found: Mesh = (("data", mesh["data"]), ("model", mesh["model"]))
+    for target in targets:
+        possible = list(task.meshes(target))
+        if found not in possible:
+            listed = ", ".join(f"{dict(m)['data']} × {dict(m)['model']}" for m in possible)
+            raise PlanError(
+                f"mesh={dict(mesh)}: {target} can be divided into data × model = {listed} (model divides the "
+                "key-value heads)"
+            )
+    return found
+
+
+def limit_of(target: Slice, memory_limit_gb: Any) -> int:
+    """Bytes that a device may use."""
+    if memory_limit_gb is None:
+        return target.usable_hbm_bytes
+    if (
+        isinstance(memory_limit_gb, bool)
+        or not isinstance(memory_limit_gb, int | float)
+        or not 0 < memory_limit_gb < 1e6
+    ):
+        raise PlanError(f"memory_limit_gb={memory_limit_gb!r} must be a number of GiB above 0")
+    return min(target.usable_hbm_bytes, int(memory_limit_gb * 2**30))
+
+
+def price_of(target: Slice, region: str | None, term: str, path: Any, notes: list[str]) -> Price | None:
+    """The price of a chip, or None and a note that it is not known."""
+    try:
+        return get_price(f"tpu-{target.generation}", region=region, term=term, path=path)
+    except UnknownPriceError as error:
+        notes.append(f"no price: {error}")
+        return None
