@@ -65,6 +65,17 @@ def test_rows_are_written_and_printed(folder: Path):
     ]
 
 
+def test_long_ones_run_when_named(folder: Path):
+    (folder / "benchmarks/long.py").write_text('"""Long."""\nLONG = "an hour"\n' + QUICK.split('"""', 2)[2])
+    done = run(folder)
+    assert done.returncode == 0, done.stderr
+    assert "not run: long (an hour); python -m benchmarks long" in done.stdout
+    for arguments in (["--json", "long"], ["--json", "--all"]):
+        named = {row["benchmark"] for row in json.loads(run(folder, *arguments).stdout)["rows"]}
+        assert "long" in named
+        assert ("quick" in named) == ("--all" in arguments)
+
+
 def test_one_that_fails_does_not_stop_the_others(folder: Path):
     (folder / "benchmarks/broken.py").write_text(BROKEN)
     (folder / "benchmarks/empty.py").write_text(EMPTY)
