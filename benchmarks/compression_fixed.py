@@ -138,5 +138,5 @@ if __name__ == "__main__":
         found = _product_rows(args.rounds)
     else:
         found = _model_rows(where) if args.only == "model" else run(args.rounds)
-    for row in found:
-        print(row)
+    for one in found:
+        print(one)

@@ -154,7 +154,7 @@ class Archive:
     def _read_exact(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         """As :meth:`read_many`, of the codec ``lossless``: many payloads in one call of compiled code where it is."""
         many = getattr(best_executor(), "decode_many", None)
-        room = _Room(sum(size for name in names if (size := self[name].original_bytes) < _LARGE))
+        room = _Room(sum(each for name in names if (each := self[name].original_bytes) < _LARGE))
         while names and many is not None:
             held, some = 0, []
             for name in names:
@@ -208,7 +208,7 @@ class Archive:
         return found
 
     def _read_ahead(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
-        room = _Room(sum(size for name in names if (size := self[name].original_bytes) < _LARGE))
+        room = _Room(sum(each for name in names if (each := self[name].original_bytes) < _LARGE))
 
         def read(name: str) -> tuple[str, np.ndarray]:
             return name, self._read(name, None, room if self[name].original_bytes < _LARGE else None)

@@ -184,7 +184,7 @@ class ArchiveWriter:
             payload = part.codec.encode(bits, form, shape, settings)
             return part, payload, crc32(payload), None
         buffer = self._buffers.take(part.codec.size_bound(form, bits.size, settings))
-        payload = memoryview(buffer)[: encode_into(buffer, bits, form, shape, settings)]
+        payload = buffer[: encode_into(buffer, bits, form, shape, settings)].data
         return part, payload, crc32(payload), buffer
 
     def _parts(self, tensors: Iterable[Tensor], coming: set[str]) -> Iterator[_Part]:
