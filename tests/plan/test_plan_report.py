@@ -193,6 +193,10 @@ def test_only_compiled_plans_of_configurations_are_locked(tmp_path):
         {"step_seconds": True},
         {"versions": 3},
         {"view": "both"},
+        {"layout": {"mesh": [["data", 4]], "flags": [["xla_dump_to", "x"]]}},
+        {"layout": {"mesh": [["data", 4]], "flags": [["xla_mosaic_dump_to", "x"]]}},
+        {"layout": {"mesh": [["data", 4]], "flags": [["xla_some", "/home"]]}},
+        {"layout": {"mesh": [["data", 4]], "flags": [["some", "1"]]}},
         None,
     ],
 )
@@ -205,6 +209,23 @@ def test_damaged_lockfiles_are_refused(tmp_path, change):
         check_lock(path)
 
 
+def test_the_flags_of_plans_are_taken(tmp_path):
+    from capibara.plan.lock import _read
+    from capibara.plan.search.space import ASYNCHRONOUS, WHOLE_PRODUCTS
+
+    path = tmp_path / "plan.lock"
+    for flags in (ASYNCHRONOUS, WHOLE_PRODUCTS):
+        write_lock(made(candidate()), path)
+        data = json.loads(path.read_text())
+        data["layout"]["flags"] = flags
+        path.write_text(json.dumps(data))
+        assert _read(path)["layout"].flags == flags
+    del data["config"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="it has no 'config'"):
+        check_lock(path)
+
+
 def test_lockfiles_that_are_not_there_or_too_large(tmp_path):
     with pytest.raises(PlanError, match="cannot be read"):
         check_lock(tmp_path / "none")
@@ -213,5 +234,6 @@ def test_lockfiles_that_are_not_there_or_too_large(tmp_path):
         stream.truncate(5 << 20)
     with pytest.raises(PlanError, match="larger than"):
         check_lock(large)
-    with pytest.raises(PlanError, match="hbm_tolerance=-1"):
-        check_lock(large, hbm_tolerance=-1)
+    for wrong in (-1, True, math.nan, "0.1"):
+        with pytest.raises(PlanError, match="hbm_tolerance="):
+            check_lock(large, hbm_tolerance=wrong)  # type: ignore[arg-type]

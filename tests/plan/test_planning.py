@@ -68,6 +68,11 @@ def test_what_cannot_be_planned():
         plan(tiny("train.batch_size=3", "model.num_heads=1", "model.num_kv_heads=1"), "v4-32", compile=False)
     with pytest.raises(PlanError, match="memory_limit_gb=-1"):
         plan(tiny(), compile=False, memory_limit_gb=-1)
+    for workers in (0, -1, True):
+        with pytest.raises(PlanError, match="workers="):
+            plan(tiny(), compile=False, workers=workers)
+    with pytest.raises(DoesNotFitError, match="nothing fits"):
+        plan(tiny(), compile=False, memory_limit_gb=1e-12)
     with pytest.raises(PlanError, match="max_compiles=0"):
         plan(tiny(), compile=False, max_compiles=0)
     with pytest.raises(PlanError, match="step_work"):
@@ -217,6 +222,68 @@ def test_a_step_function_is_exported(tmp_path):
         linear_step, ARGS, axes=({"w": ("embed", "mlp"), "b": None}, None, None), folder=tmp_path
     )
     assert named.specs(layout)[0]["w"] == P("data", "model")
+
+
+def test_estimates_of_a_step_function_say_what_they_leave_out(tmp_path):
+    found = plan(step_work(linear_step, ARGS, folder=tmp_path), "v5e:2x2", compile=False)
+    assert any("memory is that of the step's arguments" in note for note in found.notes)
+    assert not any("arguments" in note for note in plan(tiny(), "v5e:2x2", compile=False).notes)
+    odd = step_work(lambda p, x: p, (described(7, 255), described(3, 5)), folder=tmp_path)
+    with pytest.raises(PlanError, match="batch_argnums") as error:
+        plan(odd, "v5e:2x2", compile=False)
+    assert "train." not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_argnums": (7,)}, "batch_argnums has 7, but args has 2 entries"),
+        ({"donate_argnums": (-3,)}, "donate_argnums has -3"),
+        ({"donate_argnums": (True,)}, "donate_argnums has True"),
+        ({"tokens": -3}, "tokens=-3"),
+        ({"tokens": 0}, "tokens=0"),
+        ({"axes": 5}, "axes is int"),
+        ({"args": described(8, 256)}, "args is ShapeDtypeStruct"),
+        ({"args": ()}, "args is tuple"),
+        ({"args": ({}, None)}, "no arrays"),
+        ({"folder": "/dev/null/x"}, "cannot be written into /dev/null"),
+    ],
+)
+def test_wrong_arguments_of_a_step(change, message, tmp_path):
+    with pytest.raises(PlanError, match=message):
+        step_work(
+            **{
+                "step": lambda p, x: p,
+                "args": (described(8, 256), described(4, 4)),
+                "folder": tmp_path,
+                **change,
+            }
+        )
+
+
+def test_arguments_count_from_the_end_too(tmp_path):
+    def step(p, x):
+        return p
+
+    args = (described(8, 256), described(4, 4))
+    work = step_work(step, args, batch_argnums=(-1,), donate_argnums=(-2,), folder=tmp_path)
+    assert work.kinds == {"state": (0,), "batch": (1,)}
+    assert work.donated == (0,)
+
+
+def test_what_inner_functions_close_over_is_found(tmp_path):
+    """JAX keeps it with the inner function, not with the step."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    for constant in (jnp.zeros((256, 256)), np.zeros((256, 256), "float32")):
+        inner = jax.jit(lambda x, constant=constant: x @ constant)
+        for step in (inner, lambda x, inner=inner: jax.lax.cond(x[0, 0] > 0, inner, lambda y: y * 2.0, x)):
+            with pytest.raises(PlanError, match="closes over 1 concrete arrays"):
+                step_work(step, (described(8, 256),), folder=tmp_path)
+    small = jnp.zeros(16)
+    assert step_work(jax.jit(lambda x: x + small), (described(8, 16),), folder=tmp_path).shapes == ((8, 16),)
 
 
 def test_steps_that_cannot_be_exported(tmp_path):

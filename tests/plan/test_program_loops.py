@@ -234,3 +234,35 @@ def test_programs_that_multiply_by_calling_are_refused() -> None:
     )
     with pytest.raises(PlanError, match="more than"):
         read_program(text)
+
+
+def test_a_state_that_refers_to_itself_in_a_long_chain_is_no_crash():
+    """Each element of the state takes the place of the one before it: looking for the end takes all of the stack."""
+    count = 400
+    state = f"({', '.join(['s32[]'] * count)})"
+    elements = "\n".join(f"  %g{i} = s32[] get-tuple-element(%p), index={i}" for i in range(count))
+    shifted = ", ".join(f"%g{min(i + 1, count - 1)}" for i in range(count))
+    text = f"""HloModule m, is_scheduled=true
+
+%body (p: {state}) -> {state} {{
+  %p = {state} parameter(0)
+{elements}
+  ROOT %t = {state} tuple({shifted})
+}}
+
+%cond (q: {state}) -> pred[] {{
+  %q = {state} parameter(0)
+  %x = s32[] get-tuple-element(%q), index=0
+  %k = s32[] constant(5)
+  ROOT %lt = pred[] compare(%x, %k), direction=LT
+}}
+
+ENTRY %main () -> s32[] {{
+  %z = s32[] constant(0)
+  %i = {state} tuple({", ".join(["%z"] * count)})
+  %w = {state} while(%i), condition=%cond, body=%body
+  ROOT %r = s32[] get-tuple-element(%w), index=0
+}}
+"""
+    facts = read_program(text)
+    assert "counted once" in facts.unknown[0]

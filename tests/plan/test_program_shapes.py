@@ -73,3 +73,9 @@ def test_what_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="the program's text has"):
         for shape in parse_shape(text):
             assert shape.size
+
+
+def test_a_layout_that_orders_other_dimensions_is_refused():
+    for layout in ("{2,0:T(8,128)}", "{0,0}", "{7,1:T(8,128)(2,1)}"):
+        with pytest.raises(PlanError, match="no order of its dimensions"):
+            parse_shape(f"bf16[8,128]{layout}")

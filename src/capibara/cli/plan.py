@@ -10,7 +10,8 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
@@ -22,6 +23,22 @@ if TYPE_CHECKING:
 HELP = """Find the fastest way to train a configuration on a TPU slice: mesh, sharding, rematerialisation, microbatches.
 The TPU compiler (libtpu) compiles the most promising ones here, without a TPU: memory is its own figure, time is
 predicted from the compiled program. For instance: capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
+
+# What --check reads from the lockfile, or has no use for.
+_LOCKED = (
+    *(
+        "overrides",
+        "config",
+        "topology",
+        "view",
+        "memory_limit",
+        "max_compiles",
+        "top",
+        "explain",
+        "no_compile",
+    ),
+    *("region", "term", "prices", "workers", "report", "lock"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
         type=float,
-        default=0.05,
         metavar="PART",
         help="by how much --check lets figures grow (0.05)",
     )
@@ -77,14 +93,18 @@ def run(args: argparse.Namespace) -> int:
 
     check_serving_arguments(args)
     if args.serve:
+        _refuse(args, ("explain", "tolerance", "top"), "cannot be combined with --serve")
         return run_serving(args)
-    if args.check:
+    if args.check is not None:
+        _refuse(args, _LOCKED, "cannot be combined with --check: the lockfile says what is compiled")
         return _check(args)
+    _refuse(args, ("tolerance",), "is for --check")
     for option in ("lock", "explain"):
         if getattr(args, option) and args.no_compile:
             raise ConfigError(f"--{option} needs the compiler: leave out --no-compile")
     if args.explain and args.memory_limit is not None:
         raise ConfigError("--explain says what the device's own memory refuses: leave out --memory-limit")
+    _check_files(args)
     config = ModularModelConfig.from_toml(args.config, args.overrides)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
@@ -115,19 +135,40 @@ def run(args: argparse.Namespace) -> int:
             if report is not None:
                 print(report)
         return 1
-    if args.report:
-        from capibara.plan.report.page import write_report
-
-        write_report(found, args.report)
-    if args.lock:
-        from capibara.plan.lock import write_lock
-
-        write_lock(found, args.lock)
+    try:
+        if args.report:
+            found.report(args.report)
+        if args.lock:
+            found.lock(args.lock)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or 'a file'} cannot be written: {error.strerror}") from error
     if args.json:
         print(json.dumps({"fits": True, **found.to_json()}, indent=1))
     else:
         _show(found)
     return 0
+
+
+def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Refuse options that would be ignored, as far as they differ from what they are by default."""
+    defaults = argparse.ArgumentParser()
+    add_arguments(defaults)
+    for name in names:
+        if getattr(args, name) != defaults.get_default(name) and getattr(args, name) != []:
+            said = "key=value settings" if name == "overrides" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{said} {why}")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Before minutes are spent on what cannot be written down."""
+    if args.report and Path(args.report).suffix.lower() not in (".html", ".png"):
+        raise ConfigError(f"--report {args.report}: the name must end in .html or .png")
+    for option in ("report", "lock"):
+        path = getattr(args, option)
+        if path is not None and (
+            not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir()
+        ):
+            raise ConfigError(f"--{option} {path!r}: expected a file in a folder that exists")
 
 
 def _explained(config: Any, layout: Any, args: argparse.Namespace) -> Any:
@@ -142,11 +183,12 @@ def _explained(config: Any, layout: Any, args: argparse.Namespace) -> Any:
 def _check(args: argparse.Namespace) -> int:
     from capibara.plan.lock import check_lock
 
+    tolerance = 0.05 if args.tolerance is None else args.tolerance
     with _progress(1, quiet=args.json) as progress:
         found = check_lock(
             args.check,
-            hbm_tolerance=args.tolerance,
-            time_tolerance=args.tolerance,
+            hbm_tolerance=tolerance,
+            time_tolerance=tolerance,
             cache=args.cache,
             progress=progress,
         )

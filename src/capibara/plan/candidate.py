@@ -65,13 +65,13 @@ class Candidate:
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens a second, all devices together."""
-        return None if self.tokens is None else self.tokens / self.step_seconds
+        return None if self.tokens is None or not self.step_seconds else self.tokens / self.step_seconds
 
     @property
     def mfu(self) -> float | None:
         """Model FLOP utilisation: the model's own operations over what the devices could do in that time in bfloat16
         (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B)."""
-        if self.flops is None:
+        if self.flops is None or not self.step_seconds:
             return None
         peak = self.target.chip.peak("bfloat16") * self.target.num_devices
         return self.flops / (self.step_seconds * peak)

@@ -124,7 +124,11 @@ class Layout:
         return cls(**{**data, **pairs})
 
     def overrides(self) -> list[str]:
-        """The same as ``key=value`` overrides of a configuration."""
+        """``key=value`` settings of a configuration: the mesh, the rematerialisation and the microbatches.
+
+        How parameters and moments are sharded, offload and the compiler's flags have no settings; a step that has them
+        is lowered by :func:`capibara.train.lowered.lower_train_step`.
+        """
         return [
             f"tpu.topology={'x'.join(str(size) for _, size in self.mesh)}",
             f"tpu.num_chips={self.num_devices}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,14 @@ __all__ = ["Drift", "LockCheck", "check_lock", "write_lock"]
 
 FORMAT = 1
 _MOST_BYTES = 4 << 20
+# The compiler has flags that write files. A lockfile may come from somebody else: it sets none of them.
+_FLAG = re.compile(r"xla_(?!\w*(?:dump|path|file|dir(?:_|$)|trace|profile|log))\w{1,100}")
+_VALUE = re.compile(r"[\w.+-]{1,40}")
 
 
 @dataclass(frozen=True)
 class Drift:
-    """One figure, then and now; ``change`` is relative, and counts only if ``figure`` is better when small."""
+    """One figure, then and now. Both are better when small: only growth counts."""
 
     figure: str
     locked: float
@@ -99,6 +103,7 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
 
     Raises:
       PlanError: the plan was not compiled, or is not one of a configuration.
+      OSError: the file cannot be written.
     """
     best = plan.best
     if best.memory_source != "compiler":
@@ -138,7 +143,7 @@ def check_lock(
       CompilerMissingError, CompilationError: as :func:`capibara.plan.plan`.
     """
     for name, value in (("hbm_tolerance", hbm_tolerance), ("time_tolerance", time_tolerance)):
-        if not isinstance(value, int | float) or not 0 <= value < 10:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 10:
             raise PlanError(f"{name}={value!r} must be a part such as 0.05")
     locked = _read(Path(path))
     work, target, layout = TrainWork(locked["config"]), locked["slice"], locked["layout"]
@@ -177,17 +182,25 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"format is {found.get('format') if isinstance(found, dict) else found!r}, expected {FORMAT}"
             )
+        layout = Layout.from_json(_mapping(found["layout"]))
+        for name, value in layout.flags:
+            if not _FLAG.fullmatch(name) or not _VALUE.fullmatch(value):
+                raise ValueError(f"the compiler flag {name[:100]}={value[:100]!r} is not one of a plan")
         target: Slice = parse_slice(found["topology"], found["view"])
         return {
             "config": ModularModelConfig.from_dict(_mapping(found["config"])),
             "slice": target,
-            "layout": Layout.from_json(_mapping(found["layout"])),
+            "layout": layout,
             "versions": {str(k): str(v) for k, v in _mapping(found["versions"]).items()},
             "program_hash": str(found["program_hash"]),
             "hbm_bytes": _number(found["hbm_bytes"]),
             "step_seconds": _number(found["step_seconds"]),
         }
-    except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
+    except KeyError as error:
+        raise PlanError(
+            f"{path} is no lockfile of capibara plan, or a damaged one: it has no {error}"
+        ) from None
+    except (ValueError, TypeError, RecursionError, ConfigError) as error:
         raise PlanError(f"{path} is no lockfile of capibara plan, or a damaged one: {error}") from None
 
 

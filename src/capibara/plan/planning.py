@@ -80,7 +80,7 @@ class Plan:
         return bool(self.candidates)
 
     def overrides(self) -> list[str]:
-        """``key=value`` settings that make a configuration run as the best candidate does."""
+        """``key=value`` settings of the best candidate; see :meth:`Layout.overrides` for what has none."""
         return self.best.layout.overrides()
 
     def to_json(self) -> dict[str, Any]:
@@ -164,13 +164,14 @@ def plan(
 
     Raises:
       DoesNotFitError: nothing fits; the text says what the least takes, and what would help.
-      PlanError: an impossible topology, a batch that cannot be divided, or the compiler failed for another reason.
+      TopologyError, PriceError, ConfigError: no such topology, a wrong term or file of prices, no such configuration.
+      PlanError: an impossible slice, a batch that cannot be divided, or the compiler failed for another reason.
       CompilerMissingError: ``compile`` is asked for and the TPU compiler is not installed.
     """
     target = parse_slice(topology, view)
     task = _work(work)
     limit = _limit(target, memory_limit_gb)
-    _positive(max_compiles=max_compiles, top=top)
+    _positive(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     price, notes = _price(target, region, term, prices)
     if compile:
         store = ProgramCache(cache)
@@ -204,6 +205,11 @@ def plan(
         notes.append(
             "nothing was compiled: memory and time are estimates (compile=True asks the TPU compiler)"
         )
+        if not isinstance(task, TrainWork):
+            notes.append(
+                "the memory is that of the step's arguments: outputs that take no argument's place and temporaries are "
+                "known only to the compiler"
+            )
         candidates, counts = _uncompiled(task, target, limit, price)
         refused = ()
     return Plan(
@@ -363,14 +369,25 @@ def _does_not_fit(
     largest = sorted(kinds.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in largest)
     times = math.ceil(needed / limit)
+    help = (
+        "a smaller train.batch_size or train.sequence_length would help; capibara plan --explain lists the largest "
+        "buffers"
+        if isinstance(task, TrainWork)
+        else "or a smaller batch would help"
+    )
     return (
         f"nothing fits: {task.title} on {target} takes at least {needed / 2**30:.2f} GiB a device ({source}; {parts}), "
-        f"and a device has {limit / 2**30:.2f} GiB. A slice of about {target.num_chips * times} chips, a smaller "
-        "train.batch_size or train.sequence_length would help; capibara plan --explain lists the largest buffers"
+        f"and a device has {limit / 2**30:.2f} GiB. A slice of about {target.num_chips * times} chips, {help}"
     )
 
 
 def _no_layout(task: Work, target: Slice) -> PlanError:
+    if not isinstance(task, TrainWork):
+        return PlanError(
+            f"no mesh of {target.num_devices} devices divides the work ({task.title}): the first dimension of every "
+            "batch argument (batch_argnums) must be a multiple of the devices along 'data', and the longest dimension "
+            f"of the others of those along 'model', together {target.num_devices}"
+        )
     return PlanError(
         f"no mesh of {target.num_devices} devices divides the work ({task.title}): train.batch_size must be a multiple "
         f"of the devices along 'data', and model.num_heads of those along 'model', together {target.num_devices}"
@@ -400,7 +417,7 @@ def _limit(target: Slice, memory_limit_gb: float | None) -> int:
         or not 0 < memory_limit_gb < 1e6
     ):
         raise PlanError(f"memory_limit_gb={memory_limit_gb!r} must be a number of GiB above 0")
-    return min(usable, int(memory_limit_gb * 2**30))
+    return min(usable, max(1, int(memory_limit_gb * 2**30)))
 
 
 def _positive(**numbers: int) -> None:

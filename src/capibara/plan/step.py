@@ -186,11 +186,13 @@ def step_work(
       batch_argnums: which arguments are cut along their first dimension over ``data``; by default all but the first.
       donate_argnums: which arguments' memory the results may take.
       tokens: of a step, for figures a token.
+      name: instead of the function's.
       folder: where the exported function is written, instead of the user's cache.
 
     Raises:
-      PlanError: the function closes over arrays of more than 64 KiB (they would be part of the program, on every
-        device, and are not planned: make them arguments), or cannot be exported for TPUs.
+      PlanError: an argument is wrong, or the folder cannot be written to; the function closes over arrays of more than
+        64 KiB (they would be part of the program, on every device, and are not planned: make them arguments), or cannot
+        be exported for TPUs.
     """
     import jax
     import numpy as np
@@ -199,7 +201,19 @@ def step_work(
 
     if not callable(step):
         raise PlanError(f"step is {type(step).__name__}, expected a function of the arrays in args")
+    if not isinstance(args, Sequence) or isinstance(args, str) or not args:
+        raise PlanError(
+            f"args is {type(args).__name__}, expected the step's arguments in a tuple: (state, batch), or (x,) for one"
+        )
     args = tuple(args)
+    donated = _argnums("donate_argnums", donate_argnums, len(args))
+    batches = (
+        set(range(1, len(args)))
+        if batch_argnums is None
+        else _argnums("batch_argnums", batch_argnums, len(args))
+    )
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+        raise PlanError(f"tokens={tokens!r} must be a whole number of at least 1")
     described = [jax.tree.map(_described, argument) for argument in args]
     leaves: list[Any] = []
     owner: list[int] = []
@@ -207,6 +221,8 @@ def step_work(
         found = jax.tree.leaves(argument)
         leaves += found
         owner += [number] * len(found)
+    if not leaves:
+        raise PlanError("args has no arrays: there is nothing to lay over a mesh")
     structure = jax.tree.structure(tuple(described))
     names = _axes(axes, described, len(leaves))
 
@@ -220,7 +236,7 @@ def step_work(
         raise PlanError(
             f"{title} cannot be traced for these arguments: {type(error).__name__}: {error}"
         ) from error
-    constants = [c for c in jaxpr.consts if getattr(c, "nbytes", 0) > _SMALL_CONSTANT]
+    constants = [c for c in _constants(jaxpr) if getattr(c, "nbytes", 0) > _SMALL_CONSTANT]
     if constants:
         listed = ", ".join(f"{np.dtype(c.dtype).name}{list(c.shape)}" for c in constants[:4])
         total = sum(c.nbytes for c in constants)
@@ -240,9 +256,14 @@ def step_work(
         raise PlanError(f"{title} cannot be exported for TPUs: {type(error).__name__}: {error}") from error
     digest = hashlib.sha256(data).hexdigest()
     place = (ProgramCache().folder if folder is None else Path(folder)) / f"{digest}.exported"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(place, data)
-    batches = set(range(1, len(args)) if batch_argnums is None else batch_argnums)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(place, data)
+    except OSError as error:
+        raise PlanError(
+            f"the exported function cannot be written into {place.parent}: {error.strerror}. Name another folder "
+            "(folder=)"
+        ) from error
     kinds = {
         "state": tuple(n for n, of in enumerate(owner) if of not in batches),
         "batch": tuple(n for n, of in enumerate(owner) if of in batches),
@@ -255,11 +276,34 @@ def step_work(
         item_sizes=tuple(_bytes(leaf) // max(1, math.prod(leaf.shape)) for leaf in leaves),
         axes=names,
         kinds=kinds,
-        donated=tuple(n for n, of in enumerate(owner) if of in set(donate_argnums)),
+        donated=tuple(n for n, of in enumerate(owner) if of in donated),
         counted_flops=float(count_flops(functools.partial(_call, flat), *leaves).total),
         tokens=tokens,
         structure=structure,
     )
+
+
+def _argnums(name: str, numbers: Any, count: int) -> set[int]:
+    out = set()
+    for number in [numbers] if isinstance(numbers, int) else numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
+            raise PlanError(f"{name} has {number!r}, but args has {count} entries (from 0)")
+        out.add(number % count)
+    return out
+
+
+def _constants(jaxpr: Any) -> list[Any]:
+    """Arrays that a program holds, also those of the jitted functions and loops in it, each once."""
+    found: dict[int, Any] = {}
+    waiting = [jaxpr]
+    while waiting:
+        here = waiting.pop()
+        found |= {id(constant): constant for constant in getattr(here, "consts", ())}
+        for equation in here.eqns:
+            for value in equation.params.values():
+                several = value if isinstance(value, tuple | list) else (value,)
+                waiting += [each for each in several if hasattr(each, "eqns")]
+    return list(found.values())
 
 
 def _call(flat: Callable[..., Any], *arrays: Any) -> Any:
@@ -289,6 +333,8 @@ def _axes(axes: Sequence[Any] | None, described: list[Any], count: int) -> tuple
 
     if axes is None:
         return (None,) * count
+    if not isinstance(axes, Sequence) or isinstance(axes, str):
+        raise PlanError(f"axes is {type(axes).__name__}, expected one entry for each argument (or None)")
     if len(axes) != len(described):
         raise PlanError(
             f"axes has {len(axes)} entries, expected one for each of the {len(described)} arguments (or None)"

@@ -1,7 +1,8 @@
 """The train step of a configuration, lowered for devices that need not be here.
 
-:mod:`capibara.plan` compiles it for slices that are only described; the step is the trainer's own
-(:func:`capibara.train.step.train_step`), so that what is planned is what runs.
+:mod:`capibara.plan` compiles it for slices that are only described. The function is the trainer's own
+(:func:`capibara.train.step.train_step`), its shardings are the layout's: :func:`capibara.train.train` keeps parameters
+whole on every device and cuts only the batch.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def compile_programs(
     workers: int | None = None,
     timeout: float = 1800.0,
     started: Callable[[int], None] | None = None,
-) -> Iterator[tuple[int, CompiledProgram]]:
+) -> Generator[tuple[int, CompiledProgram], None, None]:
     """Compile programs side by side; gives ``(number of the job, result)`` as each is done.
 
     Closing the iterator, or an interrupt, stops the processes. A process that dies or takes too long is a result with

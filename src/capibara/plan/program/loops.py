@@ -205,7 +205,7 @@ class Loop:
             return None
         try:
             return _first_failure(self._goes_on)
-        except _GaveUpError:
+        except (_GaveUpError, RecursionError):
             return None
 
     def constant(self, number: int, path: Path) -> int | None:
@@ -213,7 +213,7 @@ class Loop:
         try:
             self._reader.steps = _STEPS
             return self._initial(path) if number == 0 and path and self._turn(path) == 0 else None
-        except _GaveUpError:
+        except (_GaveUpError, RecursionError):
             return None
 
     def _initial(self, path: Path) -> int:

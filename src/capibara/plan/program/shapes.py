@@ -107,6 +107,11 @@ def _array(dtype: str, dims_text: str, layout: str | None) -> ArrayShape:
     if layout:
         head, _, tail = layout.partition(":")
         order = _integers(head)
+        if len(order) == len(dims) and sorted(order) != list(range(len(dims))):
+            raise PlanError(
+                f"the program's text has an array {dtype}[{dims_text[:60]}] with the layout {{{head[:60]}}}, which "
+                "is no order of its dimensions"
+            )
         where = _SPACE.search(tail)
         space = int(where[1]) if where else HBM
         at = tail.find("T(")

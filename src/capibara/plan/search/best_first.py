@@ -8,6 +8,7 @@ a layout that is not compiled yet promises less than the best that is. What it g
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ def search(
       progress: called with ``"start"`` or ``"done"``, the layout, and what came of it.
 
     Raises:
-      CompilerMissingError, CompilationError: as :func:`compile_programs`.
+      CompilerMissingError, PlanError: as :func:`compile_programs`.
     """
     found = Search()
     rough = {layout: work.rough(layout, target) for layout in work.layouts(target)}
@@ -97,14 +98,18 @@ def search(
                 progress("start", chosen[number], None)
 
         jobs = [work.job(layout, target) for layout in chosen]
-        for number, program in compile_programs(jobs, cache=cache, workers=workers, started=started):
-            layout = chosen[number]
-            seconds = None
-            if program.memory is not None and program.memory.total <= limit_bytes:
-                seconds = seconds_of(program, layout)
-            found.compiled.append(Compiled(layout, waiting[layout], program, seconds))
-            if progress is not None:
-                progress("done", layout, program)
+        # Closed at once when something fails here: nothing goes on compiling behind a traceback.
+        with contextlib.closing(
+            compile_programs(jobs, cache=cache, workers=workers, started=started)
+        ) as results:
+            for number, program in results:
+                layout = chosen[number]
+                seconds = None
+                if program.memory is not None and program.memory.total <= limit_bytes:
+                    seconds = seconds_of(program, layout)
+                found.compiled.append(Compiled(layout, waiting[layout], program, seconds))
+                if progress is not None:
+                    progress("done", layout, program)
         for layout in chosen:
             del waiting[layout]
 

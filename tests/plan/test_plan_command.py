@@ -1,0 +1,71 @@
+"""The command ``capibara plan``: what it refuses, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from capibara.cli import main
+
+TINY = (
+    *("model.num_layers=2", "model.embed_dim=64", "model.num_heads=4", "model.num_kv_heads=4"),
+    *("model.vocab_size=512", "train.batch_size=8", "train.sequence_length=128"),
+)
+
+
+def said(capsys, *arguments: str) -> str:
+    """What a refusal says; nothing was compiled or written for it."""
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        ["--topology", "v5e:2x2"],
+        ["--config", "production/tpu_v4"],
+        ["model.num_layers=3"],
+        ["--no-compile"],
+        ["--explain"],
+        ["--report", "x.html"],
+        ["--lock", "y.lock"],
+        ["--term", "spot"],
+        ["--max-compiles", "2"],
+        ["--workers", "1"],
+    ],
+)
+def test_a_check_ignores_nothing(ignored, capsys, tmp_path):
+    assert "cannot be combined with --check" in said(capsys, "--check", str(tmp_path / "x.lock"), *ignored)
+
+
+def test_options_of_other_plans(capsys):
+    assert "--tolerance is for --check" in said(capsys, "--tolerance", "0.1")
+    serving = ("--serve", "--prompt-length", "8", "--output-length", "8")
+    for option in (["--explain"], ["--top", "2"], ["--tolerance", "0.1"]):
+        assert f"{option[0]} cannot be combined with --serve" in said(capsys, *serving, *option)
+
+
+def test_files_that_cannot_be_written_are_refused_before_planning(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("capibara.plan.plan", None, raising=False)
+    assert ".html or .png" in said(capsys, "--report", str(tmp_path / "plan.pdf"))
+    for option, name in (("--report", "none/plan.html"), ("--lock", "none/plan.lock"), ("--lock", "")):
+        assert "a folder that exists" in said(capsys, option, str(tmp_path / name) if name else "")
+    assert "a folder that exists" in said(capsys, "--lock", str(tmp_path))
+
+
+def test_a_file_that_fails_at_last_is_no_traceback(capsys, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "plan.html")
+
+    monkeypatch.setattr("capibara.plan.report.page.write_report", full)
+    arguments = ("--no-compile", "--topology", "v5e:2x2", "--report", str(tmp_path / "plan.html"), *TINY)
+    assert "plan.html cannot be written: No space left on device" in said(capsys, *arguments, "--json")
+
+
+def test_an_estimate(capsys):
+    assert main(["plan", "--no-compile", "--topology", "v5e:2x2", *TINY]) == 0
+    assert "nothing was compiled" in capsys.readouterr().out
+    assert main(["plan", "--no-compile", "--topology", "v5e:2x2", "--memory-limit", "1e-12", *TINY]) == 1
+    assert "nothing fits" in capsys.readouterr().err
