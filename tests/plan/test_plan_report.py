@@ -237,3 +237,10 @@ def test_lockfiles_that_are_not_there_or_too_large(tmp_path):
     for wrong in (-1, True, math.nan, "0.1"):
         with pytest.raises(PlanError, match="hbm_tolerance="):
             check_lock(large, hbm_tolerance=wrong)  # type: ignore[arg-type]
+
+
+def test_settings_and_flags_can_be_copied():
+    """However narrow the page: a line that is broken in two is no command."""
+    best = candidate()
+    text = plan_text(made(best), 60)
+    assert " ".join(best.layout.overrides()) in text

@@ -52,9 +52,10 @@ def print_plan(plan: Plan, console: Any) -> None:
     console.print(table)
     if plan.candidates:
         for line in candidate_lines(plan.best):
-            console.print(Text(line))
+            # Settings and flags are there to be copied: no line is broken in two.
+            console.print(Text(line), soft_wrap=True)
     for line in _footer(plan):
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
 
 
 def _row(rank: int, c: Candidate) -> Sequence[str]:
