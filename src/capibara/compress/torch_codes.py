@@ -80,14 +80,21 @@ class CodedPiece(nn.Module):
 
     def take(self, where: Any) -> torch.Tensor:
         """Rows as float32 [count, length], without what is kept exactly."""
-        codes, scale_codes = self.codes[where], self.scale_codes[where]
-        scales = self.table.view(torch.float32)[scale_codes.long()]
+        codes = self.codes[where]
+        scales = self.table.view(torch.float32)[self.scale_codes[where].int()]
         if self.levels is None:
             values = codes.float()
         else:
-            both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)[..., : self.length]
-            values = self.levels.view(torch.float32)[both.long()]
-        return values * scales.repeat_interleave(self.group, -1)[..., : self.length]
+            # A byte is two numbers: one lookup makes both.
+            levels, byte = self.levels.view(torch.float32), torch.arange(256, device=codes.device)
+            pairs = torch.stack([levels[byte & 15], levels[byte >> 4]], -1)
+            values = nn.functional.embedding(codes.int(), pairs).flatten(-2)[..., : self.length]
+        whole = self.length // self.group
+        cut = whole * self.group
+        values[..., :cut].unflatten(-1, (whole, self.group)).mul_(scales[..., :whole, None])
+        if cut < self.length:
+            values[..., cut:].mul_(scales[..., whole:])
+        return values
 
     def numbers(self, first: int, last: int) -> torch.Tensor:
         """Rows ``first`` to ``last`` as float32 [count, length]."""
