@@ -137,3 +137,25 @@ def test_a_windowed_matrix_product_counts_its_loop() -> None:
 def test_products_that_contradict_themselves_are_refused(lines: str, what: str) -> None:
     with pytest.raises(PlanError, match=what):
         read_program(program(lines))
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        "stride=-x1",
+        "stride=_x_",
+        "stride=99999999999999999999999x1",
+        "pad=-x_",
+        "pad=_1x1_1",
+        "pad=99999999999999999999999_1x1_1",
+        "lhs_dilate=99999999999999999999999x1",
+        "rhs_dilate=99999999999999999999999x1",
+    ],
+)
+def test_windows_that_are_none(window):
+    text = program(
+        "  %a = f32[1,8,8,4] parameter(0)\n  %b = f32[3,3,4,4] parameter(1)\n"
+        f"  ROOT %c = f32[1,8,8,4] convolution(%a, %b), window={{size=3x3 {window}}}, dim_labels=b01f_01io->b01f"
+    )
+    with pytest.raises(PlanError, match="is none that a convolution has"):
+        read_program(text)

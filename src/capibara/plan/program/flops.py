@@ -127,15 +127,22 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
     for label, stride, pad, base, dilation in zip(spatial, strides, pads, bases, dilations, strict=True):
         if not all(label in size for size in sizes):
             raise PlanError(f"{instruction.name!r}: the spatial dimension {label} is not in all its operands")
-        taps *= real_taps(
-            sizes[0][label],
-            sizes[2][label],
-            sizes[1][label],
-            max(1, int(stride)),
-            int(pad.split("_")[0] or 0),
-            max(1, int(base)),
-            max(1, int(dilation)),
-        )
+        try:
+            taps *= real_taps(
+                sizes[0][label],
+                sizes[2][label],
+                sizes[1][label],
+                max(1, int(stride)),
+                int(pad.split("_")[0]),
+                max(1, int(base)),
+                max(1, int(dilation)),
+            )
+        except (ValueError, OverflowError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(
+                f"{instruction.name!r}: window={instruction.attribute('window')[:120]} is none that a convolution has"
+            ) from None
     groups = re.search(r"batch_group_count=(\d{1,12})", instruction.head)
     # The kernel's input features are those of one feature group already.
     batch = sizes[0]["b"] // max(1, int(groups[1]) if groups else 1)
