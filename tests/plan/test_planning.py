@@ -316,3 +316,14 @@ def test_a_step_function_is_compiled(tmp_path):
     work.path.write_bytes(b"something else")
     with pytest.raises(PlanError, match="SHA-256 differs"):
         plan(work, "v5e:1x2", max_compiles=1, cache=tmp_path / "other")
+
+
+def test_a_refusal_says_which_figures_are_estimates():
+    """The compiler's total and estimated kinds need not agree: they stand apart."""
+    from capibara.plan.planning import _does_not_fit
+
+    task, target = TrainWork(tiny()), parse_slice("v5e:1x1")
+    text = _does_not_fit(task, target, 1 << 30, 5 << 30, {"parameters": 4 << 30}, "by the compiler")
+    assert "at least 5.00 GiB a device (by the compiler; estimated: parameters 4.00 GiB)" in text
+    text = _does_not_fit(task, target, 1 << 30, 5 << 30, {"parameters": 4 << 30}, "estimated")
+    assert "(estimated; parameters 4.00 GiB)" in text

@@ -368,6 +368,8 @@ def _does_not_fit(
 ) -> str:
     largest = sorted(kinds.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in largest)
+    if source != "estimated":  # the kinds are, and need not add up to the compiler's figure
+        parts = f"estimated: {parts}"
     times = math.ceil(needed / limit)
     help = (
         "a smaller train.batch_size or train.sequence_length would help; capibara plan --explain lists the largest "
