@@ -72,7 +72,7 @@ def _bars(axes: Any, plan: Plan, what: str) -> None:
     axes.set_yticks(places, labels, fontsize=8)
     if what == "memory":
         axes.axvline(plan.limit_bytes / GIB, color="black", linestyle="--", linewidth=1)
-        axes.set_xlabel(f"GiB of HBM a device (dashed: {plan.limit_bytes / GIB:.2f}, what it has)")
+        axes.set_xlabel(f"GiB of HBM a device (dashed: {plan.limit_bytes / GIB:.2f}, what it may use)")
     else:
         for place, candidate in zip(places, plan.candidates, strict=True):
             axes.plot(

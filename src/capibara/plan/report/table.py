@@ -91,6 +91,8 @@ def candidate_lines(c: Candidate) -> list[str]:
     parts = ", ".join(f"{name} {value / time.seconds:.0%}" for name, value in shares if time.seconds)
     hidden = f" ({time.hidden:.3g} s more of it hidden behind work)" if time.hidden else ""
     source = "the TPU compiler" if c.memory_source == "compiler" else "an estimate"
+    if c.memory_source == "compiler" and "activations" in c.memory:
+        source += "; activations told from temporaries by an estimate"
     return [
         f"best   memory  {memory} GiB of {usable / GIB:.2f} [{source}]",
         f"       time    {parts}{hidden} [{_sources(c)}]",
