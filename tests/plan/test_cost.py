@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,3 +333,13 @@ def test_no_slice(prices: Path) -> None:
 def test_bad_settings(change: dict[str, Any], match: str) -> None:
     with pytest.raises(PlanError, match=match):
         TpuCostOptimizer(**{"max_cost_per_hour": 100.0, **change})
+
+
+def test_the_limit_that_would_have_to_give_way_has_the_name_of_the_argument():
+    plan = SimpleNamespace(name="a", chip="v4", num_chips=8, step_seconds=3.0, tokens_per_step=1e6, fits=True)
+    with pytest.raises(NothingAffordableError, match=r"max_hours=833\.34 would allow a"):
+        TpuCostOptimizer(1e6).choose([plan], total_tokens=1e12, max_hours=1)
+    with pytest.raises(NothingAffordableError, match=r"[ ;]hours=\d"):
+        TpuCostOptimizer(100.0).cheapest_slice(1e23, 1, 1)
+    with pytest.raises(PlanError, match="max_cost_per_hour=1000"):
+        TpuCostOptimizer(10**400)

@@ -58,6 +58,18 @@ def test_what_is_replicated_can_be_sharded():
     assert any(c.words.startswith("shard the parameters") for c in found)
 
 
+def test_more_chips_are_proposed_however_small_the_microbatches_are():
+    """A refused plan's least layout has as many microbatches as a device has rows: more devices have fewer rows."""
+    given = Layout(mesh=(("data", 1), ("model", 1)), remat="full", microbatches=32, offload="optimizer")
+    found = [c for c in changes(config(64), given, parse_slice("v5e:1x1")) if "chips" in c.words]
+    assert found
+    assert {c.layout.offload for c in found if "on the devices" in c.words} == {"none"}
+    for change in found:
+        rows, left = divmod(32, change.layout.microbatches)
+        assert not left
+        assert rows % change.layout.axis_sizes["data"] == 0
+
+
 def test_a_batch_of_one_row_a_device_cannot_be_cut():
     found = changes(config(8, 2), layout(), TARGET)
     assert not any("microbatches" in c.words and "along" not in c.words for c in found)

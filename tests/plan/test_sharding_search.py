@@ -370,6 +370,7 @@ def test_pipeline_axes_cut_stacks_of_layers_alone() -> None:
         ({"accumulate_dtype": "float31"}, PlanError, "accumulate_dtype=.*Did you mean 'float32'"),
         ({"remat": "some"}, PlanError, "remat="),
         ({"optimizer_bytes": -1}, PlanError, "optimizer_bytes="),
+        ({"optimizer_bytes": "8"}, PlanError, "optimizer_bytes="),
         ({"link_bandwidth": 0}, PlanError, "link_bandwidth="),
         ({"rules": AxisRules()}, PlanError, "param_axes"),
         ({"param_axes": {"w": ("embed", "mpl")}}, ConfigError, "mlp"),
@@ -429,3 +430,11 @@ def test_every_strategy_is_a_valid_one(
     assert input_shape[0] % math.prod(s.axis_sizes[a] for a in s.batch_axes) == 0
     assert s.bound_seconds <= s.step_seconds * (1 + 1e-9)
     assert str(s)
+
+
+def test_a_device_is_a_core_where_jax_shows_cores():
+    """TPU7x has no devices of whole chips: the memory of one is half of a chip's."""
+    found = optimize_sharding_strategy(
+        {"w": (256, 256)}, (8, 256), (1, 1), chip="tpu-v7x", link_bandwidth=1e11, training=False
+    )
+    assert found.memory_limit_bytes == pytest.approx(94.74 * 2**30, rel=1e-3)

@@ -54,7 +54,7 @@ def checked_number(name: str, value: Any, *, positive: bool = False, unit: str =
     """
     try:
         number = math.nan if isinstance(value, bool | str) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or number < 0 or (positive and number == 0):
         least = "above 0" if positive else "of at least 0"

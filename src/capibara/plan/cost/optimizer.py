@@ -266,7 +266,7 @@ class TpuCostOptimizer:
                     considered = replace(
                         considered, refused=f"has {have:,.4g} GiB of the {size / 2**30:,.4g} needed"
                     )
-                found.append(self._limited(considered, limit, None, max_cost))
+                found.append(self._limited(considered, limit, None, max_cost, "hours"))
         if not found:
             raise NothingAffordableError(f"no slice has a price: {'; '.join(unpriced)}")
         return self._chosen(found, SLICE_ORDER[self.optimization_target], "slice")
@@ -279,6 +279,7 @@ class TpuCostOptimizer:
         max_hours: float | None,
         max_step_seconds: float | None,
         max_cost: float | None,
+        hours: str = "max_hours",
     ) -> Considered:
         """The same, refused if it passes a limit."""
         if each.refused is not None:
@@ -297,7 +298,7 @@ class TpuCostOptimizer:
                 max_step_seconds,
                 "takes {:.4g} s a step, more than {:.4g}",
             ),
-            ("hours", each.hours, max_hours, "takes {:,.4g} hours, more than {:,.4g}"),
+            (hours, each.hours, max_hours, "takes {:,.4g} hours, more than {:,.4g}"),
             ("max_cost", each.dollars, max_cost, "costs ${:,.2f} in all, more than ${:,.2f}"),
         ):
             # A slice that is needed for exactly the hours there are must not fail by a rounding.

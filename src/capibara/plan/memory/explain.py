@@ -76,7 +76,7 @@ class OomReport:
         with a place for those that the compiler itself made.
       estimate: the arithmetic's view of the same, by kind.
       remedies: changes that were compiled and fit, the fastest step first.
-      refused: changes that were compiled and do not fit, in words.
+      refused: changes that were compiled and do not fit, or did not compile, in words.
     """
 
     layout: Layout
@@ -219,6 +219,9 @@ def _try(
         if len(found) == wanted:
             break
         program = compile_program(_job(config, change.layout, change.target, buffers=False), cache=store)
+        if program.status == "error":
+            refused.append(f"{change.words} (not for its memory: {program.message[:200]})")
+            continue
         if program.memory is None or program.memory.total > change.target.usable_hbm_bytes:
             refused.append(change.words)
             continue

@@ -93,17 +93,26 @@ def _proposals(
             replace(sharded, remat="full", microbatches=most, offload="optimizer"),
             target,
         )
-    for factor in (2, 4, 8):
+    for factor in (2, 4, 8, 16, 32):
         larger = _larger(target, factor)
-        if larger is None or config.train.batch_size % (layout.microbatches * data * factor):
+        rows, left = divmod(config.train.batch_size, data * factor)
+        if larger is None or left:
             continue
+        # More devices have fewer rows each: as many microbatches as these allow, up to those of now.
+        count = max(n for n in range(1, min(layout.microbatches, rows) + 1) if rows % n == 0)
         mesh = tuple((axis, size * factor if axis == "data" else size) for axis, size in layout.mesh)
         if "data" not in sizes:
             mesh = (("data", factor), *layout.mesh)
-        yield f"{larger.num_chips} chips ({larger.text})", replace(layout, mesh=mesh), larger
+        fewer = "" if count == layout.microbatches else f", {count} microbatches"
         yield (
-            f"{larger.num_chips} chips ({larger.text}), remat full",
-            replace(sharded, mesh=mesh, remat="full"),
+            f"{larger.num_chips} chips ({larger.text}){fewer}",
+            replace(layout, mesh=mesh, microbatches=count),
+            larger,
+        )
+        back = "" if layout.offload == "none" else ", the optimizer's moments on the devices"
+        yield (
+            f"{larger.num_chips} chips ({larger.text}), remat full{fewer}{back}",
+            replace(sharded, mesh=mesh, remat="full", microbatches=count, offload="none"),
             larger,
         )
 

@@ -128,7 +128,7 @@ def limit_of(target: Slice, memory_limit_gb: Any) -> int:
         or not 0 < memory_limit_gb < 1e6
     ):
         raise PlanError(f"memory_limit_gb={memory_limit_gb!r} must be a number of GiB above 0")
-    return min(target.usable_hbm_bytes, int(memory_limit_gb * 2**30))
+    return min(target.usable_hbm_bytes, max(1, int(memory_limit_gb * 2**30)))
 
 
 def price_of(target: Slice, region: str | None, term: str, path: Any, notes: list[str]) -> Price | None:

@@ -112,6 +112,8 @@ def optimize_sharding_strategy(
     target = check_target(optimization_target)
     shape = _checked_input(input_shape)
     device = get_chip(chip)
+    if device.usable_hbm_bytes is None and device.usable_hbm_bytes_core is not None and device.view == "chip":
+        device = device.core_view()  # JAX shows its cores as devices, each with its own half
     training = target != "latency" if training is None else training
     if memory_limit_gb is None:
         usable = device.usable_hbm_bytes or device.hbm_bytes
@@ -140,7 +142,11 @@ def optimize_sharding_strategy(
             )
     if remat not in ("full", "none"):
         raise PlanError(f"remat={remat!r} must be 'full' or 'none'")
-    if isinstance(optimizer_bytes, bool) or not 0 <= optimizer_bytes < math.inf:
+    if (
+        isinstance(optimizer_bytes, bool)
+        or not isinstance(optimizer_bytes, int | float)
+        or not 0 <= optimizer_bytes < math.inf
+    ):
         raise PlanError(
             f"optimizer_bytes={optimizer_bytes!r}: expected bytes a parameter, 0 or more (Adam: 8)"
         )
