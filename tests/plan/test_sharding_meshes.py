@@ -277,3 +277,11 @@ def test_one_device_is_a_mesh_too() -> None:
         create_mesh_sharding((1, 1), [0], "latncy")  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlanError, match="device_ids="):
         create_mesh_sharding((1, 1), ["a"])  # pyright: ignore[reportArgumentType]
+
+
+def test_sizes_that_do_not_fit_are_told_at_once_for_any_number_of_chips() -> None:
+    with pytest.raises(PlanError, match=r"must divide 24: 1, 2, 3, 4, 6, 8, 12, 24$"):
+        create_training_mesh(24, 5)
+    # Counting up to so many would take hours.
+    with pytest.raises(PlanError, match=r"must divide 10000000000037: 1, "):
+        create_training_mesh(10_000_000_000_037, 3)

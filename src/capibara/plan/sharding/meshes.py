@@ -363,7 +363,8 @@ def _misfit(total: int, data: int | None, model: int, pipeline: int) -> str:
         others = math.prod(size for other, size in known.items() if other != name)
         if total % others == 0:
             would.append(f"{name}={total // others}")
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    small = [n for n in range(1, min(math.isqrt(total), 1 << 16) + 1) if total % n == 0]
+    divisors = sorted({*small, *(total // n for n in small)})
     said = " × ".join(f"{name}={size}" for name, size in known.items())
     if would:
         remedy = f"With the others as they are, {' or '.join(would)} would do. "
