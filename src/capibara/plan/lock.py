@@ -116,6 +116,7 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
         "config": plan.config.to_dict(),
         "topology": plan.target.text,
         "view": plan.target.view,
+        "limit_bytes": plan.limit_bytes,
         "layout": best.layout.to_json(),
         "versions": dict(best.versions or {}),
         "program_hash": best.program_hash,
@@ -128,7 +129,7 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
 def check_lock(
     path: str | os.PathLike[str],
     *,
-    hbm_tolerance: float = 0.02,
+    hbm_tolerance: float = 0.05,
     time_tolerance: float = 0.05,
     cache: str | os.PathLike[str] | None = None,
     progress: Callable[[str, Layout, CompiledProgram | None], None] | None = None,
@@ -157,7 +158,7 @@ def check_lock(
         changed.append("the program before compilation is another one (JAX or Capibara changed it)")
     if candidate is None:
         return LockCheck((), tuple(changed), f"{program.status}: {program.message[:500]}")
-    if not candidate.fits:
+    if candidate.hbm_bytes > locked["limit_bytes"]:
         return LockCheck(
             (), tuple(changed), f"it takes {candidate.hbm_bytes / 2**30:.2f} GiB and does not fit any more"
         )
@@ -193,6 +194,7 @@ def _read(path: Path) -> dict[str, Any]:
             "layout": layout,
             "versions": {str(k): str(v) for k, v in _mapping(found["versions"]).items()},
             "program_hash": str(found["program_hash"]),
+            "limit_bytes": min(_number(found["limit_bytes"]), target.usable_hbm_bytes),
             "hbm_bytes": _number(found["hbm_bytes"]),
             "step_seconds": _number(found["step_seconds"]),
         }

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from capibara.config import ModularModelConfig
-from capibara.hardware import Price, UnknownPriceError, get_price
+from capibara.hardware import Price
+from capibara.plan.asking import check_counts, limit_of, price_of
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program
 from capibara.plan.errors import DoesNotFitError, PlanError
@@ -170,9 +171,10 @@ def plan(
     """
     target = parse_slice(topology, view)
     task = _work(work)
-    limit = _limit(target, memory_limit_gb)
-    _positive(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
-    price, notes = _price(target, region, term, prices)
+    limit = limit_of(target, memory_limit_gb)
+    check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
+    notes: list[str] = []
+    price = price_of(target, region, term, prices, notes)
     if compile:
         store = ProgramCache(cache)
         times: dict[Layout, StepTime] = {}
@@ -407,29 +409,3 @@ def _work(work: Any) -> Work:
         f"work is {type(work).__name__}, expected a ModularModelConfig, its name or path, or a step made by "
         "capibara.plan.step_work(function, args, …)"
     )
-
-
-def _limit(target: Slice, memory_limit_gb: float | None) -> int:
-    usable = target.usable_hbm_bytes
-    if memory_limit_gb is None:
-        return usable
-    if (
-        isinstance(memory_limit_gb, bool)
-        or not isinstance(memory_limit_gb, int | float)
-        or not 0 < memory_limit_gb < 1e6
-    ):
-        raise PlanError(f"memory_limit_gb={memory_limit_gb!r} must be a number of GiB above 0")
-    return min(usable, max(1, int(memory_limit_gb * 2**30)))
-
-
-def _positive(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"{name}={value!r} must be a whole number of at least 1")
-
-
-def _price(target: Slice, region: str | None, term: str, path: Any) -> tuple[Price | None, list[str]]:
-    try:
-        return get_price(f"tpu-{target.generation}", region=region, term=term, path=path), []
-    except UnknownPriceError as error:
-        return None, [f"no price: {error}"]

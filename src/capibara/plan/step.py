@@ -13,6 +13,7 @@ from typing import Any
 
 from capibara.config.axes import AxisRules
 from capibara.files import replace_file
+from capibara.plan.asking import MeshSizes
 from capibara.plan.compiler import Job, ProgramCache
 from capibara.plan.errors import PlanError
 from capibara.plan.layout import Layout
@@ -25,13 +26,6 @@ __all__ = ["StepWork", "step_work"]
 # A closed-over array up to this size is a constant like any other.
 _SMALL_CONSTANT = 64 << 10
 _REACHED = 0.5
-
-
-class _MeshSizes:
-    """What ``AxisRules.spec`` reads of a mesh."""
-
-    def __init__(self, mesh: tuple[tuple[str, int], ...]) -> None:
-        self.shape = dict(mesh)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +126,7 @@ class StepWork:
         batch = number in self.kinds["batch"]
         if names is not None:
             rules: AxisRules = layout.rules
-            mesh: Any = _MeshSizes(layout.mesh)
+            mesh: Any = MeshSizes(layout.mesh)
             spec = rules.spec(names, mesh, shape, kind="activations" if batch else "parameters")
             return [list(e) if isinstance(e, tuple) else e for e in spec]
         sizes = layout.axis_sizes

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from capibara.compose.physical.specs import nest
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
@@ -58,8 +59,8 @@ def lower_train_step(mesh: Mesh, *, config: Mapping[str, Any], layout: Mapping[s
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where)
 
     compiled = model.compiled
-    params = _nested({path: described(spec, how.rules) for path, spec in compiled.params.items()})
-    moments = _nested({path: described(spec, how.optimizer_rules) for path, spec in compiled.params.items()})
+    params = nest({path: described(spec, how.rules) for path, spec in compiled.params.items()})
+    moments = nest({path: described(spec, how.optimizer_rules) for path, spec in compiled.params.items()})
     whole = NamedSharding(mesh, PartitionSpec())
     on_host = how.offload == "optimizer"
 
@@ -82,7 +83,7 @@ def lower_train_step(mesh: Mesh, *, config: Mapping[str, Any], layout: Mapping[s
         step=placed(jnp.int32(0), whole),
         params=params,
         opt_state=opt_state,
-        model_state=_nested({path: described(spec, how.rules) for path, spec in compiled.states.items()}),
+        model_state=nest({path: described(spec, how.rules) for path, spec in compiled.states.items()}),
         key=placed(jax.eval_shape(lambda: jax.random.key(0)), whole),
     )
     shape = (how.microbatches, rows, settings.train.sequence_length + 1)
@@ -96,16 +97,6 @@ def lower_train_step(mesh: Mesh, *, config: Mapping[str, Any], layout: Mapping[s
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(after, None))
     kinds = {"parameters": params, "optimizer": opt_state, "batch": batch, "model state": state.model_state}
     return Workload(jitted.lower(state, batch), kinds)
-
-
-def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        at = tree
-        for name in path[:-1]:
-            at = at.setdefault(name, {})
-        at[path[-1]] = leaf
-    return tree
 
 
 def _in_host_memory(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

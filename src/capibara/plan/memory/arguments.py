@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
+from capibara.plan.asking import MeshSizes
 from capibara.plan.errors import PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.memory.tiles import padded_bytes
@@ -77,7 +77,7 @@ def part_of(
     kind: Any = "parameters",
 ) -> tuple[int, ...]:
     """The shape of one device's part of an array whose dimensions have these logical names."""
-    spec = rules.spec(names, SimpleNamespace(shape=dict(sizes)), shape, kind)  # type: ignore[arg-type]
+    spec = rules.spec(names, MeshSizes(sizes), shape, kind)  # type: ignore[arg-type]
     lengths = dict(sizes)
     part = []
     for size, entry in zip(shape, [*spec, *(None,) * len(shape)], strict=False):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capibara.config import ModularModelConfig
-from capibara.plan.compiler import CompiledProgram, Job, ProgramCache, compile_program
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program
 from capibara.plan.errors import CompilationError, PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
@@ -23,10 +23,10 @@ from capibara.plan.memory.remedies import Change, changes
 from capibara.plan.program import read_program
 from capibara.plan.slices import Slice
 from capibara.plan.time import predict_step
+from capibara.plan.work import TrainWork
 
 __all__ = ["OomReport", "Remedy", "explain_oom"]
 
-_BUILDER = "capibara.train.lowered:lower_train_step"
 _GIB = 2**30
 
 
@@ -159,7 +159,7 @@ def explain_oom(
     store = cache if isinstance(cache, ProgramCache) else ProgramCache(cache)
     estimate = estimate_memory(config, layout, target)
     if program is None:
-        program = compile_program(_job(config, layout, target, buffers=True), cache=store)
+        program = compile_program(TrainWork(config).job(layout, target, buffers=True), cache=store)
     if program.status == "error":
         raise CompilationError(f"the step was refused for another reason than memory: {program.message}")
     limit = target.usable_hbm_bytes
@@ -178,17 +178,6 @@ def explain_oom(
         estimate=estimate,
         remedies=tuple(sorted(found, key=lambda each: each.seconds)),
         refused=tuple(refused),
-    )
-
-
-def _job(config: ModularModelConfig, layout: Layout, target: Slice, *, buffers: bool) -> Job:
-    return Job(
-        builder=_BUILDER,
-        params={"config": config.to_dict(), "layout": layout.to_json()},
-        slice=target,
-        mesh=layout.mesh,
-        compiler_options=layout.compiler_options,
-        buffers=buffers,
     )
 
 
@@ -218,7 +207,7 @@ def _try(
     for change in candidates[:most]:
         if len(found) == wanted:
             break
-        program = compile_program(_job(config, change.layout, change.target, buffers=False), cache=store)
+        program = compile_program(TrainWork(config).job(change.layout, change.target), cache=store)
         if program.status == "error":
             refused.append(f"{change.words} (not for its memory: {program.message[:200]})")
             continue

@@ -10,16 +10,13 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.errors import did_you_mean
-from capibara.hardware import Price, UnknownPriceError, get_price
 from capibara.plan.errors import PlanError
 from capibara.plan.serving.task import ITEM_SIZES, Mesh, ServingTask
 from capibara.plan.slices import Slice, parse_slice
 
 __all__ = [
     "DEFAULT_SLICES",
-    "limit_of",
     "milliseconds",
-    "price_of",
     "read_config",
     "read_mesh",
     "read_slices",
@@ -116,25 +113,3 @@ def read_mesh(mesh: Any, targets: list[Slice], task: ServingTask) -> Mesh:
                 "key-value heads)"
             )
     return found
-
-
-def limit_of(target: Slice, memory_limit_gb: Any) -> int:
-    """Bytes that a device may use."""
-    if memory_limit_gb is None:
-        return target.usable_hbm_bytes
-    if (
-        isinstance(memory_limit_gb, bool)
-        or not isinstance(memory_limit_gb, int | float)
-        or not 0 < memory_limit_gb < 1e6
-    ):
-        raise PlanError(f"memory_limit_gb={memory_limit_gb!r} must be a number of GiB above 0")
-    return min(target.usable_hbm_bytes, max(1, int(memory_limit_gb * 2**30)))
-
-
-def price_of(target: Slice, region: str | None, term: str, path: Any, notes: list[str]) -> Price | None:
-    """The price of a chip, or None and a note that it is not known."""
-    try:
-        return get_price(f"tpu-{target.generation}", region=region, term=term, path=path)
-    except UnknownPriceError as error:
-        notes.append(f"no price: {error}")
-        return None

@@ -9,17 +9,10 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.hardware import Price
+from capibara.plan.asking import limit_of, price_of
 from capibara.plan.compiler import ProgramCache, find_compiler
 from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
-from capibara.plan.serving.arguments import (
-    limit_of,
-    milliseconds,
-    price_of,
-    read_config,
-    read_mesh,
-    read_slices,
-    serving_task,
-)
+from capibara.plan.serving.arguments import milliseconds, read_config, read_mesh, read_slices, serving_task
 from capibara.plan.serving.arithmetic import by_arithmetic, ranked_meshes
 from capibara.plan.serving.capacity import MeshSearch, Progress
 from capibara.plan.serving.result import ServingOption, ServingPlan, ServingPoint, UnreachableTargetError

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from capibara.config import ModularModelConfig
+from capibara.plan.asking import MeshSizes
 from capibara.plan.compiler import Job
 from capibara.plan.memory.tiles import padded_bytes
 from capibara.plan.slices import Slice
@@ -158,7 +159,7 @@ class ServingTask:
         """Memory by arithmetic."""
         from capibara.plan.workloads.decoding import serving_rules
 
-        rules, where = serving_rules(), _Sizes(dict(mesh))
+        rules, where = serving_rules(), MeshSizes(mesh)
         sizes = dict(mesh)
         m = self.config.model
 
@@ -223,10 +224,3 @@ class ServingTask:
                 Part("all-reduces", sent, "estimate"),
             ),
         )
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """What ``AxisRules.spec`` reads of a mesh."""
-
-    shape: dict[str, int]

@@ -6,13 +6,13 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from capibara.config.axes import AxisRules
 from capibara.config.mesh import TPUMeshConfig, create_tpu_mesh_config
 from capibara.errors import did_you_mean
 from capibara.hardware import Chip, get_chip
+from capibara.plan.asking import MeshSizes
 from capibara.plan.errors import DoesNotFitError, PlanError
 from capibara.plan.sharding.candidates import Candidate, Setting, Work, priced
 from capibara.plan.sharding.explaining import assumptions, does_not_fit
@@ -298,7 +298,7 @@ def _by_rules(problem: Problem) -> Solution | None:
     if any(leaf.axes is None for leaf in problem.leaves):
         return None
     rules = problem.rules or AxisRules()
-    mesh: Any = SimpleNamespace(shape=dict(problem.links.sizes))
+    mesh: Any = MeshSizes(problem.links.sizes)
     wide = [a for a, n in problem.links.sizes.items() if n > 1]
     batch = batch_by_rules(problem, rules)
     setting = Setting(batch, tuple(a for a in wide if a not in batch and a != "pipeline"))

@@ -14,10 +14,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from capibara.config.axes import AxisRules
+from capibara.plan.asking import MeshSizes
 from capibara.plan.sharding.candidates import Candidate, Setting, Work, candidates, cheapest
 from capibara.plan.sharding.links import Links
 from capibara.plan.sharding.roles import Role
@@ -91,7 +91,7 @@ def settings_of(problem: Problem) -> list[Setting]:
 
 def batch_by_rules(problem: Problem, rules: AxisRules) -> tuple[str, ...]:
     """The mesh axes that rules lay the batch over."""
-    mesh: Any = SimpleNamespace(shape=dict(problem.links.sizes))
+    mesh: Any = MeshSizes(problem.links.sizes)
     (entry,) = rules.spec(("batch",), mesh, (problem.work.batch,), kind="activations")
     return entries((entry,))[0]
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from capibara.compose.physical.specs import nest
 from capibara.plan.errors import PlanError
 from capibara.plan.workloads.workload import Workload
 
@@ -73,7 +74,7 @@ def _map_stacked(cache: Mapping[str, Any], model: ModularCapibaraModel, function
         for name in path:
             leaf = leaf[name]
         flat[path] = function(leaf) if spec.stack else leaf
-    return _nested(flat)
+    return nest(flat)
 
 
 def lower_decode(
@@ -196,8 +197,8 @@ class _Served:
         self.model: ModularCapibaraModel = ModularCapibaraModel(settings, mesh=mesh, rules=self.rules)
         self.whole = NamedSharding(mesh, PartitionSpec())
         compiled = self.model.compiled
-        self.params = _nested({path: self._described(s, "parameters") for path, s in compiled.params.items()})
-        self.state = _nested({path: self._described(s, "parameters") for path, s in compiled.states.items()})
+        self.params = nest({path: self._described(s, "parameters") for path, s in compiled.params.items()})
+        self.state = nest({path: self._described(s, "parameters") for path, s in compiled.states.items()})
 
     def _described(self, spec: Any, kind: Any, free: Mapping[str, int] | None = None) -> Any:
         import jax
@@ -231,7 +232,7 @@ class _Served:
             one = jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype, sharding=where)
             return [one] * whole.shape[0]
 
-        return _nested({path: described(spec) for path, spec in self._cache_specs().items()})
+        return nest({path: described(spec) for path, spec in self._cache_specs().items()})
 
     def batch_axes(self, by_layer: bool) -> Any:
         """The number of the dimension of rows in each array of the cache, -1 where there is none."""
@@ -244,7 +245,7 @@ class _Served:
                 return [shape.index("batch") - 1] * shape[0]
             return shape.index("batch")
 
-        return _nested({path: axis(spec) for path, spec in self._cache_specs().items()})
+        return nest({path: axis(spec) for path, spec in self._cache_specs().items()})
 
     def tokens(self, rows: int, length: int) -> Any:
         """Tokens, rows over ``data``."""
@@ -257,13 +258,3 @@ class _Served:
     def kinds(self, **more: Any) -> dict[str, Any]:
         kinds = {"parameters": self.params, "model state": self.state, **more}
         return {kind: tree for kind, tree in kinds.items() if tree}
-
-
-def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        at = tree
-        for name in path[:-1]:
-            at = at.setdefault(name, {})
-        at[path[-1]] = leaf
-    return tree

@@ -1,0 +1,59 @@
+"""What plans of every kind are asked with, checked by name: a memory limit, counts, a price."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capibara.hardware import Price, UnknownPriceError, get_price
+from capibara.plan.errors import PlanError
+from capibara.plan.slices import Slice
+
+__all__ = ["MeshSizes", "check_counts", "limit_of", "price_of"]
+
+
+class MeshSizes:
+    """What ``AxisRules.spec`` reads of a mesh: the sizes of its axes."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.shape: dict[str, int] = dict(mesh)
+
+
+def limit_of(target: Slice, memory_limit_gb: Any) -> int:
+    """Bytes that a device may use.
+
+    Raises:
+      PlanError: the limit is no number of GiB above 0.
+    """
+    if memory_limit_gb is None:
+        return target.usable_hbm_bytes
+    if (
+        isinstance(memory_limit_gb, bool)
+        or not isinstance(memory_limit_gb, int | float)
+        or not 0 < memory_limit_gb < 1e6
+    ):
+        raise PlanError(f"memory_limit_gb={memory_limit_gb!r} must be a number of GiB above 0")
+    return min(target.usable_hbm_bytes, max(1, int(memory_limit_gb * 2**30)))
+
+
+def check_counts(**numbers: Any) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises:
+      PlanError: by the argument's name.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PlanError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def price_of(target: Slice, region: str | None, term: str, path: Any, notes: list[str]) -> Price | None:
+    """The price of a chip, or None and a note that it is not known.
+
+    Raises:
+      PriceError: no such term, or a wrong price file.
+    """
+    try:
+        return get_price(f"tpu-{target.generation}", region=region, term=term, path=path)
+    except UnknownPriceError as error:
+        notes.append(f"no price: {error}")
+        return None
