@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from other_process import run_apart
 from tpu_compiler import environment, needs_libtpu
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -159,17 +157,7 @@ print("RESULT" + json.dumps(out))
 
 
 def ran(code: str, *args: str, **env: str) -> dict[str, Any]:
-    paths = [str(SUPPORT), *filter(None, [env.pop("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMON + code, *args],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **env, "PYTHONPATH": os.pathsep.join(paths)},
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.rpartition("RESULT")[2])
+    return run_apart(COMMON + code, *args, **env)
 
 
 @cache

@@ -188,6 +188,20 @@ def test_nothing_found_is_said(compiler, tmp_path):
     assert "No change that was compiled fits.\nDoes not fit either: remat dots" in str(report)
 
 
+def test_a_remedy_whose_compiler_dies_costs_only_itself(compiler, monkeypatch, tmp_path):
+    takes = explain.compile_program
+
+    def compile_program(job, *, cache=None):
+        if Layout.from_json(job.params["layout"]).remat == "dots":
+            raise CompilationError("ended with exit code -9")
+        return takes(job, cache=cache)
+
+    monkeypatch.setattr(explain, "compile_program", compile_program)
+    report = explain_oom(config(), layout(), TARGET, remedies=2, max_compiles=8, cache=tmp_path)
+    assert len(report.remedies) == 2
+    assert any("exit code -9" in each for each in report.refused)
+
+
 def test_a_layout_that_fits_needs_no_explanation(compiler, tmp_path):
     with pytest.raises(PlanError, match=r"fits v5e:2x2 .*3\.00 of 15\.75 GiB"):
         explain_oom(config(), layout(remat="full"), TARGET, cache=tmp_path)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from other_process import run_apart
 
 from capibara.errors import ConfigError
 from capibara.plan.errors import PlanError
@@ -153,21 +150,7 @@ print("RESULT" + json.dumps(out))
 
 @cache
 def found() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-            "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
-        },
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.rpartition("RESULT")[2])
+    return run_apart(PROGRAM, XLA_FLAGS="--xla_force_host_platform_device_count=8")
 
 
 def test_a_mesh_of_chosen_devices() -> None:

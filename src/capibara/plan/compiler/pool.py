@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -18,13 +15,13 @@ from capibara.files import replace_file
 from capibara.plan.compiler.cache import ProgramCache
 from capibara.plan.compiler.environment import Compiler, find_compiler
 from capibara.plan.compiler.job import CompiledProgram, Job
+from capibara.plan.compiler.process import kill, read_result, worker
 from capibara.plan.errors import CompilationError, PlanError
 
 __all__ = ["compile_program", "compile_programs", "default_workers"]
 
 # A compilation takes up to about 2 GiB of this machine's memory (v4, scanned layers).
 _BYTES_A_WORKER = 3 << 30
-_LAST_WORDS = 4000
 
 
 def default_workers() -> int:
@@ -151,7 +148,7 @@ class _Running:
         with self._lock:
             self._processes.add(process)
         if self.stopped:
-            _kill(process)
+            kill(process)
 
     def remove(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
@@ -162,12 +159,7 @@ class _Running:
         with self._lock:
             processes = list(self._processes)
         for process in processes:
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
 
 
 def _run(
@@ -177,16 +169,7 @@ def _run(
         raise CompilationError("stopped")
     with tempfile.TemporaryDirectory(prefix="capibara-plan-") as name:
         folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(job.to_json()))
-        with open(folder / "words", "wb") as words:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "capibara.plan.compiler.worker", name, "--until-stdin-ends"],
-                env=compiler.environment(),
-                stdin=subprocess.PIPE,  # closed when this process ends, however it does
-                stdout=words,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        with worker(job, folder, compiler) as process:
             running.add(process)
             try:
                 code = process.wait(timeout)
@@ -195,21 +178,10 @@ def _run(
                     f"compiling {job.builder} for {job.slice} took longer than {timeout:.0f} s and was stopped"
                 ) from None
             finally:
-                _kill(process)
-                process.wait()
-                if process.stdin is not None:
-                    process.stdin.close()
                 running.remove(process)
         if running.stopped:
             raise CompilationError("stopped")
-        try:
-            result = CompiledProgram.from_json(json.loads((folder / "result.json").read_bytes()))
-        except (OSError, ValueError, PlanError):
-            last = (folder / "words").read_bytes()[-_LAST_WORDS:].decode(errors="replace")
-            raise CompilationError(
-                f"the process that compiled {job.builder} for {job.slice} ended with exit code {code} and no result. "
-                f"Its last words:\n{last}"
-            ) from None
+        result = read_result(job, folder, code)
         if result.status == "error":
             # The reason may lie outside of what the key knows (a missing file …): not kept.
             return result

@@ -207,7 +207,11 @@ def _try(
     for change in candidates[:most]:
         if len(found) == wanted:
             break
-        program = compile_program(TrainWork(config).job(change.layout, change.target), cache=store)
+        try:
+            program = compile_program(TrainWork(config).job(change.layout, change.target), cache=store)
+        except CompilationError as error:  # one remedy less, not the whole report
+            refused.append(f"{change.words} (not for its memory: {str(error)[:200]})")
+            continue
         if program.status == "error":
             refused.append(f"{change.words} (not for its memory: {program.message[:200]})")
             continue

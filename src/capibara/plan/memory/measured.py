@@ -7,25 +7,20 @@ point: so the process can be stopped there. What is left out is the program's te
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from capibara.plan.compiler import CompiledProgram, Job, Memory, find_compiler
+from capibara.plan.compiler import Job, Memory, find_compiler
 from capibara.plan.compiler.buffers import read_heap
-from capibara.plan.errors import CompilationError, DoesNotFitError, PlanError
+from capibara.plan.compiler.process import read_result, worker
+from capibara.plan.errors import CompilationError, DoesNotFitError
 
 __all__ = ["measure_memory"]
 
 _POLL = 0.25
-_LAST_WORDS = 4000
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(.*)")
 
 
@@ -49,22 +44,8 @@ def measure_memory(job: Job, *, timeout: float = 1800.0) -> Memory:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="capibara-memory-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(job.to_json()))
-        with open(folder / "words", "wb") as words:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "capibara.plan.compiler.worker", name],
-                env=compiler.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=words,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                return _watch(process, folder, job, time.monotonic() + timeout)
-            finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        with worker(job, folder, compiler) as process:
+            return _watch(process, folder, job, time.monotonic() + timeout)
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, until: float) -> Memory:
@@ -77,14 +58,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, until: floa
         if time.monotonic() > until:
             raise CompilationError(f"{job.builder} for {job.slice}: no memory figure in time; it was stopped")
         time.sleep(_POLL)
-    try:
-        result = CompiledProgram.from_json(json.loads((folder / "result.json").read_bytes()))
-    except (OSError, ValueError, PlanError):
-        last = (folder / "words").read_bytes()[-_LAST_WORDS:].decode(errors="replace")
-        raise CompilationError(
-            f"the process that compiled {job.builder} for {job.slice} ended with exit code {process.returncode} and no "
-            f"result. Its last words:\n{last}"
-        ) from None
+    result = read_result(job, folder, process.returncode)
     if result.status == "oom":
         raise DoesNotFitError(f"{job.slice}: {result.message}")
     if result.memory is None:

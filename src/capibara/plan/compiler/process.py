@@ -1,0 +1,67 @@
+"""One process that compiles: started, stopped, and what it left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from capibara.plan.compiler.environment import Compiler
+from capibara.plan.compiler.job import CompiledProgram, Job
+from capibara.plan.errors import CompilationError, PlanError
+
+__all__ = ["kill", "read_result", "worker"]
+
+_LAST_WORDS = 4000
+
+
+@contextlib.contextmanager
+def worker(job: Job, folder: Path, compiler: Compiler) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of :mod:`capibara.plan.compiler.worker` at work on a job in an empty folder.
+
+    It ends with the block, and with this process however that ends: its standard input is then closed.
+    """
+    (folder / "job.json").write_text(json.dumps(job.to_json()))
+    with open(folder / "words", "wb") as words:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "capibara.plan.compiler.worker", str(folder), "--until-stdin-ends"],
+            env=compiler.environment(),
+            stdin=subprocess.PIPE,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        kill(process)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Stop it and what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def read_result(job: Job, folder: Path, code: int | None) -> CompiledProgram:
+    """What a process that has ended left in its folder.
+
+    Raises:
+      CompilationError: nothing that can be read; the text has the exit code and its last words.
+    """
+    try:
+        return CompiledProgram.from_json(json.loads((folder / "result.json").read_bytes()))
+    except (OSError, ValueError, PlanError):
+        last = (folder / "words").read_bytes()[-_LAST_WORDS:].decode(errors="replace")
+        raise CompilationError(
+            f"the process that compiled {job.builder} for {job.slice} ended with exit code {code} and no result. "
+            f"Its last words:\n{last}"
+        ) from None
