@@ -13,6 +13,7 @@ from typing import Any
 
 from capibara.config.axes import AxisRules
 from capibara.files import replace_file
+from capibara.plan.apart import apart
 from capibara.plan.asking import MeshSizes
 from capibara.plan.compiler import Job, ProgramCache
 from capibara.plan.errors import PlanError
@@ -172,6 +173,11 @@ def step_work(
 ) -> StepWork:
     """Export a step function, so that :func:`plan` can compile it for slices.
 
+    No device is taken: where this process has not started JAX's backends, a copy of it (``fork``), kept to the CPU,
+    traces and exports the function, and only the result comes back. What the function does besides while it is traced
+    is then not seen here. Where JAX has its devices already, and on systems other than Linux, it is exported by this
+    process, which on the latter starts JAX's backends.
+
     Args:
       step: a function of arrays and pytrees of them, jitted or not, such as ``(state, batch) -> (state, metrics)``.
       args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` (nothing is computed, no memory is taken).
@@ -189,9 +195,6 @@ def step_work(
         be exported for TPUs.
     """
     import jax
-    import numpy as np
-
-    from capibara.measure import count_flops
 
     if not callable(step):
         raise PlanError(f"step is {type(step).__name__}, expected a function of the arrays in args")
@@ -224,6 +227,43 @@ def step_work(
         return tuple(jax.tree.leaves(step(*jax.tree.unflatten(structure, arrays))))
 
     title = name or getattr(step, "__name__", type(step).__name__)
+    found, data = apart(lambda: _exported(flat, leaves, title), what=f"exporting {title}")
+    digest = hashlib.sha256(data).hexdigest()
+    place = (ProgramCache().folder if folder is None else Path(folder)) / f"{digest}.exported"
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(place, data)
+    except OSError as error:
+        raise PlanError(
+            f"the exported function cannot be written into {place.parent}: {error.strerror}. Name another folder "
+            "(folder=)"
+        ) from error
+    kinds = {
+        "state": tuple(n for n, of in enumerate(owner) if of not in batches),
+        "batch": tuple(n for n, of in enumerate(owner) if of in batches),
+    }
+    return StepWork(
+        title=f"{title}, {len(leaves)} arrays of {sum(_bytes(leaf) for leaf in leaves) / 2**30:.3g} GiB",
+        path=place,
+        sha256=digest,
+        shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+        item_sizes=tuple(_bytes(leaf) // max(1, math.prod(leaf.shape)) for leaf in leaves),
+        axes=names,
+        kinds=kinds,
+        donated=tuple(n for n, of in enumerate(owner) if of in donated),
+        counted_flops=found["flops"],
+        tokens=tokens,
+        structure=structure,
+    )
+
+
+def _exported(flat: Callable[..., Any], leaves: list[Any], title: str) -> tuple[dict[str, Any], bytes]:
+    """What a step counts, and the file for the process that compiles it."""
+    import jax
+    import numpy as np
+
+    from capibara.measure import count_flops
+
     try:
         jaxpr = jax.make_jaxpr(flat)(*leaves)
     except Exception as error:
@@ -248,33 +288,7 @@ def step_work(
         data = bytes(exported.serialize())
     except Exception as error:
         raise PlanError(f"{title} cannot be exported for TPUs: {type(error).__name__}: {error}") from error
-    digest = hashlib.sha256(data).hexdigest()
-    place = (ProgramCache().folder if folder is None else Path(folder)) / f"{digest}.exported"
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(place, data)
-    except OSError as error:
-        raise PlanError(
-            f"the exported function cannot be written into {place.parent}: {error.strerror}. Name another folder "
-            "(folder=)"
-        ) from error
-    kinds = {
-        "state": tuple(n for n, of in enumerate(owner) if of not in batches),
-        "batch": tuple(n for n, of in enumerate(owner) if of in batches),
-    }
-    return StepWork(
-        title=f"{title}, {len(leaves)} arrays of {sum(_bytes(leaf) for leaf in leaves) / 2**30:.3g} GiB",
-        path=place,
-        sha256=digest,
-        shapes=tuple(tuple(leaf.shape) for leaf in leaves),
-        item_sizes=tuple(_bytes(leaf) // max(1, math.prod(leaf.shape)) for leaf in leaves),
-        axes=names,
-        kinds=kinds,
-        donated=tuple(n for n, of in enumerate(owner) if of in donated),
-        counted_flops=float(count_flops(functools.partial(_call, flat), *leaves).total),
-        tokens=tokens,
-        structure=structure,
-    )
+    return {"flops": float(count_flops(functools.partial(_call, flat), *leaves).total)}, data
 
 
 def _argnums(name: str, numbers: Any, count: int) -> set[int]:
