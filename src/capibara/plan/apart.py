@@ -34,7 +34,7 @@ def backends_started() -> bool:
     import jax
 
     # JAX has no public question for it, but a setting that it refuses to change from then on.
-    now = jax.config.jax_num_cpu_devices
+    now = jax.config.values["jax_num_cpu_devices"]
     try:
         jax.config.update("jax_num_cpu_devices", now + 1)
     except RuntimeError:
