@@ -53,7 +53,7 @@ def _decompose(problem: Any, matrix: jax.Array, key: jax.Array) -> tuple[jax.Arr
     # The sketch and the last product in the loop too: a TPU's compiler takes seconds for each large product.
     vectors = alike((left, right), wide, right)
     left, right = lax.fori_loop(0, problem.power_iterations + 1, power, vectors)
-    core, right = orthonormal_rows(product(left, wide))
+    core, right = orthonormal_rows(right)  # which is left @ matrix
     u, s, vh = jnp.linalg.svd(core, full_matrices=False)
     k = problem.rank
     return product(t(left), u[..., :k]), s[..., :k], product(vh[..., :k, :], right)

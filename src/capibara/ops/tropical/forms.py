@@ -3,9 +3,13 @@
 Each is a pair: ``value(problem, a, b)`` and ``both(problem, a, b)``, the latter with the lowest index that reaches the
 maximum, or -1 where there is none (an entry of -inf, or NaN).
 
-What XLA's CPU compiler makes fast is the plain fused ``max(a + bᵀ)``; a ``where`` inside its loop makes it ten times
-slower. So infinities of the wrong sign are taken out before, and only where there are any: an entry is +inf exactly
-if one operand's +inf meets what is not -inf, which is a question for an ordinary product of zeros and ones.
+The XLA form is the plain fused ``max(a + bᵀ)``, a reduction; a ``where`` inside its loop makes it ten times slower. So
+infinities of the wrong sign are taken out before, and only where there are any: an entry is +inf exactly if one
+operand's +inf meets what is not -inf, which is a question for an ordinary product of zeros and ones.
+
+On CPUs that reduction spends most of its time on JAX's rule that a maximum with NaN is NaN. Products large enough are
+worked off there in blocks of rows that stay in the cache, sixteen steps of the depth at a time and elementwise:
+``where(term > best, term, best)`` is one instruction, and NaN has been looked for before. Three to four times faster.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from jax import lax
 
 from capibara import native
 from capibara.measure.flops import register_foreign_call
-from capibara.ops.one_device import native_call
+from capibara.ops.one_device import alike, native_call
 from capibara.ops.tropical.problem import TropicalProblem, times
 
 __all__ = [
@@ -30,6 +34,13 @@ __all__ = [
     "xla_both",
     "xla_value",
 ]
+
+# Measured on two x86-64 cores with AVX-512: eight or 32 steps at a time are slower than the reduction.
+_STEPS = 16
+_BLOCK_ENTRIES = 1 << 17
+_LEAST_ROWS = 8
+_LEAST_BLOCKED = 64 * 64
+_LEAST_COLUMNS = 32
 
 
 def _pairs(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -65,8 +76,48 @@ def reference_both(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> tupl
 
 
 def _plain(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of finite operands, or of such that hold -inf; an entry that NaN meets may be anything."""
+    rows, inner, columns = *a.shape[-2:], b.shape[-1]
+    if rows * columns < _LEAST_BLOCKED or columns < _LEAST_COLUMNS or inner < _STEPS:
+        return _reduced(a, b)
+    return lax.platform_dependent(a, b, cpu=_blocked, default=_reduced)
+
+
+def _reduced(a: jax.Array, b: jax.Array) -> jax.Array:
     left, right = _pairs(a, b)
     return jnp.max(left + right, -1, initial=-jnp.inf)
+
+
+def _blocked(a: jax.Array, b: jax.Array) -> jax.Array:
+    rows, inner, columns = *a.shape[-2:], b.shape[-1]
+    blocks = -(-rows // max(_LEAST_ROWS, _BLOCK_ENTRIES // columns))
+    height = -(-rows // blocks)
+    # What is added is -inf on the left, so it never is the maximum.
+    ends = [(0, 0)] * (a.ndim - 2)
+    deep = -inner % _STEPS
+    left = jnp.pad(a, [*ends, (0, blocks * height - rows), (0, deep)], constant_values=-jnp.inf)
+    left = jnp.swapaxes(left.reshape(-1, blocks, height, inner + deep), -1, -2)
+    right = jnp.pad(b, [*ends, (0, deep), (0, 0)]).reshape(-1, inner + deep, columns)
+
+    def one(now: tuple[jax.Array, jax.Array]) -> jax.Array:
+        left, right = now
+        return lax.map(lambda block: _block(block, right), left)
+
+    return lax.map(one, (left, right)).reshape(*a.shape[:-2], -1, columns)[..., :rows, :]
+
+
+def _block(left: jax.Array, right: jax.Array) -> jax.Array:
+    """A few rows of the product: ``left`` [inner, rows], ``right`` [inner, columns], inner a multiple of the steps."""
+
+    def deeper(number: jax.Array, best: jax.Array) -> jax.Array:
+        some = [lax.dynamic_slice_in_dim(x, number * _STEPS, _STEPS) for x in (left, right)]
+        for row, column in zip(*some, strict=True):
+            term = row[:, None] + column
+            best = jnp.where(term > best, term, best)
+        return best
+
+    start = jnp.full((left.shape[1], right.shape[1]), -jnp.inf, left.dtype)
+    return lax.fori_loop(0, left.shape[0] // _STEPS, deeper, alike(start, left, right))
 
 
 def _with_infinities(a: jax.Array, b: jax.Array) -> jax.Array:
