@@ -129,17 +129,23 @@ def compiler(monkeypatch):
     """A compiler that takes rematerialised layouts on four chips, and times them by their microbatches."""
     asked = []
 
-    def compile_program(job, *, cache=None):
+    def compile_programs(jobs, *, started, **_):
+        # Done in another order than asked for, as a pool does.
+        for number, job in reversed(list(enumerate(jobs))):
+            started(number)
+            yield number, compiled(job)
+
+    def compiled(job):
         given = Layout.from_json(job.params["layout"])
         asked.append((given, job.buffers))
         if given.remat == "full" and job.slice == TARGET:
             memory = Memory(arguments=GIB, outputs=0, aliased=0, temporaries=2 * GIB)
             return SimpleNamespace(
-                status="ok", memory=memory, text=given.microbatches, coordinates=(), buffers=()
+                status="ok", memory=memory, text=given.microbatches, coordinates=(), buffers=BUFFERS
             )
         return REFUSED
 
-    monkeypatch.setattr(explain, "compile_program", compile_program)
+    monkeypatch.setattr(explain, "compile_programs", compile_programs)
     monkeypatch.setattr(explain, "read_program", lambda text: text)
     monkeypatch.setattr(
         explain, "predict_step", lambda facts, *_, **__: SimpleNamespace(seconds=1.0 + 0.1 * facts)
@@ -149,7 +155,7 @@ def compiler(monkeypatch):
 
 def test_only_what_was_compiled_is_named_the_fastest_first(compiler, tmp_path):
     report = explain_oom(config(), layout(), TARGET, remedies=2, max_compiles=8, cache=tmp_path)
-    assert compiler[0] == (layout(), True)
+    assert [given for given, buffers in compiler if buffers] == [layout()]
     assert report.needed_bytes == 20 * GIB
     assert report.limit_bytes == TARGET.usable_hbm_bytes
     assert len(report.remedies) == 2
@@ -186,24 +192,68 @@ def test_nothing_found_is_said(compiler, tmp_path):
     report = explain_oom(config(), layout(), TARGET, max_compiles=1, cache=tmp_path)
     assert report.refused == ("remat dots",)
     assert "No change that was compiled fits.\nDoes not fit either: remat dots" in str(report)
+    for wrong in (0, True):
+        with pytest.raises(PlanError, match=f"workers={wrong}"):
+            explain_oom(config(), layout(), TARGET, workers=wrong, cache=tmp_path)
 
 
 def test_a_remedy_whose_compiler_dies_costs_only_itself(compiler, monkeypatch, tmp_path):
-    takes = explain.compile_program
+    takes = vars(explain)["compile_programs"]
 
-    def compile_program(job, *, cache=None):
-        if Layout.from_json(job.params["layout"]).remat == "dots":
-            raise CompilationError("ended with exit code -9")
-        return takes(job, cache=cache)
+    def compile_programs(jobs, **rest):
+        jobs = list(jobs)
+        for number, program in takes(jobs, **rest):
+            if Layout.from_json(jobs[number].params["layout"]).remat == "dots":
+                program = CompiledProgram(status="error", message="ended with exit code -9")
+            yield number, program
 
-    monkeypatch.setattr(explain, "compile_program", compile_program)
+    monkeypatch.setattr(explain, "compile_programs", compile_programs)
     report = explain_oom(config(), layout(), TARGET, remedies=2, max_compiles=8, cache=tmp_path)
     assert len(report.remedies) == 2
     assert any("exit code -9" in each for each in report.refused)
 
 
+def test_changes_are_compiled_side_by_side_and_only_as_long_as_wanted(compiler, monkeypatch, tmp_path):
+    takes, calls, seen = vars(explain)["compile_programs"], [], []
+
+    def compile_programs(jobs, **rest):
+        jobs = list(jobs)
+        calls.append((len(jobs), rest["workers"]))
+        return takes(jobs, **rest)
+
+    monkeypatch.setattr(explain, "compile_programs", compile_programs)
+    report = explain_oom(
+        config(), layout(), TARGET, remedies=2, max_compiles=8, workers=3, cache=tmp_path,
+        progress=lambda event, given, program: seen.append((event, given, program is None)),
+    )  # fmt: skip
+    # The layout itself and two changes, of which one is refused; then as many as are still wanted.
+    assert calls[0] == (3, 3)
+    assert len(calls) > 1
+    assert all(count <= 2 and workers == 3 for count, workers in calls[1:])
+    assert len(report.remedies) == 2
+    assert sum(count for count, _ in calls) == 1 + len(report.remedies) + len(report.refused)
+    assert len(seen) == 2 * sum(count for count, _ in calls)
+    assert {(event, without) for event, _, without in seen} == {("start", True), ("done", False)}
+
+
+def test_remedies_keep_to_a_lower_limit(compiler, tmp_path):
+    """What fits the device, and not what it may use of it, is explained; and is no remedy."""
+    given = {"remedies": 1, "max_compiles": 2, "cache": tmp_path}
+    with pytest.raises(PlanError, match=r"takes 3\.00 GiB of 4\.00 GiB"):
+        explain_oom(config(), layout(remat="full"), TARGET, memory_limit_gb=4, **given)
+    report = explain_oom(config(), layout(remat="full"), TARGET, memory_limit_gb=2.5, **given)
+    assert (report.needed_bytes, report.limit_bytes) == (3 * GIB, 2.5 * GIB)
+    assert report.remedies == ()
+    assert "takes 3.00 GiB a device; a device may use 2.50 GiB of its 15.75 GiB." in str(report)
+    assert "6.00 GiB bf16[8,1000]" in str(report)
+    for change in changes(config(), layout(), TARGET, 4 * GIB):
+        assert change.estimate.total <= 4 * GIB
+    with pytest.raises(PlanError, match="memory_limit_gb=0"):
+        explain_oom(config(), layout(), TARGET, memory_limit_gb=0)
+
+
 def test_a_layout_that_fits_needs_no_explanation(compiler, tmp_path):
-    with pytest.raises(PlanError, match=r"fits v5e:2x2 .*3\.00 of 15\.75 GiB"):
+    with pytest.raises(PlanError, match=r"fits v5e:2x2 .*3\.00 GiB of 15\.75 GiB"):
         explain_oom(config(), layout(remat="full"), TARGET, cache=tmp_path)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from tpu_compiler import needs_libtpu
 
 from capibara.cli import main
 
@@ -69,3 +72,52 @@ def test_an_estimate(capsys):
     assert "nothing was compiled" in capsys.readouterr().out
     assert main(["plan", "--no-compile", "--topology", "v5e:2x2", "--memory-limit", "1e-12", *TINY]) == 1
     assert "nothing fits" in capsys.readouterr().err
+
+
+def test_an_explanation_keeps_to_the_limit_and_the_workers(capsys, monkeypatch, tmp_path):
+    from capibara.plan import DoesNotFitError, Layout
+
+    refusal = DoesNotFitError("nothing fits: it is too large")
+    refusal.layout = Layout(mesh=(("data", 1), ("model", 1)))
+    asked = {}
+
+    def explain_oom(config, layout, target, **rest):
+        asked.update(rest, layout=layout, slice=target.text)
+        return "the largest buffers"
+
+    def plan(*_, **rest):
+        assert (rest["memory_limit_gb"], rest["workers"]) == (0.25, 3)
+        raise refusal
+
+    monkeypatch.setattr("capibara.plan.plan", plan, raising=False)
+    monkeypatch.setattr("capibara.plan.memory.explain_oom", explain_oom, raising=False)
+    arguments = ("--explain", "--topology", "v5e:1x1", "--memory-limit", "0.25", "--workers", "3")
+    assert main(["plan", *arguments, "--cache", str(tmp_path), *TINY]) == 1
+    out, err = capsys.readouterr()
+    assert "the largest buffers" in out
+    assert "nothing fits" in err
+    assert (asked["layout"], asked["slice"]) == (refusal.layout, "v5e:1x1")
+    assert (asked["memory_limit_gb"], asked["workers"], asked["cache"]) == (0.25, 3, str(tmp_path))
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_an_explanation_by_the_real_compiler(capsys, tmp_path):
+    """A model of 20 MB with its moments, and 5 MiB a device: more devices help."""
+    model = ("model.embed_dim=128", "model.vocab_size=8192", "model.num_layers=2", "train.batch_size=16")
+    arguments = ("--explain", "--topology", "v5e:1x1", "--memory-limit", "0.02", "--max-compiles", "2")
+    assert main(["plan", *arguments, "--cache", str(tmp_path), "--json", *TINY, *model]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"]
+    assert "may use 20.48 MiB of its 15.75 GiB" in found["error"]
+    told = found["explanation"]
+    assert told["needed_bytes"] > told["limit_bytes"] == int(0.02 * 2**30)
+    largest = max(told["buffers"], key=lambda each: each["bytes"])
+    assert largest["bytes"] == 8192 * 128 * 4
+    assert any("embedding" in each["place"] for each in told["buffers"])
+    assert 0 <= told["padding_bytes"] < told["needed_bytes"]
+    assert told["remedies"] or told["refused"]
+    for remedy in told["remedies"]:
+        assert remedy["hbm_bytes"] <= told["limit_bytes"]
+        assert remedy["seconds"] > 0
+        assert remedy["chips"] > 1

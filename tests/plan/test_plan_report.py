@@ -9,10 +9,11 @@ import pytest
 
 from capibara.config import ModularModelConfig
 from capibara.hardware import get_price
-from capibara.plan import Candidate, Layout, Plan, PlanError, parse_slice
+from capibara.plan import Candidate, Layout, Plan, PlanError, parse_slice, plan
 from capibara.plan.lock import Drift, LockCheck, check_lock, write_lock
 from capibara.plan.report.picture import link_axes
 from capibara.plan.report.table import plan_text
+from capibara.plan.sizes import size_text
 from capibara.plan.time import Part, StepTime
 
 GIB = 2**30
@@ -252,3 +253,45 @@ def test_what_of_the_compilers_memory_is_estimated_is_said():
     assert "[the TPU compiler]" in plan_text(made(candidate(memory={"parameters": GIB, "temporaries": GIB})))
     rough = candidate(memory={"activations": GIB}, memory_source="analytic")
     assert "[an estimate]" in plan_text(made(rough))
+
+
+# ---- sizes in words --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (512, "512 bytes"),
+        (1023, "1,023 bytes"),
+        (1536, "1.50 KiB"),
+        (90 * 2**10, "90.00 KiB"),
+        (512 * 2**10, "0.50 MiB"),
+        (90 * 2**20, "90.00 MiB"),
+        (2**29, "0.50 GiB"),
+        (15.75 * 2**30, "15.75 GiB"),
+        (512 * 2**30, "512.00 GiB"),
+        (3 * 2**40, "3.00 TiB"),
+    ],
+)
+def test_sizes_have_a_unit_that_fits(size, text):
+    assert size_text(size) == text
+
+
+def test_a_small_plan_has_no_figures_of_zero_and_shows_the_limit_it_keeps():
+    settings = (
+        *("model.num_layers=2", "model.embed_dim=64", "model.num_heads=4", "model.num_kv_heads=4"),
+        *("model.vocab_size=512", "train.batch_size=8", "train.sequence_length=128"),
+    )
+    config = ModularModelConfig.from_toml("demo", list(settings))
+    text = str(plan(config, "v5e:2x2", compile=False, memory_limit_gb=0.5))
+    assert "a device may use 0.50 GiB of its 15.75 GiB" in text
+    assert "HBM MiB" in text
+    assert "0.00" not in text
+    assert "$/B tok" in text
+    assert "step µs" in text
+    assert "K parameters" in text
+    (memory,) = [line for line in text.splitlines() if line.startswith("best")]
+    assert " of 0.50 GiB [an estimate]" in memory
+    assert "KiB" in memory
+    assert "a device has 15.75 GiB" in str(plan(config, "v5e:2x2", compile=False))

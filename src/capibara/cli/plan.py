@@ -24,6 +24,9 @@ HELP = """Find the fastest way to train a configuration on a TPU slice: mesh, sh
 The TPU compiler (libtpu) compiles the most promising ones here, without a TPU: memory is its own figure, time is
 predicted from the compiled program. For instance: capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
 
+# Changes that --explain compiles.
+_TRIED = 5
+
 # What --check reads from the lockfile, or has no use for.
 _LOCKED = (
     *(
@@ -102,8 +105,6 @@ def run(args: argparse.Namespace) -> int:
     for option in ("lock", "explain"):
         if getattr(args, option) and args.no_compile:
             raise ConfigError(f"--{option} needs the compiler: leave out --no-compile")
-    if args.explain and args.memory_limit is not None:
-        raise ConfigError("--explain says what the device's own memory refuses: leave out --memory-limit")
     _check_files(args)
     config = ModularModelConfig.from_toml(args.config, args.overrides)
     if args.workers is not None and args.workers < 1:
@@ -126,7 +127,10 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress,
             )
     except DoesNotFitError as error:
-        report = _explained(config, error.layout, args) if args.explain else None
+        report = None
+        if args.explain:
+            with _progress(1 + _TRIED, quiet=args.json) as progress:
+                report = _explained(config, error.layout, args, progress)
         if args.json:
             told = {} if report is None else {"explanation": report.to_json()}
             print(json.dumps({"fits": False, "error": str(error), **told}, indent=1))
@@ -171,13 +175,22 @@ def _check_files(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} {path!r}: expected a file in a folder that exists")
 
 
-def _explained(config: Any, layout: Any, args: argparse.Namespace) -> Any:
+def _explained(config: Any, layout: Any, args: argparse.Namespace, progress: Any) -> Any:
     from capibara.plan import parse_slice
     from capibara.plan.memory import explain_oom
 
     if layout is None:
         return None
-    return explain_oom(config, layout, parse_slice(args.topology or "v4-32", args.view), cache=args.cache)
+    return explain_oom(
+        config,
+        layout,
+        parse_slice(args.topology or "v4-32", args.view),
+        max_compiles=_TRIED,
+        memory_limit_gb=args.memory_limit,
+        workers=args.workers,
+        cache=args.cache,
+        progress=progress,
+    )
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -214,6 +227,8 @@ def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any]
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from capibara.plan.sizes import size_text
+
     started: dict[Any, float] = {}
     console = Console(stderr=True, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -231,7 +246,7 @@ def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any]
                 else f"{time.perf_counter() - started.get(layout, time.perf_counter()):.0f} s"
             )
             words = {"oom": "does not fit", "error": "failed"}
-            size = f"{program.memory.total / 2**30:.2f} GiB" if program.memory else words[program.status]
+            size = size_text(program.memory.total) if program.memory else words[program.status]
             bar.console.print(f"{layout}: {size} ({took})")
             bar.advance(task)
 

@@ -22,6 +22,7 @@ from capibara.plan.compiler import CompiledProgram, ProgramCache
 from capibara.plan.errors import PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.planning import Plan, candidate_of
+from capibara.plan.sizes import size_text, unit_of
 from capibara.plan.slices import Slice, parse_slice
 from capibara.plan.work import TrainWork
 
@@ -54,7 +55,7 @@ class Drift:
         return self.change <= self.tolerance
 
     def __str__(self) -> str:
-        scale, unit = (2**30, "GiB") if self.figure == "HBM" else (1, "s")
+        scale, unit = unit_of(self.locked) if self.figure == "HBM" else (1, "s")
         word = "ok" if self.passed else "DRIFT"
         return (
             f"{word:<5}  {self.figure}: locked {self.locked / scale:.4g} {unit}, now {self.now / scale:.4g} {unit} "
@@ -160,7 +161,7 @@ def check_lock(
         return LockCheck((), tuple(changed), f"{program.status}: {program.message[:500]}")
     if candidate.hbm_bytes > locked["limit_bytes"]:
         return LockCheck(
-            (), tuple(changed), f"it takes {candidate.hbm_bytes / 2**30:.2f} GiB and does not fit any more"
+            (), tuple(changed), f"it takes {size_text(candidate.hbm_bytes)} and does not fit any more"
         )
     drifts = (
         Drift("HBM", locked["hbm_bytes"], candidate.hbm_bytes, hbm_tolerance),

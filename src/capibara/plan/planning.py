@@ -18,6 +18,7 @@ from capibara.plan.errors import DoesNotFitError, PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.program import read_program
 from capibara.plan.search.best_first import Search, search
+from capibara.plan.sizes import limit_text, size_text
 from capibara.plan.slices import Slice, parse_slice
 from capibara.plan.time import Part, StepTime, predict_step
 from capibara.plan.work import Rough, TrainWork, Work
@@ -369,7 +370,7 @@ def _does_not_fit(
     task: Work, target: Slice, limit: int, needed: int, kinds: Mapping[str, int], source: str
 ) -> str:
     largest = sorted(kinds.items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in largest)
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in largest)
     if source != "estimated":  # the kinds are, and need not add up to the compiler's figure
         parts = f"estimated: {parts}"
     times = math.ceil(needed / limit)
@@ -380,8 +381,8 @@ def _does_not_fit(
         else "or a smaller batch would help"
     )
     return (
-        f"nothing fits: {task.title} on {target} takes at least {needed / 2**30:.2f} GiB a device ({source}; {parts}), "
-        f"and a device has {limit / 2**30:.2f} GiB. A slice of about {target.num_chips * times} chips, {help}"
+        f"nothing fits: {task.title} on {target} takes at least {size_text(needed)} a device ({source}; {parts}), "
+        f"and {limit_text(target, limit)}. A slice of about {target.num_chips * times} chips, {help}"
     )
 
 

@@ -175,7 +175,8 @@ class Slice:
 
     def __str__(self) -> str:
         devices = f", {self.num_devices} devices (one a core)" if self.view == "core" else ""
-        return f"{self.text} ({self.num_chips} chips, {self.slice_name}{devices})"
+        chips = f"{self.num_chips} chip{'s' * (self.num_chips != 1)}"
+        return f"{self.text} ({chips}, {self.slice_name}{devices})"
 
 
 def parse_slice(text: str | Slice, view: str | None = None) -> Slice:

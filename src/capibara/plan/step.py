@@ -19,6 +19,7 @@ from capibara.plan.compiler import Job, ProgramCache
 from capibara.plan.errors import PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.search.space import WHOLE_PRODUCTS, meshes
+from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
 from capibara.plan.work import Rough
 
@@ -243,7 +244,7 @@ def step_work(
         "batch": tuple(n for n, of in enumerate(owner) if of in batches),
     }
     return StepWork(
-        title=f"{title}, {len(leaves)} arrays of {sum(_bytes(leaf) for leaf in leaves) / 2**30:.3g} GiB",
+        title=f"{title}, {len(leaves)} arrays of {size_text(sum(_bytes(leaf) for leaf in leaves))}",
         path=place,
         sha256=digest,
         shapes=tuple(tuple(leaf.shape) for leaf in leaves),

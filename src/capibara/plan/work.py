@@ -12,6 +12,7 @@ from capibara.plan.layout import Layout
 from capibara.plan.memory import estimate_memory
 from capibara.plan.search.analytic import estimate_time, model_specs, step_flops
 from capibara.plan.search.space import layouts
+from capibara.plan.sizes import count_text
 from capibara.plan.slices import Slice
 
 __all__ = ["Rough", "TrainWork", "Work"]
@@ -83,9 +84,9 @@ class TrainWork:
     def title(self) -> str:
         """Layers, width, parameters and tokens a step."""
         m, t = self.config.model, self.config.train
-        billions = model_specs(self.config).num_params / 1e9
+        count = count_text(model_specs(self.config).num_params)
         return (
-            f"{m.num_layers} × {'/'.join(m.pattern)}, width {m.embed_dim}, {billions:.3g} B parameters; "
+            f"{m.num_layers} × {'/'.join(m.pattern)}, width {m.embed_dim}, {count} parameters; "
             f"{t.batch_size} × {t.sequence_length} tokens a step"
         )
 

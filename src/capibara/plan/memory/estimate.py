@@ -15,6 +15,7 @@ from capibara.plan.errors import PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.memory.arguments import Block, step_arguments
 from capibara.plan.memory.working_set import working_set
+from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
 
 __all__ = ["MemoryEstimate", "estimate_memory", "estimate_memory_of"]
@@ -87,9 +88,9 @@ class MemoryEstimate:
         }
 
     def __str__(self) -> str:
-        parts = [f"{name} {size / 2**30:.2f}" for name, size in self.kinds.items() if size >= 2**20]
+        parts = [f"{name} {size_text(size)}" for name, size in self.kinds.items() if size]
         unknown = "" if self.temporaries is not None else " and temporaries, which only the compiler knows"
-        return f"{self.total / 2**30:.2f} GiB a device ({', '.join(parts)}){unknown}"
+        return f"{size_text(self.total)} a device ({', '.join(parts)}){unknown}"
 
 
 def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -> MemoryEstimate:

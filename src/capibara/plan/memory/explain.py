@@ -8,26 +8,29 @@ compiler took it.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from capibara.config import ModularModelConfig
-from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program
+from capibara.plan.asking import check_counts, limit_of
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
 from capibara.plan.errors import CompilationError, PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
 from capibara.plan.memory.naming import named
 from capibara.plan.memory.remedies import Change, changes
 from capibara.plan.program import read_program
+from capibara.plan.sizes import limit_text, size_text
 from capibara.plan.slices import Slice
 from capibara.plan.time import predict_step
 from capibara.plan.work import TrainWork
 
 __all__ = ["OomReport", "Remedy", "explain_oom"]
 
-_GIB = 2**30
+Progress = Callable[[str, Layout, CompiledProgram | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class OomReport:
 
     Attributes:
       layout, target: what was asked for.
-      needed_bytes: of one device, as the compiler says. limit_bytes: what a device has.
+      needed_bytes: of one device, as the compiler says. limit_bytes: what a device may use.
       buffers: the largest of the fullest moment, as :func:`capibara.plan.compiler.buffers.read_buffers` gives them,
         with a place for those that the compiler itself made.
       estimate: the arithmetic's view of the same, by kind.
@@ -109,20 +112,20 @@ class OomReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.layout} on {self.target} takes {self.needed_bytes / _GIB:.2f} GiB a device; a device has "
-            f"{self.limit_bytes / _GIB:.2f} GiB.",
+            f"{self.layout} on {self.target} takes {size_text(self.needed_bytes)} a device; "
+            f"{limit_text(self.target, self.limit_bytes)}.",
             "",
             "The largest buffers in the fullest moment:",
         ]
         lines += [f"  {line}" for line in _rows(self.buffers, 10)]
         lines.append(
-            f"Padding to tiles takes {self.padding_bytes / _GIB:.2f} GiB of the {len(self.buffers)} largest."
+            f"Padding to tiles takes {size_text(self.padding_bytes)} of the {len(self.buffers)} largest."
         )
         none = "No change that was compiled fits." if self.refused else "No change was compiled."
         lines += ["", "What fits (compiled):" if self.remedies else none]
         for each in self.remedies:
             lines.append(
-                f"  {each.words}: {each.hbm_bytes / _GIB:.2f} GiB, {each.seconds:.3g} s a step on "
+                f"  {each.words}: {size_text(each.hbm_bytes)}, {each.seconds:.3g} s a step on "
                 f"{each.target.num_chips} chips"
             )
         if self.refused:
@@ -138,15 +141,21 @@ def explain_oom(
     program: CompiledProgram | None = None,
     remedies: int = 3,
     max_compiles: int = 5,
+    memory_limit_gb: float | None = None,
+    workers: int | None = None,
     cache: ProgramCache | str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
 ) -> OomReport:
-    """Compile a layout that does not fit, list what fills the memory, and compile what could help.
+    """Compile a layout that does not fit, list what fills the memory, and compile what could help, side by side.
 
     Args:
       config: as for training. layout, target: what does not fit.
       program: its compilation with ``buffers=True``, if there is one already.
       remedies: how many changes to look for. max_compiles: how many to try for them.
+      memory_limit_gb: GiB that a device may use, if less than it has; remedies keep to it, too.
+      workers: compilations at a time.
       cache: of compiled results, or its folder.
+      progress: called with ``"start"`` or ``"done"``, a layout, and the compiled program.
 
     Raises:
       PlanError: the layout fits, or an argument is not what it should be.
@@ -156,19 +165,34 @@ def explain_oom(
     for name, value in (("remedies", remedies), ("max_compiles", max_compiles)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise PlanError(f"{name}={value!r} must be a whole number from 0")
-    store = cache if isinstance(cache, ProgramCache) else ProgramCache(cache)
+    if workers is not None:
+        check_counts(workers=workers)
+    limit = limit_of(target, memory_limit_gb)
     estimate = estimate_memory(config, layout, target)
-    if program is None:
-        program = compile_program(TrainWork(config).job(layout, target, buffers=True), cache=store)
-    if program.status == "error":
-        raise CompilationError(f"the step was refused for another reason than memory: {program.message}")
-    limit = target.usable_hbm_bytes
-    if program.memory is not None and program.memory.total <= limit:
-        raise PlanError(
-            f"{layout} fits {target}: it takes {program.memory.total / _GIB:.2f} of {limit / _GIB:.2f} GiB"
-        )
+    tries = _Tries(
+        TrainWork(config),
+        limit,
+        cache if isinstance(cache, ProgramCache) else ProgramCache(cache),
+        workers,
+        progress,
+    )
+    if program is not None:
+        _check_refused(program, layout, target, limit)
+    candidates = _spread(changes(config, layout, target, limit))[:max_compiles]
+    found: list[Remedy] = []
+    refused: list[str] = []
+    # As many at a time as are still wanted, so that which changes are named does not depend on the workers.
+    while program is None or (candidates and len(found) < remedies):
+        several, candidates = candidates[: remedies - len(found)], candidates[remedies - len(found) :]
+        asked = [] if program is not None else [(layout, target, True)]
+        results = tries.compile([*asked, *((each.layout, each.target, False) for each in several)])
+        if program is None:
+            program = results.pop(0)
+        for change, result in zip(several, results, strict=True):
+            remedy = _remedy(change, result, limit)
+            found += [remedy] if isinstance(remedy, Remedy) else []
+            refused += [remedy] if isinstance(remedy, str) else []
     needed = program.memory.total if program.memory else program.needed_bytes or estimate.total
-    found, refused = _try(config, _spread(changes(config, layout, target)), remedies, max_compiles, store)
     return OomReport(
         layout=layout,
         target=target,
@@ -179,6 +203,51 @@ def explain_oom(
         remedies=tuple(sorted(found, key=lambda each: each.seconds)),
         refused=tuple(refused),
     )
+
+
+@dataclass(frozen=True)
+class _Tries:
+    """What is compiled for one report."""
+
+    work: TrainWork
+    limit: int
+    cache: ProgramCache
+    workers: int | None
+    progress: Progress | None
+
+    def compile(self, asked: list[tuple[Layout, Slice, bool]]) -> list[CompiledProgram]:
+        """Programs of layouts, in their order; the one whose buffers are asked for has to be refused.
+
+        Raises:
+          PlanError, CompilationError: it is not.
+        """
+
+        def started(number: int) -> None:
+            if self.progress is not None:
+                self.progress("start", asked[number][0], None)
+
+        jobs = [self.work.job(layout, target, buffers=buffers) for layout, target, buffers in asked]
+        done: dict[int, CompiledProgram] = {}
+        with contextlib.closing(
+            compile_programs(jobs, cache=self.cache, workers=self.workers, started=started)
+        ) as results:
+            for number, program in results:
+                layout, target, explained = asked[number]
+                if explained:
+                    _check_refused(program, layout, target, self.limit)
+                done[number] = program
+                if self.progress is not None:
+                    self.progress("done", layout, program)
+        return [done[number] for number in range(len(asked))]
+
+
+def _check_refused(program: CompiledProgram, layout: Layout, target: Slice, limit: int) -> None:
+    if program.status == "error":
+        raise CompilationError(f"the step was refused for another reason than memory: {program.message}")
+    if program.memory is not None and program.memory.total <= limit:
+        raise PlanError(
+            f"{layout} fits {target}: it takes {size_text(program.memory.total)} of {size_text(limit)}"
+        )
 
 
 def _spread(candidates: tuple[Change, ...]) -> list[Change]:
@@ -199,38 +268,22 @@ def _kind(change: Change) -> str:
     return change.words
 
 
-def _try(
-    config: ModularModelConfig, candidates: list[Change], wanted: int, most: int, store: ProgramCache
-) -> tuple[list[Remedy], list[str]]:
-    found: list[Remedy] = []
-    refused: list[str] = []
-    for change in candidates[:most]:
-        if len(found) == wanted:
-            break
-        try:
-            program = compile_program(TrainWork(config).job(change.layout, change.target), cache=store)
-        except CompilationError as error:  # one remedy less, not the whole report
-            refused.append(f"{change.words} (not for its memory: {str(error)[:200]})")
-            continue
-        if program.status == "error":
-            refused.append(f"{change.words} (not for its memory: {program.message[:200]})")
-            continue
-        if program.memory is None or program.memory.total > change.target.usable_hbm_bytes:
-            refused.append(change.words)
-            continue
-        time = predict_step(
-            read_program(program.text), change.target, change.layout.mesh, places=program.coordinates
-        )
-        found.append(
-            Remedy(
-                words=change.words,
-                layout=change.layout,
-                target=change.target,
-                hbm_bytes=program.memory.total,
-                seconds=time.seconds,
-            )
-        )
-    return found, refused
+def _remedy(change: Change, program: CompiledProgram, limit: int) -> Remedy | str:
+    """What a change gives, or in words that it does not help."""
+    if program.status == "error":  # one remedy less, not the whole report
+        return f"{change.words} (not for its memory: {program.message[:200]})"
+    if program.memory is None or program.memory.total > min(limit, change.target.usable_hbm_bytes):
+        return change.words
+    time = predict_step(
+        read_program(program.text), change.target, change.layout.mesh, places=program.coordinates
+    )
+    return Remedy(
+        words=change.words,
+        layout=change.layout,
+        target=change.target,
+        hbm_bytes=program.memory.total,
+        seconds=time.seconds,
+    )
 
 
 def _rows(buffers: tuple[Mapping[str, Any], ...], most: int) -> list[str]:
@@ -244,7 +297,5 @@ def _rows(buffers: tuple[Mapping[str, Any], ...], most: int) -> list[str]:
     for (size, shape, kind, where, padding), count in list(counted.items())[:most]:
         times = f"{count} × " if count > 1 else ""
         waste = f", {padding / size:.0%} padding" if padding > 0.02 * size else ""
-        lines.append(
-            f"{times}{size / _GIB:.2f} GiB {shape or '(no shape)'} {kind}{waste}: {where or 'unnamed'}"
-        )
+        lines.append(f"{times}{size_text(size)} {shape or '(no shape)'} {kind}{waste}: {where or 'unnamed'}")
     return lines

@@ -9,6 +9,7 @@ from capibara.config import ModularModelConfig
 from capibara.plan.errors import PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
+from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
 
 __all__ = ["Change", "changes"]
@@ -26,15 +27,20 @@ class Change:
         self.estimate: MemoryEstimate = estimate_memory(config, layout, target)
 
     def __repr__(self) -> str:
-        return f"Change({self.words!r}, {self.estimate.total / 2**30:.2f} GiB)"
+        return f"Change({self.words!r}, {size_text(self.estimate.total)})"
 
 
-def changes(config: ModularModelConfig, layout: Layout, target: Slice) -> tuple[Change, ...]:
+def changes(
+    config: ModularModelConfig, layout: Layout, target: Slice, limit: int | None = None
+) -> tuple[Change, ...]:
     """Layouts that an estimate lets fit, first those that keep the chips, in the order of what they cost.
 
     More rematerialisation computes a block again; more microbatches multiply less at a time; sharding and a longer
     ``model`` axis communicate; moments in the hosts' memory go over a slow link each step; more chips are paid for.
     One change at a time, then more rematerialisation together with microbatches, then all that the same chips give.
+
+    Args:
+      limit: bytes that a device may use, if less than it has.
     """
     found: list[Change] = []
     seen = {layout}
@@ -45,7 +51,8 @@ def changes(config: ModularModelConfig, layout: Layout, target: Slice) -> tuple[
                 change = Change(words, other, where, config)
             except PlanError:
                 continue
-            if change.estimate.total <= where.usable_hbm_bytes:
+            usable = where.usable_hbm_bytes
+            if change.estimate.total <= (usable if limit is None else min(usable, limit)):
                 found.append(change)
     return tuple(found)
 

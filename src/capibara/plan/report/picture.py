@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from capibara.errors import MissingExtraError
+from capibara.plan.sizes import unit_of
 
 if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_plan", "link_axes"]
 
-GIB = 2**30
 _COLOURS = (
     "tab:blue",
     "tab:orange",
@@ -55,9 +55,11 @@ def draw_plan(plan: Plan, stream: BinaryIO) -> None:
 
 def _bars(axes: Any, plan: Plan, what: str) -> None:
     rows = []
+    most = max(candidate.hbm_bytes for candidate in plan.candidates)
+    scale, unit = unit_of(max(most, plan.limit_bytes))
     for candidate in plan.candidates:
         if what == "memory":
-            rows.append({name: size / GIB for name, size in candidate.memory.items()})
+            rows.append({name: size / scale for name, size in candidate.memory.items()})
         else:
             time = candidate.time
             rows.append({"compute": time.compute, "memory": time.memory, "communication": time.communication})
@@ -71,8 +73,8 @@ def _bars(axes: Any, plan: Plan, what: str) -> None:
     labels = [_label(candidate) for candidate in plan.candidates]
     axes.set_yticks(places, labels, fontsize=8)
     if what == "memory":
-        axes.axvline(plan.limit_bytes / GIB, color="black", linestyle="--", linewidth=1)
-        axes.set_xlabel(f"GiB of HBM a device (dashed: {plan.limit_bytes / GIB:.2f}, what it may use)")
+        axes.axvline(plan.limit_bytes / scale, color="black", linestyle="--", linewidth=1)
+        axes.set_xlabel(f"{unit} of HBM a device (dashed: {plan.limit_bytes / scale:.2f}, what it may use)")
     else:
         for place, candidate in zip(places, plan.candidates, strict=True):
             axes.plot(

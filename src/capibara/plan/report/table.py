@@ -6,13 +6,13 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from capibara.plan.sizes import limit_text, size_text, unit_of
+
 if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
     from capibara.plan.planning import Plan
 
 __all__ = ["candidate_lines", "plan_text", "print_plan"]
-
-GIB = 2**30
 
 
 def plan_text(plan: Plan, width: int = 118) -> str:
@@ -29,7 +29,17 @@ def print_plan(plan: Plan, console: Any) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text(f"{plan.work}\non {plan.target}, {plan.limit_bytes / GIB:.2f} GiB a device"))
+    console.print(Text(f"{plan.work}\non {plan.target}; {limit_text(plan.target, plan.limit_bytes)}"))
+    scale, unit = unit_of(max((c.hbm_bytes for c in plan.candidates), default=plan.limit_bytes))
+    # Of the longest step, so that none has more places than the column.
+    tick = next(
+        (
+            pair
+            for pair in ((1.0, "s"), (1e-3, "ms"))
+            if any(c.step_seconds >= pair[0] for c in plan.candidates)
+        ),
+        (1e-6, "µs"),
+    )
     table = Table(pad_edge=False, box=None, header_style="bold")
     headings = (
         "",
@@ -37,8 +47,8 @@ def print_plan(plan: Plan, console: Any) -> None:
         "sharding",
         "remat",
         "micro",
-        "HBM GiB",
-        "step s",
+        f"HBM {unit}",
+        f"step {tick[1]}",
         "range",
         "tokens/s",
         "MFU",
@@ -48,17 +58,17 @@ def print_plan(plan: Plan, console: Any) -> None:
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in (1, 2, 3) else "right", no_wrap=True)
     for rank, candidate in enumerate(plan.candidates, 1):
-        table.add_row(*_row(rank, candidate))
+        table.add_row(*_row(rank, candidate, scale, tick[0]))
     console.print(table)
     if plan.candidates:
-        for line in candidate_lines(plan.best):
+        for line in candidate_lines(plan.best, plan.limit_bytes):
             # Settings and flags are there to be copied: no line is broken in two.
             console.print(Text(line), soft_wrap=True)
     for line in _footer(plan):
         console.print(Text(line), soft_wrap=True)
 
 
-def _row(rank: int, c: Candidate) -> Sequence[str]:
+def _row(rank: int, c: Candidate, scale: int, tick: float) -> Sequence[str]:
     sharding = c.layout.parameters
     if c.layout.parameters == "replicated" and c.layout.optimizer == "sharded":
         sharding = "optimizer"
@@ -70,21 +80,20 @@ def _row(rank: int, c: Candidate) -> Sequence[str]:
         sharding,
         c.layout.remat,
         str(c.layout.microbatches),
-        f"{c.hbm_bytes / GIB:.2f}",
-        f"{c.step_seconds:.3g}",
-        f"{c.time.low:.3g}–{c.time.high:.3g}",
+        f"{c.hbm_bytes / scale:.2f}",
+        _digits(c.step_seconds / tick),
+        f"{_digits(c.time.low / tick)}–{_digits(c.time.high / tick)}",
         _number(c.tokens_per_second),
         "" if c.mfu is None else f"{c.mfu:.1%}",
-        "" if c.usd_per_step is None else f"{c.usd_per_step:.4f}",
-        "" if c.usd_per_billion_tokens is None else f"{c.usd_per_billion_tokens:,.0f}",
+        _price(c.usd_per_step),
+        _price(c.usd_per_billion_tokens),
     )
 
 
-def candidate_lines(c: Candidate) -> list[str]:
-    """Where its memory and its time go, and the settings that make it so."""
-    usable = c.target.usable_hbm_bytes
+def candidate_lines(c: Candidate, limit: int) -> list[str]:
+    """Where its memory and its time go, and the settings that make it so; ``limit``: bytes that a device may use."""
     memory = ", ".join(
-        f"{name} {size / GIB:.2f}" for name, size in sorted(c.memory.items(), key=lambda i: -i[1])
+        f"{name} {size_text(size)}" for name, size in sorted(c.memory.items(), key=lambda i: -i[1])
     )
     time = c.time
     shares = [("compute", time.compute), ("memory", time.memory), ("communication", time.communication)]
@@ -94,7 +103,7 @@ def candidate_lines(c: Candidate) -> list[str]:
     if c.memory_source == "compiler" and "activations" in c.memory:
         source += "; activations told from temporaries by an estimate"
     return [
-        f"best   memory  {memory} GiB of {usable / GIB:.2f} [{source}]",
+        f"best   memory  {memory}: {size_text(c.hbm_bytes)} of {size_text(limit)} [{source}]",
         f"       time    {parts}{hidden} [{_sources(c)}]",
         f"       as      {' '.join(c.layout.overrides())}",
         f"       flags   {' '.join(f'{name}={value}' for name, value in c.layout.flags) or 'none'}",
@@ -115,6 +124,19 @@ def _footer(plan: Plan) -> list[str]:
     if price is not None:
         lines.append(f"price: {price}")
     return [*lines, *(f"note: {note}" for note in plan.notes)]
+
+
+def _digits(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _price(usd: float | None) -> str:
+    """Dollars, in about three digits."""
+    if usd is None:
+        return ""
+    places = 0 if usd >= 100 else 2 if usd >= 1 else 4
+    return f"{usd:,.{places}f}" if usd >= 0.001 else f"{usd:.2g}"
 
 
 def _number(value: float | None) -> str:

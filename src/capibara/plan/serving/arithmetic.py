@@ -5,6 +5,7 @@ from __future__ import annotations
 from capibara.hardware import Price
 from capibara.plan.serving.result import ServingOption, ServingPoint
 from capibara.plan.serving.task import Mesh, ServingTask
+from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
 
 __all__ = ["by_arithmetic", "ranked_meshes"]
@@ -25,10 +26,10 @@ def by_arithmetic(
     fitting = [(mesh, rows) for mesh in meshes if (rows := _rows(task, mesh, limit, most))]
     if not fitting:
         least = min((task.rough(mesh) for mesh in meshes), key=lambda r: r.hbm_bytes(1))
-        parts = f"weights {least.weights / 2**30:.3g} GiB, cache of a request {least.row / 2**30:.3g} GiB"
+        parts = f"weights {size_text(least.weights)}, cache of a request {size_text(least.row)}"
         failure = (
-            f"{target}: one request a device takes {least.hbm_bytes(1) / 2**30:.3g} GiB by arithmetic ({parts}), of "
-            f"{limit / 2**30:.3g} GiB"
+            f"{target}: one request a device takes {size_text(least.hbm_bytes(1))} by arithmetic ({parts}), of "
+            f"{size_text(limit)}"
         )
         return ServingOption(target=target, limit_bytes=limit, failure=failure)
     points = [_rough_point(task, target, mesh, rows, price) for mesh, rows in fitting]

@@ -17,6 +17,7 @@ from capibara.plan.serving.arithmetic import by_arithmetic, ranked_meshes
 from capibara.plan.serving.capacity import MeshSearch, Progress
 from capibara.plan.serving.result import ServingOption, ServingPlan, ServingPoint, UnreachableTargetError
 from capibara.plan.serving.task import ServingTask
+from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
 
 __all__ = ["plan_serving"]
@@ -203,11 +204,11 @@ def _too_large(search: MeshSearch) -> str:
     known = [m for m in (*search.decoded.values(), *search.prefilled.values()) if not m.fits]
     least = min(known, key=lambda m: (m.rows, m.needed or 0))
     rough = search.task.rough(search.mesh)
-    parts = f"weights {rough.weights / 2**30:.3g} GiB, cache of a request {rough.row / 2**30:.3g} GiB"
-    said = f"{least.needed / 2**30:.3g} GiB a device" if least.needed else "more than a device has"
+    parts = f"weights {size_text(rough.weights)}, cache of a request {size_text(rough.row)}"
+    said = f"{size_text(least.needed)} a device" if least.needed else "more than a device has"
     return (
         f"{search.target}: {least.rows * search.data} requests take {said} by the compiler ({parts}), of "
-        f"{search.limit / 2**30:.3g} GiB"
+        f"{size_text(search.limit)}"
     )
 
 
@@ -246,8 +247,8 @@ def _check(
         reasons = "\n".join(f"  {option.failure}" for option in options)
         raise DoesNotFitError(
             f"nothing fits: {task.title}\n{reasons}\n"
-            f"Weights are {task.weight_bytes / 2**30:.3g} GiB, the cache of a request "
-            f"{task.cache_bytes_per_request / 2**30:.3g} GiB, all devices together. More chips, or shorter prompts and "
+            f"Weights are {size_text(task.weight_bytes)}, the cache of a request "
+            f"{size_text(task.cache_bytes_per_request)}, all devices together. More chips, or shorter prompts and "
             "answers would help"
         )
     asked = [

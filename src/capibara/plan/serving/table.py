@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
+from capibara.plan.sizes import size_text, unit_of
+
 if TYPE_CHECKING:
     from capibara.plan.serving.result import ServingOption, ServingPlan, ServingPoint
 
 __all__ = ["print_serving", "serving_text"]
-
-GIB = 2**30
 
 
 def serving_text(plan: ServingPlan, width: int = 118) -> str:
@@ -30,18 +30,26 @@ def print_serving(plan: ServingPlan, console: Any) -> None:
     console.print(Text(plan.work))
     console.print(
         Text(
-            f"weights {plan.weight_bytes / GIB:.3g} GiB, cache of a request "
-            f"{plan.cache_bytes_per_request / 2**20:.4g} MiB, all devices together; mesh: data × model{_targets(plan)}"
+            f"weights {size_text(plan.weight_bytes)}, cache of a request "
+            f"{size_text(plan.cache_bytes_per_request)}, all devices together; mesh: data × model{_targets(plan)}"
         )
     )
     table = Table(pad_edge=False, box=None, header_style="bold")
+    targets = plan.latency is not None or plan.first_token is not None
+    points = [
+        (option, *each)
+        for option in plan.options
+        for each in _points(option, "at target" if targets else "best")
+    ]
+    cache = unit_of(max((point.cache_bytes for _, _, point in points), default=2**30))
+    memory = unit_of(max((point.hbm_bytes for _, _, point in points), default=2**30))
     headings = (
         "slice",
         "mesh",
         "",
         "requests",
-        "cache GiB",
-        "HBM GiB",
+        f"cache {cache[1]}",
+        f"HBM {memory[1]}",
         "token ms",
         "range",
         "first ms",
@@ -51,10 +59,8 @@ def print_serving(plan: ServingPlan, console: Any) -> None:
     )
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < 3 else "right", no_wrap=True)
-    targets = plan.latency is not None or plan.first_token is not None
-    for option in plan.options:
-        for label, point in _points(option, "at target" if targets else "best"):
-            table.add_row(option.target.text, *_row(label, point))
+    for option, label, point in points:
+        table.add_row(option.target.text, *_row(label, point, cache[0], memory[0]))
     console.print(table)
     best = plan.options[0].at_target
     if best is not None:
@@ -93,14 +99,14 @@ def _points(option: ServingOption, good: str) -> list[tuple[str, ServingPoint]]:
     return rows
 
 
-def _row(label: str, p: ServingPoint) -> tuple[str, ...]:
+def _row(label: str, p: ServingPoint, cache: int, memory: int) -> tuple[str, ...]:
     price = p.usd_per_million_tokens
     return (
         "×".join(str(size) for _, size in p.mesh),
         label,
         f"{p.concurrency:,}",
-        f"{p.cache_bytes / GIB:.2f}",
-        f"{p.hbm_bytes / GIB:.2f}",
+        f"{p.cache_bytes / cache:.2f}",
+        f"{p.hbm_bytes / memory:.2f}",
         f"{p.seconds_per_token * 1e3:.3g}",
         f"{p.decode.low * 1e3:.3g}–{p.decode.high * 1e3:.3g}",
         f"{p.time_to_first_token * 1e3:,.0f}",
@@ -112,8 +118,9 @@ def _row(label: str, p: ServingPoint) -> tuple[str, ...]:
 
 def _best_lines(option: ServingOption, p: ServingPoint) -> list[str]:
     memory = ", ".join(
-        f"{name} {size / GIB:.3g}" for name, size in sorted(p.decode_memory.items(), key=lambda i: -i[1])
+        f"{name} {size_text(size)}" for name, size in sorted(p.decode_memory.items(), key=lambda i: -i[1])
     )
+    total = sum(p.decode_memory.values())
     shares = (
         ("compute", p.decode.compute),
         ("memory", p.decode.memory),
@@ -131,7 +138,7 @@ def _best_lines(option: ServingOption, p: ServingPoint) -> list[str]:
         else "bytes over bandwidth, operations over the peak"
     )
     return [
-        f"best   memory  {memory} GiB of {option.limit_bytes / GIB:.4g} while decoding [{source}]",
+        f"best   memory  {memory}: {size_text(total)} of {size_text(option.limit_bytes)} while decoding [{source}]",
         f"       token   {parts} ({longest}) [{how}]",
         f"       prefill {p.group} prompts in {p.prefill.seconds * 1e3:.3g} ms, {p.groups} times for a batch",
     ]

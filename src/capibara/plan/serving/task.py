@@ -16,6 +16,7 @@ from capibara.config import ModularModelConfig
 from capibara.plan.asking import MeshSizes
 from capibara.plan.compiler import Job
 from capibara.plan.memory.tiles import padded_bytes
+from capibara.plan.sizes import count_text
 from capibara.plan.slices import Slice
 from capibara.plan.time import Part, StepTime
 
@@ -94,9 +95,9 @@ class ServingTask:
     def title(self) -> str:
         """In a line."""
         m = self.config.model
-        billions = _cached_form(self.config)[0].num_params / 1e9
+        count = count_text(_cached_form(self.config)[0].num_params)
         return (
-            f"{m.num_layers} × {'/'.join(m.pattern)}, width {m.embed_dim}, {billions:.3g} B parameters in "
+            f"{m.num_layers} × {'/'.join(m.pattern)}, width {m.embed_dim}, {count} parameters in "
             f"{self.dtype}; prompts of {self.prompt_length} tokens, answers of {self.output_length}"
         )
 
