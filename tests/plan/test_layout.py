@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+import tomllib
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capibara.config import ModularModelConfig
+from capibara.config import ModularModelConfig, SettingsError
 from capibara.plan import Layout, PlanError, parse_slice
 from capibara.plan.search.space import layouts, meshes
 
@@ -46,7 +48,9 @@ LAYOUTS = st.builds(
     remat=st.sampled_from(["none", "dots", "full"]),
     microbatches=st.integers(1, 1000),
     offload=st.sampled_from(["none", "optimizer"]),
-    flags=st.sampled_from([(), (("xla_enable_async_all_gather", "true"),)]),
+    flags=st.sampled_from(
+        [(), (("xla_enable_async_all_gather", "true"),), (("xla_a", "1,2"), ("xla_b", "-3.5"))]
+    ),
 )
 
 
@@ -79,13 +83,50 @@ def test_what_is_no_layout(data):
         Layout.from_json(data)
 
 
-def test_overrides_are_settings_of_a_configuration():
-    layout = Layout(mesh=(("data", 2), ("model", 4)), remat="dots", microbatches=2)
-    config = ModularModelConfig.from_toml("demo", layout.overrides())
-    assert config.tpu.mesh_shape == (2, 4)
-    assert config.tpu.mesh_axes == ("data", "model")
-    assert config.model.remat == "dots"
-    assert config.train.gradient_accumulation_steps == 2
+@given(LAYOUTS)
+def test_settings_and_back(layout):
+    # Through a shell too: some values have spaces, brackets and quotes.
+    words = shlex.split(shlex.join(layout.overrides()))
+    config = ModularModelConfig.from_toml("demo", ["train.batch_size=1000", "model.num_layers=1"])
+    for overrides in (words, layout.settings()):
+        # How the batch divides is another rule's matter.
+        rows = {"train.batch_size": layout.microbatches}
+        assert Layout.from_config(config.with_overrides(rows).with_overrides(overrides)) == layout
+
+
+def test_every_layout_of_a_search_is_settings():
+    config = ModularModelConfig.from_toml("production/tpu_v4")
+    found = list(layouts(config, parse_slice("v4-32")))
+    for layout in [*found[::17], *(layout for layout in found if layout.offload != "none")]:
+        changed = config.with_overrides(layout.overrides())
+        assert Layout.from_config(changed) == layout
+        assert changed.tpu.enabled
+        # And through a file.
+        assert ModularModelConfig.from_dict(tomllib.loads(changed.to_toml())) == changed
+    assert len({layout.flags for layout in found}) > 1
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "",
+        "xla_enable_async_all_gather",
+        "xla_enable_async_all_gather=",
+        "--xla_enable_async_all_gather=true",
+        "xla_dump_to=here",
+        "xla_hlo_profile=true",
+        "xla_tpu_x=a b",
+        "xla_tpu_x=a;b",
+        "libtpu_x=1",
+        "xla_tpu_x=/etc/passwd",
+        "xla_tpu_x=1\n",
+    ],
+)
+def test_flags_that_are_none(flag):
+    with pytest.raises(SettingsError, match="flags"):
+        ModularModelConfig.from_toml("demo", {"tpu.flags": [flag]})
+    with pytest.raises(SettingsError, match=r"tpu\.flags.*each option once"):
+        ModularModelConfig.from_toml("demo", {"tpu.flags": ["xla_a=1", "xla_a=2"]})
 
 
 def test_the_space_of_a_small_slice():

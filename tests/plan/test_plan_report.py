@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 
 import pytest
 
@@ -244,7 +245,13 @@ def test_settings_and_flags_can_be_copied():
     """However narrow the page: a line that is broken in two is no command."""
     best = candidate()
     text = plan_text(made(best), 60)
-    assert " ".join(best.layout.overrides()) in text
+    assert shlex.join(best.layout.overrides()) in text
+    text = plan_text(made(best, config_name="demo"), 60)
+    line = next(line for line in text.splitlines() if "capibara train" in line)
+    _, _, command = line.partition(" run ")
+    words = shlex.split(command)
+    assert words[:4] == ["capibara", "train", "--config", "demo"]
+    assert Layout.from_config(ModularModelConfig.from_toml("demo", words[4:])) == best.layout
 
 
 def test_what_of_the_compilers_memory_is_estimated_is_said():

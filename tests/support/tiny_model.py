@@ -51,7 +51,7 @@ class TinyModel:
         return {
             "embed": ("vocab", "embed"),
             "position": ("sequence", "embed"),
-            "block": dict.fromkeys(("q", "k", "v", "o"), ("embed", "embed_out")),
+            "block": dict.fromkeys(("q", "k", "v", "o"), ("embed", "hidden")),
             "scale": ("embed",),
         }
 

@@ -15,8 +15,9 @@ from tiny_run import QUICK_COMPILE, python, tiny_config
 
 from capibara.errors import ConfigError
 from capibara.train.batches import BatchSampler
+from capibara.train.placement import Placement
 from capibara.train.state import TrainState
-from capibara.train.step import Placement, make_eval_step, make_train_step, microbatch
+from capibara.train.step import make_eval_step, make_train_step, microbatch
 
 
 def start(model: TinyModel, optimizer: optax.GradientTransformation) -> TrainState:
@@ -122,7 +123,7 @@ from tiny_model import TinyModel
 from tiny_run import tiny_config, tiny_corpus
 from capibara.train import train
 from capibara.train.metrics import read_losses
-from capibara.train.step import Placement
+from capibara.train.placement import Placement
 from pathlib import Path
 
 assert jax.local_device_count() == 4

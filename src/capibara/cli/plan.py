@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -126,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
                 workers=args.workers,
                 progress=progress,
             )
+            found = dataclasses.replace(found, config_name=args.config)
     except DoesNotFitError as error:
         report = None
         if args.explain:

@@ -154,9 +154,14 @@ class ModularModelConfig(Section):
         ]
         if self.tpu.enabled:
             axes = ", ".join(f"{n}={s}" for n, s in zip(self.tpu.mesh_axes, self.tpu.mesh_shape, strict=True))
+            how = f"parameters {self.tpu.parameters}"
+            if self.tpu.parameters == "replicated" and self.tpu.optimizer == "sharded":
+                how += ", optimizer state sharded"
+            if self.tpu.offload != "none":
+                how += f", {self.tpu.offload} state in host memory"
             lines.insert(
                 2,
-                f"tpu        {self.tpu.num_chips} chips, mesh {axes}, {self.tpu.memory_limit_gb:g} GiB each",
+                f"tpu        {self.tpu.num_chips} chips, mesh {axes}, {self.tpu.memory_limit_gb:g} GiB each, {how}",
             )
         return "\n".join(lines)
 

@@ -6,6 +6,8 @@ setting is a string, or the text is not TOML, it is taken as it stands, so a she
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -17,9 +19,12 @@ from pydantic.fields import FieldInfo
 from capibara.config.problems import Problem, SettingsError, field_kind
 from capibara.errors import did_you_mean
 
-__all__ = ["apply_overrides", "leaf_fields"]
+__all__ = ["apply_overrides", "leaf_fields", "setting_text"]
 
 _NONE_WORDS = ("none", "null")
+_BARE = re.compile(
+    r"[A-Za-z_][\w.=+-]*"
+)  # of a list's entries: no TOML value, comma, quote or space at an end
 
 
 def leaf_fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
@@ -88,6 +93,19 @@ def parse_value(text: str, field: FieldInfo) -> Any:
     if kind is bool and not is_toml and text.lower() in ("true", "false"):
         return text.lower() == "true"
     return value if is_toml else text
+
+
+def setting_text(value: Any) -> str:
+    """What stands behind the ``=`` for a value of ``to_dict()``: bare where that is read back as it was."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(each, str) and _BARE.fullmatch(each) for each in value):
+            return ",".join(value)
+        return json.dumps(list(value), ensure_ascii=False)
+    if not isinstance(value, str):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False) if value != value.strip() or value[:1] in "\"'" else value
 
 
 def apply_overrides(

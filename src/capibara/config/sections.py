@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from capibara.config.flags import flag_problem
 from capibara.config.problems import (
     NAME_PATTERN,
     PATH_PATTERN,
@@ -45,6 +46,7 @@ _Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 _Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 _Name = Annotated[str, Field(min_length=1, pattern=NAME_PATTERN)]
+_Flag = Annotated[str, Field(min_length=1, max_length=256)]
 # A path may not be empty or hold control characters (a NUL ends a C string, a newline breaks logs).
 _Path = Annotated[str, Field(min_length=1, pattern=PATH_PATTERN)]
 
@@ -221,9 +223,16 @@ class PrecisionSection(Section):
 
 
 class TPUSection(Section):
-    """``[tpu]``: the device mesh the model is meant for."""
+    """``[tpu]``: the device mesh the model is meant for, and how training lies on it.
 
-    enabled: bool = Field(default=False, description="whether the run wants a TPU slice")
+    ``capibara plan`` finds these settings, with ``model.remat`` and ``train.gradient_accumulation_steps``; see
+    :class:`capibara.plan.Layout`.
+    """
+
+    enabled: bool = Field(
+        default=False,
+        description="whether a run takes this mesh; else as many local devices as divide a batch",
+    )
     num_chips: Annotated[int, Field(ge=1, le=1_048_576)] = Field(
         default=32, description="devices in the mesh"
     )
@@ -235,6 +244,19 @@ class TPUSection(Section):
     )
     memory_limit_gb: Annotated[float, Field(gt=0.0, le=4096.0)] = Field(
         default=32.0, description="memory a device may use, in GiB"
+    )
+    parameters: Literal["sharded", "replicated"] = Field(
+        default="sharded", description="parameters over data axes: cut among their devices, or whole on each"
+    )
+    optimizer: Literal["as parameters", "sharded"] = Field(
+        default="as parameters",
+        description="optimizer state over data axes: as the parameters, or cut anyway",
+    )
+    offload: Literal["none", "optimizer"] = Field(
+        default="none", description="what lies in the hosts' memory between steps"
+    )
+    flags: Annotated[tuple[_Flag, ...], _listed(max_length=64)] = Field(
+        default=(), description="options of the TPU's compiler, name=value"
     )
 
     @property
@@ -267,6 +289,12 @@ class TPUSection(Section):
             )
         if len(set(self.mesh_axes)) != len(self.mesh_axes):
             yield Problem("mesh_axes", f"got {list(self.mesh_axes)!r}, expected names that differ")
+        for flag in self.flags:
+            if (problem := flag_problem(flag)) is not None:
+                yield Problem("flags", problem)
+        names = [flag.partition("=")[0] for flag in self.flags]
+        if len(set(names)) != len(names):
+            yield Problem("flags", f"got {names!r}, expected each option once")
 
 
 class TrainSection(Section):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from capibara.compose import CompiledModel, JaxBackend, Precision, compile
 from capibara.compose.errors import InputError
@@ -66,6 +66,12 @@ class ModularCapibaraModel:
         self._params: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None
 
+    def on_mesh(self, mesh: jax.sharding.Mesh, rules: AxisRules | None = None) -> Self:
+        """The same model for a mesh, with none of this one's parameters; itself if it is for that mesh already."""
+        if mesh == self.mesh and (rules or AxisRules()) == self.backend.rules:
+            return self
+        return type(self)(self.config, mesh=mesh, rules=rules)
+
     @cached_property
     def decoder(self) -> CompiledModel:
         """The form that decodes with a cache; compiled when first used."""
@@ -116,6 +122,11 @@ class ModularCapibaraModel:
     def param_axes(self) -> dict[str, Any]:
         """Logical axis names of every parameter, nested like ``params``."""
         return self.compiled.param_axes
+
+    @property
+    def state_axes(self) -> dict[str, Any]:
+        """Logical axis names of the state that is not trained, nested like ``state``."""
+        return self.compiled.state_axes
 
     @property
     def num_params(self) -> int:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from capibara.config.axes import AxisRules
+from capibara.config.flags import split_flag
+from capibara.config.overrides import setting_text
 from capibara.errors import did_you_mean
 from capibara.plan.errors import PlanError
+
+if TYPE_CHECKING:
+    from capibara.config import ModularModelConfig
 
 __all__ = ["Layout"]
 
@@ -123,19 +128,41 @@ class Layout:
             raise PlanError(f"layout: mesh and flags must be lists of pairs: {error}") from None
         return cls(**{**data, **pairs})
 
-    def overrides(self) -> list[str]:
-        """``key=value`` settings of a configuration: the mesh, the rematerialisation and the microbatches.
+    def settings(self) -> dict[str, Any]:
+        """All of it as settings of a configuration, by dotted key; :meth:`from_config` reads them."""
+        return {
+            "tpu.enabled": True,
+            "tpu.topology": "x".join(str(size) for _, size in self.mesh),
+            "tpu.num_chips": self.num_devices,
+            "tpu.mesh_axes": [axis for axis, _ in self.mesh],
+            "tpu.parameters": self.parameters,
+            "tpu.optimizer": self.optimizer,
+            "tpu.offload": self.offload,
+            "tpu.flags": [f"{name}={value}" for name, value in self.flags],
+            "model.remat": self.remat,
+            "train.gradient_accumulation_steps": self.microbatches,
+        }
 
-        How parameters and moments are sharded, offload and the compiler's flags have no settings; a step that has them
-        is lowered by :func:`capibara.train.lowered.lower_train_step`.
+    def overrides(self) -> list[str]:
+        """:meth:`settings` as ``key=value`` strings, each one argument of ``capibara train``.
+
+        ``shlex.join`` quotes them for a shell.
         """
-        return [
-            f"tpu.topology={'x'.join(str(size) for _, size in self.mesh)}",
-            f"tpu.num_chips={self.num_devices}",
-            f"tpu.mesh_axes={','.join(axis for axis, _ in self.mesh)}",
-            f"model.remat={self.remat}",
-            f"train.gradient_accumulation_steps={self.microbatches}",
-        ]
+        return [f"{key}={setting_text(value)}" for key, value in self.settings().items()]
+
+    @classmethod
+    def from_config(cls, config: ModularModelConfig) -> Layout:
+        """The layout that a configuration with ``tpu.enabled`` trains in: the inverse of :meth:`settings`."""
+        tpu = config.tpu
+        return cls(
+            mesh=tuple(zip(tpu.mesh_axes, tpu.mesh_shape, strict=True)),
+            parameters=tpu.parameters,
+            optimizer=tpu.optimizer,
+            remat=config.model.remat,
+            microbatches=config.train.gradient_accumulation_steps,
+            offload=tpu.offload,
+            flags=tuple(split_flag(flag) for flag in tpu.flags),
+        )
 
     def __str__(self) -> str:
         mesh = " × ".join(f"{axis} {size}" for axis, size in self.mesh)

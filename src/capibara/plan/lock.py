@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from capibara.config import ModularModelConfig
+from capibara.config.flags import flag_problem
 from capibara.errors import ConfigError
 from capibara.files import replace_file
 from capibara.plan.compiler import CompiledProgram, ProgramCache
@@ -30,9 +30,6 @@ __all__ = ["Drift", "LockCheck", "check_lock", "write_lock"]
 
 FORMAT = 1
 _MOST_BYTES = 4 << 20
-# The compiler has flags that write files. A lockfile may come from somebody else: it sets none of them.
-_FLAG = re.compile(r"xla_(?!\w*(?:dump|path|file|dir(?:_|$)|trace|profile|log))\w{1,100}")
-_VALUE = re.compile(r"[\w.+-]{1,40}")
 
 
 @dataclass(frozen=True)
@@ -186,8 +183,8 @@ def _read(path: Path) -> dict[str, Any]:
             )
         layout = Layout.from_json(_mapping(found["layout"]))
         for name, value in layout.flags:
-            if not _FLAG.fullmatch(name) or not _VALUE.fullmatch(value):
-                raise ValueError(f"the compiler flag {name[:100]}={value[:100]!r} is not one of a plan")
+            if (problem := flag_problem(f"{name}={value}")) is not None:
+                raise ValueError(f"compiler flags: {problem}")
         target: Slice = parse_slice(found["topology"], found["view"])
         return {
             "config": ModularModelConfig.from_dict(_mapping(found["config"])),

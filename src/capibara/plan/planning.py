@@ -16,6 +16,7 @@ from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program
 from capibara.plan.errors import DoesNotFitError, PlanError
 from capibara.plan.layout import Layout
+from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
 from capibara.plan.search.best_first import Search, search
 from capibara.plan.sizes import limit_text, size_text
@@ -38,6 +39,8 @@ class Plan:
       refused: layouts that the compiler refused, with its words.
       considered, promising, compiled: how many layouts there are, might fit, and were compiled.
       notes: what a reader has to know: that nothing was compiled, that no price is known …
+      config: the configuration that was planned; None for a step function.
+      config_name: the file or packaged name that it comes from, if that is known.
     """
 
     work: str
@@ -50,6 +53,7 @@ class Plan:
     compiled: int = 0
     notes: tuple[str, ...] = ()
     config: ModularModelConfig | None = field(default=None, repr=False)
+    config_name: str | None = None
 
     @property
     def best(self) -> Candidate:
@@ -82,8 +86,18 @@ class Plan:
         return bool(self.candidates)
 
     def overrides(self) -> list[str]:
-        """``key=value`` settings of the best candidate; see :meth:`Layout.overrides` for what has none."""
+        """``key=value`` settings of the best candidate, each an argument of ``capibara train``."""
         return self.best.layout.overrides()
+
+    def command(self) -> str | None:
+        """The command line that trains the best candidate; None if it is not known where the configuration comes from.
+
+        Raises:
+          ConfigError: the file of the configuration is not there any more.
+        """
+        if self.config is None or self.config_name is None or not self.candidates:
+            return None
+        return train_command(self.config, self.best.layout, self.config_name)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for scripts."""
@@ -97,6 +111,7 @@ class Plan:
             "promising": self.promising,
             "compiled": self.compiled,
             "notes": list(self.notes),
+            "config": None if self.config is None else self.config.to_dict(),
             "candidates": [candidate.to_json() for candidate in self.candidates],
             "refused": [{"layout": layout.to_json(), "message": message} for layout, message in self.refused],
         }
@@ -226,6 +241,7 @@ def plan(
         compiled=counts[2],
         notes=tuple(notes),
         config=task.config if isinstance(task, TrainWork) else None,
+        config_name=os.fspath(work) if isinstance(work, str | os.PathLike) else None,
     )
 
 

@@ -20,10 +20,11 @@ import numpy as np
 from capibara.train.batches import BatchSampler
 from capibara.train.errors import DivergedError
 from capibara.train.metrics import MetricsLog
+from capibara.train.placement import Placement
 from capibara.train.progress import Reporter
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
-from capibara.train.step import Placement, microbatch
+from capibara.train.step import microbatch
 
 __all__ = ["Loop", "Utilisation"]
 

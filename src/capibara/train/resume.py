@@ -7,20 +7,18 @@ from typing import Any
 import jax
 
 from capibara.errors import CapibaraError
+from capibara.plan.layout import Layout
 from capibara.train.checkpoint import Checkpoint
 from capibara.train.data import Corpus
 from capibara.train.errors import CheckpointDamagedError, ResumeMismatchError
+from capibara.train.placement import axes_shardings
 from capibara.train.progress import Reporter
+from capibara.train.state import TrainState
 
-__all__ = ["check_resumable", "restore_model", "seconds_trained", "target"]
+__all__ = ["check_resumable", "restore_model", "restore_state", "seconds_trained"]
 
 # Settings that change how a step is computed but neither which parameters there are nor what they mean.
 _MAY_DIFFER = frozenset({"model.remat", "model.dropout_rate", "model.scan_layers"})
-
-
-def target(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Describe the arrays of ``tree``, placed by ``sharding``, for reading them from a checkpoint."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
 
 def restore_model(
@@ -31,15 +29,53 @@ def restore_model(
     Args:
       checkpoint: an opened one.
       model: anything with ``init(seed)``; only the shapes that it would give are used.
-      sharding: where the arrays go; by default the first local device.
+      sharding: where the arrays go; by default over the model's own mesh as its rules say, if it has one, else to the
+        first local device. A checkpoint does not depend on the devices that wrote it.
 
     Raises:
       ResumeMismatchError: the checkpoint has other arrays than the model.
     """
-    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params, state = jax.eval_shape(lambda: model.init(0))
-    restored = checkpoint.restore("model", target({"params": params, "state": state}, sharding))
+    items = {"params": params, "state": state}
+    mesh = getattr(model, "mesh", None)
+    if sharding is None and mesh is not None:
+        axes = {"params": model.param_axes, "state": model.state_axes}
+        where = {name: axes_shardings(items[name], axes[name], mesh, model.backend.rules) for name in items}
+    else:
+        one = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        where = jax.tree.map(lambda leaf: one, items)
+    items = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), items, where
+    )
+    restored = checkpoint.restore("model", items)
     return restored["params"], restored["state"]
+
+
+def restore_state(checkpoint: Checkpoint, state: TrainState) -> TrainState:
+    """Read all that training needs, onto other devices than it was written from if need be.
+
+    Args:
+      state: as :meth:`capibara.train.placement.Placement.describe_state` gives it.
+
+    Raises:
+      ResumeMismatchError: the checkpoint has other arrays than ``state``.
+    """
+    key = jax.eval_shape(jax.random.key_data, state.key)
+    training = {
+        "opt_state": state.opt_state,
+        "step": state.step,
+        "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=state.key.sharding),
+    }
+    model = checkpoint.restore("model", {"params": state.params, "state": state.model_state})
+    training = checkpoint.restore("training", training)
+    restored = TrainState(
+        training["step"],
+        model["params"],
+        training["opt_state"],
+        model["state"],
+        jax.random.wrap_key_data(training["key"]),
+    )
+    return jax.device_put(restored, jax.tree.map(lambda leaf: leaf.sharding, state))
 
 
 def seconds_trained(checkpoint: Checkpoint) -> float:
@@ -102,8 +138,19 @@ def check_resumable(
         for key in changed
         if key not in fixed and (key.split(".")[0] in sections or key in _MAY_DIFFER)
     ]
+    where = _layout_words(old), _layout_words(config)
+    if where[0] != where[1]:
+        reporter.note(f"layout changed since step {checkpoint.step:,}: was {where[0]}; now {where[1]}")
     if rest:
         reporter.note(f"settings changed since step {checkpoint.step:,}: {'; '.join(rest)}")
+
+
+def _layout_words(config: Any) -> str:
+    if not config.tpu.enabled:
+        return "whole on every device"
+    layout = Layout.from_config(config)
+    flags = "".join(f", {name}={value}" for name, value in layout.flags)
+    return f"{layout}{flags}"
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

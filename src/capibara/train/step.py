@@ -1,8 +1,5 @@
-"""One optimizer step, and one evaluation, as compiled functions on the devices there are.
-
-With several devices the work is data-parallel: the state is replicated, a batch is cut along its rows, and
-XLA inserts the sums between devices (``NamedSharding`` over a one-axis mesh). With one device nothing is
-added.
+"""One optimizer step, and one evaluation, as compiled functions; where their arrays lie says
+:mod:`capibara.train.placement`.
 
 Gradient accumulation cuts the batch of a step into microbatches that are worked off one after another, so
 that activations of only one of them are alive; the mean gradient is that of the whole batch.
@@ -10,53 +7,20 @@ that activations of only one of them are alive; the mean gradient is that of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
 from capibara.errors import ConfigError
+from capibara.train.placement import HOST_MEMORY
 from capibara.train.state import TrainState
 
-__all__ = ["Placement", "make_eval_step", "make_train_step", "train_step"]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which devices a run uses and how values lie on them."""
-
-    devices: tuple[Any, ...]
-    mesh: Mesh | None
-
-    @classmethod
-    def choose(cls, rows: int, devices: Sequence[Any] | None = None) -> Placement:
-        """Take as many of the local devices as divide ``rows``, the sequences of one microbatch."""
-        available = list(jax.local_devices() if devices is None else devices)
-        count = max(n for n in range(1, len(available) + 1) if rows % n == 0)
-        chosen = tuple(available[:count])
-        return cls(chosen, Mesh(np.asarray(chosen), ("data",)) if count > 1 else None)
-
-    @property
-    def replicated(self) -> Sharding:
-        """Where the state lies: whole on every device."""
-        if self.mesh is None:
-            return SingleDeviceSharding(self.devices[0])
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    def put_batch(self, tokens: np.ndarray) -> dict[str, jax.Array]:
-        """Move int32 tokens ``[..., rows, length]`` to the devices, rows cut among them where they divide."""
-        sharding = self.replicated
-        if self.mesh is not None and tokens.shape[-2] % len(self.devices) == 0:
-            sharding = NamedSharding(self.mesh, PartitionSpec(*[None] * (tokens.ndim - 2), "data", None))
-        return {"tokens": jax.device_put(tokens, sharding)}
-
-    def put_state(self, state: Any) -> Any:
-        """Move a pytree of state to every device."""
-        return jax.device_put(state, self.replicated)
+__all__ = ["make_eval_step", "make_train_step", "train_step"]
 
 
 def microbatch(tokens: np.ndarray, accumulation_steps: int) -> np.ndarray:
@@ -131,10 +95,36 @@ def train_step(
 
 
 def make_train_step(
-    model: Any, optimizer: Any, *, schedule: Callable[[Any], Any] | None = None
+    model: Any,
+    optimizer: Any,
+    *,
+    schedule: Callable[[Any], Any] | None = None,
+    shardings: TrainState | None = None,
 ) -> jax.stages.Wrapped:
-    """Compile :func:`train_step`; the state that goes in is donated."""
-    return jax.jit(train_step(model, optimizer, schedule=schedule), donate_argnums=0)
+    """Compile :func:`train_step`; the state that goes in is donated.
+
+    Args:
+      shardings: of the state, by which it goes in and comes out; left to the compiler without. Arrays of the optimizer
+        that lie in the hosts' memory are fetched before their update and sent back after it.
+    """
+    step = train_step(model, optimizer, schedule=schedule)
+    if shardings is None:
+        return jax.jit(step, donate_argnums=0)
+    if any(where.memory_kind == HOST_MEMORY for where in jax.tree.leaves(shardings.opt_state)):
+        step = _fetching(step, shardings.opt_state)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _fetching(step: Any, on_host: Any) -> Any:
+    """A step whose optimizer state lives in the hosts' memory: fetched before, sent back after."""
+    on_device = jax.tree.map(lambda where: NamedSharding(where.mesh, where.spec), on_host)
+
+    def fetched(state: TrainState, batch: dict[str, jax.Array]) -> Any:
+        here = dataclasses.replace(state, opt_state=jax.device_put(state.opt_state, on_device))
+        after, metrics = step(here, batch)
+        return dataclasses.replace(after, opt_state=jax.device_put(after.opt_state, on_host)), metrics
+
+    return fetched
 
 
 def make_eval_step(model: Any) -> jax.stages.Wrapped:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ from capibara.train.float64 import check_float64
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule
+from capibara.train.placement import Placement, first_state
 from capibara.train.plot import plot_losses
 from capibara.train.progress import Reporter, SilentReporter
-from capibara.train.resume import check_resumable, restore_model, seconds_trained, target
+from capibara.train.resume import check_resumable, restore_state, seconds_trained
 from capibara.train.rundir import atomic_write, lock_run, remove_leftovers
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
-from capibara.train.step import Placement, make_eval_step, make_train_step
+from capibara.train.step import make_eval_step, make_train_step
 
 __all__ = ["TrainReport", "checkpoint_store", "train"]
 
@@ -129,7 +131,8 @@ def train(
       allow_new_text: continue a run on other text than it was trained on so far.
       reporter: told what happens; silent by default.
       stop: polled between steps; see :func:`capibara.train.signals.stop_on_signals`.
-      devices: what to train on, by default all local devices.
+      devices: what to train on, by default all local devices. With ``tpu.enabled`` the mesh of ``[tpu]`` is laid over
+        the first of them; the state lies over it as those settings say.
       measure_utilisation: measure the matrix-multiply rate first.
 
     Raises:
@@ -141,7 +144,7 @@ def train(
       DivergedError: the loss became infinite or not a number.
       DataError: the text is too short for one sequence.
       ConfigError: settings that this text or this process cannot have: a vocabulary too small, float64 without
-        JAX's 64-bit mode.
+        JAX's 64-bit mode, more devices than there are.
     """
     extras.require()
     reporter = reporter or SilentReporter()
@@ -201,36 +204,43 @@ class _Setup:
                 sequence_length=settings.sequence_length,
                 max_batches=settings.eval_batches,
             )
+        placement = Placement.of(config, devices)
+        # A model that can be compiled for the mesh runs its kernels on each device's part.
+        if placement.layout is not None and hasattr(model, "on_mesh"):
+            model = model.on_mesh(placement.mesh, placement.rules)
         return cls(
             config,
             model,
             corpus,
             BatchSampler(corpus.train, settings.batch_size, settings.sequence_length, settings.seed),
-            validation,
+            placement.cut(validation, settings.batch_size),
             learning_rate_schedule(config),
             build_optimizer(config, param_axes=getattr(model, "param_axes", None)),
-            Placement.choose(settings.batch_size // settings.gradient_accumulation_steps, devices),
+            placement,
         )
 
-    def _fresh(self) -> TrainState:
-        seed = self.config.train.seed
-        params, model_state = self.model.init(seed)
-        return TrainState.create(params, model_state, self.optimizer.init(params), seed=seed)
+    @cached_property
+    def state(self) -> TrainState:
+        """The state as shapes with shardings."""
+        return self.placement.describe_state(self.model, self.optimizer)
+
+    @property
+    def shardings(self) -> TrainState | None:
+        """Of the state, where a layout fixes them."""
+        if self.placement.layout is None:
+            return None
+        return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     def initial_state(self) -> TrainState:
+        make = first_state(self.model, self.optimizer, self.config.train.seed)
+        if (shardings := self.shardings) is not None:
+            # Every device makes its own part: the whole state need not fit on any.
+            return jax.jit(make, out_shardings=shardings)()
         # A copy: the step donates its state, and the model may still hold the arrays it was initialised with.
-        return self.placement.put_state(jax.tree.map(jnp.copy, self._fresh()))
+        return self.placement.put_state(jax.tree.map(jnp.copy, make()))
 
     def restore(self, checkpoint: Checkpoint) -> TrainState:
-        shapes = jax.eval_shape(self._fresh)
-        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        sharding = self.placement.replicated
-        params, model_state = restore_model(checkpoint, self.model, sharding=sharding)
-        items = {"opt_state": shapes.opt_state, "step": shapes.step, "key": key}
-        training = checkpoint.restore("training", target(items, sharding))
-        key = jax.random.wrap_key_data(training["key"])
-        state = TrainState(training["step"], params, training["opt_state"], model_state, key)
-        return self.placement.put_state(state)
+        return restore_state(checkpoint, self.state)
 
 
 def _run(
@@ -264,7 +274,9 @@ def _run(
         title = f"{corpus.name}, {num_params:,} parameters"
         plot_losses(folder / "metrics.jsonl", folder / "loss.png", title=title)
 
-    train_step = make_train_step(setup.model, setup.optimizer, schedule=setup.schedule)
+    train_step = make_train_step(
+        setup.model, setup.optimizer, schedule=setup.schedule, shardings=setup.shardings
+    )
     eval_step = make_eval_step(setup.model)
     with MetricsLog(folder / "metrics.jsonl", resume_step=start) as log:
         loop = Loop(
@@ -282,12 +294,16 @@ def _run(
             utilisation=utilisation,
             seconds_before=seconds,
         )
+        options = setup.placement.compiler_options or None
+        if config.tpu.enabled and config.tpu.flags and options is None:
+            platform = setup.placement.devices[0].platform
+            reporter.note(f"tpu.flags are options of a TPU's compiler: left out on {platform}")
         begun = time.perf_counter()
         # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
-        loop.train_step = train_step.lower(state, loop.put_batch(start)).compile()
+        loop.train_step = train_step.lower(state, loop.put_batch(start)).compile(options)
         if setup.validation:
             batch = setup.placement.put_batch(setup.validation[0])
-            loop.eval_step = eval_step.lower(state.params, state.model_state, batch).compile()
+            loop.eval_step = eval_step.lower(state.params, state.model_state, batch).compile(options)
         compile_seconds = time.perf_counter() - begun
         reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
         reporter.start(start, config.train.steps)

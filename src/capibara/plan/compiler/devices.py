@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from capibara.plan.errors import PlanError
 from capibara.plan.slices import Slice
 
-__all__ = ["describe_mesh"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["arrange_devices", "describe_mesh"]
+
+
+def arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Devices, described or real, as an array of these sizes, the same for both.
+
+    Each mesh axis over whole axes of the grid of chips where that is possible
+    (``jax.experimental.mesh_utils.create_device_mesh``); devices without a place on a grid in their own order.
+    """
+    import numpy as np
+    from jax.experimental import mesh_utils
+
+    try:
+        return mesh_utils.create_device_mesh(tuple(sizes), list(devices), allow_split_physical_axes=True)
+    except (NotImplementedError, ValueError, AssertionError):
+        # Two devices a chip, or sizes that no split of the grid gives: the order of the devices themselves.
+        return np.array(devices).reshape(tuple(sizes))
 
 
 def describe_mesh(
@@ -16,8 +36,7 @@ def describe_mesh(
 ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
     """A ``jax.sharding.Mesh`` over the devices of a slice, and the place of each on the grid of chips.
 
-    The devices are laid out as ``jax.make_mesh`` lays out those of a real slice: each mesh axis over whole axes of the
-    grid where that is possible (``jax.experimental.mesh_utils.create_device_mesh``).
+    The devices are laid out as training lays out those of a real slice: by :func:`arrange_devices`.
 
     Returns:
       The mesh, and the coordinates of its devices in the order of the mesh; in the core view the last coordinate is the
@@ -26,8 +45,7 @@ def describe_mesh(
     Raises:
       PlanError: the mesh has another number of devices than the slice, or the compiler does not know the topology.
     """
-    import numpy as np
-    from jax.experimental import mesh_utils, topologies
+    from jax.experimental import topologies
     from jax.sharding import Mesh
 
     sizes = tuple(size for _, size in axes)
@@ -42,11 +60,7 @@ def describe_mesh(
     except Exception as error:
         raise PlanError(f"the TPU compiler does not know {target.topology_name!r}: {error}") from error
     devices = list(topology.devices)
-    try:
-        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    except (NotImplementedError, ValueError, AssertionError):
-        # Two devices a chip, or sizes that no split of the grid gives: the order of the devices themselves.
-        grid = np.array(devices).reshape(sizes)
+    grid = arrange_devices(sizes, devices)
     several = len({tuple(d.coords) for d in devices}) < len(devices)
     places = tuple(
         (*map(int, d.coords), int(d.core_on_chip)) if several else tuple(map(int, d.coords))

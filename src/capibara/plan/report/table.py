@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def print_plan(plan: Plan, console: Any) -> None:
         table.add_row(*_row(rank, candidate, scale, tick[0]))
     console.print(table)
     if plan.candidates:
-        for line in candidate_lines(plan.best, plan.limit_bytes):
+        for line in [*candidate_lines(plan.best, plan.limit_bytes), *_run_lines(plan)]:
             # Settings and flags are there to be copied: no line is broken in two.
             console.print(Text(line), soft_wrap=True)
     for line in _footer(plan):
@@ -91,7 +92,7 @@ def _row(rank: int, c: Candidate, scale: int, tick: float) -> Sequence[str]:
 
 
 def candidate_lines(c: Candidate, limit: int) -> list[str]:
-    """Where its memory and its time go, and the settings that make it so; ``limit``: bytes that a device may use."""
+    """Where its memory and its time go; ``limit``: bytes that a device may use."""
     memory = ", ".join(
         f"{name} {size_text(size)}" for name, size in sorted(c.memory.items(), key=lambda i: -i[1])
     )
@@ -105,9 +106,19 @@ def candidate_lines(c: Candidate, limit: int) -> list[str]:
     return [
         f"best   memory  {memory}: {size_text(c.hbm_bytes)} of {size_text(limit)} [{source}]",
         f"       time    {parts}{hidden} [{_sources(c)}]",
-        f"       as      {' '.join(c.layout.overrides())}",
-        f"       flags   {' '.join(f'{name}={value}' for name, value in c.layout.flags) or 'none'}",
     ]
+
+
+def _run_lines(plan: Plan) -> list[str]:
+    """How to run the best: a command line, or its settings, or what a step function has to be told."""
+    layout = plan.best.layout
+    if plan.config is None:
+        flags = " ".join(f"{name}={value}" for name, value in layout.flags)
+        return [f"       as      {layout}", f"       flags   {flags or 'none'}"]
+    command = plan.command()
+    if command is None:
+        return [f"       as      {shlex.join(layout.overrides())}"]
+    return [f"       run     {command}"]
 
 
 def _sources(c: Candidate) -> str:

@@ -1,0 +1,152 @@
+"""From a plan to the run: the command line that trains what was planned, and reading a plan's file for a run.
+
+Two files hold a layout: the lockfile (``capibara plan --lock``) and the output of ``capibara plan --json``. Both hold
+the configuration that was planned as well. Either may come from somebody else, so everything in it is checked before it
+is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from capibara.config import ModularModelConfig
+from capibara.config.flags import flag_problem
+from capibara.config.overrides import leaf_fields, setting_text
+from capibara.errors import ConfigError
+from capibara.plan.errors import PlanError
+from capibara.plan.layout import Layout
+
+__all__ = ["Planned", "read_planned", "train_command"]
+
+_MOST_BYTES = 16 << 20
+# What may differ from the planned configuration without a byte or a millisecond of difference.
+_INDIFFERENT = frozenset(
+    {
+        "model.dropout_rate",
+        "model.rope_theta",
+        "model.norm_epsilon",
+        "model.max_sequence_length",
+        "tpu.memory_limit_gb",
+        "tpu.enabled",
+    }
+)
+_TELLING = (
+    "train.batch_size",
+    "train.sequence_length",
+    "train.gradient_accumulation_steps",
+    "optimizer.name",
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a file says is to be run.
+
+    Attributes:
+      config: the configuration that was planned, with the layout's settings in it.
+      layout: how its step lies over the slice.
+      topology: for which slice, as the file names it.
+    """
+
+    config: ModularModelConfig
+    layout: Layout
+    topology: str
+
+    def differences(self, config: ModularModelConfig) -> list[str]:
+        """Settings for which the planned memory and time do not hold: ``"model.num_layers is 4, planned 2"`` …"""
+        mine, planned = _flat(config), _flat(self.config)
+        return [
+            f"{key} is {mine.get(key, 'left out')!r}, planned {planned.get(key, 'left out')!r}"
+            for key in leaf_fields(ModularModelConfig)
+            if mine.get(key) != planned.get(key)
+            and (key in _TELLING or key.partition(".")[0] in ("model", "precision", "tpu"))
+            and key not in _INDIFFERENT
+        ]
+
+
+def read_planned(path: str | os.PathLike[str]) -> Planned:
+    """Read a lockfile, or what ``capibara plan --json`` printed; of the latter its best candidate.
+
+    Raises:
+      PlanError: no such file, neither of the two, too large, or something in it is not right.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: the path holds a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(f"the plan {str(path)[:200]!r} cannot be read: {reason}") from None
+    if len(data) > _MOST_BYTES:
+        raise PlanError(f"{path} is larger than {_MOST_BYTES:,} bytes, so it is no plan")
+    try:
+        found = json.loads(data)
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__}, expected an object")
+        if found.get("fits") is False:
+            raise ValueError("it says that nothing fits")
+        best = found
+        if "candidates" in found:
+            candidates = found["candidates"]
+            if not isinstance(candidates, list) or not candidates or not isinstance(candidates[0], dict):
+                raise ValueError("it has no candidate")
+            best = candidates[0]
+        layout = Layout.from_json(_table(best["layout"]))
+        for name, value in layout.flags:
+            if (problem := flag_problem(f"{name}={value}")) is not None:
+                raise ValueError(f"compiler flags: {problem}")
+        if found.get("config") is None:
+            raise ValueError("it is the plan of a step function, and trains no configuration")
+        config = ModularModelConfig.from_dict(_table(found["config"]), layout.settings())
+        return Planned(config, layout, str(found["topology"])[:100])
+    except KeyError as error:
+        raise PlanError(f"{path} is no plan of capibara plan, or a damaged one: it has no {error}") from None
+    except (ValueError, TypeError, RecursionError, ConfigError) as error:
+        raise PlanError(
+            f"{path} is no plan of capibara plan, or a damaged one: {error}. capibara plan --lock FILE writes one, "
+            "and so does capibara plan --json > FILE"
+        ) from None
+
+
+def train_command(config: ModularModelConfig, layout: Layout, source: str) -> str:
+    """The command line that trains a configuration in a layout, quoted for a shell.
+
+    Args:
+      config: what was planned.
+      layout: one of its candidates.
+      source: the file or packaged name that the configuration comes from; settings that differ from it are spelt out.
+    """
+    mine, base = _flat(config), _flat(ModularModelConfig.from_toml(source))
+    laid = layout.settings()
+    changed = [
+        f"{key}={setting_text(mine[key]) if key in mine else 'none'}"
+        for key in leaf_fields(ModularModelConfig)
+        if mine.get(key) != base.get(key) and key not in laid
+    ]
+    return shlex.join(["capibara", "train", "--config", source, *changed, *layout.overrides()])
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a table, got {value!r:.100}")
+    return value
+
+
+def _flat(config: ModularModelConfig) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def walk(tree: Mapping[str, Any], prefix: str) -> None:
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                walk(value, f"{prefix}{key}.")
+            else:
+                flat[prefix + key] = value
+
+    walk(config.to_dict(), "")
+    return flat
