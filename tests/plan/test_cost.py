@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.hardware import ChipError, UnknownPriceError
@@ -73,6 +73,7 @@ def test_a_core_is_rented_with_its_chip(prices: Path) -> None:
     assert (three.chips, three.dollars) == (3, 4.0)
 
 
+@settings(deadline=None)
 @given(
     st.floats(0, 1e22),
     st.floats(0, 1e5),
@@ -101,6 +102,11 @@ def test_the_price_is_that_of_the_chips_for_the_time(
         ({"memory_gb": "16"}, "memory_gb='16'"),
         ({"duration_seconds": math.inf}, "duration_seconds=inf"),
         ({"duration_seconds": 0}, "no number of chips does arithmetic in no time"),
+        ({"duration_seconds": 1e-320}, r"operation_flops=1e\+12 takes infinitely many chips"),
+        ({"operation_flops": 1e300}, r"operation_flops=1e\+300 takes 4.55e\+284 chips"),
+        ({"memory_gb": 1e300}, r"memory_gb=1e\+300 takes 3.25e\+298 chips: check its unit, GiB"),
+        ({"memory_gb": 1.7e308}, "memory_gb=.*check its unit"),
+        ({"tpu_utilization": 1e-320}, "infinitely many chips"),
         ({"tpu_utilization": 0}, "tpu_utilization=0"),
         ({"tpu_utilization": 80}, "for 80 % give 0.8"),
         ({"tpu_utilization": True}, "tpu_utilization=True"),
@@ -216,6 +222,11 @@ def test_nothing_else_is_better(rows: list[tuple[int, float, float]]) -> None:
     ("plans", "limits", "match"),
     [
         ([], {}, "no plan to choose from"),
+        (None, {}, "candidates is NoneType, expected several plans"),
+        (3, {}, "candidates is int"),
+        (BEST, {}, r"expected several plans: give a list, \[plan\]"),
+        ([replace(BEST, num_chips=10**400)], {}, "num_chips=1000000"),
+        ([replace(BEST, tokens_per_step=1e-300)], {"total_tokens": 1e300}, "total_tokens=1e\\+300 at 1e-300"),
         ([object()], {}, r"candidates\[0\] is a object without 'num_chips'"),
         ([replace(BEST, num_chips=0)], {}, "num_chips=0"),
         ([replace(BEST, step_seconds=-1.0)], {}, "step_seconds=-1.0"),
@@ -225,7 +236,7 @@ def test_nothing_else_is_better(rows: list[tuple[int, float, float]]) -> None:
         ([BEST], {"max_step_seconds": 0}, "max_step_seconds=0"),
     ],
 )
-def test_bad_plans(plans: list[Any], limits: dict[str, float], match: str) -> None:
+def test_bad_plans(plans: Any, limits: dict[str, float], match: str) -> None:
     with pytest.raises(PlanError, match=match):
         TpuCostOptimizer(100.0).choose(plans, **limits)
 
@@ -318,6 +329,10 @@ def test_no_slice(prices: Path) -> None:
         TpuCostOptimizer(10.0, term="committed-3y", prices=prices).cheapest_slice(1e18, 1.0, 1.0)
     with pytest.raises(PlanError, match="utilization=50"):
         TpuCostOptimizer(10.0, prices=prices).cheapest_slice(1e18, 1.0, 1.0, utilization=50)
+    with pytest.raises(PlanError, match="utilization=.*in any time"):
+        TpuCostOptimizer(10.0, prices=prices).cheapest_slice(1e18, 1.0, 1.0, utilization=1e-320)
+    with pytest.raises(NothingAffordableError, match=r"123 GiB of the 1e\+308 needed"):
+        TpuCostOptimizer(10.0, prices=prices).cheapest_slice(1e18, 1e308, 1e9)
     with pytest.raises(PlanError, match="hours=0"):
         TpuCostOptimizer(10.0, prices=prices).cheapest_slice(1e18, 1.0, 0)
 

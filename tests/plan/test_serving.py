@@ -18,8 +18,8 @@ from tpu_compiler import needs_libtpu
 
 from capibara.cli import main
 from capibara.config import ModularModelConfig
-from capibara.plan import DoesNotFitError, PlanError, parse_slice
-from capibara.plan.compiler import ProgramCache, compile_program
+from capibara.plan import CompilationError, DoesNotFitError, PlanError, parse_slice
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program
 from capibara.plan.serving import UnreachableTargetError, plan_serving
 from capibara.plan.serving.capacity import Measured, MeshSearch
 from capibara.plan.serving.task import ServingTask
@@ -460,3 +460,27 @@ def test_the_command_line(capsys):
 def test_wrong_options_are_refused(arguments, message, capsys):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_nothing_goes_on_compiling_behind_an_error(monkeypatch):
+    """While the error is looked at, too: its traceback holds the frame that asked for the programs."""
+    closed = []
+
+    def compile_programs(jobs, **_):
+        try:
+            for number, _ in enumerate(jobs):
+                yield number, CompiledProgram(status="error", message="ValueError: broken")
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr("capibara.plan.serving.capacity.compile_programs", compile_programs)
+    target = parse_slice("v5e:2x2")
+    task = ServingTask(production(), "bfloat16", 64, 16)
+    mesh = (("data", 2), ("model", 2))
+    search = MeshSearch(
+        task=task, target=target, mesh=mesh, limit=target.usable_hbm_bytes, budget=9, most_rows=64
+    )
+    with pytest.raises(CompilationError, match="ValueError: broken") as error:
+        search.decode(1, 2)
+    assert error.tb is not None
+    assert closed == [True]

@@ -438,3 +438,21 @@ def test_a_device_is_a_core_where_jax_shows_cores():
         {"w": (256, 256)}, (8, 256), (1, 1), chip="tpu-v7x", link_bandwidth=1e11, training=False
     )
     assert found.memory_limit_bytes == pytest.approx(94.74 * 2**30, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (4, 0, 64), (0,)])
+def test_arrays_without_numbers_take_and_do_nothing(shape):
+    with_it, without = (
+        optimize_sharding_strategy(tree, (8, 64), (4,), chip="tpu-v4")
+        for tree in ({"v": (64, 64), "w": shape}, {"v": (64, 64)})
+    )
+    assert with_it.memory.total == without.memory.total
+    assert with_it.compute_seconds == pytest.approx(without.compute_seconds)
+    (empty,) = [array for array in with_it if array.path == "w"]
+    assert (empty.bytes_total, empty.bytes_per_device, empty.compute_seconds) == (0, 0, 0)
+    assert optimize_sharding_strategy({"w": shape}, (8, 64), (4,), chip="tpu-v4").compute_seconds == 0
+
+
+def test_batches_larger_than_numbers_are_refused():
+    with pytest.raises(PlanError, match="input_shape=.*numbers in a batch"):
+        optimize_sharding_strategy({"w": (64, 64)}, (10**400, 64), (4,), chip="tpu-v4")

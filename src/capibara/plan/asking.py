@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 from capibara.hardware import Price, UnknownPriceError, get_price
@@ -28,11 +29,11 @@ def limit_of(target: Slice, memory_limit_gb: Any) -> int:
         return target.usable_hbm_bytes
     if (
         isinstance(memory_limit_gb, bool)
-        or not isinstance(memory_limit_gb, int | float)
+        or not isinstance(memory_limit_gb, Real)
         or not 0 < memory_limit_gb < 1e6
     ):
         raise PlanError(f"memory_limit_gb={memory_limit_gb!r} must be a number of GiB above 0")
-    return min(target.usable_hbm_bytes, max(1, int(memory_limit_gb * 2**30)))
+    return min(target.usable_hbm_bytes, max(1, int(float(memory_limit_gb) * 2**30)))
 
 
 def check_counts(**numbers: Any) -> None:

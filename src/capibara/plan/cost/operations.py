@@ -17,6 +17,10 @@ from capibara.plan.errors import PlanError
 __all__ = ["OperationCost", "checked_number", "estimate_operation_cost", "operation_cost", "usable_bytes"]
 
 
+# Beyond which a float does not count singly: an error in a unit.
+_MOST_CHIPS = 2.0**53
+
+
 @dataclass(frozen=True)
 class OperationCost:
     """What a piece of work takes and costs.
@@ -60,6 +64,22 @@ def checked_number(name: str, value: Any, *, positive: bool = False, unit: str =
         least = "above 0" if positive else "of at least 0"
         raise PlanError(f"{name}={value!r}: expected a finite number {least}{', in ' + unit if unit else ''}")
     return number
+
+
+def _count(name: str, value: float, chips: float) -> int:
+    """Whole chips.
+
+    Raises:
+      PlanError: more than can be counted.
+    """
+    if chips > _MOST_CHIPS:
+        many = f"{chips:.3g}" if math.isfinite(chips) else "infinitely many"
+        raise PlanError(
+            f"{name}={value:g} takes {many} chips in the given time: check the units of it and of duration_seconds"
+            if name == "operation_flops"
+            else f"{name}={value:g} takes {many} chips: check its unit, GiB"
+        )
+    return math.ceil(chips)
 
 
 def checked_share(name: str, value: Any) -> float:
@@ -109,8 +129,9 @@ def operation_cost(
             f"duration_seconds=0 with operation_flops={flops:g}: no number of chips does arithmetic in no time"
         )
     peak = device.peak(dtype)
-    for_memory = math.ceil(memory * 2**30 / usable_bytes(device))
-    for_flops = math.ceil(flops / (seconds * peak * share)) if flops else 0
+    for_memory = _count("memory_gb", memory, memory / (usable_bytes(device) / 2**30))
+    reached = seconds * peak * share
+    for_flops = _count("operation_flops", flops, flops / reached if reached else math.inf) if flops else 0
     chips = max(1, for_memory, for_flops)
     price = get_price(device, region=region, term=term, path=prices)
     used = flops / (seconds * peak * chips) if flops else 0.0
@@ -156,7 +177,8 @@ def estimate_operation_cost(
         price file of your own; see :func:`capibara.hardware.get_price`.
 
     Raises:
-      PlanError: a number is negative, not finite or out of range, or there is arithmetic and no time.
+      PlanError: a number is negative, not finite or out of range, or there is arithmetic and no time, or so little that
+        no number of chips does it.
       UnknownPriceError: no such price is known. ChipError: no such chip, or its peak in ``dtype`` is not known.
     """
     return operation_cost(

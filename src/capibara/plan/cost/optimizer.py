@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ _ALL = "tpu_pricing"
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 3072, 4096, 6144)
 _FEWEST = {"v4": 4, "v5p": 4, "v7x": 4}  # three-dimensional slices start at 2×2×1
 _SHOWN = 8
+_MOST_CHIPS = 10**9
 
 
 class TpuCostOptimizer:
@@ -129,6 +131,9 @@ class TpuCostOptimizer:
                 checked_number(name, value, positive=True)
         if total_tokens is None and (max_hours is not None or max_cost is not None):
             raise PlanError("max_hours and max_cost limit the whole job: give its total_tokens too")
+        if not isinstance(candidates, Iterable):
+            hint = ": give a list, [plan]" if hasattr(candidates, "step_seconds") else ""
+            raise PlanError(f"candidates is {type(candidates).__name__}, expected several plans{hint}")
         listed = list(candidates)
         if not listed:
             raise PlanError("candidates: there is no plan to choose from")
@@ -154,8 +159,10 @@ class TpuCostOptimizer:
                 ) from None
 
         chips = figure("num_chips")
-        if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
-            raise PlanError(f"{where}: num_chips={chips!r}, expected a whole number of at least 1")
+        if isinstance(chips, bool) or not isinstance(chips, int) or not 1 <= chips <= _MOST_CHIPS:
+            raise PlanError(
+                f"{where}: num_chips={chips!r:.40}, expected a whole number from 1 to {_MOST_CHIPS}"
+            )
         chip = get_chip(figure("chip")).name.removesuffix("-core")
         name = (
             getattr(plan, "name", None)
@@ -182,7 +189,11 @@ class TpuCostOptimizer:
                 raise PlanError(
                     f"{where}: tokens_per_step is None, so that total_tokens says nothing of its hours"
                 )
-            hours = total_tokens / tokens * seconds / 3600
+            hours = total_tokens / tokens * (seconds / 3600)
+            if not math.isfinite(hours):
+                raise PlanError(
+                    f"{where}: total_tokens={total_tokens:g} at {tokens:g} tokens_per_step take forever: check the units"
+                )
         return Considered(
             plan,
             name,
@@ -231,7 +242,7 @@ class TpuCostOptimizer:
           PlanError: a number is out of range.
         """
         work = checked_number("flops", flops)
-        size = checked_number("memory_gb", memory_gb, unit="GiB") * 2**30
+        size = checked_number("memory_gb", memory_gb, unit="GiB")
         limit = checked_number("hours", hours, positive=True, unit="hours")
         share = checked_share("utilization", utilization)
         if max_cost is not None:
@@ -251,6 +262,10 @@ class TpuCostOptimizer:
             for each in _slices(generation):
                 n = each.num_chips
                 needed = work / (n * chip.peak(dtype) * share) / 3600 if work else limit
+                if not math.isfinite(needed):
+                    raise PlanError(
+                        f"utilization={utilization:g}: at that share no slice does flops={work:g} in any time"
+                    )
                 considered = Considered(
                     each,
                     each.slice_name,
@@ -261,11 +276,9 @@ class TpuCostOptimizer:
                     dollars=price.cost(n, needed),
                     price=str(price),
                 )
-                if n * usable_bytes(chip) < size:
-                    have = n * usable_bytes(chip) / 2**30
-                    considered = replace(
-                        considered, refused=f"has {have:,.4g} GiB of the {size / 2**30:,.4g} needed"
-                    )
+                have = n * usable_bytes(chip) / 2**30
+                if have < size:
+                    considered = replace(considered, refused=f"has {have:,.4g} GiB of the {size:,.4g} needed")
                 found.append(self._limited(considered, limit, None, max_cost, "hours"))
         if not found:
             raise NothingAffordableError(f"no slice has a price: {'; '.join(unpriced)}")

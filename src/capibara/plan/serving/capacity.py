@@ -7,6 +7,7 @@ known to be right and the smallest that is known to be wrong.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -94,14 +95,16 @@ class MeshSearch:
             if self.progress is not None:
                 self.progress("start", titles[number], None)
 
-        for number, program in compile_programs(
-            jobs, cache=self.cache, workers=self.workers, started=started
-        ):
-            known[new[number]] = self._measured(new[number], program)
-            self.compiled += 1
-            self.budget -= 1
-            if self.progress is not None:
-                self.progress("done", titles[number], program)
+        # Closed at once when something fails here: nothing goes on compiling behind a traceback.
+        with contextlib.closing(
+            compile_programs(jobs, cache=self.cache, workers=self.workers, started=started)
+        ) as results:
+            for number, program in results:
+                known[new[number]] = self._measured(new[number], program)
+                self.compiled += 1
+                self.budget -= 1
+                if self.progress is not None:
+                    self.progress("done", titles[number], program)
         return [known[n] for n in rows]
 
     def _measured(self, rows: int, program: CompiledProgram) -> Measured:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Target", "check_target", "optimize_sharding_strategy"]
 
 Target = Literal["throughput", "latency", "memory"]
+# Beyond which a float does not count singly.
+_MOST_POSITIONS = 1 << 53
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
@@ -197,6 +199,8 @@ def _checked_input(input_shape: Any) -> tuple[int, ...]:
             f"input_shape={input_shape!r}: expected whole numbers of at least 1, batch first, such as (32, 512) or "
             "(32, 512, 768)"
         )
+    if math.prod(shape) > _MOST_POSITIONS:
+        raise PlanError(f"input_shape={str(shape):.200}: more than {_MOST_POSITIONS} numbers in a batch")
     return shape
 
 

@@ -118,12 +118,12 @@ def assign_roles(leaves: Sequence[Leaf], input_shape: tuple[int, ...], embed: in
 def embed_width(leaves: Sequence[Leaf], input_shape: tuple[int, ...]) -> int:
     """The width of the residual stream; see the module."""
     for leaf in leaves:
-        if leaf.axes and "embed" in leaf.axes:
+        if leaf.axes and "embed" in leaf.axes and leaf.elements:
             return leaf.shape[leaf.axes.index("embed")]
     sizes: Counter[int] = Counter()
     ends: Counter[int] = Counter()
     for leaf, stack in zip(leaves, _stacks(leaves), strict=True):
-        shape = leaf.shape[stack:]
+        shape = leaf.shape[stack:] if leaf.elements else ()
         sizes.update(set(shape))
         ends.update({shape[0], shape[-1]} if shape else ())
     if len(input_shape) >= 3 and input_shape[-1] in sizes:
@@ -272,6 +272,8 @@ def _sized(leaf: Leaf, role: Role, embed: int, length: int) -> Role:
     if role.kind in ("vector", "lookup"):
         width = embed if role.kind == "lookup" else 0
         return replace(role, out_features=width, sum_width=embed)
+    if not leaf.elements:  # of a shape with a 0: it is there, and nothing is done with it
+        return replace(role, flops=0.0, out_features=0, sum_width=embed)
     inside = leaf.elements
     for n in leaf.shape[: role.stack]:
         inside //= n
