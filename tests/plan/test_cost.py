@@ -225,7 +225,7 @@ def test_nothing_else_is_better(rows: list[tuple[int, float, float]]) -> None:
         (None, {}, "candidates is NoneType, expected several plans"),
         (3, {}, "candidates is int"),
         (BEST, {}, r"expected several plans: give a list, \[plan\]"),
-        ([replace(BEST, num_chips=10**400)], {}, "num_chips=1000000"),
+        ([replace(BEST, num_chips=10**5000)], {}, "num_chips=more, expected"),
         ([replace(BEST, tokens_per_step=1e-300)], {"total_tokens": 1e300}, "total_tokens=1e\\+300 at 1e-300"),
         ([object()], {}, r"candidates\[0\] is a object without 'num_chips'"),
         ([replace(BEST, num_chips=0)], {}, "num_chips=0"),
@@ -329,7 +329,7 @@ def test_no_slice(prices: Path) -> None:
         TpuCostOptimizer(10.0, term="committed-3y", prices=prices).cheapest_slice(1e18, 1.0, 1.0)
     with pytest.raises(PlanError, match="utilization=50"):
         TpuCostOptimizer(10.0, prices=prices).cheapest_slice(1e18, 1.0, 1.0, utilization=50)
-    with pytest.raises(PlanError, match="utilization=.*in any time"):
+    with pytest.raises(PlanError, match=r"utilization=.*in any time"):
         TpuCostOptimizer(10.0, prices=prices).cheapest_slice(1e18, 1.0, 1.0, utilization=1e-320)
     with pytest.raises(NothingAffordableError, match=r"123 GiB of the 1e\+308 needed"):
         TpuCostOptimizer(10.0, prices=prices).cheapest_slice(1e18, 1e308, 1e9)

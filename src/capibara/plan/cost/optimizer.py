@@ -160,9 +160,8 @@ class TpuCostOptimizer:
 
         chips = figure("num_chips")
         if isinstance(chips, bool) or not isinstance(chips, int) or not 1 <= chips <= _MOST_CHIPS:
-            raise PlanError(
-                f"{where}: num_chips={chips!r:.40}, expected a whole number from 1 to {_MOST_CHIPS}"
-            )
+            shown = "more" if isinstance(chips, int) and chips > _MOST_CHIPS else repr(chips)
+            raise PlanError(f"{where}: num_chips={shown}, expected a whole number from 1 to {_MOST_CHIPS}")
         chip = get_chip(figure("chip")).name.removesuffix("-core")
         name = (
             getattr(plan, "name", None)
@@ -192,7 +191,8 @@ class TpuCostOptimizer:
             hours = total_tokens / tokens * (seconds / 3600)
             if not math.isfinite(hours):
                 raise PlanError(
-                    f"{where}: total_tokens={total_tokens:g} at {tokens:g} tokens_per_step take forever: check the units"
+                    f"{where}: total_tokens={total_tokens:g} at {tokens:g} tokens_per_step take forever: check "
+                    "the units"
                 )
         return Considered(
             plan,

@@ -200,7 +200,9 @@ def _checked_input(input_shape: Any) -> tuple[int, ...]:
             "(32, 512, 768)"
         )
     if math.prod(shape) > _MOST_POSITIONS:
-        raise PlanError(f"input_shape={str(shape):.200}: more than {_MOST_POSITIONS} numbers in a batch")
+        raise PlanError(
+            f"input_shape has {len(shape)} dimensions of together more than {_MOST_POSITIONS} numbers"
+        )
     return shape
 
 
