@@ -18,6 +18,7 @@ from capibara.compress.curves import Curve, Point, coded_size, measure, measure_
 from capibara.compress.errors import ArchiveError, CompressError
 from capibara.compress.formats import get_format
 from capibara.compress.models.source import Tensors, find_twins
+from capibara.compress.sensitivity import by_scale
 from capibara.compress.writing import add_tensors, compare
 
 F32 = get_format("F32")
@@ -105,6 +106,21 @@ def test_equal_weights_give_equal_steps_and_a_tensor_that_counts_more_a_smaller_
     assert steps[0] == pytest.approx(steps[1], rel=0.1)
     other = allocate(found, 6.0, weights={"a": 16.0, "b": 1.0})
     assert other.points["b"].settings["step"] > 2.5 * other.points["a"].settings["step"]
+
+
+def test_without_data_matrices_of_the_same_numbers_get_more_bits_the_smaller_they_are():
+    arrays = {"table": normal((4096, 64)), "layer": normal((64, 256), seed=1)}
+    found = survey(source_of(arrays), codecs=["uniform"])
+    weights = by_scale(found)
+    chosen = allocate(found, 6.0, weights=weights)
+    assert weights["layer"] / weights["table"] == pytest.approx(16**0.25, rel=0.01)
+    # A step goes with the inverse square root of a weight; what is left of a file goes to one of them.
+    steps = {n: chosen.points[n].settings["step"] for n in arrays}
+    assert 1.3 < steps["table"] / steps["layer"] < 2.5
+    even = allocate(found, 6.0)
+    assert chosen.size == pytest.approx(even.size, rel=0.01)
+    errors = [{n: a.points[n].error / found.curves[n].square for n in arrays} for a in (chosen, even)]
+    assert sum(errors[0].values()) < 0.9 * sum(errors[1].values())
 
 
 def test_auto_is_as_good_as_each_codec_at_equal_bytes():

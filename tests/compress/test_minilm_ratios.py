@@ -30,6 +30,17 @@ def test_ratios_are_met_and_errors_grow(tmp_path):
     assert errors == sorted(errors)
 
 
+@pytest.mark.parametrize(("bits", "error"), [(4.3, 0.062), (3.1, 0.145), (2.2, 0.28)])
+def test_few_bits_and_small_errors(tmp_path, bits, error):
+    source, target = weights(), tmp_path / "small.capi"
+    assert source is not None
+    # Four tenths of a percent are what a ratio may be off.
+    (written,) = compress_files(plan_compress(source, target), ratio=32 / bits * 1.004, strategy="uniform")
+    numbers = sum(e.original_bytes for e in written.entries) / 4
+    assert target.stat().st_size * 8 / numbers <= bits
+    assert written.error <= error
+
+
 def test_auto_is_as_good_as_each_codec_at_equal_bytes():
     path = weights()
     assert path is not None

@@ -3,8 +3,12 @@
 With validation data this is measured: a tensor alone is rounded, the model is run, and the squared error of its outputs
 is divided by that of the tensor. Small errors of several tensors add up nearly as independent ones do.
 
-Without data there is only the tensors themselves: an error counts relative to the mean square of the tensor's own
-numbers, so that each layer's outputs have about the same relative error for the same bits.
+Without data there are only the tensors themselves. How far a matrix's outputs are off, relative to their size, is its
+own relative error, however many numbers it has: that asks for a weight of 1 / Σw². The error of all numbers together
+asks for the same weight everywhere. A power in between, (Σw²)^-¼, has most of both: the few large tensors, a table of
+embeddings above all, give bits to the many small ones, where a bit costs less and does as much. At equal bytes a
+sentence encoder's outputs are a fifth nearer to the original's than with equal weights, and its weights a twentieth
+farther (``python -m benchmarks compression_coded``).
 """
 
 from __future__ import annotations
@@ -25,10 +29,12 @@ from capibara.compress.validation import Validation
 
 __all__ = ["by_outputs", "by_scale"]
 
+_POWER = -0.25
+
 
 def by_scale(found: Survey) -> dict[str, float]:
-    """Weights from the tensors alone."""
-    return {name: curve.count / curve.square for name, curve in found.curves.items()}
+    """Weights from the tensors alone: (Σw²)^-¼ of each."""
+    return {name: curve.square**_POWER for name, curve in found.curves.items()}
 
 
 def by_outputs(
