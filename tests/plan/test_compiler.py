@@ -99,28 +99,40 @@ def test_a_process_that_dies_costs_one_result(cache):
 
 
 @needs_libtpu
-def test_compiling_ends_with_the_process_that_asked(cache, tmp_path):
-    """Also when that one is killed, which no handler sees."""
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_compiling_ends_with_the_process_that_asked(cache, tmp_path, how):
+    """Also when that one is killed, which no handler sees; and its folder goes, too."""
     said = tmp_path / "pid"
+    folders = tmp_path / "folders"
+    folders.mkdir()
     code = (
         "from test_compiler import job, ProgramCache, compile_program\n"
         f"compile_program(job('telling', path={str(said)!r}), cache=ProgramCache({str(tmp_path / 'cache')!r}))"
     )
     asking = subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(Path(__file__).parent)])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(Path(__file__).parent)]),
+            "TMPDIR": str(folders),
+        },
+        stderr=subprocess.DEVNULL,
     )
     try:
         while not said.exists() and asking.poll() is None:
             time.sleep(0.1)
         worker = int(said.read_text())
         os.kill(worker, 0)
+        assert list(folders.iterdir())
+        asking.send_signal(signal.Signals[how])
+        asking.wait(60)
     finally:
-        asking.send_signal(signal.SIGKILL)
+        asking.kill()
         asking.wait()
     with contextlib.suppress(ProcessLookupError):
         while "Z" not in _state(worker):
             time.sleep(0.1)
+    assert not list(folders.iterdir())
 
 
 def _state(pid: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from capibara.files import replace_file
 from capibara.plan.compiler.cache import ProgramCache
 from capibara.plan.compiler.environment import Compiler, find_compiler
+from capibara.plan.compiler.folders import work_folder
 from capibara.plan.compiler.job import CompiledProgram, Job
 from capibara.plan.compiler.process import kill, read_result, worker
 from capibara.plan.errors import CompilationError, PlanError
@@ -167,8 +168,7 @@ def _run(
 ) -> CompiledProgram:
     if running.stopped:
         raise CompilationError("stopped")
-    with tempfile.TemporaryDirectory(prefix="capibara-plan-") as name:
-        folder = Path(name)
+    with work_folder() as folder:
         with worker(job, folder, compiler) as process:
             running.add(process)
             try:

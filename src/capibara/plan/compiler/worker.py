@@ -2,7 +2,7 @@
 
 ``FOLDER/job.json`` says what; ``FOLDER/result.json`` and ``FOLDER/program.hlo.gz`` are what comes of it. The exit code
 is 0 whenever there is a result, also that of a program that does not fit. With ``--until-stdin-ends`` it does not
-outlive the process that started it with a pipe, whatever ended that one.
+outlive the process that started it with a pipe, whatever ended that one; and neither does the folder.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from capibara.files import replace_file
 from capibara.plan.compiler.buffers import buffers_of_message, read_buffers, read_heap
+from capibara.plan.compiler.folders import remove_folder
 from capibara.plan.compiler.job import CompiledProgram, Job, Memory
 from capibara.plan.errors import PlanError
 
@@ -132,12 +133,13 @@ def _needed(text: str) -> int | None:
     return None
 
 
-def _end_with_stdin() -> None:
+def _end_with_stdin(folder: str) -> None:
     os.read(0, 1)  # nothing is ever written: it returns when the other end is closed
+    remove_folder(Path(folder))  # nobody else will
     os._exit(1)
 
 
 if __name__ == "__main__":
     if "--until-stdin-ends" in sys.argv[2:]:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        threading.Thread(target=_end_with_stdin, args=sys.argv[1:2], daemon=True).start()
     sys.exit(main(sys.argv[1]))

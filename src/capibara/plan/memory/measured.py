@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 from capibara.plan.compiler import Job, Memory, find_compiler
 from capibara.plan.compiler.buffers import read_heap
+from capibara.plan.compiler.folders import work_folder
 from capibara.plan.compiler.process import read_result, worker
 from capibara.plan.errors import CompilationError, DoesNotFitError
 
@@ -42,10 +42,8 @@ def measure_memory(job: Job, *, timeout: float = 1800.0) -> Memory:
       CompilerMissingError: there is no TPU compiler here.
     """
     compiler = find_compiler()
-    with tempfile.TemporaryDirectory(prefix="capibara-memory-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        with worker(job, folder, compiler) as process:
-            return _watch(process, folder, job, time.monotonic() + timeout)
+    with work_folder() as folder, worker(job, folder, compiler) as process:
+        return _watch(process, folder, job, time.monotonic() + timeout)
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, until: float) -> Memory:
