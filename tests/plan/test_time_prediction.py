@@ -129,6 +129,18 @@ def test_a_permute_to_the_neighbour() -> None:
     assert got == pytest.approx(BYTES / LINK)
 
 
+@pytest.mark.parametrize(("kind", "times"), [("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)])
+def test_a_ring_over_cores_passes_each_cores_data_over_the_links(kind: str, times: int) -> None:
+    """All eight cores of four chips: 7/8 of the bytes come to each; at best 3/4, once for both cores of a chip."""
+    target = parse_slice("v4:2x2x1", "core")
+    groups = (tuple(range(8)),)
+    given = facts((("collective", 0),), (), [exchange(kind, BYTES, groups)], (), 8)
+    got = predict_step(given, target, (("all", 8),), hop_latency=0.0)
+    links = 2 * target.link_bandwidth  # one along each of two lines of two chips
+    assert got.seconds == pytest.approx(times * 7 / 8 * BYTES / links)
+    assert got.low == pytest.approx(times * 3 / 4 * BYTES / links)
+
+
 def test_cores_of_a_chip_exchange_through_its_memory() -> None:
     target = parse_slice("v4:2x2x1", "core")
     groups = ((0, 1), (2, 3), (4, 5), (6, 7))

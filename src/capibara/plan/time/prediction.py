@@ -251,7 +251,13 @@ class _Rates:
             # One ring that winds through several axes closes where these have an even number of chips.
             links = min(links, 2.0 * collective.ring_dims)
             hops = size // 2
-        once = max(sharing * share / (links * self.link), inside) + hops * self.latency
+        through = sharing * share
+        if self.best:
+            # Rings run over the cores: for an all-reduce on 4×4×4 chips the compiler says "cores:{8 4 4}". What is for
+            # both cores of a chip then comes over its links once for each; at best it came once.
+            chips = size // together
+            through = sharing * collective.bytes * (chips - 1) / chips
+        once = max(through / (links * self.link), inside) + hops * self.latency
         return (2 * once if collective.kind == "all-reduce" else once), busy
 
 
