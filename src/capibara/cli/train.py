@@ -23,7 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT|key=value",
         help="text files, folders (searched for .txt .md .py .rst), '-' for standard input; settings",
     )
-    parser.add_argument("--config", default="demo", help="a TOML file, or a packaged name (default: demo)")
+    parser.add_argument(
+        "--config",
+        help="a TOML file, or a packaged name (default: demo; with --plan the one that was planned)",
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="train in the layout of a plan: a lockfile (capibara plan --lock), or what capibara plan --json printed",
+    )
     parser.add_argument("--directory", help="folder of the run, instead of checkpoint.directory")
     parser.add_argument("--fresh", action="store_true", help="remove the run in the folder and start over")
     parser.add_argument(
@@ -69,19 +77,40 @@ def run(args: argparse.Namespace) -> int:
     from capibara.train.data import load_corpus
     from capibara.train.float64 import check_float64
     from capibara.train.memory import keep_freed_memory
+    from capibara.train.placement import Placement
     from capibara.train.progress import make_reporter
     from capibara.train.signals import stop_on_signals
 
     keep_freed_memory()
     texts, settings = split_items(args.items)
-    config = ModularModelConfig.from_toml(args.config, settings)
+    planned = None
+    if args.plan is None:
+        config = ModularModelConfig.from_toml("demo" if args.config is None else args.config, settings)
+    else:
+        from capibara.plan.planned import read_planned
+
+        planned = read_planned(args.plan)
+        config = planned.config
+        if args.config is not None:
+            config = ModularModelConfig.from_toml(args.config)
+        config = config.with_overrides(planned.layout.settings()).with_overrides(settings)
     if args.directory is not None:
         config = config.with_overrides({"checkpoint.directory": args.directory})
     if texts:
         config = config.with_overrides({"data.paths": texts})
-    check_float64(config, "training")  # before the text is read and the model built
+    # Before the text is read and the model built.
+    check_float64(config, "training")
+    if config.tpu.enabled:
+        Placement.of(config)
     out = sys.stderr if args.json else sys.stdout
     reporter = make_reporter(out)
+    if planned is not None:
+        reporter.note(f"plan for {planned.topology}: {planned.layout}")
+        if different := planned.differences(config):
+            reporter.warn(
+                f"the plan is for other settings, so that its memory and time do not hold: {'; '.join(different[:8])}"
+                + (" …" if len(different) > 8 else "")
+            )
     corpus = load_corpus(config.data.paths, validation_fraction=config.data.validation_fraction)
     reporter.note(str(corpus))
 

@@ -27,14 +27,7 @@ __all__ = ["Planned", "read_planned", "train_command"]
 _MOST_BYTES = 16 << 20
 # What may differ from the planned configuration without a byte or a millisecond of difference.
 _INDIFFERENT = frozenset(
-    {
-        "model.dropout_rate",
-        "model.rope_theta",
-        "model.norm_epsilon",
-        "model.max_sequence_length",
-        "tpu.memory_limit_gb",
-        "tpu.enabled",
-    }
+    {"model.dropout_rate", "model.rope_theta", "model.norm_epsilon", "tpu.memory_limit_gb"}
 )
 _TELLING = (
     "train.batch_size",

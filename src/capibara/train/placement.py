@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
@@ -174,6 +175,16 @@ class Placement:
             for batch in batches
             for piece in (np.split(batch, len(batch) // rows) if len(batch) % rows == 0 else [batch])
         ]
+
+    def make_state(self, model: Any, optimizer: Any, *, seed: int) -> TrainState:
+        """The state before the first step, on the devices."""
+        make = first_state(model, optimizer, seed)
+        if self.layout is not None:
+            # Every device makes its own part: the whole state need not fit on any.
+            where = jax.tree.map(lambda leaf: leaf.sharding, self.describe_state(model, optimizer))
+            return jax.jit(make, out_shardings=where)()
+        # A copy: the step donates its state, and the model may still hold the arrays it was initialised with.
+        return self.put_state(jax.tree.map(jnp.copy, make()))
 
     def describe_state(self, model: Any, optimizer: Any) -> TrainState:
         """The state of a run as ``jax.ShapeDtypeStruct`` with shardings.

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import ConfigError
@@ -35,7 +34,7 @@ from capibara.train.float64 import check_float64
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule
-from capibara.train.placement import Placement, first_state
+from capibara.train.placement import Placement
 from capibara.train.plot import plot_losses
 from capibara.train.progress import Reporter, SilentReporter
 from capibara.train.resume import check_resumable, restore_state, seconds_trained
@@ -194,6 +193,7 @@ class _Setup:
     @classmethod
     def build(cls, config: Any, model: Any, corpus: Corpus, devices: Sequence[Any] | None) -> _Setup:
         check_float64(config, "training")
+        placement = Placement.of(config, devices)
         _check_vocabulary(config, corpus)
         settings = config.train
         validation = []
@@ -204,7 +204,6 @@ class _Setup:
                 sequence_length=settings.sequence_length,
                 max_batches=settings.eval_batches,
             )
-        placement = Placement.of(config, devices)
         # A model that can be compiled for the mesh runs its kernels on each device's part.
         if placement.layout is not None and hasattr(model, "on_mesh"):
             model = model.on_mesh(placement.mesh, placement.rules)
@@ -232,12 +231,7 @@ class _Setup:
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     def initial_state(self) -> TrainState:
-        make = first_state(self.model, self.optimizer, self.config.train.seed)
-        if (shardings := self.shardings) is not None:
-            # Every device makes its own part: the whole state need not fit on any.
-            return jax.jit(make, out_shardings=shardings)()
-        # A copy: the step donates its state, and the model may still hold the arrays it was initialised with.
-        return self.placement.put_state(jax.tree.map(jnp.copy, make()))
+        return self.placement.make_state(self.model, self.optimizer, seed=self.config.train.seed)
 
     def restore(self, checkpoint: Checkpoint) -> TrainState:
         return restore_state(checkpoint, self.state)
