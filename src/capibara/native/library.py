@@ -25,6 +25,7 @@ TARGETS = (
     "capibara_max_plus_argmax",
     "capibara_recurrence",
     "capibara_selective_scan",
+    "capibara_selective_scan_backward",
 )
 
 

@@ -1,10 +1,16 @@
 // Recurrences along a sequence, for one instruction set.
 //
-// The elementwise one reads and writes memory as fast as that goes: its state stays in the first-level cache. The
-// selective scan is computed as it is defined, one position after the other, with two positions on every pass over the
+// The elementwise one is limited by memory; its state stays in the first-level cache. Each thread has columns of its own,
+// so that after each row it goes on somewhere else in memory, where the processor's prefetcher begins anew: the first
+// lines of the next row are asked for ahead. Results that the caches could not hold are written past them, which saves
+// reading what is overwritten.
+//
+// The selective scan is computed as it is defined, one position after the other, with two positions on every pass over the
 // state; what saves arithmetic is that the state is kept divided by the decay since the last rescaling, so that a
 // position costs two multiply-adds for each number of the state instead of three operations.
 #include "scan.h"
+#include "scan_backward.h"
+#include "stream.h"
 #include "vec.h"
 
 namespace CAPIBARA_ISA {
@@ -14,6 +20,10 @@ using capibara::SelectiveScan;
 
 static inline float least(float a, float b) { return a < b ? a : b; }
 static inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+constexpr int64_t kLine = 16;          // floats in a line of the cache
+constexpr int64_t kAhead = 4 * kLine;  // of a row, asked for while the one before it is worked on
+constexpr int64_t kStreamed = 4 << 20;  // floats from which on results are written past the caches
 
 // Columns of one item: whole lines of the cache, and not more items than threads unless rows are very long.
 static int64_t item_width(const Recurrence& r) {
@@ -28,18 +38,25 @@ static int64_t recurrence_scratch(const Recurrence& r) { return item_width(r) + 
 
 static inline float take(const float* p, float) { return *p; }
 static inline Vec take(const float* p, Vec) { return load(p); }
+template <bool kStream>
 static inline void give(float* p, float x) { *p = x; }
-static inline void give(float* p, Vec x) { store(p, x); }
+template <bool kStream>
+static inline void give(float* p, Vec x) {
+  if (kStream)
+    stream(p, x);
+  else
+    store(p, x);
+}
 
-template <bool kLate, class T>
+template <bool kLate, bool kStream, class T>
 static inline void advance(const float* a, const float* x, float* state, float* out) {
   const T u = take(state, T{}), coefficient = take(a, T{}), added = take(x, T{});
   const T y = kLate ? added + u : coefficient * u + added;
-  give(out, y);
-  give(state, kLate ? coefficient * y : y);
+  give<kStream>(out, y);
+  give<false>(state, kLate ? coefficient * y : y);
 }
 
-template <bool kLate>
+template <bool kLate, bool kStream>
 static void run_recurrence(const Recurrence& r, int64_t begin, int64_t count, float* state) {
   for (int64_t c = 0; c < count; ++c) state[c] = r.first[begin + c];
   const int64_t step = r.reverse ? -r.width : r.width, a_step = r.reverse ? -r.a_step : r.a_step;
@@ -48,23 +65,31 @@ static void run_recurrence(const Recurrence& r, int64_t begin, int64_t count, fl
   const float* a = r.a + start * r.a_step + begin;
   float* out = r.out + start * r.width + begin;
   for (int64_t t = 0; t < r.steps; ++t, x += step, a += a_step, out += step) {
+    if (t + 1 < r.steps)
+      for (int64_t c = 0; c < count && c < kAhead; c += kLine) {
+        __builtin_prefetch(a + a_step + c);
+        __builtin_prefetch(x + step + c);
+      }
     int64_t c = 0;
-    for (; c + kWidth <= count; c += kWidth) advance<kLate, Vec>(a + c, x + c, state + c, out + c);
-    for (; c < count; ++c) advance<kLate, float>(a + c, x + c, state + c, out + c);
+    for (; c + kWidth <= count; c += kWidth) advance<kLate, kStream, Vec>(a + c, x + c, state + c, out + c);
+    for (; c < count; ++c) advance<kLate, kStream, float>(a + c, x + c, state + c, out + c);
   }
+  if (kStream) end_streams();
   for (int64_t c = 0; c < count; ++c) r.last[begin + c] = state[c];
 }
 
 static void recurrence(const Recurrence& r, int64_t item, float* scratch) {
   const int64_t size = item_width(r), begin = item * size;
   const int64_t count = r.width - begin < size ? r.width - begin : size;
-  if (r.late)
-    run_recurrence<true>(r, begin, count, scratch);
+  const bool large = r.steps * r.width >= kStreamed && streams(r.out) && r.width % kLine == 0;
+  if (large)
+    (r.late ? run_recurrence<true, true> : run_recurrence<false, true>)(r, begin, count, scratch);
   else
-    run_recurrence<false>(r, begin, count, scratch);
+    (r.late ? run_recurrence<true, false> : run_recurrence<false, false>)(r, begin, count, scratch);
 }
 
 constexpr int64_t kBlock = 64;      // positions whose decays are taken at once
+constexpr int64_t kSoon = 16;       // positions after which a row is read that is asked for now
 constexpr float kFar = 20.0f;       // bits of decay after which the state is rescaled
 constexpr int64_t kLanes = 2 * kWidth;
 
@@ -146,6 +171,15 @@ static void selective(const SelectiveScan& s, int64_t item, float* scratch) {
     }
     for (int64_t i = 0; i < count;) {
       const int64_t pair = count - i > 1 ? 2 : 1;
+      if (t + i + kSoon + 1 < s.length)
+        for (int64_t p = 0; p < s.width; p += kLine) {
+          // A row is short and far from the next one, which the prefetcher does not follow.
+          const int64_t at = (t + i + kSoon) * x_step + p;
+          __builtin_prefetch(x + at);
+          __builtin_prefetch(x + at + x_step);
+          __builtin_prefetch(y + at, 1);
+          __builtin_prefetch(y + at + x_step, 1);
+        }
       for (int64_t k = 0; k < pair; ++k) {
         const float factor = dt[(t + i + k) * s.heads] * inverse[i + k];
         const float* from = x + (t + i + k) * x_step;
@@ -171,6 +205,7 @@ static void selective(const SelectiveScan& s, int64_t item, float* scratch) {
 
 extern const capibara::ScanKernels kScan;
 const capibara::ScanKernels kScan = {recurrence_items, recurrence_scratch, recurrence,
-                                     selective_items,  selective_scratch,  selective};
+                                     selective_items,  selective_scratch,  selective,
+                                     gradient_items,   gradient_scratch,   gradient};
 
 }  // namespace CAPIBARA_ISA
