@@ -42,7 +42,30 @@ def test_an_estimate_needs_no_compiler(monkeypatch, tmp_path):
     assert all(part.source == "estimate" for part in found.best.time.parts)
     json.dumps(found.to_json(), allow_nan=False)
     with pytest.raises(CompilerMissingError):
-        plan(tiny(), "v4:2x2x1")
+        plan(tiny(), "v4:2x2x1", compile=True)
+
+
+def test_without_a_compiler_the_plan_is_an_estimate_that_says_so(monkeypatch, tmp_path, capsys):
+    from capibara.cli import main
+
+    monkeypatch.setenv("CAPIBARA_LIBTPU", str(tmp_path))
+    found = plan(tiny(), "v4:2x2x1")
+    assert {c.memory_source for c in found.candidates} == {"analytic"}
+    (note,) = [note for note in found.notes if "nothing was compiled" in note]
+    assert "CAPIBARA_LIBTPU" in note
+    monkeypatch.delenv("CAPIBARA_LIBTPU")
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert main(["plan", "--topology", "v5e:2x2"]) == 0
+    out, _ = capsys.readouterr()
+    assert "[an estimate]" in out
+    assert "pip install 'capibara-jax[plan]'" in out
+    # What only the compiler can give is not put in its place.
+    for option in (["--explain"], ["--lock", str(tmp_path / "plan.lock")]):
+        assert main(["plan", "--topology", "v5e:2x2", *option]) == 2
+        assert "not installed" in capsys.readouterr().err
 
 
 def test_names_paths_and_configurations(tmp_path):

@@ -108,7 +108,7 @@ def run_serving(args: argparse.Namespace) -> int:
         from capibara.plan.serving.table import print_serving
 
         console = Console(highlight=False)
-        print_serving(found, console if console.width >= 110 else Console(highlight=False, width=118))
+        print_serving(found, console if console.width >= 130 else Console(highlight=False, width=130))
     return 0
 
 
@@ -124,7 +124,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str, str, Any], None] | None
     started: dict[str, float] = {}
     console = Console(stderr=True, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("ordering slices")
 
         def step(event: str, words: str, program: Any) -> None:

@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
                 args.topology or "v4-32",
                 view=args.view,
                 memory_limit_gb=args.memory_limit,
-                compile=not args.no_compile,
+                compile=_compile(args),
                 max_compiles=args.max_compiles,
                 top=args.top,
                 region=args.region,
@@ -153,6 +153,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(found)
     return 0
+
+
+def _compile(args: argparse.Namespace) -> bool | None:
+    """Whether to compile; None: where there is a compiler. What only a compiled plan gives needs one."""
+    if args.no_compile:
+        return False
+    return True if args.lock or args.explain else None
 
 
 def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
@@ -218,7 +225,7 @@ def _show(found: Plan) -> None:
 
     console = Console(highlight=False)
     # A table that wraps cannot be read: where the terminal is narrow, or there is none, lines are long instead.
-    print_plan(found, console if console.width >= 110 else Console(highlight=False, width=118))
+    print_plan(found, console if console.width >= 130 else Console(highlight=False, width=130))
 
 
 @contextlib.contextmanager
@@ -234,7 +241,8 @@ def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any]
     started: dict[Any, float] = {}
     console = Console(stderr=True, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    # A bar that moves is for eyes only; elsewhere the lines of what is done are enough.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("ordering layouts", total=most)
 
         def step(event: str, layout: Layout, program: Any) -> None:

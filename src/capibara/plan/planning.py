@@ -13,8 +13,8 @@ from capibara.config import ModularModelConfig
 from capibara.hardware import Price
 from capibara.plan.asking import check_counts, limit_of, price_of
 from capibara.plan.candidate import Candidate
-from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program
-from capibara.plan.errors import DoesNotFitError, PlanError
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
+from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
@@ -151,7 +151,7 @@ def plan(
     *,
     view: str | None = None,
     memory_limit_gb: float | None = None,
-    compile: bool = True,
+    compile: bool | None = None,
     max_compiles: int = 8,
     top: int = 5,
     region: str | None = None,
@@ -172,7 +172,8 @@ def plan(
       topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` …
       view: ``"chip"`` or ``"core"``, what a device is; by default a chip, where its cores can act as one.
       memory_limit_gb: GiB that a device may use, if less than it has.
-      compile: whether to compile; without, figures are estimates and say so.
+      compile: whether to compile; without, figures are estimates and say so. By default where there is the TPU
+        compiler: without it the plan is an estimate, whose notes say how to install it.
       max_compiles: how many layouts to compile at most. top: how many to report.
       region, term, prices: which price, and a file of your own (see :func:`capibara.hardware.get_price`).
       cache: the folder of compiled results, instead of the user's.
@@ -191,6 +192,12 @@ def plan(
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
     price = price_of(target, region, term, prices, notes)
+    if compile is None:
+        compile = _can_compile(notes)
+    elif not compile:
+        notes.append(
+            "nothing was compiled: memory and time are estimates (compile=True asks the TPU compiler)"
+        )
     if compile:
         store = ProgramCache(cache)
         times: dict[Layout, StepTime] = {}
@@ -220,9 +227,6 @@ def plan(
         _check(found, task, target, limit)
         counts = (found.considered, found.promising, len(found.compiled))
     else:
-        notes.append(
-            "nothing was compiled: memory and time are estimates (compile=True asks the TPU compiler)"
-        )
         if not isinstance(task, TrainWork):
             notes.append(
                 "the memory is that of the step's arguments: outputs that take no argument's place and temporaries are "
@@ -243,6 +247,16 @@ def plan(
         config=task.config if isinstance(task, TrainWork) else None,
         config_name=os.fspath(work) if isinstance(work, str | os.PathLike) else None,
     )
+
+
+def _can_compile(notes: list[str]) -> bool:
+    """Whether there is a compiler; where not, a note says how to get it."""
+    try:
+        find_compiler()
+    except CompilerMissingError as error:
+        notes.append(f"nothing was compiled, memory and time are estimates: {error}")
+        return False
+    return True
 
 
 def candidate_of(

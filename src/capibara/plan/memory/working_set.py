@@ -22,6 +22,10 @@ stream is wide: there the float32 gradients of all matrices of a block, and of t
 all-reduce at the end.
 
 Attention is taken to run as a kernel that stores no scores, which is what a step over a mesh compiles to.
+
+What the chips' own memories hold (64 to 128 MiB) is not taken off: of a step that needs a few hundred MiB beside its
+arguments the estimate is up to a fourth too much, of one that needs a few MiB up to three times too much, and of none
+too little for it.
 """
 
 from __future__ import annotations
@@ -42,6 +46,11 @@ _TILE = 128
 _ALIVE = (10.5, 4.0, 1.4, 4.5, 0.0)
 _ALIVE_WHOLE = (11.0, 4.0, 0.0, 6.0, 0.0)
 _ALIVE_DEFERRED = (4.0, 2.0, 2.0, 9.0, 2.0)
+# The same where the compute dtype is that of accumulation: what counts twice above counts once. From seven programs
+# (v4, v5e, v5p; on more than 32 devices from none).
+_ALIVE_ONE = (7.0, 3.0, 0.5, 3.0, 0.0)
+_ALIVE_ONE_WHOLE = (7.0, 3.0, 0.0, 4.0, 0.0)
+_ALIVE_ONE_DEFERRED = (3.0, 1.5, 1.0, 4.5, 1.0)
 # The compiler's option for which products it cuts into windows, and from where on that is none.
 _WINDOWS, _NO_WINDOWS_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib", 10_000
 # Of a block that is not attention: values as wide as its own inner width that it keeps with its matrix products kept,
@@ -99,6 +108,11 @@ class _Widths:
     compute: int
     accumulate: int
 
+    @property
+    def one_dtype(self) -> bool:
+        """Whether nothing is cast between computing and accumulating."""
+        return self.compute == self.accumulate
+
     def values(self, width: float) -> int:
         """Bytes of one value of this width for every token, in the compute dtype."""
         return int(self.tokens * width * self.compute)
@@ -125,7 +139,9 @@ def working_set(
     every = sum(b.bytes // b.count for b in arguments if b.kind == "optimizer" and b.shape)
     logits = w.values(w.words)
     table = w.words * w.stream * w.compute
-    loss = logits + logits * w.accumulate // w.compute + table + 2 * w.values(w.stream)
+    # In the compute dtype and, where that is another one, in that of accumulation.
+    scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
+    loss = scores + table + 2 * w.values(w.stream)
     stream, inner, words, matrices, tables = _alive(layout, target, w)
     block = (
         stream * w.values(w.stream)
@@ -157,11 +173,16 @@ def working_set(
 def _alive(layout: Layout, target: Slice, w: _Widths) -> tuple[float, float, float, float, float]:
     """The counts of this layout."""
     sizes = layout.axis_sizes
+    usual, whole, deferred = (
+        (_ALIVE_ONE, _ALIVE_ONE_WHOLE, _ALIVE_ONE_DEFERRED)
+        if w.one_dtype
+        else (_ALIVE, _ALIVE_WHOLE, _ALIVE_DEFERRED)
+    )
     if sizes.get("model", 1) * sizes.get("tensor", 1) > 1:
-        return _ALIVE_WHOLE if _whole_products(layout) else _ALIVE
+        return whole if _whole_products(layout) else usual
     few = w.tokens < w.stream and layout.num_devices > _MANY_DEVICES
     late = target.generation in ("v4", "v5e") and target.view == "chip" and layout.remat == "full"
-    return _ALIVE_DEFERRED if few and late else _ALIVE
+    return deferred if few and late else usual
 
 
 def _whole_products(layout: Layout) -> bool:
@@ -218,4 +239,5 @@ def _kept(kind: str, remat: str, w: _Widths) -> int:
 
 def _normalised(w: _Widths) -> int:
     values = w.tokens * w.stream
-    return values * (6 * w.accumulate + 2 * w.compute)
+    # In one dtype what is normalised is no copy of what comes in.
+    return values * (5 * w.accumulate if w.one_dtype else 6 * w.accumulate + 2 * w.compute)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["candidate_lines", "plan_text", "print_plan"]
 
 
-def plan_text(plan: Plan, width: int = 118) -> str:
+def plan_text(plan: Plan, width: int = 130) -> str:
     """The plan as plain text."""
     from rich.console import Console
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.hardware import Price
-from capibara.plan.asking import limit_of, price_of
+from capibara.plan.asking import check_counts, limit_of, price_of
 from capibara.plan.compiler import ProgramCache, find_compiler
 from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.serving.arguments import milliseconds, read_config, read_mesh, read_slices, serving_task
@@ -92,6 +92,8 @@ def plan_serving(
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise PlanError(f"{name}={value!r} must be a whole number of at least {least}")
+    if workers is not None:
+        check_counts(workers=workers)
     targets = read_slices(topology, view)
     limits = {target: limit_of(target, memory_limit_gb) for target in targets}
     fixed = None if mesh is None else read_mesh(mesh, targets, task)

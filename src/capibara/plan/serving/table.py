@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["print_serving", "serving_text"]
 
 
-def serving_text(plan: ServingPlan, width: int = 118) -> str:
+def serving_text(plan: ServingPlan, width: int = 130) -> str:
     """The plan as plain text."""
     from rich.console import Console
 
