@@ -63,9 +63,13 @@ def cached(
     position: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     at, length = int(position), key.shape[1]
-    keys = torch.cat([key_cache[:, :at], key, key_cache[:, at + length :]], 1)
-    values = torch.cat([value_cache[:, :at], value, value_cache[:, at + length :]], 1)
-    return attend(query, keys, values, band(length, keys.shape[1], at)), keys, values
+    before = (cache.swapaxes(1, 2) for cache in (key_cache, value_cache))
+    keys, values = (
+        torch.cat([cache[:, :at], new, cache[:, at + length :]], 1)
+        for cache, new in zip(before, (key, value), strict=True)
+    )
+    seen = band(length, keys.shape[1], at)
+    return attend(query, keys, values, seen), keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
 
 def convolve(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, tail: Any = None) -> Any:
@@ -135,8 +139,8 @@ CASES = {
             "query": Q[:, :2],
             "key": K[:, :2],
             "value": V[:, :2],
-            "key_cache": draw(2, 7, 2, 6, seed=3),
-            "value_cache": draw(2, 7, 2, 6, seed=4),
+            "key_cache": draw(2, 2, 7, 6, seed=3),
+            "value_cache": draw(2, 2, 7, 6, seed=4),
             "position": np.array(3),
         },
         cached,

@@ -194,7 +194,7 @@ def test_a_cache_goes_in_and_comes_out() -> None:
     names = [".".join(p) for p in compiled.states]
     assert [v.name for v in proto.graph.input] == [*compiled.input_keys, *(f"state.{n}" for n in names)]
     assert [v.name for v in proto.graph.output] == ["output", *(f"next_state.{n}" for n in names)]
-    memory = {f"state.{n}": np.zeros((2, 6, 2, 4)) for n in names}
+    memory = {f"state.{n}": np.zeros((2, 2, 6, 4)) for n in names}
     for step in range(3):
         x = np.random.default_rng(step).normal(size=(2, 1, 8))
         at = {"positions": np.array([step], "int32"), "position": np.array(step, "int32")}

@@ -21,7 +21,7 @@ def draw(*shape: int, low: float = -1.0, seed: int = 0) -> np.ndarray:
 
 
 Q, K, V = draw(2, 5, 4, 6), draw(2, 5, 2, 6, seed=1), draw(2, 5, 2, 6, seed=2)
-CACHE_K, CACHE_V = draw(2, 9, 2, 6, seed=3), draw(2, 9, 2, 6, seed=4)
+CACHE_K, CACHE_V = draw(2, 2, 9, 6, seed=3), draw(2, 2, 9, 6, seed=4)
 X, STEP, RATE = draw(2, 7, 4, 3), draw(2, 7, 4, low=0.1), -draw(4, low=0.2)
 WRITE, READ, MEMORY = draw(2, 7, 2, 5, seed=1), draw(2, 7, 2, 5, seed=2), draw(2, 4, 3, 5)
 AT = np.array(3, "int32")

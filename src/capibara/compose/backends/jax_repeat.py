@@ -3,17 +3,24 @@
 A loop (``lax.scan``) compiles in the time of one block, whatever the depth. Unrolled, the compiler sees across
 layers and keeps each layer's residuals where they are; on CPU a scanned backward pass spends most of its time
 copying stacked residuals, and unrolling a few layers is nearly twice as fast.
+
+States come and go as arrays of all repetitions. In training each repetition takes its part of them and gives a new one.
+In decoding (``in_place``) the whole arrays go from repetition to repetition, and each writes its new rows into them: if
+they are donated, nothing as large as they are is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
+from capibara.compose.backends.jax_stacked import Row, read, replace
 from capibara.compose.errors import CompileError
 
 __all__ = ["UNROLL_LIMIT_CPU", "choose_mode", "repeat"]
@@ -53,6 +60,7 @@ def repeat(
     count: int,
     mode: str,
     remat: str,
+    in_place: Collection[tuple[str, ...]] | None = None,
 ) -> tuple[Any, Any, Any]:
     """``carry, state[i], extra[i] = body(params[i], carry, shared, state[i], key[i], train)`` for i = 0 … count-1.
 
@@ -60,12 +68,18 @@ def repeat(
         body: the block. params, state: nested dicts of arrays stacked along a leading dimension of ``count``.
         carry: what goes through all repetitions. shared: what each of them sees.
         key: split into one key a repetition, or None.
+        in_place: None, or for a block that decodes the places in ``state`` of what its body takes and gives as a
+            :class:`~capibara.compose.backends.jax_stacked.Row`.
 
     Returns:
         ``(carry, state, extra)`` with state and extra stacked.
     """
     keys = None if key is None else jax.random.split(key, count)
     run = checkpointed(body, remat)
+    # Outside of a trace nothing is written in place: `count` writes would copy the whole array each.
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
+    if in_place is not None and (mode == "scan" or traced):
+        return _in_place(run, params, carry, shared, state, keys, train, count, mode, in_place)
 
     if mode == "scan":
 
@@ -84,6 +98,50 @@ def repeat(
         states.append(s)
         extras.append(extra)
     return carry, _stack(states), _stack(extras)
+
+
+def _in_place(
+    run: Callable[..., Any],
+    params: Any,
+    carry: Any,
+    shared: Any,
+    state: Any,
+    keys: Any,
+    train: bool,
+    count: int,
+    mode: str,
+    in_place: Collection[tuple[str, ...]],
+) -> tuple[Any, Any, Any]:
+    places = set(in_place)
+
+    def given(path: Any, stack: jax.Array, index: Any) -> Any:
+        row = Row(stack, index)
+        return row if tuple(step.key for step in path) in places else read(row)
+
+    def kept(stack: jax.Array, before: Any, after: Any, index: Any) -> jax.Array:
+        if isinstance(after, Row):
+            return after.stack
+        return stack if after is before else replace(Row(stack, index), after)
+
+    def one(carry: Any, state: Any, index: Any, p: Any, k: Any) -> tuple[Any, Any, Any]:
+        before = jax.tree_util.tree_map_with_path(partial(given, index=index), state)
+        carry, after, extra = run(p, carry, shared, before, k, train)
+        return carry, jax.tree.map(partial(kept, index=index), state, before, after), extra
+
+    if mode == "scan":
+
+        def step(both: tuple[Any, Any], xs: Any) -> tuple[Any, Any]:
+            carry, state, extra = one(*both, *xs)
+            return (carry, state), extra
+
+        xs = (jnp.arange(count, dtype=jnp.int32), params, keys)
+        (carry, state), extra = lax.scan(step, (carry, state), xs, length=count)
+        return carry, state, extra
+    extras = []
+    for i, p in enumerate(_unstack(params, count)):
+        carry, state, extra = one(carry, state, i, p, None if keys is None else keys[i])
+        extras.append(extra)
+    return carry, state, _stack(extras)
 
 
 def _unstack(tree: Any, count: int) -> list[Any]:

@@ -172,18 +172,19 @@ def cached_attention(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the backend's, but for a cache that is too short: a graph cannot refuse it, and the last rows are lost."""
-    new, places = query.shape[1], key_cache.shape[1]
+    new, places = query.shape[1], key_cache.shape[2]
     columns = torch.arange(places, device=query.device)
     from_new = columns - position
-    written = ((from_new >= 0) & (from_new < new))[None, :, None, None]
+    written = ((from_new >= 0) & (from_new < new))[None, None, :, None]
     source = from_new.clamp(0, new - 1)
 
     def merged(cache: Tensor, rows: Tensor) -> Tensor:
-        return torch.where(written, rows.to(cache.dtype).index_select(1, source), cache)
+        return torch.where(written, rows.to(cache.dtype).index_select(1, source).transpose(1, 2), cache)
 
     key_cache, value_cache = merged(key_cache, key), merged(value_cache, value)
     rows = position + torch.arange(new, device=query.device)[:, None]
     seen = columns[None, :] <= rows
     if window is not None:
         seen = seen & (columns[None, :] > rows - window)
-    return language._attend(query, key_cache, value_cache, seen, softcap), key_cache, value_cache
+    keys, values = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+    return language._attend(query, keys, values, seen, softcap), key_cache, value_cache

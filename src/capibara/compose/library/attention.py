@@ -25,7 +25,7 @@ class SelfAttention(Model):
         window: how many positions back a query sees; None for all.
         softcap: bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         cached: decode with a key-value cache: adds the states ``key_cache`` and ``value_cache``
-            ``[batch, cache_size, num_kv_heads, head_dim]`` and the input ``position``, how many tokens they hold.
+            ``[batch, num_kv_heads, cache_size, head_dim]`` and the input ``position``, how many tokens they hold.
         cache_size: a size, a name, or one :class:`~capibara.compose.logical.shapes.Dim` for all layers of a model.
     """
 
@@ -87,8 +87,8 @@ class SelfAttention(Model):
                 output=f"{key}_turned",
             )
         if cached:
-            cache = ("batch", cache_size, kv_heads, size)
-            axes = ("batch", None, "kv_heads", "head_dim")
+            cache = ("batch", kv_heads, cache_size, size)
+            axes = ("batch", "kv_heads", None, "head_dim")
             self.add_input("position", (), "int")
             self.add_state("key_cache", cache, zeros, axes=axes)
             self.add_state("value_cache", cache, zeros, axes=axes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from capibara.compose.errors import PicklingError, ShapeError, Site, WiringError
@@ -39,6 +40,10 @@ class Block:
     """The operation is one that the user registered on the backend."""
     pure: bool = True
     """Equal arguments give equal results, and nothing else happens."""
+    decodes: bool = False
+    """The operation goes on from where its last call ended, in states that it reads and gives anew."""
+    in_place: Mapping[str, str] = MappingProxyType({})
+    """States of which the operation writes only a few rows: by input, the output that it then is."""
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
 

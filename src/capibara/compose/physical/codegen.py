@@ -20,6 +20,7 @@ from capibara.compose.logical.wires import Wire
 from capibara.compose.physical.codegen_names import lookup, nested
 from capibara.compose.physical.constants import argument, as_source, frozen
 from capibara.compose.physical.graph import Graph, Node, Path
+from capibara.compose.physical.in_place import written_in_place
 from capibara.compose.precision import Precision
 
 __all__ = ["generate", "keywords", "literal", "module_source"]
@@ -54,6 +55,7 @@ class _Job:
     short: bool
     backward: bool = False
     sharded: bool = True
+    in_place: bool = False
     constants: dict[str, Any] = field(default_factory=dict)
     functions: list[str] = field(default_factory=list)
 
@@ -75,6 +77,7 @@ def generate(
     short: bool = True,
     backward: bool = False,
     sharded: bool = True,
+    in_place: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """The source of a graph, and the constants that it names.
 
@@ -85,13 +88,14 @@ def generate(
         inference: operations are told that the model is not trained, whatever the caller says.
         short: name a value by the last three names of its place in the nested model, not by all of them.
         backward: also write functions of the gradients (:mod:`capibara.compose.physical.backward`), for backends that
-            do not differentiate by themselves. sharded: write how values are laid over a mesh.
+            do not differentiate by themselves. sharded: write how values are laid over a mesh. in_place: tell the
+            repetitions that decode which states they write into (:mod:`capibara.compose.physical.in_place`).
 
     Returns:
         The source of a function ``forward(params, inputs, state, key, train) -> (outputs, new_state)``, and the
         values for its free variable ``constants``.
     """
-    job = _Job(precision, modes, inference, short, backward, sharded)
+    job = _Job(precision, modes, inference, short, backward, sharded, in_place)
     # Functions and local values must not share a name: a local assignment would hide the function.
     taken = _Names()
     for node in graph.walk():
@@ -362,6 +366,9 @@ def _region(
     call = f"{params}, {carry}, ({shared.rstrip()}), {state}, ops.fold(key, {node.index}), {job.train}"
     if isinstance(block, Repeat):
         options = f"count={block.count}, mode={job.modes[id(node.block)]!r}, remat={block.remat!r}"
+        places = written_in_place(inner) if job.in_place else None
+        if places is not None:
+            options += f", in_place={places!r}"
         right = f"ops.repeat({inner.name}, {call}, {options})"
     else:
         right = f"ops.checkpointed({inner.name}, {block.remat!r})({call})"  # type: ignore[attr-defined]

@@ -150,6 +150,7 @@ def compile(
             short=use_short_namings,
             backward=getattr(backend, "is_manualgrad", False) and not inference,
             sharded=getattr(backend, "mesh", None) is not None or getattr(backend, "type", "jax") == "jax",
+            in_place=getattr(backend, "type", "jax") == "jax",
         )
         after = sum(1 for _ in graph.walk())
         parts = _parts(graph, backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from capibara.compose.errors import ShapeError
@@ -134,12 +135,19 @@ class CachedAttention(Primitive):
     The new keys and values are written at ``position``; a query sees everything up to itself. Returns the output
     and the caches with the new rows. The cache must be long enough: ``position + sequence ≤ cache``, which
     is checked where the position is known (not in a trace, where rows past the end overwrite the last ones).
+
+    ``query [batch, sequence, heads, dim]``, ``key``/``value [batch, sequence, kv_heads, dim]``, the caches
+    ``[batch, kv_heads, cache, dim]``: the order in which the products of attention read them, so that no compiler
+    has to turn a cache round.
     """
+
+    decodes = True
+    in_place = MappingProxyType({"key_cache": "next_key_cache", "value_cache": "next_value_cache"})
 
     def __init__(
         self, window: int | None = None, softcap: float | None = None, *, name: str | None = None
     ) -> None:
-        cache = "batch cache kv_heads dim"
+        cache = "batch kv_heads cache dim"
         whole("window", window, optional=True)
         number("softcap", softcap, above=True, optional=True)
         super().__init__(
@@ -181,6 +189,8 @@ class CausalConv(Primitive):
 
 class CachedConv(Primitive):
     """:class:`CausalConv` that goes on from the last ``width - 1`` inputs, and returns the newest ones."""
+
+    decodes = True
 
     def __init__(self, *, name: str | None = None) -> None:
         tail = "batch tail *c"
@@ -229,6 +239,8 @@ class SelectiveScan(Primitive):
 
 class ContinuedScan(Primitive):
     """:class:`SelectiveScan` that goes on from a given state ``[batch, heads, dim, state]`` and returns the next."""
+
+    decodes = True
 
     def __init__(self, chunk_length: int | None = None, *, name: str | None = None) -> None:
         if chunk_length is not None:

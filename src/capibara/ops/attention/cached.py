@@ -112,20 +112,23 @@ def _attend(
     wide = jnp.float64 if p.dtype == "float64" else jnp.float32
     new = query.shape[1]
     q = query.reshape(p.batch, new, p.kv_heads, p.heads // p.kv_heads, -1)
-    s = p.scale * jnp.einsum("btkgd,bskd->bkgts", q, key, preferred_element_type=wide)
+    # dot_general, not einsum, which may turn a product round. The caches are the left side of the one and the right
+    # side of the other, so that as they lie in [batch, kv_heads, cache, dim] no compiler has to transpose them.
+    s = lax.dot_general(key, q, (((3,), (4,)), ((0, 2), (0, 2))), preferred_element_type=wide)
+    s = p.scale * jnp.moveaxis(s, 2, -1)  # [batch, kv_heads, new, group, cache]
     if p.softcap is not None:
         s = p.softcap * jnp.tanh(s / p.softcap)
     at = jnp.arange(p.cache)
     visible = at <= positions[:, :, None]
     if p.window is not None:
         visible &= at > positions[:, :, None] - p.window
-    s = s + jnp.where(visible, 0.0, HIDDEN).astype(wide)[:, None, None]
+    s = s + jnp.where(visible, 0.0, HIDDEN).astype(wide)[:, None, :, None]
     best = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), ROW_FLOOR)
     weights = jnp.exp(s - lax.stop_gradient(best))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = (weights / jnp.where(total == 0, 1.0, total)).astype(value.dtype)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, value, preferred_element_type=wide)
-    return out.reshape(p.batch, new, p.heads, -1).astype(p.dtype)
+    out = lax.dot_general(weights, value, (((4,), (1,)), ((0, 1), (0, 2))), preferred_element_type=wide)
+    return jnp.moveaxis(out, 1, 2).reshape(p.batch, new, p.heads, -1).astype(p.dtype)
 
 
 def _blocked(

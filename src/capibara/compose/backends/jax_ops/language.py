@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from capibara.compose.backends.jax_stacked import read, write
 from capibara.compose.errors import InputError
 
 __all__ = [
@@ -134,19 +135,22 @@ def cached_attention(
 ) -> tuple[Array, Array, Array]:
     from capibara.ops.attention import cached_attention as attend
 
-    if query.shape[1] > key_cache.shape[1]:
+    new, places = query.shape[1], key_cache.shape[2]
+    if new > places:
         raise InputError(
-            f"{query.shape[1]} tokens do not fit a cache of {key_cache.shape[1]} positions: make a longer cache "
+            f"{new} tokens do not fit a cache of {places} positions: make a longer cache "
             "(init_cache(batch_size, max_length)) or feed fewer tokens"
         )
-    _check_room(position, query.shape[1], key_cache.shape[1])
+    _check_room(position, new, places)
     position = jnp.asarray(position, jnp.int32)
     zero = jnp.zeros((), jnp.int32)  # a Python 0 would be int64 while 64-bit numbers are on
-    start = (zero, position, zero, zero)
-    key_cache = lax.dynamic_update_slice(key_cache, key.astype(key_cache.dtype), start)
-    value_cache = lax.dynamic_update_slice(value_cache, value.astype(value_cache.dtype), start)
-    at = jnp.broadcast_to(position + jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
-    out = attend(query, key_cache, value_cache, at, window=window, softcap=softcap)
+    start = (zero, zero, position, zero)
+    key_cache = write(key_cache, jnp.swapaxes(key, 1, 2), start)
+    value_cache = write(value_cache, jnp.swapaxes(value, 1, 2), start)
+    at = jnp.broadcast_to(position + jnp.arange(new, dtype=jnp.int32), query.shape[:2])
+    # No copies: the products of attention take their operands in any order of dimensions.
+    keys, values = (jnp.swapaxes(read(cache), 1, 2) for cache in (key_cache, value_cache))
+    out = attend(query, keys, values, at, window=window, softcap=softcap)
     return out, key_cache, value_cache
 
 

@@ -133,7 +133,7 @@ def cached_attention(
     softcap: float | None,
 ) -> tuple[Array, Array, Array]:
     xp = space(query)
-    new, places = query.shape[1], key_cache.shape[1]
+    new, places = query.shape[1], key_cache.shape[2]
     at = int(xp.to_numpy(position))
     if not 0 <= at <= places - new:
         raise InputError(
@@ -142,8 +142,8 @@ def cached_attention(
         )
 
     def written(cache: Array, rows: Array) -> Array:
-        rows = xp.astype(rows, xp.dtype_of(cache))
-        return xp.concatenate([cache[:, :at], rows, cache[:, at + new :]], 1)
+        rows = xp.astype(xp.swapaxes(rows, 1, 2), xp.dtype_of(cache))
+        return xp.concatenate([cache[:, :, :at], rows, cache[:, :, at + new :]], 2)
 
     key_cache, value_cache = written(key_cache, key), written(value_cache, value)
     rows = xp.arange(at, at + new, 1, "int32", query)[:, None]
@@ -151,7 +151,8 @@ def cached_attention(
     seen = columns <= rows
     if window is not None:
         seen = seen & (columns > rows - window)
-    return _attend(query, key_cache, value_cache, seen, softcap), key_cache, value_cache
+    keys, values = (xp.swapaxes(cache, 1, 2) for cache in (key_cache, value_cache))
+    return _attend(query, keys, values, seen, softcap), key_cache, value_cache
 
 
 def _convolved(x: Array, weight: Array, bias: Array, before: Array) -> tuple[Array, Array]:

@@ -1,0 +1,72 @@
+"""One repetition's array inside the array of all of them, written to where it stands.
+
+A repeated block keeps its state as one array ``[count, …]``. If every repetition is given its part of it and gives a
+new part back, the compiler takes the array apart and puts it together again, and copies all of it for every token
+that is decoded. A :class:`Row` is the whole array and the number of a repetition instead: what writes a few numbers
+to it (:func:`write`) writes them into the whole array, which the compiler does in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["Row", "read", "replace", "write"]
+
+
+@jax.tree_util.register_pytree_node_class
+class Row:
+    """``stack[index]``, which can be written to without taking it out.
+
+    Args:
+        stack: ``[count, …]``.
+        index: a whole number, or ``int32 []``; from 0 on.
+    """
+
+    def __init__(self, stack: jax.Array, index: jax.Array | int) -> None:
+        self.stack, self.index = stack, index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the row."""
+        return self.stack.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        return self.stack.dtype
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        return (self.stack, self.index), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Row:
+        return cls(*children)
+
+
+def read(array: jax.Array | Row) -> jax.Array:
+    """The array itself: ``stack[index]`` of a row."""
+    if not isinstance(array, Row):
+        return array
+    if isinstance(array.index, int):
+        return lax.index_in_dim(array.stack, array.index, keepdims=False)
+    return lax.dynamic_index_in_dim(array.stack, array.index, keepdims=False)
+
+
+def write(array: jax.Array | Row, new: jax.Array, start: Sequence[Any]) -> Any:
+    """``lax.dynamic_update_slice(array, new, start)``, in the array's dtype; a row stays one."""
+    new = new.astype(array.dtype)
+    if not isinstance(array, Row):
+        return lax.dynamic_update_slice(array, new, start)
+    # As the other indices are: a Python number would be int64 while 64-bit numbers are on.
+    index = jnp.asarray(array.index, jnp.int32)
+    return Row(lax.dynamic_update_slice(array.stack, new[None], (index, *start)), array.index)
+
+
+def replace(row: Row, new: jax.Array) -> jax.Array:
+    """The whole array with all of the row replaced: ``stack.at[index].set(new)``."""
+    zero = jnp.zeros((), jnp.int32)
+    return write(row, new, (zero,) * new.ndim).stack
