@@ -6,7 +6,7 @@ It is used to choose what to compile and never reported where the compiler could
 Communication (each a ring over the axis; Xu et al., "GSPMD", arXiv:2105.04663; the table in "How to Scale Your Model",
 part 5): sharded parameters are gathered for the forward and again for the backward pass of every microbatch and their
 gradients reduce-scattered; replicated ones have their gradients all-reduced; a ``model`` axis all-reduces the residual
-stream twice a layer forward and twice backward, and twice more where the backward pass computes the block again.
+stream twice a layer forward and five times backward, as programs compiled for it do.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ __all__ = ["Estimate", "estimate_time", "model_specs", "step_flops"]
 
 # What the matrix units reach of their peak in blocks of usual sizes, as the compiler's own cycles have it.
 _REACHED = 0.75
-# Of the time of gathers and scatters, what stays visible behind the arithmetic of neighbouring layers.
-_EXPOSED = 0.5
+# Of the time of gathers of parameters, what stays visible behind the arithmetic of neighbouring layers.
+_EXPOSED = 0.4
+# Of a layer in a microbatch, forward and backward, what does not depend on its sizes.
+_LAYER_SECONDS = 1e-4
 # Reads and writes of a moment update per parameter: parameter and two moments in and out, and the gradient.
 _OPTIMIZER_BYTES = 4 * 7
 # Passes over a block's activations (in bfloat16, residual stream and feed-forward) that its elementwise work, norms and
@@ -99,23 +101,31 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
     # Weights are read for each microbatch, forward and twice backward.
     memory += layout.microbatches * 3 * (params / model) * 2 / bandwidth
 
-    links = target.link_bandwidth * 2
+    # Every microbatch walks through its accumulated gradients, and through a chain of small operations a layer.
+    if layout.microbatches > 1:
+        memory += layout.microbatches * held * 4 * 3 / bandwidth
+    memory += layout.microbatches * m.num_layers * _LAYER_SECONDS
     count = layout.microbatches
 
     def ring(size: float, axis: int) -> float:
+        # Two neighbours share one link; a longer ring is sent both ways round.
+        links = target.link_bandwidth * min(axis - 1, 2)
         return size * (axis - 1) / axis / links if axis > 1 else 0.0
 
+    # Parameters travel in the type of the arithmetic and behind neighbouring layers; gradients in float32, waited for.
     whole = params / model
+    gathered, reduced = ring(whole * 2, data), ring(whole * 4, data)
     if layout.parameters == "sharded":
-        sent = count * (2 * ring(whole * 2, data) + ring(whole * 4, data))
+        communication = count * (2 * _EXPOSED * gathered + reduced)
+    elif layout.optimizer == "sharded":
+        communication = count * reduced + reduced
     else:
-        sent = count * 2 * ring(whole * 4, data)
-        if layout.optimizer == "sharded":
-            sent += ring(whole * 4, data)
-    communication = _EXPOSED * sent
-    reduces = {"none": 4, "dots": 4, "full": 6}[layout.remat]
-    # An all-reduce is a scatter and a gather.
-    communication += reduces * m.num_layers * 2 * ring(tokens * m.embed_dim * 2, model)
+        communication = count * 2 * reduced
+    # Partial sums of the residual stream, in float32, each an all-reduce (a scatter and a gather): forward one after
+    # attention and one after the feed-forward; backward one for each product that its inputs went into (query, key,
+    # value, gate, up), which XLA does not add up before; one more where the block is computed again.
+    reduces = {"none": 7, "dots": 7, "full": 8}[layout.remat]
+    communication += reduces * m.num_layers * 2 * ring(tokens * m.embed_dim * 4, model)
     if layout.offload == "optimizer":
         # Moments travel to the hosts and back over PCIe, about 10 GB/s a chip each way.
         memory += held * 8 * 2 / 10e9

@@ -1,9 +1,9 @@
 """Compile the most promising layout, learn from it how far the rough figures are off, and go on.
 
 Rough figures order a few hundred layouts in milliseconds; the compiler takes half a minute for one. So the search
-compiles the best of several families first (a family is a mesh and a way of sharding), corrects the rough time and
-memory of every other layout by what compiled ones of its family (else of all) turned out to take, and compiles on while
-a layout that is not compiled yet promises less than the best that is. What it gives was compiled, all of it.
+compiles the best of several meshes first, corrects the rough time and memory of every other layout by what its nearest
+compiled relatives turned out to take, and compiles on while a layout that is not compiled yet may be better than the
+best that is. What it gives was compiled, all of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
 from capibara.plan.layout import Layout
@@ -22,8 +22,10 @@ __all__ = ["Compiled", "Search", "search"]
 
 # A layout whose corrected estimate passes the memory by up to this much is still tried: the compiler decides.
 _MARGIN = 1.10
-# What has to be promised before another half a minute is spent.
-_WORTH = 0.98
+# Corrected estimates order the layouts of one mesh within about this much: what promises more is not compiled.
+_WORTH = 1.05
+# A mesh whose best layout looks this much slower than the best of all is not compiled to learn how rough that is.
+_FAR = 1.75
 
 
 @dataclass(frozen=True)
@@ -115,18 +117,21 @@ def search(
 
     first: dict[object, Layout] = {}
     for layout in sorted(waiting, key=lambda k: waiting[k].seconds):
-        first.setdefault(_family(layout), layout)
+        if not first or waiting[layout].seconds <= _FAR * waiting[next(iter(first.values()))].seconds:
+            first.setdefault(layout.mesh, layout)
     compile_now(list(first.values())[: max(1, max_compiles // 2)])
     while waiting and len(found.compiled) < max_compiles:
         if all(c.program.status == "error" for c in found.compiled):
             break  # it is not the layout that is wrong
-        best = min((c.seconds for c in found.fitting if c.seconds is not None), default=float("inf"))
+        leader = next(iter(found.fitting), None)
+        best = float("inf") if leader is None or leader.seconds is None else leader.seconds
         promises = {k: _corrected(k, r, found.compiled) for k, r in waiting.items()}
         chosen = [
             k
             for k in sorted(promises, key=lambda k: promises[k][0])
             if promises[k][0] < best * _WORTH
             and promises[k][1] <= limit_bytes * (_MARGIN if best == float("inf") else 1)
+            and not _only_other_flags(k, leader, found.compiled)
         ]
         if not chosen:
             break
@@ -135,20 +140,37 @@ def search(
     return found
 
 
-def _family(layout: Layout) -> object:
-    return layout.mesh, layout.parameters, layout.optimizer, layout.flags
+def _only_other_flags(layout: Layout, leader: Compiled | None, compiled: list[Compiled]) -> bool:
+    """Whether it differs from a compiled one in nothing but the compiler's flags, and that one is not the best.
+
+    Rough figures know nothing of flags, and often the program is the same: only the best is tried with others.
+    """
+    plain = replace(layout, flags=())
+    alike = [c.layout for c in compiled if replace(c.layout, flags=()) == plain]
+    return bool(alike) and (leader is None or leader.layout not in alike)
+
+
+# What two layouts may have in common, the nearest relatives first.
+_RELATIONS: tuple[Callable[[Layout], object], ...] = (
+    lambda k: (k.mesh, k.parameters, k.optimizer, k.microbatches),
+    lambda k: (k.mesh, k.parameters, k.optimizer),
+    lambda k: k.mesh,
+    lambda k: None,
+)
 
 
 def _corrected(layout: Layout, rough: Rough, compiled: list[Compiled]) -> tuple[float, float]:
-    """Seconds and bytes, by what others turned out to take against their own rough figures."""
+    """Seconds and bytes, by what the nearest relatives turned out to take against their own rough figures."""
 
-    def ratio(values: list[tuple[object, float]]) -> float:
-        own = [value for family, value in values if family == _family(layout)]
-        return statistics.median(own or [value for _, value in values] or [1.0])
+    def ratio(values: list[tuple[Layout, float]]) -> float:
+        for relation in _RELATIONS:
+            if near := [value for other, value in values if relation(other) == relation(layout)]:
+                return statistics.median(near)
+        return 1.0
 
-    times = [(_family(c.layout), c.seconds / c.rough.seconds) for c in compiled if c.seconds is not None]
+    times = [(c.layout, c.seconds / c.rough.seconds) for c in compiled if c.seconds is not None]
     sizes = [
-        (_family(c.layout), size / c.rough.hbm_bytes)
+        (c.layout, size / c.rough.hbm_bytes)
         for c in compiled
         if (size := c.program.memory.total if c.program.memory else c.program.needed_bytes)
     ]
