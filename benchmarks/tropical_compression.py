@@ -168,7 +168,9 @@ def run(rounds: int = 15) -> list[dict[str, Any]]:
         )
     images, labels, test, _ = digits(0)
     pairs = train(images, labels, 0)
-    small = merge_neurons(pairs, KEEP).network
+    merged = merge_neurons(pairs, KEEP)
+    print(merged)
+    small = merged.network
     batch = jnp.asarray(np.resize(test, (BATCH, 64)))
     sides = {}
     for name, network in {"merged": small, "the network itself": pairs}.items():

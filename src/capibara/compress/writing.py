@@ -19,6 +19,8 @@ from capibara.compress.models.source import TensorSource
 
 __all__ = ["add_tensors", "change_metadata", "compare"]
 
+_BLOCK = 1 << 18  # numbers that are compared at a time
+
 
 def add_tensors(
     archive: ArchiveWriter,
@@ -70,17 +72,21 @@ def compare(path: Path, source: TensorSource) -> tuple[dict[str, float], float, 
     lost, whole = 0.0, 0.0
     with Archive(path) as archive:
         for name, form, _ in source:
-            entry, original = archive[name], source.read(name)
+            entry, original = archive[name], source.read(name).reshape(-1)
             if not form.is_float:
                 continue
-            with np.errstate(invalid="ignore", over="ignore"):  # numbers above 1e150 are stored without loss
-                values = to_float(original, form).astype(np.float64).ravel()
-                values = values[np.isfinite(values)]
-                square = float(np.dot(values, values))
-            if entry.codec == "lossless":
-                error = 0.0
-            else:
-                error = squared_error(original, archive.read(name).reshape(-1), form)
+            found = None if entry.codec == "lossless" else archive.read(name).reshape(-1)
+            square = error = 0.0
+            for first in range(0, len(original), _BLOCK):
+                part = original[first : first + _BLOCK]
+                with np.errstate(
+                    invalid="ignore", over="ignore"
+                ):  # numbers above 1e150 are stored without loss
+                    values = to_float(part, form).astype(np.float64)
+                    values = values[np.isfinite(values)]
+                    square += float(np.dot(values, values))
+                if found is not None:
+                    error += squared_error(part, found[first : first + _BLOCK], form)
             errors[name] = (error / square) ** 0.5 if square else 0.0
             if entry.same_as is None:
                 lost, whole = lost + error, whole + square

@@ -30,12 +30,18 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.codecs import lossless
+from capibara.compress.codecs.fixed_levels import (
+    BLOCK,
+    as_groups,
+    find_outliers,
+    fit_levels,
+    floats,
+    scale_range,
+)
 from capibara.compress.codecs.fixed_search import (
     KINDS,
     NF4,
     RESOLUTIONS,
-    SCALES,
-    Executor,
     Kind,
     get_executor,
     multipliers,
@@ -43,14 +49,13 @@ from capibara.compress.codecs.fixed_search import (
 )
 from capibara.compress.codecs.fixed_settings import Choices, choices
 from capibara.compress.codecs.fixed_storage import Cursor, load_codes, store_codes
-from capibara.compress.errors import CompressError, DamagedError
-from capibara.compress.formats import NumberFormat, from_float, get_format, largest, to_float
+from capibara.compress.errors import DamagedError
+from capibara.compress.formats import NumberFormat, from_float, get_format, largest
 
 __all__ = ["INT4", "INT8", "NF4_CODEC", "Fixed", "Parts"]
 
 _HEAD = struct.Struct("<BBHf")
 _CODED, _TURNED, _BOOK, _OUTLIERS = 1, 2, 4, 8
-_BLOCK = 1 << 16  # numbers that are searched at a time: what is computed of them stays in the cache
 _SHORTEST = 32  # a last axis below this is no row of its own
 
 
@@ -85,13 +90,9 @@ class Parts:
 
     def dequantise(self, first: int = 0, last: int | None = None) -> np.ndarray:
         """Rows ``first`` to ``last`` as float32 [rows, length], without the exact numbers."""
-        codes, scales = self.codes[first:last], self.scales[first:last]
-        if self.levels is None:
-            values = codes.astype(np.float32)
-        else:
-            both = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)[:, : self.length]
-            values = self.levels[both]
-        return values * np.repeat(scales, self.group, 1)[:, : self.length]
+        return _dequantise(
+            self.codes[first:last], self.scales[first:last], self.levels, self.group, self.length
+        )
 
 
 class Fixed:
@@ -131,19 +132,16 @@ class Fixed:
         """
         chosen = choices(self.kind, settings, shape)
         exact_bits = np.asarray(bits).reshape(-1)
-        with np.errstate(invalid="ignore"):  # quiets NaNs
-            values = to_float(exact_bits, form).astype(np.float64)
         length = _row_length(shape, chosen.turned)
-        if chosen.turned and values.size:
-            exact_bits, values = (
-                np.ascontiguousarray(a.reshape(length, -1).T).reshape(-1) for a in (exact_bits, values)
-            )
-        odd = _outliers(values, chosen.outliers, chosen.group)
+        if chosen.turned and exact_bits.size:
+            exact_bits = np.ascontiguousarray(exact_bits.reshape(length, -1).T).reshape(-1)
+        odd = find_outliers(exact_bits, form, chosen.outliers, chosen.group)
+        rounded = exact_bits
         if odd.size:
-            values = values.copy()
-            values[odd] = 0
-        rows = values.reshape(-1, length) if length else values.reshape(0, 1)
-        scales, codes, book, top, resolution = self._quantise(rows, chosen)
+            rounded = rounded.copy()
+            rounded[odd] = 0
+        rows = rounded.reshape(-1, length) if length else rounded.reshape(0, 1)
+        scales, codes, book, top, resolution = self._quantise(rows, form, chosen)
         flags = _CODED * chosen.coded + _TURNED * chosen.turned + _BOOK * (book is not None)
         parts = [_HEAD.pack(flags + _OUTLIERS * bool(odd.size), resolution, chosen.group, top)]
         if book is not None:
@@ -157,17 +155,24 @@ class Fixed:
         return b"".join(parts)
 
     def _quantise(
-        self, rows: np.ndarray, chosen: Choices
+        self, rows: np.ndarray, form: NumberFormat, chosen: Choices
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, float, int]:
-        """Scales uint8 [rows, groups], codes int8 [rows, length], levels, top and resolution."""
+        """Of bits [rows, length]: scales uint8 [rows, groups], codes int8 [rows, length], levels, top and resolution.
+
+        Floats are made of a block at a time: there is no room for those of a whole tensor.
+        """
         kind, executor = self.kind, get_executor(chosen.executor)
         book = NF4 if kind.name == "nf4" else None
         if not rows.size:
             return np.empty((0, 1), np.uint8), np.empty((0, 1), np.int8), book, 1.0, RESOLUTIONS[0]
-        groups = _grouped(rows, chosen.group)
-        top, resolution, last = _range(kind, groups, chosen.step)
+        groups = as_groups(rows, chosen.group)
+        step = max(BLOCK // max(groups.shape[1], 1), 1)
+        starts = range(0, len(groups), step)
+        largest_of = [np.abs(floats(groups[i : i + step], form)).max(1, initial=0) for i in starts]
+        top, resolution, last = scale_range(kind, np.concatenate(largest_of) / kind.largest, chosen.step)
         if book is not None and chosen.fitted:
-            book = _fit(executor, kind, book, groups, top, resolution)
+            some = floats(groups[:: max(len(groups) >> 11, 1)], form)
+            book = fit_levels(executor, kind, book, some, top, resolution)
         if chosen.hessian is not None:
             from capibara.compress.calibration.gptq import gptq
 
@@ -176,19 +181,24 @@ class Fixed:
 
             table = np.float64(np.float32(top)) * multipliers(resolution)
             scales, codes = gptq(
-                rows, chosen.hessian, kind, book, chosen.group, scale, table, damping=chosen.damping
+                floats(rows, form),
+                chosen.hessian,
+                kind,
+                book,
+                chosen.group,
+                scale,
+                table,
+                damping=chosen.damping,
             )
             return scales, codes, book, top, resolution
-        step = max(_BLOCK // max(groups.shape[1], 1), 1)
         scales = np.empty(len(groups), np.uint8)
         codes = np.empty(groups.shape, np.int8)
 
         def work(first: int) -> None:
-            block = groups[first : first + step]
+            block = floats(groups[first : first + step], form)
             found = search(executor, kind, book, block, top, resolution, last)
             scales[first : first + step], codes[first : first + step] = found
 
-        starts = range(0, len(groups), step)
         if executor.name == "numpy" and len(starts) > 1:
             with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
                 list(pool.map(work, starts))
@@ -253,25 +263,47 @@ class Fixed:
     def decode(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> np.ndarray:
-        parts = self.parts(payload, form, shape, settings)
-        count = math.prod(shape)
-        if not count:
-            return np.empty(0, form.unsigned)
-        out = np.empty((count // parts.length, parts.length), form.unsigned)
-        step = max(_BLOCK // parts.length, 1)
-        with np.errstate(over="ignore", under="ignore"):
-            for first in range(0, len(out), step):
-                values = parts.dequantise(first, first + step)
-                # Only finite numbers were rounded: what rounding took past the largest one comes back as that.
-                top = min(largest(form), float(np.finfo(np.float32).max))
-                values = np.clip(values, -np.float32(top), np.float32(top))
-                wide = values.astype(np.float64) if form.bits == 64 else values
-                out[first : first + step] = from_float(wide, form).reshape(values.shape)
-        out = out.reshape(-1)
-        out[parts.positions] = parts.exact
-        if parts.turned:
-            out = np.ascontiguousarray(out.reshape(-1, parts.length).T).reshape(-1)
+        out = np.empty(math.prod(shape), form.unsigned)
+        self.decode_into(out, payload, form, shape, settings)
         return out
+
+    def decode_into(
+        self,
+        out: np.ndarray,
+        payload: memoryview,
+        form: NumberFormat,
+        shape: tuple[int, ...],
+        settings: Mapping[str, Any],
+    ) -> None:
+        """As :meth:`decode`, into an array [count] that is there."""
+        parts = self.parts(payload, form, shape, settings)
+        if not out.size:
+            return
+        length, group = parts.length, parts.group
+        # As rows and columns of groups, however the tensor lies.
+        rows = out.reshape(length, -1).T if parts.turned else out.reshape(-1, length)
+        # Blocks of whole groups, of an even number of codes.
+        width = min(max(BLOCK // (2 * group), 1) * 2 * group, length)
+        step = max(BLOCK // width, 1)
+        # Only finite numbers were rounded: what rounding took past the largest one comes back as that.
+        top = np.float32(min(largest(form), float(np.finfo(np.float32).max)))
+        codes_of = 1 if parts.levels is None else 2
+        for column in range(0, length, width):
+            last = min(column + width, length)
+            codes = parts.codes[:, column // codes_of : -(-last // codes_of)]
+            scales = parts.scales[:, column // group : -(-last // group)]
+            for first in range(0, len(rows), step):
+                block = slice(first, first + step)
+                with np.errstate(over="ignore", under="ignore"):
+                    values = _dequantise(codes[block], scales[block], parts.levels, group, last - column)
+                    values = np.clip(values, -top, top)
+                    wide = values.astype(np.float64) if form.bits == 64 else values
+                    rows[block, column:last] = from_float(wide, form).reshape(values.shape)
+        rows[np.divmod(parts.positions, length)] = parts.exact
+
+    def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
+        """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
+        return count <= 2 * size or lossless.LOSSLESS.may_hold(size, get_format("U8"), count)
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
         """One byte for a code and one for a scale at worst, and a sixteenth of the numbers exactly."""
@@ -295,88 +327,14 @@ def _row_length(shape: tuple[int, ...], turned: bool) -> int:
     return count
 
 
-def _grouped(rows: np.ndarray, group: int) -> np.ndarray:
-    """[rows, length] as [rows · groups, size], the last group of a row filled up with zeros."""
-    length = rows.shape[1]
-    size = min(group, max(length, 1))
-    if length % size:
-        rows = np.pad(rows, ((0, 0), (0, -length % size)))
-    return rows.reshape(-1, size)
-
-
-def _outliers(values: np.ndarray, share: float, group: int) -> np.ndarray:
-    """Where the numbers are that are kept exactly: what is not finite, and the largest for their surroundings."""
-    odd = np.flatnonzero(~np.isfinite(values))
-    if odd.size * 16 > values.size + 15:
-        raise CompressError(
-            f"values: {odd.size} of {values.size} are NaN or infinite, expected a sixteenth at most. "
-            "Remedy: codec='lossless' for this tensor."
-        )
-    count = int(share * values.size)
-    if not count:
-        return odd
-    with np.errstate(invalid="ignore"):
-        size = np.where(np.isfinite(values), np.abs(values), 0)
-    mean = np.add.reduceat(size, np.arange(0, size.size, group)) / group
-    size /= np.maximum(np.repeat(mean, group)[: size.size], np.finfo(np.float64).tiny)
-    size[odd] = np.inf
-    count = max(count, odd.size)
-    return np.sort(np.argpartition(-size, count - 1)[:count])
-
-
-def _range(kind: Kind, groups: np.ndarray, step: float | None) -> tuple[float, int, int]:
-    """The largest scale, how many codes halve one, and the code of the smallest."""
-    size = np.abs(groups).max(1, initial=0) / kind.largest
-    most = float(size.max(initial=0))
-    if most == 0 and step is None:
-        return 1.0, 16, SCALES
-    if step is not None:
-        for resolution in (8, 4, 2, 1):
-            last = max(math.ceil(resolution * math.log2(max(most / step, 1))), 0)
-            if last <= SCALES:
-                top = step / float(multipliers(resolution)[last])
-                return _check_top(top), resolution, last
-        raise CompressError(
-            f"step: got {step!r}, which is too small for scales up to {most!r}. Remedy: a larger one."
-        )
-    top = _check_top(most * 2 ** kind.span[1])
-    squares = float(np.square(size).sum())
-    for resolution in (16, 8, 4, 2):
-        lost = size < top * 2.0 ** (-SCALES / resolution)
-        if float(np.square(size[lost]).sum()) <= 1e-6 * squares:
-            return top, resolution, SCALES
-    return top, 1, SCALES
-
-
-def _check_top(top: float) -> float:
-    """``top`` as the float32 that is stored, not below it."""
-    small = np.float32(top) if top < 3e38 else np.float32(np.inf)
-    if not 1e-37 < small < np.inf:
-        raise CompressError(
-            f"values: their largest scale would be {top!r}, expected 1e-37 to 3e38. Remedy: codec='lossless'."
-        )
-    return float(small if small >= top else np.nextafter(small, np.float32(np.inf)))
-
-
-def _fit(
-    executor: Executor, kind: Kind, book: np.ndarray, groups: np.ndarray, top: float, resolution: int
+def _dequantise(
+    codes: np.ndarray, scales: np.ndarray, levels: np.ndarray | None, group: int, length: int
 ) -> np.ndarray:
-    """Levels that are the means of what is rounded to them, in turn with the codes."""
-    some = groups[:: max(len(groups) >> 11, 1)]
-    table = np.float64(np.float32(top)) * multipliers(resolution)
-    table = np.concatenate([table, -table])
-    for _ in range(4):
-        scales, codes = search(executor, kind, book, some, top, resolution)
-        scale = np.broadcast_to(table[scales][:, None], some.shape).ravel()
-        weight = np.bincount(codes.ravel(), scale * scale, minlength=16)
-        mean = np.bincount(codes.ravel(), some.ravel() * scale, minlength=16)
-        level = np.where(weight > 0, mean / np.maximum(weight, np.finfo(np.float64).tiny), book)
-        level *= 1024 / np.abs(level).max()
-        fitted = np.rint(level).astype(np.int32)
-        if not (np.diff(fitted) > 0).all():
-            break
-        book = fitted
-    return book
+    if levels is None:
+        values = codes.astype(np.float32)
+    else:
+        values = levels[np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)[:, :length]]
+    return values * np.repeat(scales, group, 1)[:, :length]
 
 
 INT8, INT4, NF4_CODEC = (Fixed(KINDS[name]) for name in ("int8", "int4", "nf4"))

@@ -11,6 +11,8 @@ from capibara.compress.formats import get_format
 
 __all__ = ["Cursor", "load_codes", "pack_nibbles", "store_codes"]
 
+_BLOCK = 1 << 18  # codes that are packed at a time
+
 
 class Cursor:
     """Takes bytes off the front; asking for more than there are is damage."""
@@ -28,15 +30,20 @@ class Cursor:
         return self._data[self._at :]
 
 
-def store_codes(codes: np.ndarray, kind: Kind, coded: bool) -> bytes:
+def store_codes(codes: np.ndarray, kind: Kind, coded: bool) -> bytes | memoryview:
     """Codes int8 [rows, length] as bytes."""
     if kind.bits == 8:
-        flat = np.ascontiguousarray(codes).view(np.uint8)
-        return lossless.encode(flat.reshape(-1), get_format("I8"), codes.shape) if coded else flat.tobytes()
-    four = (codes + np.int8(8) if kind.name == "int4" else codes).astype(np.uint8)
+        flat = np.ascontiguousarray(codes).view(np.uint8).reshape(-1)
+        return lossless.encode(flat, get_format("I8"), codes.shape) if coded else flat.data
+    shift = np.int8(8 if kind.name == "int4" else 0)
     if coded:
-        return lossless.encode(four.reshape(-1), get_format("U8"), codes.shape)
-    return pack_nibbles(four).tobytes()
+        return lossless.encode((codes + shift).view(np.uint8).reshape(-1), get_format("U8"), codes.shape)
+    out = np.empty((len(codes), -(-codes.shape[1] // 2)), np.uint8)
+    step = max(_BLOCK // max(codes.shape[1], 1), 1)
+    for first in range(0, len(codes), step):
+        block = slice(first, first + step)
+        out[block] = pack_nibbles((codes[block] + shift).view(np.uint8))
+    return out.reshape(-1).data
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
