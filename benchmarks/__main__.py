@@ -1,7 +1,8 @@
 """``python -m benchmarks [NAME…]``: run the benchmarks, print a table, write it to ``bench-results/``.
 
 Each module runs in a process of its own: compiled programs, thread pools and memory of one do not disturb the
-next. A module that fails is reported, the others still run, and the exit code is 1.
+next. A module that fails is reported, the others still run, and the exit code is 1. These processes keep freed memory,
+as ``capibara train`` does: what returns large arrays would otherwise be timed with the page faults of both sides.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,8 @@ from capibara.errors import did_you_mean
 
 FOLDER = Path(__file__).resolve().parent
 COLUMNS = ("what", "shape", "peer", "ratio")
+# What keep_freed_memory sets in a process that runs already, as glibc reads it when one starts.
+KEPT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 
 
 def find_benchmarks(folder: Path = FOLDER) -> dict[str, str]:
@@ -69,7 +73,10 @@ def check_rows(rows: Any) -> list[dict[str, Any]]:
 def run_here(name: str, output: Path) -> None:
     """Run one benchmark in this process and leave its rows and the machine in ``output``."""
     from capibara.measure import machine_description
+    from capibara.train.memory import keep_freed_memory
 
+    keep_freed_memory()  # before JAX starts threads, whose heaps it does not reach
+    os.environ.update(KEPT)  # for peers that run in processes of their own
     start = time.perf_counter()
     rows = check_rows(importlib.import_module(f"benchmarks.{name}").run())
     result = {"rows": rows, "seconds": time.perf_counter() - start, "machine": machine_description()}

@@ -22,13 +22,18 @@ static inline float least(float a, float b) { return a < b ? a : b; }
 static inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 constexpr int64_t kLine = 16;          // floats in a line of the cache
+constexpr int64_t kPage = 1024;       // floats in a page of memory
 constexpr int64_t kAhead = 4 * kLine;  // of a row, asked for while the one before it is worked on
 constexpr int64_t kStreamed = 4 << 20;  // floats from which on results are written past the caches
 
-// Columns of one item: whole lines of the cache, and not more items than threads unless rows are very long.
+static bool is_large(const Recurrence& r) { return r.steps * r.width >= kStreamed; }
+
+// Columns of one item: whole lines of the cache, and not more items than threads unless rows are very long. Half a page
+// of each row takes as long to come from memory as all of it (measured on Zen 4): there larger shares are whole pages.
 static int64_t item_width(const Recurrence& r) {
-  const int64_t most = 2048, share = up_to((r.width + r.threads - 1) / r.threads, 16);
-  return share > most ? most : share;
+  const int64_t most = 2 * kPage, share = up_to((r.width + r.threads - 1) / r.threads, kLine);
+  const int64_t whole = is_large(r) && share > kPage / 4 ? up_to(share, kPage) : share;
+  return whole > most ? most : whole;
 }
 
 static int64_t recurrence_items(const Recurrence& r) {
@@ -81,7 +86,7 @@ static void run_recurrence(const Recurrence& r, int64_t begin, int64_t count, fl
 static void recurrence(const Recurrence& r, int64_t item, float* scratch) {
   const int64_t size = item_width(r), begin = item * size;
   const int64_t count = r.width - begin < size ? r.width - begin : size;
-  const bool large = r.steps * r.width >= kStreamed && streams(r.out) && r.width % kLine == 0;
+  const bool large = is_large(r) && streams(r.out) && r.width % kLine == 0;
   if (large)
     (r.late ? run_recurrence<true, true> : run_recurrence<false, true>)(r, begin, count, scratch);
   else

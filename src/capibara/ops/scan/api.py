@@ -41,7 +41,7 @@ def selective_scan(
 ) -> tuple[jax.Array, jax.Array]:
     """A selective state-space model's recurrence (Mamba-2), computed as matrix products over chunks.
 
-    Without gradients it runs on CPUs as a compiled loop over the positions, which takes less arithmetic.
+    On CPUs it and its gradient run as compiled loops over the positions, which take less arithmetic.
 
     For every batch element and head, with a state ``h [width, states]``::
 
@@ -62,8 +62,8 @@ def selective_scan(
       initial_state: ``[batch, heads, width, states]``; zeros when ``None``.
       chunk_length: Positions per chunk; ``None``: what ``capibara tune`` has measured here, else 64. It changes speed
         and memory, not the result.
-      implementation: ``"auto"``, ``"native"`` (a compiled loop on CPUs; its gradient is that of ``"xla"``),
-        ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
+      implementation: ``"auto"``, ``"native"`` (compiled loops on CPUs; derivatives in forward mode and second ones
+        are those of ``"xla"``), ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
 
     Returns:
       ``y [batch, length, heads, width]`` in the dtype of ``x``, and the state after the last position,
