@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 
-def main(pattern: str, by_layer: bool) -> None:
+def main(pattern: str) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -19,7 +19,7 @@ def main(pattern: str, by_layer: bool) -> None:
 
     from capibara.config import ModularModelConfig
     from capibara.core import ModularCapibaraModel
-    from capibara.plan.workloads.decoding import lower_decode, lower_prefill, serving_config, split_layers
+    from capibara.plan.workloads.decoding import lower_decode, lower_prefill, serving_config
 
     config = ModularModelConfig.from_toml(
         "demo",
@@ -32,7 +32,6 @@ def main(pattern: str, by_layer: bool) -> None:
         "config": config.to_dict(),
         "dtype": "float32",
         "cache_length": prompt + answer,
-        "by_layer": by_layer,
     }
     prefill = lower_prefill(mesh, rows=rows, group=group, prompt_length=prompt, **given)
     decode = lower_decode(mesh, rows=rows, **given)
@@ -47,7 +46,7 @@ def main(pattern: str, by_layer: bool) -> None:
     where = fill.input_shardings[0]
     put = jax.device_put
     empty = model.init_cache(rows, prompt + answer)
-    cache = put(split_layers(empty, model) if by_layer else empty, where[2])
+    cache = put(empty, where[2])
     first = np.zeros((rows, 1), np.int32)
     for place in range(2):
         mine = np.array([place, 2 + place])
@@ -74,4 +73,4 @@ def main(pattern: str, by_layer: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] == ["by layer"])
+    main(sys.argv[1])

@@ -15,7 +15,7 @@ from capibara.errors import ConfigError
 __all__ = ["add_serving_arguments", "check_serving_arguments", "run_serving"]
 
 # What says how requests look makes no sense without --serve, and these nothing with it.
-_SERVING = ("prompt_length", "output_length", "latency_ms", "first_token_ms", "by_layer", "dtype")
+_SERVING = ("prompt_length", "output_length", "latency_ms", "first_token_ms", "dtype")
 _TRAINING = ("check", "lock", "report")
 
 
@@ -36,12 +36,6 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--first-token-ms", type=float, metavar="X", help="milliseconds that the first token may take"
-    )
-    group.add_argument(
-        "--by-layer",
-        action="store_true",
-        default=None,
-        help="unroll the layers of decoding, each with a cache of its own: less memory and time, minutes to compile",
     )
     group.add_argument("--dtype", help="of weights and cache: bfloat16 (default), float16, float32")
 
@@ -81,7 +75,6 @@ def run_serving(args: argparse.Namespace) -> int:
                 latency_ms_per_token=args.latency_ms,
                 time_to_first_token_ms=args.first_token_ms,
                 dtype=args.dtype or "bfloat16",
-                by_layer=bool(args.by_layer),
                 view=args.view,
                 memory_limit_gb=args.memory_limit,
                 compile=not args.no_compile,

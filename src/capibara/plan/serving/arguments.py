@@ -48,9 +48,7 @@ def read_config(config: Any) -> ModularModelConfig:
     raise PlanError(f"config is {type(config).__name__}, expected a ModularModelConfig, its name or path")
 
 
-def serving_task(
-    config: ModularModelConfig, prompt: int, output: int, dtype: str, by_layer: bool
-) -> ServingTask:
+def serving_task(config: ModularModelConfig, prompt: int, output: int, dtype: str) -> ServingTask:
     """What is served.
 
     Raises:
@@ -69,9 +67,7 @@ def serving_task(
         raise PlanError(
             f"dtype={dtype!r} must be one of {', '.join(ITEM_SIZES)}.{did_you_mean(str(dtype), tuple(ITEM_SIZES))}"
         )
-    if not isinstance(by_layer, bool):
-        raise PlanError(f"by_layer={by_layer!r} must be True or False")
-    return ServingTask(config, dtype, prompt, output, by_layer)
+    return ServingTask(config, dtype, prompt, output)
 
 
 def milliseconds(name: str, value: Any) -> float | None:

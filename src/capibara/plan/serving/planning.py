@@ -32,7 +32,6 @@ def plan_serving(
     latency_ms_per_token: float | None = None,
     time_to_first_token_ms: float | None = None,
     dtype: str = "bfloat16",
-    by_layer: bool = False,
     mesh: Mapping[str, int] | None = None,
     view: str | None = None,
     memory_limit_gb: float | None = None,
@@ -62,8 +61,6 @@ def plan_serving(
       latency_ms_per_token: milliseconds that may lie between two tokens of an answer.
       time_to_first_token_ms: milliseconds until the last request of a batch has its first token.
       dtype: of weights, arithmetic and cache: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      by_layer: whether decoding has its layers unrolled and each layer's cache in arrays of its own
-        (:func:`capibara.plan.workloads.decoding.split_layers`): less memory and time a token, minutes to compile.
       mesh: ``{"data": 1, "model": 4}``, for one slice; by default the most promising by arithmetic.
       view, memory_limit_gb: as :func:`capibara.plan.plan`.
       compile: whether to compile; without, and where there is no compiler, the figures are arithmetic and say so.
@@ -81,7 +78,7 @@ def plan_serving(
       CompilationError: the compiler failed for another reason than memory.
     """
     settings = read_config(config)
-    task = serving_task(settings, prompt_length, output_length, dtype, by_layer)
+    task = serving_task(settings, prompt_length, output_length, dtype)
     latency = milliseconds("latency_ms_per_token", latency_ms_per_token)
     first = milliseconds("time_to_first_token_ms", time_to_first_token_ms)
     for name, value, least in (

@@ -84,7 +84,6 @@ class ServingTask:
     dtype: str
     prompt_length: int
     output_length: int
-    by_layer: bool = False
 
     @property
     def cache_length(self) -> int:
@@ -136,7 +135,7 @@ class ServingTask:
 
     def _job(self, builder: str, target: Slice, mesh: Mesh, **params: int) -> Job:
         params["cache_length"] = self.cache_length
-        given = {"config": self.config.to_dict(), "dtype": self.dtype, "by_layer": self.by_layer, **params}
+        given = {"config": self.config.to_dict(), "dtype": self.dtype, **params}
         return Job(builder=builder, params=given, slice=target, mesh=mesh)
 
     # ---- by arithmetic ------------------------------------------------------------------------------------

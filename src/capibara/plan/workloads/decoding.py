@@ -9,10 +9,8 @@ The cached form counts positions once for all rows, so the rows of a batch begin
 rows at a time (a *group*), into a small cache whose rows then take their places in the large one: what a long prompt
 needs for its activations does not grow with the batch.
 
-The model's cache has all layers in one array. A loop over layers that takes such an array apart and puts it together
-again holds it twice and copies it for every token. ``by_layer`` lowers decoding with its layers unrolled and a cache
-in which every layer's arrays are their own (:func:`split_layers`): nothing is left to copy, and each layer's rows are
-written where they stand. It takes longer to compile.
+The cache has all layers in one array, and each layer writes its rows of a token where they stand in it
+(:mod:`capibara.compose.backends.jax_stacked`): the compiled step holds the cache once and copies nothing as large.
 """
 
 from __future__ import annotations
@@ -31,12 +29,10 @@ if TYPE_CHECKING:
     from capibara.core import ModularCapibaraModel
 
 __all__ = [
-    "join_layers",
     "lower_decode",
     "lower_prefill",
     "serving_config",
     "serving_rules",
-    "split_layers",
 ]
 
 
@@ -53,30 +49,6 @@ def serving_rules() -> AxisRules:
     return Layout(mesh=(("data", 1),), parameters="replicated").rules
 
 
-def split_layers(cache: Mapping[str, Any], model: ModularCapibaraModel) -> dict[str, Any]:
-    """A cache of ``model.init_cache`` with every array that has all layers in it as a list, one array a layer."""
-    return _map_stacked(cache, model, lambda leaf: [leaf[i] for i in range(leaf.shape[0])])
-
-
-def join_layers(cache: Mapping[str, Any], model: ModularCapibaraModel) -> dict[str, Any]:
-    """What ``model.decode`` takes, of what :func:`split_layers` gave."""
-    import jax.numpy as jnp
-
-    return _map_stacked(cache, model, jnp.stack)
-
-
-def _map_stacked(cache: Mapping[str, Any], model: ModularCapibaraModel, function: Any) -> dict[str, Any]:
-    flat = {}
-    for path, spec in model.decoder.states.items():
-        if path in model.compiled.states:
-            continue
-        leaf: Any = cache
-        for name in path:
-            leaf = leaf[name]
-        flat[path] = function(leaf) if spec.stack else leaf
-    return nest(flat)
-
-
 def lower_decode(
     mesh: Mesh,
     *,
@@ -84,7 +56,6 @@ def lower_decode(
     dtype: str,
     rows: int,
     cache_length: int,
-    by_layer: bool = False,
 ) -> Workload:
     """Lower one step of decoding: a token for every row.
 
@@ -94,7 +65,6 @@ def lower_decode(
       dtype: of weights, arithmetic and cache.
       rows: of the batch, on all devices together; a multiple of the ``data`` axis.
       cache_length: places of the cache: tokens of prompt and answer.
-      by_layer: whether layers are unrolled and the cache is one of :func:`split_layers`.
 
     Raises:
       PlanError: the rows cannot be divided.
@@ -102,17 +72,16 @@ def lower_decode(
     import jax
     import jax.numpy as jnp
 
-    served = _Served(mesh, config, dtype, unrolled=by_layer)
+    served = _Served(mesh, config, dtype)
     served.check(rows, "rows")
     model = served.model
 
     def step(params: Any, state: Any, cache: Any, tokens: Any) -> Any:
-        whole = join_layers(cache, model) if by_layer else cache
-        logits, after = model.decode(params, tokens, whole, state=state)
+        logits, after = model.decode(params, tokens, cache, state=state)
         chosen = jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32)
-        return chosen, split_layers(after, model) if by_layer else after
+        return chosen, after
 
-    cache, tokens = served.cache(rows, cache_length, by_layer), served.tokens(rows, 1)
+    cache, tokens = served.cache(rows, cache_length), served.tokens(rows, 1)
     out = (tokens.sharding, jax.tree.map(lambda leaf: leaf.sharding, cache))
     jitted = jax.jit(step, donate_argnums=(2, 3), out_shardings=out)
     lowered = jitted.lower(served.params, served.state, cache, tokens)
@@ -128,13 +97,11 @@ def lower_prefill(
     group: int,
     prompt_length: int,
     cache_length: int,
-    by_layer: bool = False,
 ) -> Workload:
     """Lower the reading of ``group`` prompts into their places in a cache of ``rows`` rows.
 
     Args:
       mesh, config, dtype, rows, cache_length: as :func:`lower_decode`.
-      by_layer: whether the large cache is one of :func:`split_layers` (layers are read as configured).
       group: prompts read at once, on all devices together; a multiple of the ``data`` axis.
       prompt_length: tokens of each.
 
@@ -150,8 +117,8 @@ def lower_prefill(
     if group > rows:
         raise PlanError(f"group={group} prompts are more than the rows={rows} of the cache")
     model = served.model
-    large, small = served.cache(rows, cache_length, by_layer), served.cache(group, cache_length)
-    axes = served.batch_axes(by_layer)
+    large, small = served.cache(rows, cache_length), served.cache(group, cache_length)
+    axes = served.batch_axes()
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, large)
 
     def insert(large: Any, small: Any, place: Any) -> Any:
@@ -171,7 +138,7 @@ def lower_prefill(
         fresh = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), small)
         logits, filled = model.decode(params, tokens, fresh, state=state)
         first = jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32)
-        return first, placed(cache, split_layers(filled, model) if by_layer else filled, place)
+        return first, placed(cache, filled, place)
 
     tokens = served.tokens(group, prompt_length)
     place = jax.ShapeDtypeStruct((), "int32", sharding=served.whole)
@@ -184,15 +151,13 @@ def lower_prefill(
 class _Served:
     """A model on a mesh, and descriptions of what its steps take."""
 
-    def __init__(self, mesh: Mesh, config: Mapping[str, Any], dtype: str, *, unrolled: bool = False) -> None:
+    def __init__(self, mesh: Mesh, config: Mapping[str, Any], dtype: str) -> None:
         from jax.sharding import NamedSharding, PartitionSpec
 
         from capibara.config import ModularModelConfig
         from capibara.core import ModularCapibaraModel
 
         settings = serving_config(ModularModelConfig.from_dict(config), dtype)
-        if unrolled:
-            settings = settings.replace(model=settings.model.replace(scan_layers="unroll"))
         self.mesh, self.rules = mesh, serving_rules()
         self.model: ModularCapibaraModel = ModularCapibaraModel(settings, mesh=mesh, rules=self.rules)
         self.whole = NamedSharding(mesh, PartitionSpec())
@@ -217,33 +182,18 @@ class _Served:
         mine = self.model.compiled.states
         return {path: spec for path, spec in self.model.decoder.states.items() if path not in mine}
 
-    def cache(self, rows: int, length: int, by_layer: bool = False) -> Any:
+    def cache(self, rows: int, length: int) -> Any:
         """The cache, rows over ``data`` and heads over ``model``."""
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
-
         free = {"batch": rows, "cache": length}
+        specs = self._cache_specs().items()
+        return nest({path: self._described(spec, "activations", free) for path, spec in specs})
 
-        def described(spec: Any) -> Any:
-            whole = self._described(spec, "activations", free)
-            if not (by_layer and spec.stack):
-                return whole
-            where = NamedSharding(self.mesh, PartitionSpec(*whole.sharding.spec[1:]))
-            one = jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype, sharding=where)
-            return [one] * whole.shape[0]
-
-        return nest({path: described(spec) for path, spec in self._cache_specs().items()})
-
-    def batch_axes(self, by_layer: bool) -> Any:
+    def batch_axes(self) -> Any:
         """The number of the dimension of rows in each array of the cache, -1 where there is none."""
 
-        def axis(spec: Any) -> Any:
+        def axis(spec: Any) -> int:
             shape: tuple[Any, ...] = spec.shape or ()
-            if "batch" not in shape:
-                return -1
-            if by_layer and spec.stack:
-                return [shape.index("batch") - 1] * shape[0]
-            return shape.index("batch")
+            return shape.index("batch") if "batch" in shape else -1
 
         return nest({path: axis(spec) for path, spec in self._cache_specs().items()})
 
