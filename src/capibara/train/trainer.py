@@ -205,7 +205,7 @@ class _Setup:
                 max_batches=settings.eval_batches,
             )
         # A model that can be compiled for the mesh runs its kernels on each device's part.
-        if placement.layout is not None and hasattr(model, "on_mesh"):
+        if placement.mesh is not None and hasattr(model, "on_mesh"):
             model = model.on_mesh(placement.mesh, placement.rules)
         return cls(
             config,
