@@ -169,6 +169,30 @@ def test_selective_scans(driver):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
+def test_gradients_of_selective_scans(driver):
+    spec, parts = ScanSpec("", 2, 75, 6, 5, 2, 11, 64), 2
+    arrays, options = arguments(spec, np.random.default_rng(0))
+    rng = np.random.default_rng(1)
+    shapes = spec.shapes()
+    grads = [rng.normal(size=shapes[name]) for name in ("x", "initial_state")]
+    narrow = [v.astype("float32") for v in (*arrays, options["initial_state"], *grads)]
+    sizes = (spec.batch, spec.length, spec.heads, spec.width, spec.groups, spec.states, parts)
+    answer = _emulate(driver, struct.pack("<8q", 3, *sizes) + b"".join(v.tobytes() for v in narrow))
+    wanted = [shapes["x"], shapes["dt"], (spec.batch, spec.heads), shapes["initial_state"]]
+    wanted += [shapes["b"], shapes["c"], (parts - 1, 2, *shapes["b"])]
+    x, dt, a, first, b, c, others = _cut(answer, *((shape, "f4") for shape in wanted))
+    got = (x, dt, a.sum(0), b + others[:, 0].sum(0), c + others[:, 1].sum(0), first)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(v, "float64") for v in narrow]
+
+        def scan(*v):
+            return selective_scan(*v[:-1], initial_state=v[-1], implementation="reference")
+
+        want = jax.jit(lambda v, g: jax.vjp(scan, *v)[1](g))(wide[:6], tuple(wide[6:]))
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.max(np.abs(theirs)))
+
+
 @pytest.mark.parametrize(
     ("pattern", "dtype"), [*((pattern, "float32") for pattern in PATTERNS), (PATTERNS[0], "float64")]
 )

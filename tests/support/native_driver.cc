@@ -1,6 +1,6 @@
 // Runs the native kernels without XLA: problems come in on standard input, results go out on standard output.
 //
-// A problem is its kind (0 attention, 1 a recurrence, 2 a selective scan, 4 and 8 max-plus products of that many bytes a
+// A problem is its kind (0 attention, 1 a recurrence, 2 a selective scan, 3 one's gradient, 4 and 8 max-plus products of that many bytes a
 // number, 16 a tensor to code, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
 // has this run under an emulator.
 #include <cstdio>
@@ -135,6 +135,27 @@ void selective_scan() {
   write(last);
 }
 
+void selective_gradient() {
+  const auto n = read<int64_t>(7);
+  capibara::SelectiveGradient s{};
+  s.outer = 1, s.batch = n[0], s.length = n[1], s.heads = n[2], s.width = n[3], s.groups = n[4], s.states = n[5];
+  s.parts = n[6];
+  const int64_t places = s.batch * s.length, ends = s.batch * s.heads * s.width * s.states;
+  const auto x = read<float>(places * s.heads * s.width), dt = read<float>(places * s.heads), a = read<float>(s.heads),
+             b = read<float>(places * s.groups * s.states), c = read<float>(places * s.groups * s.states),
+             first = read<float>(ends), y_grad = read<float>(places * s.heads * s.width), last_grad = read<float>(ends);
+  std::vector<float> x_grad(x.size()), dt_grad(dt.size()), a_grad(s.batch * s.heads), first_grad(first.size());
+  // The gradients of b and c, of the first heads and of the others.
+  std::vector<float> b_grad(b.size()), c_grad(c.size()), partial(2 * b.size() * (s.parts - 1));
+  s.x = x.data(), s.dt = dt.data(), s.a = a.data(), s.b = b.data(), s.c = c.data(), s.first = first.data();
+  s.y_grad = y_grad.data(), s.last_grad = last_grad.data();
+  s.x_grad = x_grad.data(), s.dt_grad = dt_grad.data(), s.a_grad = a_grad.data(), s.b_grad = b_grad.data();
+  s.c_grad = c_grad.data(), s.first_grad = first_grad.data(), s.partial = partial.data();
+  const auto& kernels = *capibara::isa().scan;
+  each(kernels.gradient_items(s), kernels.gradient_scratch(s), [&](int64_t i, float* f) { kernels.gradient(s, i, f); });
+  for (const auto* grad : {&x_grad, &dt_grad, &a_grad, &first_grad, &b_grad, &c_grad, &partial}) write(*grad);
+}
+
 // The coded tensor, after its size, and the tensor that it decodes to.
 void codec() {
   const auto n = read<int64_t>(6);
@@ -163,6 +184,8 @@ int main() {
       recurrence();
     else if (kind == 2)
       selective_scan();
+    else if (kind == 3)
+      selective_gradient();
     else if (kind == 4)
       max_plus<float>();
     else if (kind == 8)
