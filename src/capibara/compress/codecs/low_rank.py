@@ -17,13 +17,9 @@ without further loss.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,14 +34,21 @@ from capibara.compress.codecs.matrices import (
     sides,
 )
 from capibara.compress.codecs.nested import Part, check_size, join, part_of, split
+from capibara.compress.codecs.singular_values import (
+    decompose,
+    estimate,
+    gaussians,
+    once,
+    remember,
+    singular_values,
+    worth,
+)
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, largest
 
 __all__ = ["LOW_RANK", "Factors", "LowRank", "candidates", "estimated_gain", "expected", "remember"]
 
 _OCTAVE = 8  # scales are powers of two to the eighth
-_TALL = 4  # a side that is so many times the other is left out of a decomposition
-_remembered: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("capibara_low_rank", default=None)
 _SETTINGS = (
     "rank",
     "step",
@@ -115,14 +118,14 @@ class LowRank:
                 f"factors: got {codec!r} with step={step!r} and factor_settings={inner!r}: "
                 "a step belongs to 'uniform', factor_settings to the other codecs"
             )
-        left, singular, right = _once(_decompose, matrix, hessian)
+        left, singular, right = once(decompose, matrix, hessian)
         left, singular, right = left[:, :rank], singular[:rank], right[:rank]
         if step is None:
             parts = _kept(left, singular, right, form, codec, inner)
         else:
             weights = np.ones(matrix.shape[1]) if hessian is None else np.sqrt(hessian.diagonal())
-            worth = _worth(singular, matrix.shape, step)
-            parts = _rounded(matrix, left[:, worth], singular[worth], weights, step)
+            paying = worth(singular, matrix.shape, step)
+            parts = _rounded(matrix, left[:, paying], singular[paying], weights, step)
         payload = join({"axes": axes}, parts)
         check_size(len(payload), math.prod(shape), CompressError)
         return payload
@@ -194,69 +197,6 @@ def _step(settings: Mapping[str, Any], matrix: np.ndarray) -> float | None:
     return step
 
 
-@contextlib.contextmanager
-def remember() -> Iterator[None]:
-    """Inside, in this thread, a matrix that is coded with several settings is decomposed once."""
-    token = _remembered.set({})
-    try:
-        yield
-    finally:
-        _remembered.reset(token)
-
-
-def _once(
-    what: Callable[[np.ndarray, np.ndarray | None], Any], matrix: np.ndarray, hessian: np.ndarray | None
-) -> Any:
-    """``what(matrix, hessian)``, or what it was before inside :func:`remember`."""
-    if (known := _remembered.get()) is None:
-        return what(matrix, hessian)
-    some = [matrix] if hessian is None else [matrix, hessian]
-    key = (what, *((a.shape, hashlib.blake2b(np.ascontiguousarray(a).data).digest()) for a in some))
-    if key not in known:
-        known[key] = what(matrix, hessian)
-    return known[key]
-
-
-def _thin(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """U, σ and V of a matrix; of a long one from its short side, by the Gram matrix.
-
-    What that loses are values below 1e-8 of the largest: U·diag(σ)·V is the matrix all the same.
-    """
-    if matrix.shape[1] >= _TALL * len(matrix):
-        left, singular, right = _thin(matrix.T)
-        return right.T, singular, left.T
-    if len(matrix) < _TALL * matrix.shape[1]:
-        return np.linalg.svd(matrix, full_matrices=False)
-    right = np.linalg.eigh(matrix.T @ matrix)[1][:, ::-1].T
-    scaled = matrix @ right.T
-    singular = np.sqrt((scaled**2).sum(0))
-    order = np.argsort(-singular, kind="stable")
-    singular = singular[order]
-    return scaled[:, order] / np.maximum(singular, 1e-300), singular, right[order]
-
-
-def _decompose(matrix: np.ndarray, hessian: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """U [out, k], σ [k] and R [k, features]: U·diag(σ)·R is the matrix; its outputs owe most to the first."""
-    if hessian is None:
-        return _thin(matrix)
-    values, vectors = np.linalg.eigh(hessian)
-    root = np.sqrt(np.maximum(values, values[-1] * 1e-12))
-    left, singular, right = np.linalg.svd(matrix @ (vectors * root), full_matrices=False)
-    return left, singular, (right / root) @ vectors.T
-
-
-def _singular_values(matrix: np.ndarray, hessian: np.ndarray | None) -> np.ndarray:
-    """Those of :func:`_decompose` alone, from the Gram matrix of the shorter side: good to 1e-8 of the largest."""
-    if len(matrix) <= matrix.shape[1]:
-        gram = (matrix if hessian is None else matrix @ hessian) @ matrix.T
-    else:
-        gram = matrix.T @ matrix
-        if hessian is not None:
-            lower = np.linalg.cholesky(hessian)
-            gram = lower.T @ gram @ lower
-    return np.sqrt(np.maximum(np.linalg.eigvalsh(gram)[::-1], 0.0))
-
-
 def _kept(
     left: np.ndarray,
     singular: np.ndarray,
@@ -270,47 +210,6 @@ def _kept(
     kind = form if form.name in ("F64", "F32", "BF16") else get_format("F32" if form.bits == 16 else "BF16")
     none = part_of(np.zeros(0, np.uint8), get_format("U8"), "lossless", {}, bits=True)
     return [part_of(x, kind, codec, inner) for x in (left.T * root, right * root)] + [none, none]
-
-
-def _worth(singular: np.ndarray, shape: tuple[int, ...], step: float) -> np.ndarray:
-    """Which singular values lower the error by more than their bits would elsewhere.
-
-    A bit elsewhere lowers a squared error of step² / 12 at the rate of ln 4.
-    """
-    saved, bits = singular**2, np.zeros(len(singular))
-    for size in shape:
-        rate, error = _gaussian(singular / (math.sqrt(size) * step))
-        bits, saved = bits + size * rate, saved - size * step**2 * error
-    return (saved > math.log(4) / 12 * step**2 * bits) & (singular > 0)
-
-
-@cache
-def _gaussians() -> np.ndarray:
-    """For Gaussian numbers with deviations of 2⁻⁴ … 2⁸ steps: log₂ of those, bits and mean square errors [3, 49].
-
-    Rounded to the nearest multiple, entropy-coded, and decoded as the mean of what fell there.
-    """
-    rows = []
-    for exponent in np.arange(-4, 8.25, 0.25):
-        deviation = 2.0**exponent
-        edges = (np.arange(-int(8 * deviation) - 2, int(8 * deviation) + 2) + 0.5) / deviation
-        below = np.array([0.0, *(0.5 * math.erfc(-x / math.sqrt(2)) for x in edges), 1.0])
-        density = np.array([0.0, *(np.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)), 0.0])
-        share, moment = np.diff(below), -np.diff(density)
-        used = share > 1e-15
-        bits = -float((share[used] * np.log2(share[used])).sum())
-        error = 1 - float((moment[used] ** 2 / share[used]).sum())
-        rows.append((exponent, bits, max(error, 0.0) * deviation**2))
-    return np.array(rows).T
-
-
-def _gaussian(deviations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bits, and mean square errors in steps², of Gaussian numbers with these deviations in steps."""
-    logs, bits, errors = _gaussians()
-    at = np.log2(np.maximum(deviations, 1e-30))
-    rate = np.interp(at, logs, bits) + np.maximum(at - logs[-1], 0)
-    small = at < logs[0]
-    return np.where(small, 0.0, rate), np.where(small, deviations**2, np.interp(at, logs, errors))
 
 
 def _rounded(
@@ -385,19 +284,17 @@ def estimated_gain(matrix: np.ndarray, bits: float, hessian: np.ndarray | None =
     if not matrix.any():
         return 0.0
     second = None if hessian is None else get_hessian({"hessian": hessian}, matrix.shape[1])
-    singular = _once(_singular_values, matrix, second)
+    singular = once(singular_values, matrix, second)
     # Rounding all numbers alike costs the mean of the diagonal, which is 1 but for the damping.
-    logs, rates, errors = _gaussians()
+    logs, rates, errors = gaussians()
     deviation = 2.0 ** float(np.interp(bits, rates, logs))
     step = math.sqrt(float((matrix**2).mean())) / deviation
     allowed = matrix.size * step**2 * float(np.interp(math.log2(deviation), logs, errors))
     low, high = step * 2.0**-12, step * 2.0**12
     for _ in range(60):
         middle = math.sqrt(low * high)
-        low, high = (
-            (middle, high) if _estimate(singular, matrix.shape, middle)[0] < allowed else (low, middle)
-        )
-    return bits - _estimate(singular, matrix.shape, low)[1] / matrix.size
+        low, high = (middle, high) if estimate(singular, matrix.shape, middle)[0] < allowed else (low, middle)
+    return bits - estimate(singular, matrix.shape, low)[1] / matrix.size
 
 
 def expected(
@@ -414,16 +311,5 @@ def expected(
     if (step := _step(settings, matrix)) is None:
         return None
     second = None if hessian is None else get_hessian({"hessian": hessian}, matrix.shape[1])
-    error, bits = _estimate(_once(_singular_values, matrix, second), matrix.shape, step)
+    error, bits = estimate(once(singular_values, matrix, second), matrix.shape, step)
     return error, bits / 8
-
-
-def _estimate(singular: np.ndarray, shape: tuple[int, ...], step: float) -> tuple[float, float]:
-    """The squared error and the bits of both factors at a step."""
-    kept = singular[_worth(singular, shape, step)]
-    error, bits = float((singular**2).sum() - (kept**2).sum()), 0.0
-    for size in shape:
-        rate, lost = _gaussian(kept / (math.sqrt(size) * step))
-        bits += size * float(rate.sum())
-        error += size * step**2 * float(lost.sum())
-    return error, bits
