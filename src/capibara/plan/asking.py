@@ -30,7 +30,7 @@ def limit_of(target: Slice, memory_limit_gb: Any) -> int:
     if (
         isinstance(memory_limit_gb, bool)
         or not isinstance(memory_limit_gb, Real)
-        or not 0 < memory_limit_gb < 1e6
+        or not 0 < memory_limit_gb < 1e6  # pyright: ignore[reportOperatorIssue]
     ):
         raise PlanError(f"memory_limit_gb={memory_limit_gb!r} must be a number of GiB above 0")
     return min(target.usable_hbm_bytes, max(1, int(float(memory_limit_gb) * 2**30)))
