@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from tpu_compiler import needs_libtpu
@@ -164,6 +165,34 @@ def test_the_search_learns_from_what_it_compiled(compiled_at_once):
     assert found.fitting[0].layout == best
     assert len(found.compiled) <= 5
     assert found.considered == 16
+
+
+def _searched(rough: dict[Layout, float], real: dict[Layout, float], **more) -> list[Layout]:
+    guesses = {k: Rough({"all": k.microbatches << 20}, t, 0.0, 0.0) for k, t in rough.items()}
+    known = Known({k: (t, 0) for k, t in real.items()}, guesses)
+    target = parse_slice("v4:2x2x1")
+    found = search(known, target, lambda program, k: real[k], limit_bytes=1 << 30, **more)
+    return [c.layout for c in found.compiled]
+
+
+def test_a_mesh_that_looks_far_slower_is_not_compiled(compiled_at_once):
+    near, far = (Layout(mesh=(("data", d), ("model", 4 // d))) for d in (4, 1))
+    assert _searched({near: 1.0, far: 1.7}, {near: 1.0, far: 1.7}) == [near, far]
+    assert _searched({near: 1.0, far: 1.8}, {near: 1.0, far: 1.8}) == [near]
+
+
+def test_only_the_best_is_tried_with_other_flags(compiled_at_once):
+    layouts = [Layout(mesh=(("data", d), ("model", 4 // d))) for d in (4, 1)]
+    others = [replace(k, flags=(("xla_some", "true"),)) for k in layouts]
+    times = dict(zip(layouts + others, (1.0, 1.02, 0.9, 0.5), strict=True))
+    assert _searched(dict.fromkeys(times, 1.0), times) == [*layouts, others[0]]
+
+
+def test_layouts_that_are_nearly_as_good_are_compiled_while_there_is_room(compiled_at_once):
+    first, second, third = (Layout(mesh=(("data", 4),), remat=r) for r in ("none", "dots", "full"))
+    rough, real = {first: 1.0, second: 1.03, third: 1.2}, {first: 1.0, second: 0.95, third: 0.5}
+    assert _searched(rough, real) == [first, second]
+    assert _searched(rough, real, max_compiles=1) == [first]
 
 
 def test_the_search_goes_on_until_something_fits(compiled_at_once):
