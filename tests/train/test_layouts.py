@@ -248,7 +248,7 @@ def test_what_devices_cannot_do_is_said() -> None:
 
 def test_a_model_that_does_not_name_its_dimensions(tmp_path: Path) -> None:
     class Nameless(TinyModel):
-        param_axes = None  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+        param_axes = None  # pyright: ignore
 
     config = tiny_config(tmp_path, *Layout(mesh=(("data", 1),)).overrides())
     placement = Placement.of(config, jax.devices()[:1])
