@@ -25,7 +25,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...], float | None], ...] = (
     ("narrow", "v5e:2x2", ("model.embed_dim=256", "model.num_heads=4", "train.batch_size=4"), None),
     ("few rows", "v5p:2x2x1", ("model.embed_dim=2048", "model.num_heads=8", "train.batch_size=2"), None),
     ("little memory", "v5e:1x1", ("model.embed_dim=512", "model.num_heads=4", "train.batch_size=16"), 0.5),
-    ("two chips", "v6e:1x2", ("model.embed_dim=1024", "model.num_heads=8", "train.batch_size=4"), None),
+    ("two chips", "v6e:1x2", ("model.embed_dim=1024", "model.num_heads=8", "train.batch_size=2"), None),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import mmap
 import os
@@ -20,6 +21,7 @@ WORKERS = os.cpu_count() or 1
 ROOM = 32 << 20  # bytes: deep enough that threads need not wait for the one that collects what they made
 _SMALL = 1 << 14  # bytes
 _STEP = 1 << 16  # bytes: buffers of about the same size can stand for one another
+_PAGE = 2 << 20  # bytes of a large page
 _MOST_WAITING = 512
 
 
@@ -40,13 +42,18 @@ class Buffers:
 
     def take(self, size: int) -> np.ndarray:
         """At least that many bytes, uint8."""
-        room = -(-size // _STEP) * _STEP
+        step = _STEP if size < _PAGE else _PAGE
+        room = -(-size // step) * step
         with self._lock:
             if free := self._free.get(room):
                 self._kept -= room
                 return free.pop()
         # Not of the heap, which may keep for itself what was given back to it.
-        return np.frombuffer(mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+        memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if step == _PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without large pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(memory, np.uint8)
 
     def give(self, buffer: np.ndarray) -> None:
         """Back; the caller uses it no more."""

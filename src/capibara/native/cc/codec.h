@@ -10,7 +10,7 @@ constexpr int kLanes = 32;          // states of a block
 constexpr int kScaleBits = 12;      // frequencies add up to 4096
 constexpr uint32_t kLowest = 1u << 16;
 constexpr int64_t kBlock = 1 << 18;  // symbols that share a set of states
-constexpr int64_t kStrip = 4096;     // numbers at a time, so that what is between two loops stays in the cache
+constexpr int64_t kStrip = 2048;     // numbers at a time, so that what is between two loops stays in the cache
 
 // Rows of numbers and where each is cut; see codecs/lossless.py for the meaning of the fields.
 struct Cut {
@@ -46,7 +46,7 @@ struct Group {
   int64_t rows;
   const uint64_t* values;   // of each entry; 0 from `escape` on
   int escape;
-  const uint32_t* table;    // place -> symbol | frequency - 1 << 8 | place within its part << 20
+  const uint32_t* table;    // place -> symbol << 24 | frequency modulo 4096 << 12 | place within its part
   const uint8_t* planes;
   const Block* blocks;
   const uint16_t* escaped;

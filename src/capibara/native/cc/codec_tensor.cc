@@ -665,7 +665,7 @@ int decode_all(const Form& form, const uint8_t* data, int64_t size, int64_t rows
     for (size_t e = 0; e < one.frequencies.size(); ++e) {
       if (e < one.symbols.size()) values[e] = uint64_t(one.symbols[e]);
       for (uint32_t w = 0; w < uint32_t(one.frequencies[e]); ++w)
-        table[place++] = uint32_t(e) | (uint32_t(one.frequencies[e]) - 1) << 8 | w << 20;
+        table[place++] = uint32_t(e) << 24 | (uint32_t(one.frequencies[e]) & (kScale - 1)) << kScaleBits | w;
     }
     std::vector<uint16_t> escaped(size_t(one.escapes));
     unpack_few(parts[i].escaped, one.escapes, cut.symbol_bits, escaped.data());
