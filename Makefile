@@ -48,10 +48,10 @@ demo: setup  ## train about two minutes on CPython's documentation text, then wr
 	$(BIN)/capibara generate --config demo --prompt "The with statement" --length 400
 
 test: setup-dev $(VENV)/.capibara-tpu  ## the tests that finish in minutes
-	$(BIN)/python -m pytest -n 2 -m "not slow" --durations=5 --durations-min=5
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=12 --durations-min=5
 
 test-all: setup-dev $(VENV)/.capibara-tpu  ## every test
-	$(BIN)/python -m pytest -n 2 --durations=10 --durations-min=5
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 --durations-min=5
 
 gpu-compiler: setup-dev  ## the compiler for NVIDIA GPUs (130 MB), for the tests that compile for an H100 without one
 	$(PIP) --no-deps --upgrade --target $(VENV)/cuda -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt
