@@ -8,8 +8,8 @@ infinities of the wrong sign are taken out before, and only where there are any:
 operand's +inf meets what is not -inf, which is a question for an ordinary product of zeros and ones.
 
 On CPUs that reduction spends most of its time on JAX's rule that a maximum with NaN is NaN. Products large enough are
-worked off there in blocks of rows that stay in the cache, sixteen steps of the depth at a time and elementwise:
-``where(term > best, term, best)`` is one instruction, and NaN has been looked for before. Three to four times faster.
+worked off there in blocks that stay in the caches, sixteen steps of the depth at a time and elementwise:
+``where(term > best, term, best)`` is one instruction, and NaN has been looked for before. Two to three times faster.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ __all__ = [
 ]
 
 # Measured on two x86-64 cores with AVX-512: eight or 32 steps at a time are slower than the reduction.
+# Panels this wide of sixteen rows stay in the innermost cache.
 _STEPS = 16
+_PANEL = 256
 _BLOCK_ENTRIES = 1 << 17
 _LEAST_ROWS = 8
-_LEAST_BLOCKED = 64 * 64
-_LEAST_COLUMNS = 32
+_LEAST_BLOCKED = 1 << 20
+_LEAST_COLUMNS = 64
 
 
 def _pairs(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -78,7 +80,7 @@ def reference_both(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> tupl
 def _plain(a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of finite operands, or of such that hold -inf; an entry that NaN meets may be anything."""
     rows, inner, columns = *a.shape[-2:], b.shape[-1]
-    if rows * columns < _LEAST_BLOCKED or columns < _LEAST_COLUMNS or inner < _STEPS:
+    if rows * columns * inner < _LEAST_BLOCKED or columns < _LEAST_COLUMNS or inner < _STEPS:
         return _reduced(a, b)
     return lax.platform_dependent(a, b, cpu=_blocked, default=_reduced)
 
@@ -90,20 +92,24 @@ def _reduced(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _blocked(a: jax.Array, b: jax.Array) -> jax.Array:
     rows, inner, columns = *a.shape[-2:], b.shape[-1]
-    blocks = -(-rows // max(_LEAST_ROWS, _BLOCK_ENTRIES // columns))
+    panels = -(-columns // _PANEL)
+    width = -(-columns // panels)
+    blocks = -(-rows // max(_LEAST_ROWS, _BLOCK_ENTRIES // width))
     height = -(-rows // blocks)
     # What is added is -inf on the left, so it never is the maximum.
     ends = [(0, 0)] * (a.ndim - 2)
     deep = -inner % _STEPS
     left = jnp.pad(a, [*ends, (0, blocks * height - rows), (0, deep)], constant_values=-jnp.inf)
     left = jnp.swapaxes(left.reshape(-1, blocks, height, inner + deep), -1, -2)
-    right = jnp.pad(b, [*ends, (0, deep), (0, 0)]).reshape(-1, inner + deep, columns)
+    right = jnp.pad(b, [*ends, (0, deep), (0, panels * width - columns)])
+    right = jnp.swapaxes(right.reshape(-1, inner + deep, panels, width), -2, -3)
 
     def one(now: tuple[jax.Array, jax.Array]) -> jax.Array:
         left, right = now
-        return lax.map(lambda block: _block(block, right), left)
+        return lax.map(lambda panel: lax.map(lambda block: _block(block, panel), left), right)
 
-    return lax.map(one, (left, right)).reshape(*a.shape[:-2], -1, columns)[..., :rows, :]
+    out = jnp.moveaxis(lax.map(one, (left, right)), 1, -2)  # [batch, blocks, height, panels, width]
+    return out.reshape(*a.shape[:-2], blocks * height, panels * width)[..., :rows, :columns]
 
 
 def _block(left: jax.Array, right: jax.Array) -> jax.Array:
