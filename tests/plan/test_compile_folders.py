@@ -51,10 +51,10 @@ def test_a_folder_lasts_as_long_as_its_block(temporary):
 
 
 def test_what_dead_processes_left_goes_at_the_next_start(temporary):
-    dead = made(temporary, "capibara-compile-dead", hours=0.1)
+    dead = made(temporary, "capibara-compile-dead0000", hours=0.1)
     with work_folder() as folder:
         assert not dead.exists()
-        again = made(temporary, "capibara-compile-later", hours=0.1)
+        again = made(temporary, "capibara-compile-later000", hours=0.1)
     assert not folder.exists()
     with work_folder():  # looked for once a process
         assert again.exists()
@@ -62,31 +62,32 @@ def test_what_dead_processes_left_goes_at_the_next_start(temporary):
 
 def test_only_what_is_abandoned_goes(temporary):
     gone = [
-        made(temporary, "capibara-compile-dead", hours=0.1),
-        made(temporary, "capibara-plan-old", hours=25, lock=False),
-        made(temporary, "capibara-memory-old", hours=25, lock=False),
+        made(temporary, "capibara-compile-dead0000", hours=0.1),
+        made(temporary, "capibara-compile-nolock00", hours=25, lock=False),
     ]
     kept = [
-        made(temporary, "capibara-compile-young", hours=0),
-        made(temporary, "capibara-plan-recent", hours=2, lock=False),
+        made(temporary, "capibara-compile-young000", hours=0),
+        made(temporary, "capibara-compile-recent00", hours=2, lock=False),
+        made(temporary, "capibara-compile-cache", hours=99),  # somebody's own, by its name
+        made(temporary, "capibara-plan-old00000", hours=99, lock=False),
         made(temporary, "capibara-page-old", hours=99),
         made(temporary, "thesis", hours=99, lock=False),
     ]
     elsewhere = made(temporary, "elsewhere", hours=99)
-    (temporary / "capibara-compile-link").symlink_to(elsewhere, target_is_directory=True)
-    (temporary / "capibara-compile-file").write_text("mine")
+    (temporary / "capibara-compile-link0000").symlink_to(elsewhere, target_is_directory=True)
+    (temporary / "capibara-compile-file0000").write_text("mine")
     if os.getuid() == 0:
-        kept.append(made(temporary, "capibara-compile-theirs", hours=1))
+        kept.append(made(temporary, "capibara-compile-theirs00", hours=1))
         os.chown(kept[-1], 12345, 12345)
     # A lock that is a link is none of ours.
-    kept.append(made(temporary, "capibara-compile-odd", hours=1, lock=False))
+    kept.append(made(temporary, "capibara-compile-odd00000", hours=1, lock=False))
     (kept[-1] / "lock").symlink_to(elsewhere / "lock")
     then = time.time() - HOUR
     os.utime(kept[-1], (then, then))
     assert sorted(remove_abandoned(temporary)) == sorted(gone)
     assert not any(folder.exists() for folder in gone)
     assert all((folder / "dump" / "module.txt").exists() for folder in (*kept, elsewhere))
-    assert (temporary / "capibara-compile-file").exists()
+    assert (temporary / "capibara-compile-file0000").exists()
     assert remove_abandoned(temporary / "nowhere") == []
 
 

@@ -280,3 +280,21 @@ def test_validation_is_worked_off_as_training_is() -> None:
     assert [len(piece) for piece in pieces] == [4, 4, 4, 4, 5]
     assert np.array_equal(np.concatenate(pieces[:4]), batches[0])
     assert [len(piece) for piece in Placement((), None).cut(batches, 16)] == [16, 5]
+
+
+def test_validation_takes_no_more_rows_than_training() -> None:
+    placement = Placement((), None, Layout(mesh=(("data", 4), ("model", 2)), microbatches=2))
+
+    def rows(*lengths: int) -> list[int]:
+        return [len(piece) for piece in placement.cut([np.zeros((n, 17), np.int32) for n in lengths], 16)]
+
+    assert rows(16, 16) == [8, 8, 8, 8]
+    assert rows(12) == [8]
+    assert rows(6) == [4]
+    assert rows(3) == [3]  # fewer than devices along the data axis: whole on each
+    assert [len(piece) for piece in Placement((), None).cut([np.zeros((6, 17), np.int32)], 16)] == [6]
+
+
+def test_an_axis_that_nothing_is_cut_along() -> None:
+    with pytest.raises(ConfigError, match=r"'dta'.*data"):
+        Placement.planned(Layout(mesh=(("dta", 2), ("model", 2))), [object()] * 4)

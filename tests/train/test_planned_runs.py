@@ -76,6 +76,7 @@ def test_a_plan_is_read(tmp_path: Path, kind: str) -> None:
         },
         {"layout": {"mesh": [["data", 10**9]]}, "candidates": [{"layout": {"mesh": [["data", 10**9]]}}]},
         {"layout": {"mesh": [["data", 0]]}, "candidates": []},
+        {"topology": "\x1b]0;title\x07v4:2x2x1"},
         {"layout": {"mesh": "data"}, "candidates": [3]},
         {"layout": 1, "candidates": {}},
         {
@@ -164,3 +165,17 @@ def test_train_takes_a_plan(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "tpu.num_chips=4" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_plan_names_no_folder_of_ours(tmp_path: Path) -> None:
+    precious = {"directory": str(tmp_path / "precious"), "resume": False, "keep": 1}
+    path = written(tmp_path, "lock")
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "config": {**data["config"], "checkpoint": precious}}))
+    planned = read_planned(path)
+    assert planned.config.checkpoint.directory == precious["directory"]
+    config = verb.of_plan(planned, str(path))
+    assert config.checkpoint.directory == f"runs/{path.stem}"
+    assert config.checkpoint.resume
+    assert config.model == planned.config.model
+    assert Layout.from_config(config) == planned.layout

@@ -8,6 +8,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from capibara.config import ModularModelConfig
+    from capibara.plan.planned import Planned
 
 HELP = """Train a language model on text. Without TEXT it trains on CPython's own documentation. Run the same
 command again to resume: after Ctrl-C, a kill or a power cut it continues from the newest checkpoint, exactly.
@@ -70,6 +76,17 @@ def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:
     return texts, settings
 
 
+def of_plan(planned: Planned, path: str) -> ModularModelConfig:
+    """The configuration that was planned, in a run folder named like the file.
+
+    A file that may come from somebody else says neither which folder here is written to, nor that a run in it goes.
+    """
+    from capibara.config import ModularModelConfig
+
+    own = {"directory": f"runs/{Path(path).stem}"}
+    return ModularModelConfig.from_dict({**planned.config.to_dict(), "checkpoint": own})
+
+
 def run(args: argparse.Namespace) -> int:
     """Train; return 0, or 128 + n if signal n stopped it."""
     from capibara.config import ModularModelConfig
@@ -90,10 +107,10 @@ def run(args: argparse.Namespace) -> int:
         from capibara.plan.planned import read_planned
 
         planned = read_planned(args.plan)
-        config = planned.config
-        if args.config is not None:
-            config = ModularModelConfig.from_toml(args.config)
-        config = config.with_overrides(planned.layout.settings()).with_overrides(settings)
+        base = (
+            of_plan(planned, args.plan) if args.config is None else ModularModelConfig.from_toml(args.config)
+        )
+        config = base.with_overrides(planned.layout.settings()).with_overrides(settings)
     if args.directory is not None:
         config = config.with_overrides({"checkpoint.directory": args.directory})
     if texts:

@@ -36,7 +36,8 @@ def backends_started() -> bool:
     # JAX has no public question for it, but a setting that it refuses to change from then on.
     now = jax.config.values["jax_num_cpu_devices"]
     try:
-        jax.config.update("jax_num_cpu_devices", now + 1)
+        # One is what there is without the setting, should another thread start JAX just now.
+        jax.config.update("jax_num_cpu_devices", 2 if now == 1 else 1)
     except RuntimeError:
         return True
     jax.config.update("jax_num_cpu_devices", now)

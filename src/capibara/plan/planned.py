@@ -21,6 +21,7 @@ from capibara.config.overrides import leaf_fields, setting_text
 from capibara.errors import ConfigError
 from capibara.plan.errors import PlanError
 from capibara.plan.layout import Layout
+from capibara.plan.slices import parse_slice
 
 __all__ = ["Planned", "read_planned", "train_command"]
 
@@ -97,7 +98,7 @@ def read_planned(path: str | os.PathLike[str]) -> Planned:
         if found.get("config") is None:
             raise ValueError("it is the plan of a step function, and trains no configuration")
         config = ModularModelConfig.from_dict(_table(found["config"]), layout.settings())
-        return Planned(config, layout, str(found["topology"])[:100])
+        return Planned(config, layout, parse_slice(found["topology"]).text)
     except KeyError as error:
         raise PlanError(f"{path} is no plan of capibara plan, or a damaged one: it has no {error}") from None
     except (ValueError, TypeError, RecursionError, ConfigError) as error:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from capibara.config.axes import AxisRules
-from capibara.errors import ConfigError
+from capibara.errors import ConfigError, did_you_mean
 from capibara.plan.compiler.devices import arrange_devices
 from capibara.plan.layout import Layout
 from capibara.train import extras
@@ -66,13 +66,14 @@ class Placement:
 
         Raises:
           ConfigError: there are too few devices, they belong to several processes, or they cannot keep in the hosts'
-            memory what the layout wants there.
+            memory what the layout wants there; or nothing is ever cut along one of its mesh axes.
         """
         if jax.process_count() > 1:
             raise ConfigError(
                 f"tpu.enabled=true: the devices belong to {jax.process_count()} processes, and training runs in one. "
                 "Take a slice whose chips are all attached to one host, such as v4:2x2x1 or v5e:2x4"
             )
+        _check_axes(layout)
         available = list(jax.devices() if devices is None else devices)
         needed = layout.num_devices
         if len(available) < needed:
@@ -127,6 +128,12 @@ class Placement:
             return {}
         return dict(self.layout.compiler_options)
 
+    @property
+    def _data_devices(self) -> int:
+        """Parts that the layout cuts rows into."""
+        sizes = {} if self.layout is None else self.layout.axis_sizes
+        return sizes.get("data", 1) * sizes.get("fsdp", 1)
+
     def check_rows(self, batch_size: int) -> None:
         """Refuse a batch that the layout does not divide.
 
@@ -135,9 +142,7 @@ class Placement:
         """
         if self.layout is None:
             return
-        sizes = self.layout.axis_sizes
-        data = sizes.get("data", 1) * sizes.get("fsdp", 1)
-        parts = self.layout.microbatches
+        data, parts = self._data_devices, self.layout.microbatches
         if batch_size % (parts * data):
             raise ConfigError(
                 f"train.batch_size={batch_size} must be a multiple of {parts} microbatches × {data} devices along the "
@@ -165,16 +170,19 @@ class Placement:
         """Validation batches in the pieces in which training works a batch off: a layout has no memory for more.
 
         Args:
-          batches: ``[rows, length]`` each; left whole without a layout, and where their rows do not divide.
+          batches: ``[rows, length]`` each; left whole without a layout, and with fewer rows than devices along the data
+            axes. Rows that do not fill a piece are left out.
         """
         if self.layout is None:
             return list(batches)
-        rows = batch_size // self.layout.microbatches
-        return [
-            piece
-            for batch in batches
-            for piece in (np.split(batch, len(batch) // rows) if len(batch) % rows == 0 else [batch])
-        ]
+        data = self._data_devices
+        pieces = []
+        for batch in batches:
+            # Of a short text some rows may be left over: whole on every device they would take more than training does.
+            rows = min(batch_size // self.layout.microbatches, len(batch) // data * data)
+            count = len(batch) // rows if rows else 0
+            pieces += np.split(batch[: count * rows], count) if count else [batch]
+        return pieces
 
     def make_state(self, model: Any, optimizer: Any, *, seed: int) -> TrainState:
         """The state before the first step, on the devices."""
@@ -260,6 +268,21 @@ def axes_shardings(tree: Any, axes: Any, mesh: Mesh, rules: AxisRules) -> Any:
     if axes is None:
         return jax.tree.map(lambda leaf: one(leaf, None), tree)
     return jax.tree.map(one, tree, axes)
+
+
+def _check_axes(layout: Layout) -> None:
+    """Refuse an axis that no rule names: each of its devices would do the same work."""
+    rules = AxisRules()
+    tables = (rules.parameters, rules.activations)
+    known = {
+        name for table in tables for places in table.values() for place in places for name in place.split("+")
+    }
+    for axis, size in layout.mesh:
+        if size > 1 and axis not in known:
+            raise ConfigError(
+                f"tpu.mesh_axes: nothing is cut along {axis!r}, so that its {size} devices would all do the same work; "
+                f"expected any of {', '.join(sorted(known))}.{did_you_mean(axis, sorted(known))}"
+            )
 
 
 def _in_host_memory(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

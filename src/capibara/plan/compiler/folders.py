@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -20,8 +21,8 @@ from pathlib import Path
 __all__ = ["remove_abandoned", "remove_folder", "work_folder"]
 
 _PREFIX = "capibara-compile-"
-# Of versions that locked nothing.
-_UNLOCKED = ("capibara-plan-", "capibara-memory-")
+# What tempfile makes of it: a folder of somebody else's that only begins like one is left alone.
+_NAME = re.compile(_PREFIX + r"[a-z0-9_]{8}")
 _LOCK = "lock"
 _YOUNG, _OLD = 60.0, 24 * 3600.0
 
@@ -66,7 +67,7 @@ def remove_abandoned(where: Path) -> list[Path]:
     removed = []
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(where)):
-            if not entry.name.startswith((_PREFIX, *_UNLOCKED)):
+            if not _NAME.fullmatch(entry.name):
                 continue
             with contextlib.suppress(OSError):
                 found = entry.stat(follow_symlinks=False)
