@@ -106,6 +106,9 @@ def test_compiling_ends_with_the_process_that_asked(cache, tmp_path, how):
     folders = tmp_path / "folders"
     folders.mkdir()
     code = (
+        # What shells start in the background ignores Ctrl-C, and so would everything below it.
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from test_compiler import job, ProgramCache, compile_program\n"
         f"compile_program(job('telling', path={str(said)!r}), cache=ProgramCache({str(tmp_path / 'cache')!r}))"
     )
