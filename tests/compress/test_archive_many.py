@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,12 +172,12 @@ def test_ten_thousand_damaged_files(tmp_path: Path) -> None:
 
 
 MEMORY = """
-import resource, sys, numpy as np
+import json, resource, sys, numpy as np
 from pathlib import Path
 from capibara.compress.container import Archive, ArchiveWriter
 from capibara.compress.formats import get_format
 path, count, codec = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
-settings = {"step": 0.1} if codec == "uniform" else {}
+settings = json.loads(sys.argv[5])
 form = get_format("BF16")
 source = np.memmap(path / "raw", np.uint16, "w+", shape=(count,))
 rng = np.random.default_rng(0)
@@ -230,9 +232,11 @@ print(writing, peak - before)
 """
 
 
-def memory(tmp_path: Path, count: int, how: str, codec: str = "lossless") -> tuple[int, int]:
+def memory(
+    tmp_path: Path, count: int, how: str, codec: str = "lossless", settings: dict[str, Any] | None = None
+) -> tuple[int, int]:
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path), str(count), how, codec],
+        [sys.executable, "-c", MEMORY, str(tmp_path), str(count), how, codec, json.dumps(settings or {})],
         capture_output=True,
         text=True,
         check=False,
@@ -252,10 +256,22 @@ def test_reading_takes_little_more_than_the_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize("codec", ["uniform", "int8", "nf4"])
-def test_rounding_takes_little_more_than_the_tensor(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "settings"),
+    [
+        ("uniform", {"step": 0.1}),
+        ("int8", {}),
+        ("int4", {}),
+        ("nf4", {}),
+        ("sparse", {"density": 0.5}),
+        ("sparse", {"pattern": "2:4"}),
+    ],
+)
+def test_what_loses_something_takes_little_more_than_the_tensor(
+    tmp_path: Path, codec: str, settings: dict[str, Any]
+) -> None:
     size = 64 << 20
-    writing, reading = memory(tmp_path, size // 2, "whole", codec)
+    writing, reading = memory(tmp_path, size // 2, "whole", codec, settings)
     assert writing < 1.2 * size
     assert reading < 1.2 * size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,20 @@ from capibara.compress.calibration.activations import as_matrix
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, to_float
 
-__all__ = ["LARGEST", "check_axes", "finite_matrix", "get_axes", "get_hessian", "get_number"]
+__all__ = [
+    "BLOCK",
+    "LARGEST",
+    "InOrder",
+    "check_axes",
+    "check_finite",
+    "finite_matrix",
+    "get_axes",
+    "get_hessian",
+    "get_number",
+    "sides",
+]
+
+BLOCK = 1 << 18  # numbers of which something is computed at a time
 
 LARGEST = 1e140  # sums of squares of so large numbers are finite
 
@@ -92,14 +105,61 @@ def finite_matrix(
     Raises:
       CompressError: integers, or numbers that are not finite.
     """
+    check_finite(bits, form)
     values = to_float(bits, form).astype(np.float64)
-    if not np.isfinite(values).all():
-        raise CompressError("values: NaN or infinite. Remedy: codec='lossless' for this tensor.")
-    if values.size and float(np.abs(values).max()) > LARGEST:
+    return as_matrix(values.reshape(shape), axes)
+
+
+def check_finite(bits: np.ndarray, form: NumberFormat) -> None:
+    """Whether all numbers have squares.
+
+    Raises:
+      CompressError: integers, or numbers that are not finite or whose squares are not.
+    """
+    most = 0.0
+    for first in range(0, max(bits.size, 1), BLOCK):
+        with np.errstate(invalid="ignore"):  # quiets NaNs
+            values = to_float(bits[first : first + BLOCK], form)
+        if not np.isfinite(values).all():
+            raise CompressError("values: NaN or infinite. Remedy: codec='lossless' for this tensor.")
+        most = max(most, float(np.abs(values).max(initial=0)))
+    if most > LARGEST:
         raise CompressError(
             f"values: some are above {LARGEST:g}, whose squares overflow. Remedy: codec='lossless' for this tensor."
         )
-    return as_matrix(values.reshape(shape), axes)
+
+
+class InOrder:
+    """The numbers of a tensor in the order of its matrix [out, features], some at a time and without a copy of all.
+
+    Args:
+      bits: the numbers [count], in the order of the tensor.
+      shape: of the tensor.
+      axes: those along which its features run.
+    """
+
+    def __init__(self, bits: np.ndarray, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+        others = [a for a in range(len(shape)) if a not in axes]
+        self._array = bits.reshape(shape).transpose(*others, *axes)
+        self.is_plain = self._array.flags.c_contiguous
+        self.size = self._array.size
+
+    def take(self, start: int, stop: int) -> np.ndarray:
+        """Those numbers [stop - start], which are not to be changed."""
+        return self._array.reshape(-1)[start:stop] if self.is_plain else self._array.flat[start:stop]
+
+    def put(self, start: int, numbers: np.ndarray) -> None:
+        """Numbers [count] in the places from ``start`` on."""
+        stop = start + len(numbers)
+        if self.is_plain:
+            self._array.reshape(-1)[start:stop] = numbers
+        else:
+            self._array.flat[start:stop] = numbers
+
+    def blocks(self, step: int = BLOCK) -> Iterator[np.ndarray]:
+        """All of them, ``step`` at a time."""
+        for start in range(0, self.size, step):
+            yield self.take(start, min(start + step, self.size))
 
 
 def sides(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:

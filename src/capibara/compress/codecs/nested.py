@@ -10,10 +10,11 @@ The head has what the outer codec must know, and under ``parts`` for each part i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,17 @@ import numpy as np
 from capibara.compress.errors import ArchiveError, CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, to_float
 
-__all__ = ["Part", "check_size", "join", "part_of", "split"]
+__all__ = [
+    "Part",
+    "check_codec",
+    "check_size",
+    "join",
+    "join_into",
+    "may_hold",
+    "part_of",
+    "room_for_head",
+    "split",
+]
 
 NESTED = ("low_rank", "sparse")  # codecs with parts, which no part may have
 _MOST_HEAD = 1 << 16
@@ -48,19 +59,43 @@ class Part:
         """
         from capibara.compress.codecs.protocol import get_codec
 
-        try:
+        with _settings_of_files():
             return get_codec(self.codec).decode(
                 memoryview(self.payload), self.form, self.shape, self.settings
             )
-        except ArchiveError:
-            raise
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            # Settings of a part come from the file, too.
-            raise DamagedError(f"a part cannot be decoded ({error}): the file is damaged") from None
+
+    def bits_into(self, out: np.ndarray) -> None:
+        """As :meth:`bits`, into an array [count] that is there.
+
+        Raises:
+          DamagedError: the payload is not what its codec writes.
+        """
+        from capibara.compress.codecs.protocol import get_codec
+
+        codec, payload = get_codec(self.codec), memoryview(self.payload)
+        if (decode_into := getattr(codec, "decode_into", None)) is None:
+            out[:] = self.bits()
+            return
+        may_hold = getattr(codec, "may_hold", None)
+        if may_hold is not None and not may_hold(len(payload), self.form, out.size):
+            raise DamagedError(f"{len(payload)} bytes cannot hold {out.size} numbers: the file is damaged")
+        with _settings_of_files():
+            decode_into(out, payload, self.form, self.shape, self.settings)
 
     def values(self) -> np.ndarray:
         """The numbers as float64, in their shape."""
         return to_float(self.bits(), self.form).astype(np.float64).reshape(self.shape)
+
+
+@contextlib.contextmanager
+def _settings_of_files() -> Iterator[None]:
+    """Settings of a part come from the file, too: what they make a codec raise is damage."""
+    try:
+        yield
+    except ArchiveError:
+        raise
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise DamagedError(f"a part cannot be decoded ({error}): the file is damaged") from None
 
 
 def part_of(
@@ -74,27 +109,43 @@ def part_of(
       codec: which.
       settings: of the codec.
     """
-    from capibara.compress.codecs.protocol import CODECS, get_codec, stored_settings
+    from capibara.compress.codecs.protocol import get_codec, stored_settings
 
-    if not isinstance(codec, str) or codec not in CODECS or codec in NESTED:
-        known = ", ".join(c for c in CODECS if c not in NESTED)
-        raise CompressError(f"codec of a part: got {codec!r}, expected one of {known}")
+    check_codec(codec)
     coded = values if bits else from_float(values, form)
     payload = get_codec(codec).encode(coded.reshape(-1), form, values.shape, settings)
     return Part(codec, form, tuple(values.shape), stored_settings(settings), payload)
 
 
+def check_codec(codec: Any) -> None:
+    """Whether a part may have it.
+
+    Raises:
+      CompressError: it may not.
+    """
+    from capibara.compress.codecs.protocol import CODECS
+
+    if not isinstance(codec, str) or codec not in CODECS or codec in NESTED:
+        known = ", ".join(c for c in CODECS if c not in NESTED)
+        raise CompressError(f"codec of a part: got {codec!r}, expected one of {known}")
+
+
 def join(head: Mapping[str, Any], parts: Sequence[Part]) -> bytes:
     """The payload."""
+    text = _head(head, parts, [len(p.payload) for p in parts])
+    return b"".join([_LENGTH.pack(len(text)), text, *(p.payload for p in parts)])
+
+
+def _head(head: Mapping[str, Any], parts: Sequence[Part], sizes: Sequence[int]) -> bytes:
     described = [
         {
             "codec": p.codec,
             "dtype": p.form.name,
             "shape": p.shape,
             "settings": p.settings,
-            "size": len(p.payload),
+            "size": size,
         }
-        for p in parts
+        for p, size in zip(parts, sizes, strict=True)
     ]
     for one in described:
         if not one["settings"]:
@@ -102,7 +153,61 @@ def join(head: Mapping[str, Any], parts: Sequence[Part]) -> bytes:
     text = json.dumps({**head, "parts": described}, allow_nan=False, separators=(",", ":")).encode()
     if len(text) > _MOST_HEAD:
         raise CompressError(f"settings: they take {len(text)} bytes as text, expected at most {_MOST_HEAD}")
-    return b"".join([_LENGTH.pack(len(text)), text, *(p.payload for p in parts)])
+    return text
+
+
+def room_for_head() -> int:
+    """The most bytes that stand before the parts."""
+    return _LENGTH.size + _MOST_HEAD
+
+
+def join_into(
+    out: np.ndarray,
+    head: Mapping[str, Any],
+    arrays: Sequence[tuple[np.ndarray, NumberFormat, str, Mapping[str, Any]]],
+) -> int:
+    """As :func:`join` of :func:`part_of` each, into bytes that are there, without another copy of what is coded.
+
+    Args:
+      out: uint8, of at least :func:`room_for_head` and the codecs' bounds together.
+      head: what the outer codec must know.
+      arrays: for each part the numbers as unsigned integers, their format, its codec and that codec's settings.
+
+    Returns:
+      How many bytes it took.
+    """
+    from capibara.compress.codecs.protocol import get_codec, stored_settings
+
+    parts, bounds = [], []
+    for bits, form, codec, settings in arrays:
+        check_codec(codec)
+        parts.append(Part(codec, form, tuple(bits.shape), stored_settings(settings), b""))
+        bounds.append(get_codec(codec).size_bound(form, bits.size, settings))
+    # Parts begin after the longest head that there may be, and move down when their sizes are known.
+    first = at = _LENGTH.size + len(_head(head, parts, bounds))
+    sizes = []
+    for (bits, form, codec, settings), bound in zip(arrays, bounds, strict=True):
+        how, flat, room = get_codec(codec), bits.reshape(-1), out[at : at + bound]
+        if (encode_into := getattr(how, "encode_into", None)) is not None:
+            sizes.append(encode_into(room, flat, form, bits.shape, settings))
+        else:
+            payload = how.encode(flat, form, bits.shape, settings)
+            room[: len(payload)] = np.frombuffer(payload, np.uint8)
+            sizes.append(len(payload))
+        at += sizes[-1]
+    text = _head(head, parts, sizes)
+    begin = _LENGTH.size + len(text)
+    end = begin + at - first
+    view = out.data  # which moves bytes onto themselves without a copy
+    view[begin:end] = view[first:at]
+    view[:begin] = _LENGTH.pack(len(text)) + text
+    return end
+
+
+def may_hold(size: int, count: int) -> bool:
+    """Whether a payload of ``size`` bytes may be ``count`` numbers: two short factors may stand for any number of
+    them, of which so many are read back."""
+    return count <= max(_FREE, size * _MOST_EACH)
 
 
 def check_size(size: int, count: int, error: type[CompressError] | type[DamagedError] = DamagedError) -> None:
@@ -113,7 +218,7 @@ def check_size(size: int, count: int, error: type[CompressError] | type[DamagedE
       count: numbers of the tensor.
       error: what to raise; a writer makes nothing that a reader refuses.
     """
-    if count > max(_FREE, size * _MOST_EACH):
+    if not may_hold(size, count):
         raise error(
             f"{size} bytes would stand for {count} numbers, more than is read back. Remedy: codec='lossless'."
             if error is CompressError

@@ -17,24 +17,25 @@ hardware and kernels that skip them, for which :meth:`Sparse.parts` hands out bi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from capibara.compress.calibration.activations import as_matrix, from_matrix
-from capibara.compress.codecs.matrices import (
-    check_axes,
-    finite_matrix,
-    get_axes,
-    get_hessian,
-    get_number,
-    sides,
+from capibara.compress.codecs.matrices import BLOCK, InOrder, check_axes, get_axes, get_number, sides
+from capibara.compress.codecs.nested import (
+    Part,
+    check_codec,
+    check_size,
+    join_into,
+    may_hold,
+    room_for_head,
+    split,
 )
-from capibara.compress.codecs.nested import check_size, join, part_of, split
+from capibara.compress.codecs.pruning import choose, get_pattern, nonzero
 from capibara.compress.errors import CompressError, DamagedError
-from capibara.compress.formats import NumberFormat, from_float, get_format
+from capibara.compress.formats import NumberFormat, get_format
 
 __all__ = ["SPARSE", "Sparse", "SparseParts", "candidates"]
 
@@ -49,7 +50,6 @@ _SETTINGS = (
     "damping",
     "refit",
 )
-_BLOCK = 128  # columns whose zeros are chosen together where inputs are known
 
 
 @dataclass(frozen=True)
@@ -104,43 +104,82 @@ class Sparse:
         Raises:
           CompressError: settings that are none; for any but lossless values, integers and numbers that are not finite.
         """
+        out = np.empty(self.size_bound(form, math.prod(shape), settings), np.uint8)
+        return out[: self.encode_into(out, bits, form, shape, settings)].tobytes()
+
+    def encode_into(
+        self,
+        out: np.ndarray,
+        bits: np.ndarray,
+        form: NumberFormat,
+        shape: tuple[int, ...],
+        settings: Mapping[str, Any],
+    ) -> int:
+        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took."""
         for name in settings:
             if name not in _SETTINGS:
                 raise CompressError(f"{name}: is no setting of sparse, which has {', '.join(_SETTINGS)}")
         axes = get_axes(settings, shape)
-        density, pattern = get_number(settings, "density", 0.0, 1.0), _pattern(settings)
+        density, pattern = get_number(settings, "density", 0.0, 1.0), get_pattern(settings)
         if density is not None and pattern is not None:
             raise CompressError("density: got one and a pattern too, expected one of them")
-        matrix = np.ascontiguousarray(as_matrix(bits.reshape(shape), axes))
+        matrix = InOrder(bits, shape, axes)
         if density is None and pattern is None:
             for name in ("hessian", "refit", "damping"):
                 if name in settings:
                     raise CompressError(
                         f"{name}: got one without a density or a pattern, which it would serve"
                     )
-            mask = matrix != 0
+            choice = nonzero(matrix)
         else:
-            numbers, mask = _prune(finite_matrix(bits, form, shape, axes), density, pattern, settings)
-            if settings.get("hessian") is not None:
-                matrix = from_float(numbers if form.bits == 64 else numbers.astype(np.float32), form)
-        bitmap = np.packbits(mask.reshape(-1), bitorder="little")
-        first = part_of(bitmap, get_format("U8"), "lossless", {}, bits=True)
+            choice = choose(bits, matrix, form, sides(shape, axes), density, pattern, settings)
+        bitmap = np.empty(-(-matrix.size // 8), np.uint8)
+        kept = np.empty(choice.kept, form.unsigned)
+        at = end = 0
+        for numbers, mask in choice.blocks:
+            packed = np.packbits(mask, bitorder="little")
+            bitmap[at : at + len(packed)] = packed
+            at += len(packed)
+            some = numbers[mask]
+            kept[end : end + len(some)] = some
+            end += len(some)
         codec, inner = _value_codec(settings)
-        kept = matrix[mask]
-        counts = mask.sum(1)
-        if len(counts) and counts[0] and (counts == counts[0]).all():
-            kept = kept.reshape(len(counts), -1)  # the coder tells rows of different scale apart
-        payload = join({"axes": axes}, [first, part_of(kept, form, codec, inner, bits=True)])
-        check_size(len(payload), math.prod(shape), CompressError)
-        return payload
+        if each := _kept_of_each(bitmap, *sides(shape, axes), choice.kept):
+            kept = kept.reshape(-1, each)  # the coder tells rows of different scale apart
+        first = (bitmap, get_format("U8"), "lossless", {})
+        size = join_into(out, {"axes": axes}, [first, (kept, form, codec, inner)])
+        check_size(size, math.prod(shape), CompressError)
+        return size
 
     def decode(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> np.ndarray:
-        found = self.parts(payload, form, shape, settings)
-        matrix = np.zeros(found.mask.shape, form.unsigned)
-        matrix[found.mask] = found.values
-        return np.ascontiguousarray(from_matrix(matrix, shape, found.axes)).reshape(-1)
+        check_size(len(payload), math.prod(shape))
+        out = np.empty(math.prod(shape), form.unsigned)
+        self.decode_into(out, payload, form, shape, settings)
+        return out
+
+    def decode_into(
+        self,
+        out: np.ndarray,
+        payload: memoryview,
+        form: NumberFormat,
+        shape: tuple[int, ...],
+        settings: Mapping[str, Any],
+    ) -> None:
+        """As :meth:`decode`, into an array [count] that is there."""
+        bitmap, values, axes = _open(payload, form, shape)
+        matrix, kept = InOrder(out, shape, axes), math.prod(values.shape)
+        # Values lie where the numbers come to be, at the end: each is read before a number takes its place.
+        numbers = out[out.size - kept :] if matrix.is_plain else np.empty(kept, form.unsigned)
+        values.bits_into(numbers)
+        at = 0
+        for start, mask in _masks(bitmap, matrix.size):
+            some = int(np.count_nonzero(mask))
+            block = np.zeros(len(mask), form.unsigned)
+            block[mask] = numbers[at : at + some]
+            matrix.put(start, block)
+            at += some
 
     def parts(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
@@ -150,22 +189,19 @@ class Sparse:
         Raises:
           DamagedError: the payload is not what :meth:`encode` writes for this type and shape.
         """
-        count = math.prod(shape)
-        check_size(len(payload), count)
-        head, (bitmap, values) = split(payload, 2, count + -(-count // 8))
-        axes = check_axes(head.get("axes"), shape)
-        if bitmap.form.name != "U8" or bitmap.shape != (-(-count // 8),) or values.form != form:
-            raise DamagedError("a sparse tensor's bitmap does not fit its shape: the file is damaged")
-        flags = np.unpackbits(bitmap.bits(), bitorder="little")
-        if flags[count:].any() or int(flags.sum()) != math.prod(values.shape):
-            raise DamagedError("a sparse tensor's bitmap does not fit its values: the file is damaged")
-        return SparseParts(flags[:count].astype(bool).reshape(sides(shape, axes)), values.bits(), axes)
+        bitmap, values, axes = _open(payload, form, shape)
+        mask = np.unpackbits(bitmap, count=math.prod(shape), bitorder="little").view(bool)
+        return SparseParts(mask.reshape(sides(shape, axes)), values.bits(), axes)
+
+    def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
+        """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
+        return may_hold(size, count)
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
         from capibara.compress.codecs.protocol import get_codec
 
         codec, inner = _value_codec(settings)
-        return get_codec(codec).size_bound(form, count, inner) + -(-count // 8) + 1 + (1 << 16)
+        return get_codec(codec).size_bound(form, count, inner) + -(-count // 8) + 1 + room_for_head()
 
     def error_bound(self, settings: Mapping[str, Any]) -> float | None:
         exact = all(settings.get(name) is None for name in ("density", "pattern"))
@@ -175,14 +211,46 @@ class Sparse:
 SPARSE = Sparse()
 
 
-def _pattern(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    given = settings.get("pattern")
-    if given is None:
-        return None
-    kept, _, of = given.partition(":") if isinstance(given, str) else ("", "", "")
-    if not (kept.isdecimal() and of.isdecimal() and 0 < int(kept) < int(of) <= 64):
-        raise CompressError(f"pattern: got {given!r}, expected how many are kept of how many, such as '2:4'")
-    return int(kept), int(of)
+def _open(
+    payload: memoryview, form: NumberFormat, shape: tuple[int, ...]
+) -> tuple[np.ndarray, Part, tuple[int, ...]]:
+    """The bitmap uint8 [ceil(count / 8)], the values, and the axes of the features."""
+    count = math.prod(shape)
+    check_size(len(payload), count)
+    head, (first, values) = split(payload, 2, count + -(-count // 8))
+    axes = check_axes(head.get("axes"), shape)
+    if first.form.name != "U8" or first.shape != (-(-count // 8),) or values.form != form:
+        raise DamagedError("a sparse tensor's bitmap does not fit its shape: the file is damaged")
+    bitmap = first.bits()
+    kept = sum(int(np.count_nonzero(mask)) for _, mask in _masks(bitmap, bitmap.size * 8))
+    if (count % 8 and bitmap[-1] >> (count % 8)) or kept != math.prod(values.shape):
+        raise DamagedError("a sparse tensor's bitmap does not fit its values: the file is damaged")
+    return bitmap, values, axes
+
+
+def _masks(bitmap: np.ndarray, count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Where blocks of a bitmap begin, and their flags as bool."""
+    for start in range(0, count, BLOCK):
+        some = min(BLOCK, count - start)
+        packed = bitmap[start // 8 : -(-(start + some) // 8)]
+        yield start, np.unpackbits(packed, count=some, bitorder="little").view(bool)
+
+
+def _kept_of_each(bitmap: np.ndarray, rows: int, features: int, kept: int) -> int:
+    """How many values each row keeps, if all keep as many, and any; else 0."""
+    each, odd = divmod(kept, max(rows, 1))
+    if odd or not each:
+        return 0
+    before = 0
+    for start, mask in _masks(bitmap, rows * features):
+        ends = np.arange(
+            features - start % features, len(mask) + 1, features
+        )  # after rows that end in this block
+        sums = np.cumsum(mask, dtype=np.int64)
+        if (before + sums[ends - 1] != each * ((start + ends) // features)).any():
+            return 0
+        before += int(sums[-1])
+    return each
 
 
 def _value_codec(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -193,71 +261,8 @@ def _value_codec(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             f"values: got {codec!r} with step={step!r} and value_settings={inner!r}: a step belongs to 'uniform', "
             "value_settings to the other codecs"
         )
+    check_codec(codec)
     return codec, {"step": step} if codec == "uniform" else dict(inner or {})
-
-
-def _prune(
-    matrix: np.ndarray, density: float | None, pattern: tuple[int, int] | None, settings: Mapping[str, Any]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The matrix with other numbers where they make up for zeros, and where it is kept."""
-    if pattern is not None and matrix.shape[1] % pattern[1]:
-        raise CompressError(
-            f"pattern: got {settings['pattern']!r} for {matrix.shape[1]} features, expected a multiple of {pattern[1]}"
-        )
-    hessian, refit = get_hessian(settings, matrix.shape[1]), settings.get("refit")
-    if refit is not None and (hessian is None or not isinstance(refit, bool)):
-        raise CompressError(f"refit: got {refit!r}, expected True or False beside a hessian")
-    if hessian is None:
-        scores = np.abs(matrix)
-        if pattern is None:
-            return matrix, _largest(scores.reshape(1, -1), density or 0.0).reshape(matrix.shape)
-        return matrix, _of_groups(scores, *pattern)
-    if refit is False:
-        scores = np.abs(matrix) * np.sqrt(hessian.diagonal())
-        return matrix, _largest(scores, density or 0.0) if pattern is None else _of_groups(scores, *pattern)
-    return _prune_and_refit(matrix.copy(), hessian, density or 0.0, pattern)
-
-
-def _largest(scores: np.ndarray, density: float) -> np.ndarray:
-    """The mask of each row's largest scores; of equal ones the first."""
-    keep = round(density * scores.shape[1])
-    mask = np.zeros(scores.shape, bool)
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :keep]
-    np.put_along_axis(mask, order, True, axis=1)
-    return mask
-
-
-def _of_groups(scores: np.ndarray, kept: int, of: int) -> np.ndarray:
-    groups = scores.reshape(-1, of)
-    return _largest(groups, kept / of).reshape(scores.shape)
-
-
-def _prune_and_refit(
-    matrix: np.ndarray, hessian: np.ndarray, density: float, pattern: tuple[int, int] | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """SparseGPT's sweep, with as many numbers kept in each row."""
-    features = matrix.shape[1]
-    upper = np.linalg.cholesky(np.linalg.inv(hessian)).T  # inverse = upperᵀ · upper
-    diagonal = upper.diagonal()
-    mask = np.ones(matrix.shape, bool)
-    width = _BLOCK if pattern is None else pattern[1] * max(_BLOCK // pattern[1], 1)
-    for start in range(0, features, width):
-        stop = min(start + width, features)
-        if pattern is None:
-            scores = (matrix[:, start:stop] / diagonal[start:stop]) ** 2
-            # Whole numbers that add up: each row keeps round(density · features) in the end.
-            keep = round(density * stop) - round(density * start)
-            mask[:, start:stop] = _largest(scores, keep / (stop - start))
-        errors = np.zeros((len(matrix), stop - start))
-        for j in range(start, stop):
-            if pattern is not None and (j - start) % pattern[1] == 0:
-                some = slice(j, j + pattern[1])
-                mask[:, some] = _of_groups((matrix[:, some] / diagonal[some]) ** 2, *pattern)
-            lost = np.where(mask[:, j], 0.0, matrix[:, j]) / diagonal[j]
-            matrix[:, j:stop] -= lost[:, None] * upper[j, j:stop]
-            errors[:, j - start] = lost
-        matrix[:, stop:] -= errors @ upper[start:stop, stop:]
-    return matrix, mask
 
 
 def candidates(form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
