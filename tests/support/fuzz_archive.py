@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -33,8 +34,8 @@ from capibara.compress import formats
 from capibara.compress.codecs import lossless
 from capibara.compress.codecs.executors import get_executor
 from capibara.compress.codecs.protocol import CODECS
-from capibara.compress.container import Archive, ArchiveWriter
-from capibara.compress.container.index import END, FOOTER, HEADER, VERSION
+from capibara.compress.container import Archive, ArchiveWriter, writer
+from capibara.compress.container.index import END, FOOTER, HEADER
 from capibara.compress.errors import ArchiveError, CompressError, DamagedError
 from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
 from capibara.native.loading import open_library
@@ -66,8 +67,18 @@ def seeds(folder: Path) -> Iterator[bytes]:
                         for i, settings in enumerate(candidates(form, shape)[:3]):
                             archive.add(f"{codec}{i}", bits, form, shape, codec=codec, settings=settings)
             yield path.read_bytes()
+            if len(shape) > 1 and count:
+                with mock.patch.object(writer, "CHUNK", 10), ArchiveWriter(path) as archive:
+                    archive.add("cut", bits, form, shape)
+                    archive.add_twin("twin", "cut")
+                yield path.read_bytes()
             write_safetensors(path, {"x": (form, shape)}, lambda _, bits=bits: bits)
             yield path.read_bytes()
+
+
+def _version(data: bytearray) -> int:
+    """What the header says: the footer has to say the same."""
+    return int.from_bytes(data[8:12], "little")
 
 
 def repair(data: bytearray) -> None:
@@ -85,7 +96,7 @@ def repair(data: bytearray) -> None:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         pass
     offset = min(offset, len(data))
-    data[offset:] = text + FOOTER.pack(offset, len(text), zlib.crc32(text), VERSION, END)
+    data[offset:] = text + FOOTER.pack(offset, len(text), zlib.crc32(text), _version(data), END)
 
 
 NUMBERS = (
@@ -150,7 +161,7 @@ def mutate_index(data: bytearray, dice: random.Random) -> None:
     else:
         where[key] = dice.choice(values)
     text = json.dumps(index, separators=(",", ":")).encode()
-    data[offset:] = text + FOOTER.pack(offset, len(text), zlib.crc32(text), VERSION, END)
+    data[offset:] = text + FOOTER.pack(offset, len(text), zlib.crc32(text), _version(data), END)
 
 
 def mutate(data: bytes, other: bytes, dice: random.Random) -> bytes:

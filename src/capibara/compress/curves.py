@@ -24,7 +24,7 @@ from capibara.compress.codecs.low_rank import remember
 from capibara.compress.codecs.matrices import get_axes
 from capibara.compress.codecs.protocol import CODECS, get_codec, settings_of_rows
 from capibara.compress.container.index import CHUNK
-from capibara.compress.container.writer import rows_together
+from capibara.compress.container.writer import coded_shape, rows_together
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
 
@@ -177,6 +177,8 @@ def _chunks(
     metric: Metric | None,
 ) -> Iterator[tuple[np.ndarray, tuple[int, ...], Mapping[str, Any], Metric | None]]:
     """A tensor as an archive cuts it: numbers, shape, settings and metric of some rows."""
+    if metric is None:  # which is of the tensor's own axes
+        shape = coded_shape(shape, get_codec(codec))
     rows, step = shape[0] if shape else 1, rows_together(shape, get_codec(codec))
     flat = bits.reshape(-1)
     if step >= rows:

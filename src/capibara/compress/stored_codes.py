@@ -18,7 +18,7 @@ def stored_parts(archive: Archive, name: str) -> list[Parts] | str:
     """The codes of a tensor, one for each run of indices of its first axis; or why there are none."""
     entry = archive[archive[name].same_as or name]
     codec = get_codec(entry.codec)
-    if not isinstance(codec, Fixed) or len(entry.shape) < 2 or 0 in entry.shape:
+    if not isinstance(codec, Fixed) or len(entry.shape) < 2 or 0 in entry.shape or entry.coded_as is not None:
         return f"stored as {entry.codec} with the shape {entry.shape}"
     found = [
         codec.parts(payload, entry.format, shape, entry.settings)

@@ -53,9 +53,11 @@ class Lossless:
 
     Attributes:
       chunk: numbers of a tensor that are coded together. More of them save tables, fewer are more at a time.
+      cuts_rows: a part of a row can be coded as well.
     """
 
     chunk = 1 << 20
+    cuts_rows = True
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
         """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""

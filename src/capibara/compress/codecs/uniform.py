@@ -38,9 +38,11 @@ class Uniform:
 
     Attributes:
       chunk: numbers of a tensor that an archive codes together.
+      cuts_rows: a part of a row can be coded as well.
     """
 
     chunk = 1 << 20
+    cuts_rows = True
 
     def encode(
         self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]

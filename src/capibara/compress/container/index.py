@@ -12,6 +12,11 @@ for each its ``name``, ``dtype`` (as in safetensors), ``shape``, ``codec``, the 
 chunk is a run of rows along the first axis (or the whole of a scalar), coded on its own: ``[rows, offset, length,
 crc32]``. A tensor that is another one under a second name (tied weights) has ``same_as`` instead of chunks.
 
+A tensor whose rows are longer than a chunk may be can have ``coded_as``: chunks are then runs of rows of a tensor
+of that shape, which has the same numbers in the same order, and of whose rows each of the tensor's own has a whole
+number. A file with such a tensor has version 2, all others have version 1: what knows only that refuses the file by
+its number.
+
 An index has at most 16 MiB, and beside 4096 bytes at least 32 bytes for each object in it, 10 for each list and 6 for
 each text: more is refused before it is parsed, so that what is parsed takes at most some 18 times as much memory.
 
@@ -26,6 +31,7 @@ import math
 import re
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +42,7 @@ __all__ = [
     "CHUNK",
     "MAGIC",
     "VERSION",
+    "VERSION_CUT",
     "Chunk",
     "Entry",
     "check_name",
@@ -43,10 +50,12 @@ __all__ = [
     "dump",
     "parse",
     "parse_footer",
+    "version_of",
 ]
 
 MAGIC = b"\x89CAPI\r\n\x1a"
 VERSION = 1
+VERSION_CUT = 2  # of files in which rows are cut
 HEADER = struct.Struct("<8sII")
 FOOTER = struct.Struct("<QQII8s")
 END = b"CAPI-END"
@@ -90,6 +99,7 @@ class Entry:
       settings: what its decoder must know beside the payload.
       chunks: in order of rows.
       same_as: the name of the tensor that this one is, or ``None``.
+      coded_as: the shape along whose first axis it is cut into chunks; ``None``: its own.
     """
 
     name: str
@@ -99,6 +109,7 @@ class Entry:
     settings: dict[str, Any] = field(default_factory=dict)
     chunks: tuple[Chunk, ...] = ()
     same_as: str | None = None
+    coded_as: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
@@ -112,8 +123,13 @@ class Entry:
     def coded_bytes(self) -> int:
         return sum(c.length for c in self.chunks)
 
+    @property
+    def coded_shape(self) -> tuple[int, ...]:
+        """The shape that chunks are runs of rows of."""
+        return self.shape if self.coded_as is None else self.coded_as
+
     def chunk_shape(self, chunk: Chunk) -> tuple[int, ...]:
-        return (chunk.rows, *self.shape[1:]) if self.shape else ()
+        return (chunk.rows, *self.coded_shape[1:]) if self.shape else ()
 
 
 def check_name(name: object) -> str | None:
@@ -136,6 +152,11 @@ def check_shape(shape: object) -> str | None:
     return None
 
 
+def version_of(entries: Iterable[Entry]) -> int:
+    """The oldest version of the format that has all that these tensors need."""
+    return VERSION if all(e.coded_as is None for e in entries) else VERSION_CUT
+
+
 def dump(entries: list[Entry], metadata: dict[str, str], offset: int) -> bytes:
     """The index and the footer."""
     tensors = []
@@ -148,6 +169,8 @@ def dump(entries: list[Entry], metadata: dict[str, str], offset: int) -> bytes:
         }
         if e.settings:
             one["settings"] = e.settings
+        if e.coded_as is not None:
+            one["coded_as"] = list(e.coded_as)
         if e.same_as is not None:
             one["same_as"] = e.same_as
         else:
@@ -164,7 +187,7 @@ def dump(entries: list[Entry], metadata: dict[str, str], offset: int) -> bytes:
         raise ArchiveError(
             f"the index takes {len(text)} bytes, at most {_MOST_INDEX} are read back. Remedy: several files."
         )
-    return text + FOOTER.pack(offset, len(text), zlib.crc32(text), VERSION, END)
+    return text + FOOTER.pack(offset, len(text), zlib.crc32(text), version_of(entries), END)
 
 
 def parse_footer(head: bytes, tail: bytes, size: int, path: object) -> tuple[int, int, int]:
@@ -172,9 +195,10 @@ def parse_footer(head: bytes, tail: bytes, size: int, path: object) -> tuple[int
     if len(head) < HEADER.size or head[:8] != MAGIC:
         raise ArchiveError(f"{path}: not a .capi archive (it begins with {head[:8]!r})")
     version = HEADER.unpack(head)[1]
-    if version != VERSION:
+    if version not in (VERSION, VERSION_CUT):
         raise ArchiveError(
-            f"{path}: format version {version}, this Capibara reads {VERSION}. Remedy: a newer Capibara."
+            f"{path}: format version {version}, this Capibara reads {VERSION} and {VERSION_CUT}. "
+            "Remedy: a newer Capibara."
         )
     if size < HEADER.size + FOOTER.size or len(tail) != FOOTER.size or tail[-8:] != END:
         raise DamagedError(f"{path}: the file ends too early. Remedy: copy or write it again.")
@@ -189,8 +213,8 @@ def parse_footer(head: bytes, tail: bytes, size: int, path: object) -> tuple[int
     return offset, length, crc
 
 
-def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Entry]]:
-    """Metadata and entries of an index whose payloads lie before ``end``.
+def parse(text: bytes, end: int, path: object, version: int = VERSION) -> tuple[dict[str, str], list[Entry]]:
+    """Metadata and entries of an index whose payloads lie before ``end``, in a file of that version.
 
     Raises:
       DamagedError: it is not what :func:`dump` writes.
@@ -214,13 +238,14 @@ def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Ent
     check(isinstance(tensors, list), "no list of tensors")
     entries: dict[str, Entry] = {}
     at = HEADER.size
+    keys = {"name", "dtype", "shape", "codec", "settings", "chunks", "same_as"}
+    if version == VERSION_CUT:
+        keys.add("coded_as")
     for t in tensors:
         check(isinstance(t, dict), "a tensor is no object")
         name, shape, chunks, same_as = (t.get(k) for k in ("name", "shape", "chunks", "same_as"))
         settings = t.get("settings", {})
-        check(
-            set(t) <= {"name", "dtype", "shape", "codec", "settings", "chunks", "same_as"}, "a tensor's keys"
-        )
+        check(set(t) <= keys, "a tensor's keys")
         check(check_name(name) is None and name not in entries, "a tensor's name")
         check(isinstance(t.get("dtype"), str) and t["dtype"] in FORMATS, f"dtype of {name!r}")
         check(isinstance(t.get("codec"), str) and len(t["codec"]) <= 64, f"codec of {name!r}")
@@ -229,7 +254,9 @@ def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Ent
         form = FORMATS[t["dtype"]]
         if same_as is not None:
             twin = entries.get(same_as) if isinstance(same_as, str) else None
-            check(twin is not None and chunks is None, f"what {name!r} is the same as")
+            check(
+                twin is not None and chunks is None and "coded_as" not in t, f"what {name!r} is the same as"
+            )
             assert twin is not None
             check(
                 twin.same_as is None and (twin.format, twin.shape) == (form, tuple(shape)),
@@ -238,6 +265,14 @@ def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Ent
             entries[name] = Entry(name, form, tuple(shape), t["codec"], settings, (), same_as)
             continue
         check(isinstance(chunks, list), f"chunks of {name!r}")
+        cut = t.get("coded_as", shape)
+        if "coded_as" in t:
+            check(isinstance(cut, list) and check_shape(cut) is None, f"what {name!r} is coded as")
+            count, length = math.prod(shape), math.prod(cut[1:])
+            check(
+                count > 0 and len(cut) > 0 and math.prod(cut) == count and math.prod(shape[1:]) % length == 0,
+                f"what {name!r} is coded as",
+            )
         read = []
         for c in chunks:
             check(isinstance(c, list) and len(c) == 4 and all(_is_size(n) for n in c), f"a chunk of {name!r}")
@@ -248,16 +283,19 @@ def parse(text: bytes, end: int, path: object) -> tuple[dict[str, str], list[Ent
             at = chunk.offset + chunk.length
             # The writer makes none such; it bounds what a small payload may claim to become.
             check(
-                chunk.rows <= 1 or chunk.rows * math.prod(shape[1:]) <= CHUNK,
+                (chunk.rows <= 1 and cut is shape) or chunk.rows * math.prod(cut[1:]) <= CHUNK,
                 f"the size of a chunk of {name!r}",
             )
             read.append(chunk)
-        rows = shape[0] if shape else 1
+        rows = cut[0] if cut else 1
         check(
             sum(c.rows for c in read) == rows and all(c.rows or not rows for c in read), f"rows of {name!r}"
         )
         check(len(read) >= 1, f"chunks of {name!r}")
-        entries[name] = Entry(name, form, tuple(shape), t["codec"], settings, tuple(read))
+        entries[name] = Entry(
+            name, form, tuple(shape), t["codec"], settings, tuple(read), None,
+            tuple(cut) if "coded_as" in t else None,
+        )  # fmt: skip
     check(at == end, "bytes that belong to no tensor")
     return metadata, list(entries.values())
 

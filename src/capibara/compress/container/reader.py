@@ -63,7 +63,7 @@ class Archive:
                 raise DamagedError(
                     f"{self.path}: the index does not have its checksum. Remedy: copy the file again."
                 )
-            self.metadata, entries = parse(text, offset, self.path)
+            self.metadata, entries = parse(text, offset, self.path, HEADER.unpack(head)[1])
         except BaseException:
             self._map.close()
             raise
@@ -112,13 +112,17 @@ class Archive:
                 f"rows: got {rows!r} for the shape {source.shape}, expected a slice with step 1"
             )
         last = max(first, last)
-        length = math.prod(source.shape[1:])
+        shape = (last - first, *source.shape[1:]) if source.shape else ()
+        # From here on rows are those that chunks are runs of: as many for each of the tensor's own.
+        length = math.prod(source.coded_shape[1:])
+        if source.coded_as is not None:
+            each = math.prod(source.shape[1:]) // length
+            first, last = first * each, last * each
         wanted, at = [], 0
         for chunk in source.chunks:
             if at < last and at + chunk.rows > first:
                 wanted.append(_Place(chunk, at - first, self.path, source))
             at += chunk.rows
-        shape = (last - first, *source.shape[1:]) if source.shape else ()
         for place in wanted:
             place.check()
         count = (last - first) * length
@@ -223,6 +227,8 @@ class Archive:
     def payloads(self, name: str) -> Iterator[tuple[tuple[int, ...], memoryview]]:
         """The coded chunks of a tensor, each with its shape, for who decodes them elsewhere.
 
+        Where the tensor has ``coded_as``, shapes are of runs of rows of that.
+
         Raises:
           KeyError: no tensor of that name.
           DamagedError: one does not have its checksum.
@@ -246,7 +252,7 @@ class Archive:
         chunk, entry = place.chunk, place.entry
         codec = get_codec(entry.codec)
         shape = entry.chunk_shape(chunk)
-        length = math.prod(entry.shape[1:]) if entry.shape else 1
+        length = math.prod(entry.coded_shape[1:])
         # All of it is wanted, or some rows in the middle.
         whole = place.begin >= 0 and place.begin + chunk.rows <= rows
         decode_into = getattr(codec, "decode_into", None) if whole else None

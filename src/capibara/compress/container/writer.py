@@ -27,12 +27,13 @@ from capibara.compress.container.index import (
     check_name,
     check_shape,
     dump,
+    version_of,
 )
 from capibara.compress.container.pool import Buffers, ahead
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
 
-__all__ = ["ArchiveWriter", "Tensor", "rows_together"]
+__all__ = ["ArchiveWriter", "Tensor", "coded_shape", "rows_together"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,17 @@ class Tensor:
     shape: Iterable[int]
     codec: str = "lossless"
     settings: Mapping[str, Any] | None = None
+
+
+def coded_shape(shape: tuple[int, ...], codec: Codec) -> tuple[int, ...]:
+    """The shape along whose first axis a tensor is cut into chunks.
+
+    That is its own; but where rows are longer than a chunk may be, and the codec takes any run of numbers (its
+    ``cuts_rows``), what runs along the last axis are the rows, or if that is too long as well, numbers are.
+    """
+    if not getattr(codec, "cuts_rows", False) or math.prod(shape[1:]) <= CHUNK or not shape[0]:
+        return shape
+    return (math.prod(shape[:-1]), shape[-1]) if shape[-1] <= CHUNK else (math.prod(shape),)
 
 
 def rows_together(shape: tuple[int, ...], codec: Codec) -> int:
@@ -93,6 +105,8 @@ class ArchiveWriter:
             with self._file:
                 if kind is None:
                     self._write(dump(self.entries, self.metadata, self._at))
+                    self._file.seek(0)
+                    self._file.write(HEADER.pack(MAGIC, version_of(self.entries), 0))
                     self._file.flush()
                     os.fsync(self._file.fileno())
             if kind is None:
@@ -159,7 +173,14 @@ class ArchiveWriter:
                     done.append(
                         self._keep(
                             Entry(
-                                tensor.name, tensor.form, part.shape, tensor.codec, part.stored, tuple(chunks)
+                                tensor.name,
+                                tensor.form,
+                                part.whole,
+                                tensor.codec,
+                                part.stored,
+                                tuple(chunks),
+                                None,
+                                part.shape if part.shape != part.whole else None,
                             )
                         )
                     )
@@ -209,6 +230,7 @@ class ArchiveWriter:
                     f"expected {math.prod(shape)} of {form.unsigned}"
                 )
             how = get_codec(tensor.codec)
+            whole, shape = shape, coded_shape(shape, how)
             flat = bits.reshape(-1)
             rows = shape[0] if shape else 1
             length = max(math.prod(shape[1:]), 1)
@@ -216,7 +238,7 @@ class ArchiveWriter:
             for start in range(0, max(rows, 1), step):
                 some = min(step, rows - start)
                 yield _Part(
-                    tensor, shape, given, stored, how, flat[start * length : (start + some) * length],
+                    tensor, whole, shape, given, stored, how, flat[start * length : (start + some) * length],
                     start, some, start + step >= rows,
                 )  # fmt: skip
 
@@ -243,9 +265,10 @@ class ArchiveWriter:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a tensor that become one chunk."""
+    """Rows of a tensor that become one chunk; ``whole`` is its shape, ``shape`` the one that it is cut along."""
 
     tensor: Tensor
+    whole: tuple[int, ...]
     shape: tuple[int, ...]
     given: dict[str, Any]
     stored: dict[str, Any]

@@ -17,12 +17,12 @@ from capibara.compress.container.index import (
     FOOTER,
     HEADER,
     MAGIC,
-    VERSION,
     Chunk,
     Entry,
     dump,
     parse,
     parse_footer,
+    version_of,
 )
 from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.files import replace_file
@@ -89,7 +89,7 @@ class CompressedTensor:
 
     def to_bytes(self) -> bytes:
         """The content of a ``.capi`` file, which :class:`~capibara.compress.container.reader.Archive` reads."""
-        body = HEADER.pack(MAGIC, VERSION, 0) + b"".join(self.payloads)
+        body = HEADER.pack(MAGIC, version_of([self.entry]), 0) + b"".join(self.payloads)
         return body + dump([self.entry], {"kind": self.kind, "device": self.device}, len(body))
 
     @classmethod
@@ -106,7 +106,9 @@ class CompressedTensor:
         text = data[offset : offset + length]
         if zlib.crc32(text) != crc:
             raise DamagedError("the compressed tensor's index does not have its checksum")
-        metadata, entries = parse(text, offset, "the compressed tensor")
+        metadata, entries = parse(
+            text, offset, "the compressed tensor", HEADER.unpack(data[: HEADER.size])[1]
+        )
         if len(entries) != 1:
             raise ArchiveError(
                 f"the archive holds {len(entries)} tensors, expected one. Remedy: capibara.compress.container.Archive."
