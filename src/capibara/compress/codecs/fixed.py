@@ -56,6 +56,7 @@ __all__ = ["INT4", "INT8", "NF4_CODEC", "Fixed", "Parts"]
 
 _HEAD = struct.Struct("<BBHf")
 _CODED, _TURNED, _BOOK, _OUTLIERS = 1, 2, 4, 8
+_BOOK_SIZE = 32  # bytes
 _SHORTEST = 32  # a last axis below this is no row of its own
 
 
@@ -130,6 +131,18 @@ class Fixed:
         Raises:
           CompressError: a setting that is none, integers, or more than a sixteenth of the numbers are not finite.
         """
+        out = np.empty(self.size_bound(form, math.prod(shape), settings), np.uint8)
+        return out[: self.encode_into(out, bits, form, shape, settings)].tobytes()
+
+    def encode_into(
+        self,
+        out: np.ndarray,
+        bits: np.ndarray,
+        form: NumberFormat,
+        shape: tuple[int, ...],
+        settings: Mapping[str, Any],
+    ) -> int:
+        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took."""
         chosen = choices(self.kind, settings, shape)
         exact_bits = np.asarray(bits).reshape(-1)
         length = _row_length(shape, chosen.turned)
@@ -141,25 +154,40 @@ class Fixed:
             rounded = rounded.copy()
             rounded[odd] = 0
         rows = rounded.reshape(-1, length) if length else rounded.reshape(0, 1)
-        scales, codes, book, top, resolution = self._quantise(rows, form, chosen)
+        exact = b""
+        if odd.size:
+            steps = np.diff(odd, prepend=0).astype("<u4")
+            where = lossless.encode(steps, get_format("U32"), (odd.size,))
+            exact = struct.pack("<II", odd.size, len(where)) + where + exact_bits[odd].tobytes()
+        # Codes come to be behind the most that may stand before them, and move down when that is known.
+        across = -(-rows.shape[1] // min(chosen.group, rows.shape[1]))
+        begin = (
+            _HEAD.size
+            + _BOOK_SIZE
+            + len(exact)
+            + 4
+            + lossless.size_bound(get_format("U8"), len(rows) * across)
+        )
+        room = out[begin : begin + rows.size].view(np.int8)
+        scales, codes, book, top, resolution = self._quantise(rows, form, chosen, room)
         flags = _CODED * chosen.coded + _TURNED * chosen.turned + _BOOK * (book is not None)
         parts = [_HEAD.pack(flags + _OUTLIERS * bool(odd.size), resolution, chosen.group, top)]
         if book is not None:
             parts.append(book.astype("<i2").tobytes())
-        if odd.size:
-            steps = np.diff(odd, prepend=0).astype("<u4")
-            where = lossless.encode(steps, get_format("U32"), (odd.size,))
-            parts += [struct.pack("<II", odd.size, len(where)), where, exact_bits[odd].tobytes()]
         packed = lossless.encode(scales.reshape(-1), get_format("U8"), scales.shape)
-        parts += [struct.pack("<I", len(packed)), packed, store_codes(codes, self.kind, chosen.coded)]
-        return b"".join(parts)
+        parts += [exact, struct.pack("<I", len(packed)), packed]
+        first = b"".join(parts)
+        end = store_codes(out, len(first), codes, self.kind, chosen.coded)
+        out.data[: len(first)] = first
+        return end
 
     def _quantise(
-        self, rows: np.ndarray, form: NumberFormat, chosen: Choices
+        self, rows: np.ndarray, form: NumberFormat, chosen: Choices, room: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, float, int]:
         """Of bits [rows, length]: scales uint8 [rows, groups], codes int8 [rows, length], levels, top and resolution.
 
-        Floats are made of a block at a time: there is no room for those of a whole tensor.
+        Codes lie in ``room``, int8 [rows · length], unless groups are filled up or there is a hessian. Floats are made
+        of a block at a time: there is no room for those of a whole tensor.
         """
         kind, executor = self.kind, get_executor(chosen.executor)
         book = NF4 if kind.name == "nf4" else None
@@ -192,7 +220,7 @@ class Fixed:
             )
             return scales, codes, book, top, resolution
         scales = np.empty(len(groups), np.uint8)
-        codes = np.empty(groups.shape, np.int8)
+        codes = room.reshape(groups.shape) if groups.size == rows.size else np.empty(groups.shape, np.int8)
 
         def work(first: int) -> None:
             block = floats(groups[first : first + step], form)

@@ -30,20 +30,30 @@ class Cursor:
         return self._data[self._at :]
 
 
-def store_codes(codes: np.ndarray, kind: Kind, coded: bool) -> bytes | memoryview:
-    """Codes int8 [rows, length] as bytes."""
-    if kind.bits == 8:
-        flat = np.ascontiguousarray(codes).view(np.uint8).reshape(-1)
-        return lossless.encode(flat, get_format("I8"), codes.shape) if coded else flat.data
-    shift = np.int8(8 if kind.name == "int4" else 0)
+def store_codes(out: np.ndarray, at: int, codes: np.ndarray, kind: Kind, coded: bool) -> int:
+    """Codes int8 [rows, length] as bytes of ``out`` from ``at`` on; where they end.
+
+    The codes may lie in ``out`` themselves, not before ``at``.
+    """
     if coded:
-        return lossless.encode((codes + shift).view(np.uint8).reshape(-1), get_format("U8"), codes.shape)
-    out = np.empty((len(codes), -(-codes.shape[1] // 2)), np.uint8)
+        shift = np.int8(8 if kind.name == "int4" else 0)
+        form = get_format("I8" if kind.bits == 8 else "U8")
+        flat = np.ascontiguousarray(codes + shift if shift else codes).view(np.uint8).reshape(-1)
+        payload = lossless.encode(flat, form, codes.shape)
+        out.data[at : at + len(payload)] = payload
+        return at + len(payload)
+    width = codes.shape[1] if kind.bits == 8 else -(-codes.shape[1] // 2)
     step = max(_BLOCK // max(codes.shape[1], 1), 1)
     for first in range(0, len(codes), step):
-        block = slice(first, first + step)
-        out[block] = pack_nibbles((codes[block] + shift).view(np.uint8))
-    return out.reshape(-1).data
+        # A block is read before bytes are written, which end before the next one begins.
+        block = codes[first : first + step].copy()
+        if kind.bits == 8:
+            packed = block.view(np.uint8)
+        else:
+            packed = pack_nibbles((block + np.int8(8 if kind.name == "int4" else 0)).view(np.uint8))
+        out[at : at + packed.size] = packed.reshape(-1)
+        at += len(block) * width
+    return at
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
