@@ -6,8 +6,10 @@ so that a page may write files.
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
 from typing import Any
 
@@ -46,3 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # The blocks of a page need each other: with `-n` a whole file has to go to one worker.
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadfile"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_objects_are_not_looked_at_again() -> Iterator[None]:
+    """JAX keeps what it traced: after a thousand tests, looking through all of it for garbage takes its time."""
+    yield
+    gc.collect()
+    gc.freeze()

@@ -1,7 +1,8 @@
 """Scans against lax.scan, lax.associative_scan and the step-by-step state-space recurrence.
 
 ``parallel_scan`` is measured as it runs here and as the composition that accelerators get, on a step whose coefficients
-differ at each position; a plain ``a * x + 1`` over the same arrays is the limit that memory sets.
+differ at each position and on one with the same coefficient for each channel everywhere (which has half as much to
+read); a plain ``a * x + 1`` over the same arrays is the limit that memory sets.
 
 Both sides run with freed memory kept, as all benchmarks do when ``python -m benchmarks`` runs them and as ``capibara
 train`` does (:mod:`capibara.train.memory`): every call returns arrays of 32 MiB, and where the C library hands such
@@ -99,6 +100,17 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
             for name, scan in scans.items()
         }
         compare("parallel_scan, diagonal, with gradient", shape, sides)
+
+        def decay(h: Any, x: Any, a: Any = a[0]) -> tuple[Any, Any]:
+            h = a * h + x
+            return h, h
+
+        sides = {
+            name: bound(lambda x, scan=scans[name], init=init, step=decay: scan(step, init, x), x)
+            for name in ("capibara", "the composition (affine)", "lax.scan")
+        }
+        everywhere = bound(lambda x, a=a[0]: a * x + 1, x)
+        compare("parallel_scan, one decay", shape, {**sides, "memory (a * x + 1)": everywhere})
 
     shape = (8192, 8)
     mix = jnp.asarray(np.linalg.qr(rng.normal(size=(8, 8)))[0], jnp.float32)

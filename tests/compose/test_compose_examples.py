@@ -54,6 +54,7 @@ def test_digits_are_recognised(tmp_path: Path) -> None:
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_lstm_learns_to_write(tmp_path: Path) -> None:
     shown = run(
         tmp_path, "lstm.py", "--steps=100", "--hidden=64", "--time=32", "--prompt=The ", "--length=50"
@@ -77,6 +78,7 @@ def test_gpt_learns_to_write(tmp_path: Path) -> None:
     assert len(shown.partition("\nA class ")[2]) == 51
 
 
+@pytest.mark.slow
 def test_two_backends_learn_the_same(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
@@ -91,7 +93,9 @@ def test_two_backends_learn_the_same(tmp_path: Path) -> None:
     assert params < 1e-13
 
 
-@pytest.mark.parametrize(("mesh", "part"), [("2x2", "(16, 128)"), ("4x8", "(8, 32)")])
+@pytest.mark.parametrize(
+    ("mesh", "part"), [("2x2", "(16, 128)"), pytest.param("4x8", "(8, 32)", marks=pytest.mark.slow)]
+)
 def test_a_mesh_learns_what_one_device_learns(tmp_path: Path, mesh: str, part: str) -> None:
     shown = run(tmp_path, "sharded_mlp.py", "--mesh", mesh, "--steps", "10")
     assert re.search(rf"layer_0.weight +\(32, 256\) +P\('data', 'model'\) +{re.escape(part)} on each", shown)

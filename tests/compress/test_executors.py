@@ -69,6 +69,29 @@ def test_the_same_bytes(name: str, shape: tuple[int, ...], kind: str) -> None:
     agree(NATIVE, numbers(form, math.prod(shape), kind), form, shape)
 
 
+@pytest.mark.skipif(not NATIVE, reason="no compiled code here")
+@pytest.mark.parametrize("name", ["BF16", "F32", "I16"])
+@pytest.mark.parametrize("shape", [(17, 300_000), (9, 262_144), (24, 2_049)])
+def test_two_groups_at_a_time(name: str, shape: tuple[int, ...]) -> None:
+    """Groups of several blocks, of other lengths, of one symbol only, with escapes and without."""
+    form = get_format(name)
+    bits = numbers(form, math.prod(shape), "normal").reshape(shape)
+    bits[::3] = bits[::3] >> form.unsigned.type(4) << form.unsigned.type(4)
+    bits[1] = bits[1, 0]
+    bits[2, ::5_000] = RANDOM.integers(0, np.iinfo(bits.dtype).max, len(bits[2, ::5_000]))
+    flat = bits.reshape(-1)
+    for executor in NATIVE:
+        payload = lossless.encode(flat, form, shape, executor)
+        for threads in (1, 3):
+            out = np.empty(shape, form.unsigned)
+            executor.decode_tensor(np.frombuffer(payload, np.uint8)[1:], form, out, threads)
+            np.testing.assert_array_equal(out, bits)
+        body = np.frombuffer(payload, np.uint8)[1:].copy()
+        body[-7] ^= 4
+        with pytest.raises(DamagedError):
+            executor.decode_tensor(body, form, np.empty(shape, form.unsigned), 1)
+
+
 @pytest.mark.parametrize("executor", [e for e in ALL if e.name != "native"], ids=lambda e: e.name)
 @pytest.mark.parametrize("name", ["BF16", "F32", "F64", "F8_E4M3", "I16", "I64", "U64"])
 def test_the_same_bytes_of_frameworks(executor: Executor, name: str) -> None:

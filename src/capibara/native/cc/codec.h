@@ -51,6 +51,7 @@ struct Group {
   const Block* blocks;
   const uint16_t* escaped;
   int64_t escapes;
+  int32_t drop;  // lowest bits that are left out
 };
 
 enum Outcome { kFine = 0, kUneven = 1, kEscapes = 2 };
@@ -67,8 +68,8 @@ struct CodecKernels {
                    const uint8_t* entry, int escape, uint8_t* symbols, uint8_t* planes, uint16_t* escaped);
   // Returns the number of words, which are written downwards from words_end; one more is written to than are used.
   int64_t (*encode)(const uint8_t* symbols, int64_t count, const Part* parts, uint32_t* states, uint16_t* words_end);
-  // Decodes a group into its rows of `out`.
-  Outcome (*restore)(const Cut& cut, void* out, const Group& group);
+  // Decodes groups into their rows of `out`, two at a time; `cut.drop` is not looked at.
+  Outcome (*restore)(const Cut& cut, void* out, const Group* groups, int count);
   // Goes on with a CRC-32 (of zlib's polynomial); `size` is a multiple of 16 and at least 64. Null where that would be
   // no quicker.
   uint32_t (*crc32)(uint32_t crc, const uint8_t* data, int64_t size);

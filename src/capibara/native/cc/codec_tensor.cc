@@ -601,6 +601,24 @@ Damage read_tables(BitReader& reader, const Form& form, Cut& cut, std::vector<Ta
   return kNone;
 }
 
+// What a group's tables become for decoding.
+struct Prepared {
+  uint64_t values[256] = {};
+  uint32_t places[kScale];
+  std::vector<uint16_t> escaped;
+
+  void fill(const Table& one, const Cut& cut, const uint8_t* packed) {
+    uint32_t place = 0;
+    for (size_t e = 0; e < one.frequencies.size(); ++e) {
+      if (e < one.symbols.size()) values[e] = uint64_t(one.symbols[e]);
+      for (uint32_t w = 0; w < uint32_t(one.frequencies[e]); ++w)
+        places[place++] = uint32_t(e) << 24 | (uint32_t(one.frequencies[e]) & (kScale - 1)) << kScaleBits | w;
+    }
+    escaped.resize(size_t(one.escapes));
+    unpack_few(packed, one.escapes, cut.symbol_bits, escaped.data());
+  }
+};
+
 int decode_all(const Form& form, const uint8_t* data, int64_t size, int64_t rows, int64_t length, int threads,
                void* out) {
   const int64_t count = rows * length, least = divide_up(count, kBlock);
@@ -653,25 +671,21 @@ int decode_all(const Form& form, const uint8_t* data, int64_t size, int64_t rows
       parts[i].blocks.push_back({states, first, words});
     }
   if (!reader.finished() || cursor.left) return kLong;
+  // Groups go two by two: the kernel does two at a time.
   std::atomic<int> worst{kNone};
-  each(threads, int64_t(tables.size()), [&](int64_t n) {
-    const size_t i = size_t(n);
-    const Table& one = tables[i];
-    Cut mine = cut;
-    mine.drop = one.drop;
-    uint64_t values[256] = {};
-    uint32_t table[kScale];
-    uint32_t place = 0;
-    for (size_t e = 0; e < one.frequencies.size(); ++e) {
-      if (e < one.symbols.size()) values[e] = uint64_t(one.symbols[e]);
-      for (uint32_t w = 0; w < uint32_t(one.frequencies[e]); ++w)
-        table[place++] = uint32_t(e) << 24 | (uint32_t(one.frequencies[e]) & (kScale - 1)) << kScaleBits | w;
+  const int64_t together = threads > 1 ? 2 : int64_t(tables.size());
+  each(threads, divide_up(int64_t(tables.size()), together), [&](int64_t n) {
+    const size_t begin = size_t(n * together), end = std::min(begin + size_t(together), tables.size());
+    std::vector<Prepared> prepared(end - begin);
+    std::vector<Group> groups;
+    for (size_t i = begin; i < end; ++i) {
+      prepared[i - begin].fill(tables[i], cut, parts[i].escaped);
+      const Prepared& with = prepared[i - begin];
+      groups.push_back({chosen[i].data(), int64_t(chosen[i].size()), with.values, int(tables[i].symbols.size()),
+                        with.places, parts[i].planes, parts[i].blocks.data(), with.escaped.data(), tables[i].escapes,
+                        tables[i].drop});
     }
-    std::vector<uint16_t> escaped(size_t(one.escapes));
-    unpack_few(parts[i].escaped, one.escapes, cut.symbol_bits, escaped.data());
-    const Group group{chosen[i].data(), int64_t(chosen[i].size()), values,           int(one.symbols.size()), table,
-                      parts[i].planes,  parts[i].blocks.data(),    escaped.data(), one.escapes};
-    const Outcome outcome = kernels().restore(mine, out, group);
+    const Outcome outcome = kernels().restore(cut, out, groups.data(), int(groups.size()));
     if (outcome != kFine) worst = outcome == kUneven ? kBlocks : kCount;
   });
   return worst;
