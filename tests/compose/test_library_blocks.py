@@ -243,7 +243,7 @@ def test_lstm_learns_to_remember() -> None:
     params = compiled.randomize_params(0)
     step = jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)
     value = first = float(loss(params))
-    for _ in range(220):
+    for _ in range(400):
         value, gradient = step(params)
         params = jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient)
     assert float(value) < 0.2 * first
