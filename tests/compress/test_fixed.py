@@ -258,6 +258,8 @@ def test_settings_that_are_none(codec: Fixed, chosen: dict[str, Any], message: s
 def test_what_cannot_be_rounded() -> None:
     with pytest.raises(CompressError, match="I32"):
         INT4.encode(np.zeros(64, "<u4"), get_format("I32"), (64,), {})
+    with pytest.raises(CompressError, match="I8"):
+        INT4.encode(np.zeros(0, "u1"), get_format("I8"), (0, 4), {})
     with pytest.raises(CompressError, match="NaN or infinite"):
         encode(INT4, np.full((8, 8), np.nan, np.float32))
     with pytest.raises(CompressError, match="too small"):

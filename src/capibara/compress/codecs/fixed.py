@@ -50,7 +50,7 @@ from capibara.compress.codecs.fixed_search import (
 from capibara.compress.codecs.fixed_settings import Choices, choices
 from capibara.compress.codecs.fixed_storage import Cursor, load_codes, store_codes
 from capibara.compress.errors import DamagedError
-from capibara.compress.formats import NumberFormat, from_float, get_format, largest
+from capibara.compress.formats import NumberFormat, from_float, get_format, largest, to_float
 
 __all__ = ["INT4", "INT8", "NF4_CODEC", "Fixed", "Parts"]
 
@@ -145,6 +145,7 @@ class Fixed:
         """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took."""
         chosen = choices(self.kind, settings, shape)
         exact_bits = np.asarray(bits).reshape(-1)
+        to_float(exact_bits[:0], form)  # refuses integers, also where there are none
         length = _row_length(shape, chosen.turned)
         if chosen.turned and exact_bits.size:
             exact_bits = np.ascontiguousarray(exact_bits.reshape(length, -1).T).reshape(-1)

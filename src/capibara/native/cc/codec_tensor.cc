@@ -73,6 +73,7 @@ int64_t packed_size(int64_t count, int width) {
 // Fields of at most 16 bits, plane by plane; for what there are few of.
 template <typename T>
 void pack_few(const T* values, int64_t count, int width, uint8_t* out) {
+  if (count == 0) return;
   for (int size = 32; size; size /= 2)
     while (width >= size) {
       width -= size;
