@@ -49,6 +49,7 @@ from capibara.compress.codecs.fixed_search import (
 )
 from capibara.compress.codecs.fixed_settings import Choices, choices
 from capibara.compress.codecs.fixed_storage import Cursor, load_codes, store_codes
+from capibara.compress.codecs.in_place import InPlace
 from capibara.compress.errors import DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, largest, to_float
 
@@ -96,7 +97,7 @@ class Parts:
         )
 
 
-class Fixed:
+class Fixed(InPlace):
     """The codecs ``"int8"``, ``"int4"`` and ``"nf4"``. Settings, all of them optional:
 
     - ``group``: numbers that share a scale, 4 to 1024; 32 if not given, 64 of int8.
@@ -123,17 +124,6 @@ class Fixed:
             return []
         return [{"group": g} for g in ((32, 64, 128) if self.kind.bits == 8 else (16, 32, 64, 128))]
 
-    def encode(
-        self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
-    ) -> bytes:
-        """The payload.
-
-        Raises:
-          CompressError: a setting that is none, integers, or more than a sixteenth of the numbers are not finite.
-        """
-        out = np.empty(self.size_bound(form, math.prod(shape), settings), np.uint8)
-        return out[: self.encode_into(out, bits, form, shape, settings)].tobytes()
-
     def encode_into(
         self,
         out: np.ndarray,
@@ -142,7 +132,11 @@ class Fixed:
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> int:
-        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took."""
+        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took.
+
+        Raises:
+          CompressError: a setting that is none, integers, or more than a sixteenth of the numbers are not finite.
+        """
         chosen = choices(self.kind, settings, shape)
         exact_bits = np.asarray(bits).reshape(-1)
         to_float(exact_bits[:0], form)  # refuses integers, also where there are none
@@ -288,13 +282,6 @@ class Fixed:
             self.kind.name, shape, length, group, turned, codes,
             table[scales].reshape(rows, across), levels, positions, exact,
         )  # fmt: skip
-
-    def decode(
-        self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
-    ) -> np.ndarray:
-        out = np.empty(math.prod(shape), form.unsigned)
-        self.decode_into(out, payload, form, shape, settings)
-        return out
 
     def decode_into(
         self,

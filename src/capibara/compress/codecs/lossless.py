@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.codecs.executors import Executor, best_executor
+from capibara.compress.codecs.in_place import InPlace
 from capibara.compress.entropy import BLOCK, LANES
 from capibara.compress.errors import DamagedError
 from capibara.compress.formats import NumberFormat
@@ -48,7 +49,7 @@ def row_length(shape: tuple[int, ...]) -> int:
     return max(count, 1)
 
 
-class Lossless:
+class Lossless(InPlace):
     """The codec as an archive calls it, on one thread at a time: the archive has several chunks at work.
 
     Attributes:
@@ -62,11 +63,6 @@ class Lossless:
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
         """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
         return size == size_bound(form, count) or _may_be_coded(size, count)
-
-    def encode(
-        self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
-    ) -> bytes:
-        return encode(bits, form, shape, threads=1)
 
     def encode_into(
         self,

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compress.codecs.in_place import DecodesInPlace, InPlace
 from capibara.compress.errors import ArchiveError, CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, to_float
 
@@ -73,14 +74,12 @@ class Part:
         from capibara.compress.codecs.protocol import get_codec
 
         codec, payload = get_codec(self.codec), memoryview(self.payload)
-        if (decode_into := getattr(codec, "decode_into", None)) is None:
+        if not isinstance(codec, DecodesInPlace):
             out[:] = self.bits()
             return
-        may_hold = getattr(codec, "may_hold", None)
-        if may_hold is not None and not may_hold(len(payload), self.form, out.size):
-            raise DamagedError(f"{len(payload)} bytes cannot hold {out.size} numbers: the file is damaged")
+        codec.check_count(len(payload), self.form, out.size)
         with _settings_of_files():
-            decode_into(out, payload, self.form, self.shape, self.settings)
+            codec.decode_into(out, payload, self.form, self.shape, self.settings)
 
     def values(self) -> np.ndarray:
         """The numbers as float64, in their shape."""
@@ -188,8 +187,8 @@ def join_into(
     sizes = []
     for (bits, form, codec, settings), bound in zip(arrays, bounds, strict=True):
         how, flat, room = get_codec(codec), bits.reshape(-1), out[at : at + bound]
-        if (encode_into := getattr(how, "encode_into", None)) is not None:
-            sizes.append(encode_into(room, flat, form, bits.shape, settings))
+        if isinstance(how, InPlace):
+            sizes.append(how.encode_into(room, flat, form, bits.shape, settings))
         else:
             payload = how.encode(flat, form, bits.shape, settings)
             room[: len(payload)] = np.frombuffer(payload, np.uint8)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compress.codecs.in_place import InPlace
 from capibara.compress.codecs.matrices import BLOCK, InOrder, check_axes, get_axes, get_number, sides
 from capibara.compress.codecs.nested import (
     Part,
@@ -81,7 +82,7 @@ class SparseParts:
         return self.values.reshape(len(counts), -1), columns.reshape(len(counts), -1)
 
 
-class Sparse:
+class Sparse(InPlace):
     """The codec ``"sparse"``.
 
     Settings, all of them optional:
@@ -96,17 +97,6 @@ class Sparse:
       input_axes: the axes of the features; the last of a matrix, all but the first of other tensors by default.
     """
 
-    def encode(
-        self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
-    ) -> bytes:
-        """The payload.
-
-        Raises:
-          CompressError: settings that are none; for any but lossless values, integers and numbers that are not finite.
-        """
-        out = np.empty(self.size_bound(form, math.prod(shape), settings), np.uint8)
-        return out[: self.encode_into(out, bits, form, shape, settings)].tobytes()
-
     def encode_into(
         self,
         out: np.ndarray,
@@ -115,7 +105,11 @@ class Sparse:
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> int:
-        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took."""
+        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took.
+
+        Raises:
+          CompressError: settings that are none; for any but lossless values, integers and numbers that are not finite.
+        """
         for name in settings:
             if name not in _SETTINGS:
                 raise CompressError(f"{name}: is no setting of sparse, which has {', '.join(_SETTINGS)}")
@@ -150,14 +144,6 @@ class Sparse:
         size = join_into(out, {"axes": axes}, [first, (kept, form, codec, inner)])
         check_size(size, math.prod(shape), CompressError)
         return size
-
-    def decode(
-        self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
-    ) -> np.ndarray:
-        check_size(len(payload), math.prod(shape))
-        out = np.empty(math.prod(shape), form.unsigned)
-        self.decode_into(out, payload, form, shape, settings)
-        return out
 
     def decode_into(
         self,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.codecs import lossless
+from capibara.compress.codecs.in_place import DecodesInPlace
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, largest, to_float
 
@@ -33,7 +34,7 @@ _HEAD = struct.Struct(
 _WHOLE = {2: "I16", 4: "I32", 8: "I64"}
 
 
-class Uniform:
+class Uniform(DecodesInPlace):
     """The codec ``"uniform"``. Settings: ``step``, a finite number above 0.
 
     Attributes:
@@ -88,17 +89,6 @@ class Uniform:
         head = _HEAD.pack(step, *means.tolist(), size)
         inner = get_format(_WHOLE[size])
         return head + lossless.encode(whole.view(inner.unsigned), inner, shape)
-
-    def decode(
-        self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
-    ) -> np.ndarray:
-        if not self.may_hold(len(payload), form, math.prod(shape)):
-            raise DamagedError(
-                f"{len(payload)} bytes cannot hold {math.prod(shape)} numbers: the file is damaged"
-            )
-        out = np.empty(math.prod(shape), form.unsigned)
-        self.decode_into(out, payload, form, shape, settings)
-        return out
 
     def decode_into(
         self,

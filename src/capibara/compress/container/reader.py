@@ -17,6 +17,7 @@ from typing import Self
 import numpy as np
 
 from capibara.compress.codecs.executors import best_executor
+from capibara.compress.codecs.in_place import DecodesInPlace
 from capibara.compress.codecs.lossless import LOSSLESS, row_length
 from capibara.compress.codecs.native import PAYLOAD
 from capibara.compress.codecs.protocol import get_codec
@@ -255,17 +256,17 @@ class Archive:
         length = math.prod(entry.coded_shape[1:])
         # All of it is wanted, or some rows in the middle.
         whole = place.begin >= 0 and place.begin + chunk.rows <= rows
-        decode_into = getattr(codec, "decode_into", None) if whole else None
+        fills = codec if whole and isinstance(codec, DecodesInPlace) else None
         # What decodes into an array keeps nothing of the file's memory; others may give back a part of it.
-        payload = self._payload(chunk, entry, copy=decode_into is None)
+        payload = self._payload(chunk, entry, copy=fills is None)
         try:
-            if decode_into is not None:
+            if fills is not None:
                 part = (
                     np.empty(chunk.rows * length, entry.format.unsigned)
                     if out is None
                     else out[place.begin * length : (place.begin + chunk.rows) * length]
                 )
-                decode_into(part, payload, entry.format, shape, entry.settings)
+                fills.decode_into(part, payload, entry.format, shape, entry.settings)
                 return part
             bits = codec.decode(payload, entry.format, shape, entry.settings)
         except DamagedError as error:
@@ -331,10 +332,9 @@ class _Place:
 
     def check(self) -> None:
         """Before anything is allocated: may so few bytes be so many numbers?"""
-        hold = getattr(get_codec(self.entry.codec), "may_hold", None)
-        count = math.prod(self.entry.chunk_shape(self.chunk))
-        if hold is not None and not hold(self.chunk.length, self.entry.format, count):
-            raise DamagedError(
-                f"{self.path}: {self.entry.name}: {self.chunk.length} bytes cannot hold {count} numbers: "
-                "the file is damaged"
-            )
+        codec, count = get_codec(self.entry.codec), math.prod(self.entry.chunk_shape(self.chunk))
+        if isinstance(codec, DecodesInPlace):
+            try:
+                codec.check_count(self.chunk.length, self.entry.format, count)
+            except DamagedError as error:
+                raise DamagedError(f"{self.path}: {self.entry.name}: {error}") from None

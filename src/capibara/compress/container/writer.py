@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from capibara.compress.codecs.in_place import InPlace
 from capibara.compress.codecs.protocol import Codec, get_codec, settings_of_rows, stored_settings
 from capibara.compress.container.checksum import crc32
 from capibara.compress.container.index import (
@@ -201,11 +202,11 @@ class ArchiveWriter:
         bits = np.ascontiguousarray(part.bits)
         form, shape = part.tensor.form, (part.rows, *part.shape[1:]) if part.shape else ()
         settings = settings_of_rows(part.given, part.shape, part.start, part.start + part.rows)
-        if (encode_into := getattr(part.codec, "encode_into", None)) is None:
+        if not isinstance(part.codec, InPlace):
             payload = part.codec.encode(bits, form, shape, settings)
             return part, payload, crc32(payload), None
         buffer = self._buffers.take(part.codec.size_bound(form, bits.size, settings))
-        payload = buffer[: encode_into(buffer, bits, form, shape, settings)].data
+        payload = buffer[: part.codec.encode_into(buffer, bits, form, shape, settings)].data
         return part, payload, crc32(payload), buffer
 
     def _parts(self, tensors: Iterable[Tensor], coming: set[str]) -> Iterator[_Part]:

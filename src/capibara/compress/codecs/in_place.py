@@ -1,0 +1,85 @@
+"""What codecs that work in memory which is there need not say again: the same with memory of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.compress.errors import DamagedError
+from capibara.compress.formats import NumberFormat
+
+__all__ = ["DecodesInPlace", "InPlace"]
+
+
+class DecodesInPlace:
+    """A codec with ``decode_into`` and ``may_hold`` gets ``decode``."""
+
+    def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
+        """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
+        raise NotImplementedError
+
+    def decode_into(
+        self,
+        out: np.ndarray,
+        payload: memoryview,
+        form: NumberFormat,
+        shape: tuple[int, ...],
+        settings: Mapping[str, Any],
+    ) -> None:
+        """As :meth:`decode`, into an array [count] that is there."""
+        raise NotImplementedError
+
+    def check_count(self, size: int, form: NumberFormat, count: int) -> None:
+        """Whether ``size`` bytes may be so many numbers, before there is memory for them.
+
+        Raises:
+          DamagedError: there cannot.
+        """
+        if not self.may_hold(size, form, count):
+            raise DamagedError(f"{size} bytes cannot hold {count} numbers: the file is damaged")
+
+    def decode(
+        self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
+    ) -> np.ndarray:
+        """The numbers of a payload, as unsigned integers [count].
+
+        Raises:
+          DamagedError: the payload is not what :meth:`encode` writes for this type and shape.
+        """
+        self.check_count(len(payload), form, math.prod(shape))
+        out = np.empty(math.prod(shape), form.unsigned)
+        self.decode_into(out, payload, form, shape, settings)
+        return out
+
+
+class InPlace(DecodesInPlace):
+    """A codec with ``encode_into`` and ``size_bound`` as well gets ``encode``."""
+
+    def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
+        """The most bytes that a payload of ``count`` numbers takes."""
+        raise NotImplementedError
+
+    def encode_into(
+        self,
+        out: np.ndarray,
+        bits: np.ndarray,
+        form: NumberFormat,
+        shape: tuple[int, ...],
+        settings: Mapping[str, Any],
+    ) -> int:
+        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took."""
+        raise NotImplementedError
+
+    def encode(
+        self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
+    ) -> bytes:
+        """The payload of numbers that are given as unsigned integers [count].
+
+        Raises:
+          CompressError: settings that are none, or numbers that the codec does not take.
+        """
+        out = np.empty(self.size_bound(form, math.prod(shape), settings), np.uint8)
+        return out[: self.encode_into(out, bits, form, shape, settings)].tobytes()
