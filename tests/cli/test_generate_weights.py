@@ -71,3 +71,64 @@ def test_a_file_beside_its_settings(tmp_path: Path, capsys: pytest.CaptureFixtur
     wide: Any = ModularModelConfig.from_toml("demo", [*SIZES, "embed_dim=64"])
     with pytest.raises(CompressError, match=r"and float32 \("):
         load_compressed(path, wide)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(int(leaf.nbytes) for leaf in jax.tree_util.tree_leaves(tree))
+
+
+@pytest.mark.parametrize("strategy", ["int8", "nf4"])
+def test_parameters_that_stay_in_their_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: Any
+) -> None:
+    from capibara.core import ModularCapibaraModel
+
+    config = ModularModelConfig.from_toml(
+        "demo", ["embed_dim=128", "num_layers=2", "num_heads=2", *SIZES[3:]]
+    )
+    model = ModularCapibaraModel(config)
+    config.to_toml(tmp_path / "config.toml")
+    api = ModelCompressionAPI(CompressionProfile(strategy=strategy))
+    path = api.compress(model, decode="auto").save(tmp_path / "model.capi")
+    plain, coded = load_compressed(path), load_compressed(path, decode=False)
+    assert _bytes(coded.params) < 1.2 * path.stat().st_size < 0.4 * _bytes(plain.params)
+    written = {}
+    for loaded in (plain, coded):
+        generator = Generator(loaded.model, loaded.params, state=loaded.state)
+        written[loaded is coded] = list(generator.tokens(list(b"Once"), max_tokens=12))
+    assert written[True] == written[False]
+    assert generator.decoded == {}  # of the last one: every product and lookup was in codes
+    asked = [
+        "generate",
+        "--weights",
+        str(path),
+        "--prompt",
+        "Once",
+        "--length",
+        "8",
+        "--temperature",
+        "0",
+        "--json",
+    ]
+    told = []
+    for extra in ([], ["--in-codes"]):
+        assert main([*asked, *extra]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0]["text"] == told[1]["text"]
+    assert [t["in_codes"] for t in told] == [False, True]
+
+
+def test_codes_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from capibara.core import ModularCapibaraModel
+
+    config = ModularModelConfig.from_toml("demo", SIZES)
+    model = ModularCapibaraModel(config)
+    path = LOSSLESS.compress(model, decode="auto").save(tmp_path / "model.capi")
+    with pytest.raises(CompressError, match=r"decode: got False, but no weight .*strategy='int8'"):
+        load_compressed(path, config, decode=False)
+    with pytest.raises(CompressError, match="decode: got 'codes', expected True, False or 'auto'"):
+        load_compressed(path, config, decode="codes")
+    same = load_compressed(path, config, decode="auto")
+    jax.tree.map(np.testing.assert_array_equal, same.params, model.params)
+    assert main(["generate", "--config", "demo", "--in-codes"]) == 2
+    assert "--in-codes: a checkpoint has no codes. Remedy: --weights FILE.capi." in capsys.readouterr().err

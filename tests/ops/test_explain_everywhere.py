@@ -129,6 +129,13 @@ def test_methods_of_the_documented_classes_answer_as_the_functions():
     assert seen >= 30
 
 
+def test_the_documented_classes_have_every_function_of_their_category():
+    for category in sorted({name.partition(".")[0] for name in FUNCTIONS}):
+        (found,) = (each for name, each in vars(kernels).items() if name.lower() == f"tpuv4{category}ops")
+        for name in (n.partition(".")[2] for n in FUNCTIONS if n.startswith(f"{category}.")):
+            assert getattr(found, name, None) is FUNCTIONS[f"{category}.{name}"], f"{found.__name__}.{name}"
+
+
 def test_a_bound_method_and_a_partial_are_traced():
     class Layer:
         window = 8

@@ -12,12 +12,25 @@ import pytest
 
 from capibara.errors import CapibaraError
 from capibara.ops import explain, tropical
-from capibara.ops.attention import cached_attention, flash_attention, paged_attention
+from capibara.ops.attention import (
+    cached_attention,
+    flash_attention,
+    fused_multihead_attention,
+    multihead_attention_params,
+    paged_attention,
+)
+from capibara.ops.collective import zero_residual
 from capibara.ops.conv import causal_conv1d, conv2d, winograd_conv2d
 from capibara.ops.fft import radix_optimized_fft
 from capibara.ops.linalg import optimized_gemm
 from capibara.ops.scan import lif, linear_recurrence, selective_scan, semiring_scan
-from capibara.ops.vq import initial_codebook_state, nearest_code, update_codebook, vector_quantise
+from capibara.ops.vq import (
+    initial_codebook_state,
+    nearest_code,
+    residual_quantise,
+    update_codebook,
+    vector_quantise,
+)
 
 RANDOM = np.random.default_rng(0)
 
@@ -27,8 +40,17 @@ def normal(*shape: int) -> Any:
 
 
 X = jnp.ones((3, 2))
-STATE = initial_codebook_state(jax.random.key(0), 4, 2)
+Q = jnp.ones((1, 2, 2, 4))
+KEY = jax.random.key(0)
+STATE = initial_codebook_state(KEY, 4, 2)
 IMAGE = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 1))
+
+
+def paged(**options: Any) -> Any:
+    table, lengths = jnp.zeros((1, 1), jnp.int32), jnp.full(1, 2, jnp.int32)
+    return paged_attention(Q, Q, Q, table, lengths, **options)
+
+
 BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "a platform that is none": (
         "Did you mean 'tpu'",
@@ -72,6 +94,56 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
         "forward-mode differentiation .* is not defined",
         lambda: jax.jvp(winograd_conv2d, IMAGE, IMAGE),
     ),
+    "text as a cap": ("softcap must be a number", lambda: flash_attention(Q, Q, Q, softcap="a")),  # type: ignore[arg-type]
+    "an infinite cap": ("softcap must be finite", lambda: flash_attention(Q, Q, Q, softcap=np.inf)),
+    "text as a scale": ("scale must be a number", lambda: flash_attention(Q, Q, Q, scale="a")),  # type: ignore[arg-type]
+    "text as a mask": (
+        "use_causal_mask must be True or False, got 'no'",
+        lambda: flash_attention(Q, Q, Q, use_causal_mask="no"),  # type: ignore[arg-type]
+    ),
+    "a cached cap of text": ("softcap must be a number", lambda: cached_attention(Q, Q, Q, 0, softcap="a")),  # type: ignore[arg-type]
+    "a cached scale of text": ("scale must be a number", lambda: cached_attention(Q, Q, Q, 0, scale="a")),  # type: ignore[arg-type]
+    "positions that are none": ("query_positions must be int", lambda: cached_attention(Q, Q, Q, None)),  # type: ignore[arg-type]
+    "a paged cap of text": ("softcap must be a number", lambda: paged(softcap="a")),
+    "a paged cap without end": ("softcap must be finite", lambda: paged(softcap=np.inf)),
+    "a paged scale of NaN": ("scale must be a finite number", lambda: paged(scale=np.nan)),
+    "a list of parameters": (
+        "params must be a dict .* got list",
+        lambda: fused_multihead_attention(X[None], 2, params=[X]),  # type: ignore[arg-type]
+    ),
+    "a number as a key": (
+        "key must be one key of jax.random.key",
+        lambda: fused_multihead_attention(X[None], 2, key=3),  # type: ignore[arg-type]
+    ),
+    "text for biases": (
+        "use_bias must be True or False",
+        lambda: fused_multihead_attention(X[None], 2, use_bias="no"),  # type: ignore[arg-type]
+    ),
+    "parameters from a number": ("key must be one key", lambda: multihead_attention_params(3, 8, 2)),  # type: ignore[arg-type]
+    "a width of text": ("embed_dim must be an int", lambda: multihead_attention_params(KEY, "8", 2)),  # type: ignore[arg-type]
+    "parameters of integers": (
+        "dtype must be floating point",
+        lambda: multihead_attention_params(KEY, 8, 2, dtype=jnp.int32),
+    ),
+    "a threshold of NaN": ("threshold must be a number", lambda: lif(X, threshold=float("nan"))),
+    "a residual of a number": (r"gradients\['w'\] must be an array", lambda: zero_residual({"w": 1.0})),
+    "a codebook from a number": ("key must be one key", lambda: initial_codebook_state(0, 4, 2)),  # type: ignore[arg-type]
+    "a draw from a number": (
+        "key must be one key",
+        lambda: vector_quantise(STATE, X, train=True, key=3),  # type: ignore[arg-type]
+    ),
+    "training by text": (
+        "train must be True or False, got 'no'",
+        lambda: vector_quantise(STATE, X, train="no"),  # type: ignore[arg-type]
+    ),
+    "codes over no axis": (
+        "vector_quantise: no axis 'data' is bound here. Remedy: .*shard_map",
+        lambda: vector_quantise(STATE, X, train=True, axis_name="data"),
+    ),
+    "codes over a number": (
+        "axis_name must be a mesh axis name",
+        lambda: update_codebook(STATE, X, jnp.zeros(3, int), axis_name=3),  # type: ignore[arg-type]
+    ),
     "a split outside": ("split_axis=99", lambda: radix_optimized_fft(X, use_parallel=True, split_axis=99)),
 }
 
@@ -103,6 +175,19 @@ def test_numpy_float64_in_attention(length: int) -> None:
     lengths: Any
     table, lengths = np.zeros((1, 1), np.int32), np.full(1, 2, np.int32)
     assert paged_attention(new, cache, cache, table, lengths).dtype == jnp.float32
+
+
+def test_numpy_float64_in_codebooks() -> None:
+    quantized, _, metrics, _ = vector_quantise(STATE, normal(3, 2), train=True)
+    assert quantized.dtype == metrics["commitment_loss"].dtype == jnp.float32
+    state = initial_codebook_state(KEY, 4, 2, codebooks=2)
+    assert residual_quantise(state, normal(3, 2), train=True)[0].dtype == jnp.float32
+
+
+def test_a_convolution_without_results() -> None:
+    for channels in (0, 2):
+        kernel = jnp.ones((0, channels, 3))
+        assert tropical.conv1d(jnp.ones((1, channels, 5)), kernel).shape == (1, 0, 3)
 
 
 def test_numpy_whole_numbers_are_whole_numbers() -> None:

@@ -210,7 +210,9 @@ def linalg_cases() -> list[Case]:
     codes = jnp.asarray(RANDOM.integers(-127, 128, size=(5, 6)), jnp.int8)
     in_codes = (a, codes, positive(5, 3))
     return [
-        simple("quantised_matmul", partial(linalg.quantised_matmul, group=2), in_codes, (ALL, EACH, EACH)),
+        simple(
+            "quantised_matmul codes", partial(linalg.quantised_matmul, group=2), in_codes, (ALL, EACH, EACH)
+        ),
         simple("optimized_gemm", linalg.optimized_gemm, (a, b), (ALL, EACH)),
         simple("optimized_gemm slabs", partial(linalg.optimized_gemm, chunk_size=4), (a, b), (ALL, EACH)),
         # Its gradient is that of the product without rounding, which a reference that rounds has not.
@@ -463,6 +465,8 @@ def difference(got: list[Any], want: list[Any]) -> float:
 def run(category: str) -> dict[str, Any]:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 8), BOTH)
     cases = CATEGORIES[category]()
+    names = [c.name for c in cases]
+    assert len(set(names)) == len(names), f"two cases of one name: {names}"
 
     def on_the_mesh(arrays: list[Any]) -> list[Any]:
         mapped = [

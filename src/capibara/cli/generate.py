@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a .capi file with the model's parameters; settings are those of --config, --checkpoint, or the "
         "config.toml beside it",
     )
+    parser.add_argument(
+        "--in-codes",
+        action="store_true",
+        help="with --weights: multiply by parameters of eight or four bits as they are stored, so that memory holds "
+        "what the file does",
+    )
     parser.add_argument("--prompt", default="", help="what the text begins with")
     parser.add_argument(
         "--length", "--max-tokens", dest="max_tokens", type=int, metavar="N", help="tokens (bytes) to write"
@@ -67,11 +73,14 @@ def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; return 0."""
+    from capibara.errors import ConfigError
     from capibara.serve.generate import BYTE_VALUES, Generator, decode_bytes, encode_text
     from capibara.serve.load import load_model
     from capibara.serve.sampling import Sampling
     from capibara.serve.weights import load_compressed
 
+    if args.in_codes and args.weights is None:
+        raise ConfigError("--in-codes: a checkpoint has no codes. Remedy: --weights FILE.capi.")
     config, checkpoint = _settings(args)
 
     def chosen(name: str) -> Any:
@@ -83,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.weights is None:
         loaded = load_model(checkpoint)
     else:
-        loaded = load_compressed(args.weights, config, checkpoint=checkpoint)
+        loaded = load_compressed(args.weights, config, checkpoint=checkpoint, decode=not args.in_codes)
     generator = Generator(
         loaded.model, loaded.params, state=loaded.state, sampling=sampling, vocabulary=BYTE_VALUES
     )
@@ -108,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
         "checkpoint": None if checkpoint is None else str(checkpoint.path),
         "step": None if checkpoint is None else checkpoint.step,
         "weights": args.weights,
+        "in_codes": args.in_codes,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,

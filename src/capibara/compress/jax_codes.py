@@ -10,12 +10,13 @@ as numbers, made inside of the program and gone after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from capibara.compress.container import Archive
@@ -24,7 +25,7 @@ from capibara.compress.errors import CompressError
 from capibara.compress.models.adapters import Adapter
 from capibara.compress.models.numbers import from_bits
 
-__all__ = ["Coded", "CodedArrays", "in_codes", "is_coded"]
+__all__ = ["Coded", "CodedArrays", "in_codes", "is_coded", "load_weights"]
 
 Coded = QuantisedMatrix | QuantisedStack
 
@@ -284,6 +285,32 @@ _RULES: dict[str, Callable[[_Evaluation, Any, list[Any]], list[Any] | None]] = {
 }
 
 
+def load_weights(archive: Archive, likes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Tensors of an archive in codes where it has codes, and numbers elsewhere.
+
+    Args:
+      archive: an open one.
+      likes: for each name an array that it is to be like, or a ``ShapeDtypeStruct``; what is to be NumPy's is decoded.
+
+    Returns:
+      Them by name, two names of one stored tensor with the same codes; and, of those that are numbers, why.
+    """
+    out: dict[str, Any] = {}
+    why: dict[str, str] = {}
+    known: dict[str, Coded | str] = {}
+    for name, like in likes.items():
+        entry = archive[name]
+        same = entry.same_as or name
+        if same not in known:
+            known[same] = load_codes(archive, same)
+        found: Any = "an array of NumPy's" if isinstance(like, np.ndarray | np.generic) else known[same]
+        if isinstance(found, str):
+            why[name] = found
+            found = from_bits(archive.read(name).reshape(-1), entry.format, entry.shape, like)
+        out[name] = found
+    return out, why
+
+
 class CodedArrays:
     """The arrays of a model, in codes where the archive has codes, and the model's function over them.
 
@@ -295,25 +322,12 @@ class CodedArrays:
     """
 
     def __init__(self, archive: Archive, adapter: Adapter) -> None:
-        self.arrays: dict[str, Any] = {}
-        self.why: dict[str, str] = {}
+        tied = adapter.tied
+        own = {name: like for name, like in adapter.arrays.items() if name not in tied}
+        found, why = load_weights(archive, own)
+        self.arrays = {name: found[tied.get(name, name)] for name in adapter.arrays}
+        self.why = {name: why[tied.get(name, name)] for name in adapter.arrays if tied.get(name, name) in why}
         self.on_the_way: dict[str, str] = {}
-        known: dict[str, Coded | str] = {}
-        for name, like in adapter.arrays.items():
-            if (first := adapter.tied.get(name)) is not None:
-                self.arrays[name] = self.arrays[first]
-                if first in self.why:
-                    self.why[name] = self.why[first]
-                continue
-            same = archive[name].same_as or name
-            if same not in known:
-                known[same] = load_codes(archive, same)
-            found: Any = known[same] if isinstance(like, jax.Array) else "an array of NumPy's"
-            if isinstance(found, str):
-                self.why[name] = found
-                entry = archive[name]
-                found = from_bits(archive.read(name).reshape(-1), entry.format, entry.shape, like)
-            self.arrays[name] = found
         self.in_codes = tuple(n for n in self.arrays if n not in self.why)
         self._adapter = adapter.skeleton()
         self._run = jax.jit(in_codes(self._apply, decoded=self.on_the_way.__setitem__))

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.compress.jax_codes import in_codes, is_coded
 from capibara.errors import ConfigError
 from capibara.serve.sampling import Sampling, sample
 
@@ -70,10 +71,14 @@ class Generator:
     Args:
       model: anything with ``init_cache``, ``decode`` and ``config`` as
         :class:`capibara.core.ModularCapibaraModel`.
-      params: its parameters.
+      params: its parameters; some may be in codes (:func:`capibara.serve.load_compressed` with ``decode=False``).
       state: its non-trained state, if it has any.
       sampling: how tokens are chosen.
       vocabulary: only token ids below this are chosen; by default all of the model's.
+
+    Attributes:
+      decoded: parameters in codes that had to be made into numbers inside of the compiled step, and for which
+        operation; known once it is compiled, which the first token does.
     """
 
     def __init__(
@@ -101,6 +106,9 @@ class Generator:
             last = jnp.where(jnp.arange(last.shape[-1]) < allowed, last, -jnp.inf)
             return sample(jax.random.fold_in(key, number), last, self.sampling), cache
 
+        self.decoded: dict[str, str] = {}
+        if any(map(is_coded, jax.tree_util.tree_leaves(params, is_leaf=is_coded))):
+            advance = in_codes(advance, decoded=self.decoded.__setitem__)
         self._advance = jax.jit(advance, donate_argnums=3)
 
     def tokens(self, prompt: Sequence[int] | np.ndarray, *, max_tokens: int, seed: int = 0) -> Iterator[int]:

@@ -6,8 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capibara.compress.container import Archive
 from capibara.compress.errors import CompressError
 from capibara.compress.loading import load_sharded
+from capibara.compress.models.numbers import numpy_dtype
+from capibara.compress.running import check_decode, refuse
 from capibara.serve.load import LoadedModel, build_model
 
 if TYPE_CHECKING:
@@ -17,7 +20,11 @@ __all__ = ["load_compressed", "settings_beside"]
 
 
 def load_compressed(
-    path: str | os.PathLike[str], config: Any = None, *, checkpoint: Checkpoint | None = None
+    path: str | os.PathLike[str],
+    config: Any = None,
+    *,
+    checkpoint: Checkpoint | None = None,
+    decode: bool | str = True,
 ) -> LoadedModel:
     """A model with the parameters of a compressed file.
 
@@ -28,10 +35,15 @@ def load_compressed(
       config: the model's settings, a :class:`~capibara.config.ModularModelConfig`; those of the checkpoint, or else the
         ``config.toml`` beside the file, by default.
       checkpoint: what the model has besides parameters (codebooks) comes from there.
+      decode: ``True``: all parameters become numbers. ``False``: those that are stored with ``int8``, ``int4`` or
+        ``nf4`` stay in their codes, and memory holds about what the file does; :class:`~capibara.serve.Generator`
+        multiplies by them as they are (:func:`capibara.compress.in_codes`). ``"auto"``: the same, without an error
+        where none can.
 
     Raises:
       ConfigError: the settings cannot be read, or there are none.
-      CompressError: the file holds other tensors than the model has, or the model has more than parameters.
+      CompressError: the file holds other tensors than the model has, or the model has more than parameters;
+        ``decode=False``, and no parameter is stored in such codes.
       ArchiveError: no archive, or a damaged one.
       OSError: it cannot be read.
     """
@@ -40,6 +52,7 @@ def load_compressed(
     from capibara.config import ModularModelConfig
     from capibara.train import restore_model
 
+    check_decode(decode)
     path = Path(path)
     if config is None:
         beside = settings_beside(path) if checkpoint is None else checkpoint.config_path
@@ -54,7 +67,25 @@ def load_compressed(
             "Remedy: --checkpoint, the folder of its run."
         )
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return LoadedModel(model, _fitted(path, expected, load_sharded(path, place)), state, checkpoint)
+    found = load_sharded(path, place) if decode is True else _in_codes(path, place, decode)
+    return LoadedModel(model, _fitted(path, expected, found), state, checkpoint)
+
+
+def _in_codes(path: Path, place: Any, decode: bool | str) -> dict[str, Any]:
+    """Tensors by name, in codes where the file has codes."""
+    import jax
+
+    from capibara.compress.jax_codes import load_weights
+
+    with Archive(path) as archive:
+        likes = {
+            entry.name: jax.ShapeDtypeStruct(entry.shape, numpy_dtype(entry.format), sharding=place)
+            for entry in archive
+        }
+        found, why = load_weights(archive, likes)
+    if decode is False and len(why) == len(found):
+        refuse(path, why)
+    return found
 
 
 def settings_beside(path: str | os.PathLike[str]) -> Path:
@@ -76,8 +107,10 @@ def _fitted(path: Path, expected: Any, found: Any) -> Any:
     """The arrays, nested as the model has them."""
     import jax
 
+    from capibara.compress.jax_codes import is_coded
+
     def named(tree: Any) -> dict[str, Any]:
-        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_coded)
         return {jax.tree_util.keystr(at, simple=True, separator="."): leaf for at, leaf in flat}
 
     wanted, have = named(expected), named(found)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
+from capibara.ops.checks import check_scale, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.explicit import automatic, explicit_sharding
 from capibara.ops.registry import Implementation, Op, public
@@ -72,7 +73,12 @@ def _prepare(
         raise OpShapeError(
             f"cached_attention: {heads} query heads cannot be shared out over {kv_heads} cached heads"
         )
-    positions = jnp.asarray(query_positions)
+    try:
+        positions = jnp.asarray(query_positions)
+    except (TypeError, ValueError):
+        raise OpTypeError(
+            f"cached_attention: query_positions must be integers, got {query_positions!r}"
+        ) from None
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise OpTypeError(f"cached_attention: query_positions must be integers, got {positions.dtype}")
     shape = tuple(positions.shape)
@@ -88,17 +94,16 @@ def _prepare(
             raise OpTypeError(f"cached_attention: window must be an int or None, got {window!r}")
         if window < 1:
             raise OpValueError(f"cached_attention: window must be at least 1, got {window}")
-    if softcap is not None and not softcap > 0:
-        raise OpValueError(f"cached_attention: softcap must be above 0 or None, got {softcap!r}")
+    softcap, scale = check_softcap("cached_attention", softcap), check_scale("cached_attention", scale)
     problem = CachedProblem(
         batch=batch,
         new=new,
         heads=heads,
         kv_heads=kv_heads,
         cache=cache,
-        scale=float(scale) if scale is not None else 1.0 / math.sqrt(dim),
+        scale=1.0 / math.sqrt(dim) if scale is None else scale,
         window=None if window is None else int(window),
-        softcap=None if softcap is None else float(softcap),
+        softcap=softcap,
         dtype=str(jax.dtypes.canonicalize_dtype(query.dtype)),
         implementation=implementation,
     )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.ops.attention.api import flash_attention
+from capibara.ops.checks import check_flag, check_key
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 
 __all__ = ["fused_multihead_attention", "multihead_attention_params"]
@@ -47,9 +48,19 @@ def multihead_attention_params(
       embed_dim: The last axis of ``x``; a multiple of ``num_heads``.
       num_heads: Heads of ``embed_dim // num_heads`` each.
       use_bias: Whether there are biases.
-      dtype: Of the parameters.
+      dtype: Of the parameters, floating point.
+
+    Raises:
+      OpTypeError, OpValueError: an argument does not fit, by name.
     """
-    shapes = _shapes(embed_dim, _check_heads(embed_dim, num_heads), use_bias)
+    op = "multihead_attention_params"
+    check_key(op, key)
+    check_flag(op, "use_bias", use_bias)
+    if isinstance(embed_dim, bool) or not isinstance(embed_dim, numbers.Integral):
+        raise OpTypeError(f"{op}: embed_dim must be an int, got {embed_dim!r}")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise OpTypeError(f"{op}: dtype must be floating point, got {dtype!r}")
+    shapes = _shapes(embed_dim, _check_heads(int(embed_dim), num_heads), use_bias)
     bound = math.sqrt(6 / (2 * embed_dim))  # each of the four matrices is [embed_dim, embed_dim]
     keys = dict(zip(("qkv_kernel", "out_kernel"), jax.random.split(key), strict=True))
     return {
@@ -110,6 +121,14 @@ def fused_multihead_attention(
     if not 0 <= dropout_rate < 1:
         raise OpValueError(
             f"fused_multihead_attention: dropout_rate must be at least 0 and below 1, got {dropout_rate!r}"
+        )
+    check_flag("fused_multihead_attention", "use_bias", use_bias)
+    if key is not None:
+        check_key("fused_multihead_attention", key)
+    if params is not None and not isinstance(params, Mapping):
+        raise OpTypeError(
+            f"fused_multihead_attention: params must be a dict as multihead_attention_params makes it, got "
+            f"{type(params).__name__}"
         )
     if "layout" in options:
         raise OpValueError("fused_multihead_attention: layout is not an option here; remove it")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
+from capibara.ops.checks import check_scale, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
@@ -104,8 +105,7 @@ def _prepare(
             raise OpTypeError(f"paged_attention: window must be an int or None, got {window!r}")
         if window < 1:
             raise OpValueError(f"paged_attention: window must be at least 1, got {window}")
-    if softcap is not None and not softcap > 0:
-        raise OpValueError(f"paged_attention: softcap must be above 0 or None, got {softcap!r}")
+    softcap, scale = check_softcap("paged_attention", softcap), check_scale("paged_attention", scale)
     problem = PagedProblem(
         batch=batch,
         new=new,
@@ -114,9 +114,9 @@ def _prepare(
         pages=key_pages.shape[0],
         page_size=key_pages.shape[1],
         table=page_table.shape[1],
-        scale=float(scale) if scale is not None else 1.0 / math.sqrt(dim),
+        scale=1.0 / math.sqrt(dim) if scale is None else scale,
         window=None if window is None else int(window),
-        softcap=None if softcap is None else float(softcap),
+        softcap=softcap,
         dtype=str(jax.dtypes.canonicalize_dtype(query.dtype)),
         implementation=implementation,
     )

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.errors import did_you_mean
+from capibara.ops.checks import check_flag, check_scale, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.tuning import Tuned
 
@@ -255,10 +256,7 @@ def prepare(
             raise OpTypeError(f"flash_attention: block_size must be an int or None, got {block_size!r}")
         if block_size < 1:
             raise OpValueError(f"flash_attention: block_size must be at least 1, got {block_size}")
-    if softcap is not None and not softcap > 0:
-        raise OpValueError(f"flash_attention: softcap must be above 0 (or None for no cap), got {softcap!r}")
-    if scale is not None and not math.isfinite(scale):
-        raise OpValueError(f"flash_attention: scale must be a finite number, got {scale!r}")
+    softcap, scale = check_softcap("flash_attention", softcap), check_scale("flash_attention", scale)
     if bias is not None:
         _check_array("bias", bias, 4)
         full = (batch, heads, q_len, kv_len)
@@ -272,7 +270,7 @@ def prepare(
                 f"flash_attention: bias must be floating point (it is added to the scores), got "
                 f"{bias.dtype}. Remedy for a boolean mask: jnp.where(mask, 0.0, -jnp.inf)."
             )
-    left, right = _check_window(window, bool(use_causal_mask))
+    left, right = _check_window(window, check_flag("flash_attention", "use_causal_mask", use_causal_mask))
     operand_dtype, lax_precision = _check_precision(precision)
     q_ids, kv_ids = _check_segments(segment_ids, batch, q_len, kv_len)
     problem = AttentionProblem(
@@ -287,8 +285,8 @@ def prepare(
         layout=layout,
         left=left,
         right=right,
-        scale=float(scale) if scale is not None else 1.0 / math.sqrt(head_dim),
-        softcap=None if softcap is None else float(softcap),
+        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        softcap=softcap,
         operand_dtype=operand_dtype,
         precision=lax_precision,
         block_size=None if block_size is None else int(block_size),

@@ -133,15 +133,22 @@ def zero_residual(gradients: Any) -> Any:
 
     Equivalent JAX: ``jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.promote_types(g.dtype, jnp.float32)), gradients)``.
     Integers, which are not compressed, get an array of zeros all the same. On a mesh the zeros lie as the gradients.
+
+    Raises:
+      OpTypeError: what is no array, by its place in ``gradients``.
     """
 
-    def zero(g: Any) -> Any:
+    def zero(path: Any, g: Any) -> Any:
+        if not hasattr(g, "shape") or not hasattr(g, "dtype"):
+            raise OpTypeError(
+                f"zero_residual: gradients{jax.tree_util.keystr(path)} must be an array, got {type(g).__name__}"
+            )
         kind = jnp.promote_types(g.dtype, jnp.float32)
         if isinstance(g, jax.Array) and not isinstance(g, Tracer) and g.committed:
             return jnp.zeros(g.shape, kind, device=g.sharding)
         return jnp.zeros(g.shape, kind)
 
-    return jax.tree.map(zero, gradients)
+    return jax.tree_util.tree_map_with_path(zero, gradients)
 
 
 @public(OP)

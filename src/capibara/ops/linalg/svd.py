@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from capibara.ops.errors import OpTypeError, OpValueError
+from capibara.ops.checks import check_key
+from capibara.ops.errors import OpValueError
 from capibara.ops.linalg.arguments import WIDE, check_bool, check_count, check_matrix, on_any_mesh
 from capibara.ops.linalg.svd_randomized import error_bound, randomized, randomized_values
 from capibara.ops.registry import Implementation, Op, public
@@ -73,10 +74,7 @@ def _prepare(
         )
     check_bool(op, "with_error_bound", with_error_bound)
     if key is not None:
-        kind = getattr(key, "dtype", None)
-        typed = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
-        if not (typed and key.shape == ()) and not (kind == jnp.uint32 and key.ndim == 1):
-            raise OpTypeError(f"{op}: key must be one key of jax.random.key(seed), got {key!r}")
+        check_key(op, key)
     problem = SVDProblem(
         batch=tuple(matrix.shape[:-2]),
         rows=matrix.shape[-2],

@@ -99,6 +99,8 @@ def lif(
             raise OpTypeError(f"lif: {name} must be a number or an array, got {value!r}")
     if isinstance(decay, numbers.Real) and not 0 <= decay <= 1:
         raise OpValueError(f"lif: decay must lie in [0, 1], got {decay}")
+    if isinstance(threshold, numbers.Real) and math.isnan(threshold):
+        raise OpValueError("lif: threshold must be a number that a potential can reach, got nan")
     inputs = jnp.asarray(inputs)
     dtype, shape = inputs.dtype, inputs.shape[1:]
     sized: dict[str, jax.Array] = {}

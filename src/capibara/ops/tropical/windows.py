@@ -70,7 +70,7 @@ def _conv(
         ends = [p + (m - 1) * s + 1 for p, m, s in zip(at, out, steps, strict=True)]
         cuts.append(lax.slice(padded, (0, 0, *at), (batch, channels, *ends), (1, 1, *steps)))
     windows = jnp.stack(cuts, 2).reshape(batch, channels * len(cuts), math.prod(out))
-    flat = jnp.asarray(kernel).reshape(kernel.shape[0], -1)
+    flat = jnp.asarray(kernel).reshape(kernel.shape[0], channels * len(cuts))
     y = matmul(flat, windows, semiring=semiring, implementation=implementation)
     return y.reshape(batch, kernel.shape[0], *out)
 

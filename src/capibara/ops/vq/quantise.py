@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from capibara.ops.checks import check_flag, check_key
+from capibara.ops.collective.placement import bound_axis, check_axis_name
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.vq.api import nearest_code
 
@@ -42,8 +44,9 @@ def initial_codebook_state(
         without that axis.
 
     Raises:
-      OpValueError: a number is not whole or below 1.
+      OpTypeError, OpValueError: an argument does not fit, by name.
     """
+    check_key("initial_codebook_state", key)
     counts = {"codebook_size": codebook_size, "dim": dim}
     if codebooks is not None:
         counts["codebooks"] = codebooks
@@ -111,6 +114,16 @@ def check_options(op: str, **options: Any) -> None:
             raise OpValueError(f"{op}: {name} must lie in [0.0, {high}], got {value!r}")
 
 
+def check_context(op: str, key: Any, axis_name: Any, train: Any = True) -> None:
+    """Refuse a ``key`` that is none, mesh axes that are not bound here, and a ``train`` that is no bool."""
+    check_flag(op, "train", train)
+    if key is not None:
+        check_key(op, key)
+    axes = check_axis_name(op, axis_name)
+    if axes is not None:
+        bound_axis(op, axes, needed=True)
+
+
 def _summed(tree: Any, axis_name: Any) -> Any:
     return tree if axis_name is None else lax.psum(tree, axis_name)
 
@@ -163,6 +176,7 @@ def update_codebook(
     codes, dim = check_state(op, state, 2)
     check_vectors(op, x, dim)
     check_options(op, decay=decay, epsilon=epsilon, dead_code_threshold=dead_code_threshold)
+    check_context(op, key, axis_name)
     if not hasattr(indices, "dtype") or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise OpTypeError(
             f"{op}: indices must be an array of integers, got {getattr(indices, 'dtype', type(indices).__name__)}"
@@ -247,6 +261,8 @@ def vector_quantise(
     check_vectors(op, x, dim)
     moving = {"decay": decay, "epsilon": epsilon, "dead_code_threshold": dead_code_threshold}
     check_options(op, **moving, commitment_weight=commitment_weight)
+    check_context(op, key, axis_name, train)
+    x = jnp.asarray(x)
     codebook = lax.stop_gradient(state["codebook"])
     indices = nearest_code(x, codebook, metric=metric, implementation=implementation)
     chosen = jnp.take(codebook, indices, axis=0)

@@ -22,6 +22,7 @@ from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.vq.quantise import (
     STATE_KEYS,
+    check_context,
     check_options,
     check_state,
     check_vectors,
@@ -77,6 +78,8 @@ def product_quantise(
     check_vectors(op, x, count * part, f"the {count} codebooks' dims together")
     moving = {"decay": decay, "epsilon": epsilon, "dead_code_threshold": dead_code_threshold}
     check_options(op, **moving, commitment_weight=commitment_weight)
+    check_context(op, key, axis_name, train)
+    x = jnp.asarray(x)
     one = partial(
         vector_quantise,
         train=train,
@@ -142,6 +145,8 @@ def residual_quantise(
     check_vectors(op, x, dim)
     moving = {"decay": decay, "epsilon": epsilon, "dead_code_threshold": dead_code_threshold}
     check_options(op, **moving, commitment_weight=commitment_weight)
+    check_context(op, key, axis_name, train)
+    x = jnp.asarray(x)
     # What is left is kept wide: each level's codes are smaller than the last one's.
     left = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     keys = _keys(key, count)

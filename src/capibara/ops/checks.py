@@ -1,0 +1,58 @@
+"""Checks of single arguments that operations of several categories share."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.ops.errors import OpTypeError, OpValueError
+
+__all__ = ["check_flag", "check_key", "check_scale", "check_softcap"]
+
+
+def check_flag(op: str, name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise OpTypeError(f"{op}: {name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def check_key(op: str, key: Any) -> None:
+    """Refuse what is not one key of ``jax.random``, of the new kind or the old."""
+    kind = getattr(key, "dtype", None)
+    typed = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
+    if not (typed and key.shape == ()) and not (kind == jnp.uint32 and key.ndim == 1):
+        raise OpTypeError(f"{op}: key must be one key of jax.random.key(seed), got {key!r}")
+
+
+def _number(op: str, name: str, value: Any) -> float:
+    # Numbers of NumPy and JAX, arrays without axes, are numbers too.
+    if isinstance(value, bool) or not (
+        isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
+    ):
+        raise OpTypeError(f"{op}: {name} must be a number or None, got {value!r}")
+    return float(value)
+
+
+def check_scale(op: str, scale: Any) -> float | None:
+    """The factor on attention's scores; None where there is to be the usual one."""
+    if scale is None:
+        return None
+    number = _number(op, "scale", scale)
+    if not math.isfinite(number):
+        raise OpValueError(f"{op}: scale must be a finite number, got {scale!r}")
+    return number
+
+
+def check_softcap(op: str, softcap: Any) -> float | None:
+    """What attention's scores are bent below; None for no cap. An infinite one would be inf · tanh(0), which is NaN."""
+    if softcap is None:
+        return None
+    number = _number(op, "softcap", softcap)
+    if not 0 < number < math.inf:
+        raise OpValueError(f"{op}: softcap must be finite and above 0 (or None for no cap), got {softcap!r}")
+    return number
