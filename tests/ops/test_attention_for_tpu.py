@@ -14,7 +14,8 @@ pytestmark = needs_libtpu
 
 KINDS = (
     "v4:2x2x1",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("v5e:2x2", "v5p:2x2x1")),
+    "v5e:2x2",
+    "v5p:2x2x1",
     "v6e:2x2",
 )
 

@@ -244,8 +244,10 @@ print(json.dumps(out))
 
 
 @needs_libtpu
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+    "kind",
+    ["v4:2x2x1", *(pytest.param(k, marks=pytest.mark.slow) for k in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"))],
+)
 def test_compiled_for_tpus(kind):
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, kind, str(Path(__file__).parent.parent / "support")],
