@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from capibara.ops import NoImplementationError, OpTypeError, OpValueError, explain
+from capibara.ops import NoImplementationError, OpTypeError, OpValueError, explain, list_ops
 from capibara.ops.scan import parallel_scan
+from capibara.ops.scan.specs import PARALLEL, parallel_arguments
 
 STEPS = 7
 FAST = {"xla_backend_optimization_level": 0}
@@ -152,6 +155,33 @@ def test_affine_steps_are_recognised_and_right(name):
     same(found["ours"][0], found["lax"][0])
     same(found["backwards"][0], found["lax backwards"][0])
     same(found["ours"][1], found["lax"][1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "spec", [spec for spec in PARALLEL if "small" in spec.tags], ids=lambda spec: spec.name
+)
+def test_every_implementation_on_every_spec(spec):
+    (step, first, xs), options = parallel_arguments(spec, np.random.default_rng(0))
+    first, xs = jax.tree.map(lambda v: v.astype("float32"), (first, xs))
+    tried = 0
+    for name in ("auto", *list_ops()["parallel_scan"].implementations):
+
+        def both(first, xs, name=name):
+            scan = partial(parallel_scan, implementation=name, num_segments=2, **options)
+            found = []
+            for one in (scan, lax.scan):
+                out, pull = jax.vjp(lambda h, v, one=one: one(step, h, v), first, xs)
+                found.append((out, pull(jax.tree.map(jnp.cos, out))))
+            return found
+
+        try:
+            (got, grads), (want, wanted) = jax.jit(both, compiler_options=FAST)(first, xs)
+        except NoImplementationError:
+            continue
+        same(got, want)
+        same(grads, wanted, rtol=1e-4, atol=1e-4)
+        tried += 1
+    assert tried >= 4
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -26,7 +26,7 @@ PARAMS = pltpu.InterpretParams(
 BLOCKS: dict[str, Any] = {"use_causal_mask": True, "block_size": 128}
 SPECS = (
     AttentionSpec("segments, window", 1, 1, 200, 8, segments=True, options={**BLOCKS, "window": 90}),
-    pytest.param(AttentionSpec("grouped, causal", 1, 2, 200, 8, 1, options=BLOCKS), marks=pytest.mark.slow),
+    AttentionSpec("grouped, causal", 1, 2, 200, 8, 1, options=BLOCKS),
 )
 
 

@@ -50,6 +50,8 @@ def selective_scan(
 
     ``length == 1`` takes a path of one step, for decoding. Differentiable (forward and reverse mode) in every
     array; works under ``jit`` and ``vmap``. Sums and the state are float32 (float64 for float64 input).
+    A NaN or an infinity reaches all later positions of its channel or head; ``"xla"`` makes NaN of the earlier ones of
+    its chunk too.
 
     Args:
       x: ``[batch, length, heads, width]``, the input.

@@ -71,6 +71,9 @@ class ParallelSpec:
 PARALLEL: tuple[ParallelSpec, ...] = (
     ParallelSpec("elementwise", 12, 2, 3),
     ParallelSpec("matrix", 9, 2, 3, True, ("small", "odd")),
+    ParallelSpec("odd", 13, 1, 1, tags=("small", "odd")),
+    ParallelSpec("one step", 1, 2, 3, tags=("small", "odd")),
+    ParallelSpec("one step, matrix", 1, 2, 3, True, ("small", "odd")),
     ParallelSpec("long", 8192, 16, 64, tags=("large",)),
     ParallelSpec("long, matrix", 4096, 1, 16, True, ("large",)),
 )
