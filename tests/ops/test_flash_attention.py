@@ -342,7 +342,7 @@ def _x(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
         ({"window": 0}, OpValueError, "window=0"),
         ({"window": 2.5}, OpTypeError, "window must be an int"),
         ({"window": (-1, 2)}, OpValueError, "at least 0"),
-        ({"softcap": 0.0}, OpValueError, "softcap must be above 0"),
+        ({"softcap": 0.0}, OpValueError, "softcap must be finite and above 0"),
         ({"scale": float("nan")}, OpValueError, "finite"),
         ({"block_size": 0}, OpValueError, "block_size must be at least 1"),
         ({"block_size": 1.5}, OpTypeError, "block_size must be an int"),
