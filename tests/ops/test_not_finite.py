@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.ops import explain, list_ops
+from capibara.ops import list_ops
 from capibara.ops.conv import causal_conv1d, conv1d, conv2d, winograd_conv2d
 from capibara.ops.errors import NoImplementationError
 from capibara.ops.fft import radix_optimized_fft
@@ -141,21 +143,114 @@ def test_recurrences_carry_it_on_in_its_channel():
     assert np.isfinite(np.asarray(spikes)[:, 0]).all()
 
 
-def test_a_selective_scan_carries_it_on_in_its_head():
-    x, dt = put(normal(1, 9, 2, 2), ((0, 6, 1, 0), np.nan)), np.abs(normal(1, 9, 2))
-    a, b, c = -np.abs(normal(2)), normal(1, 9, 1, 3), normal(1, 9, 1, 3)
-    found = every("selective_scan", lambda name: selective_scan(x, dt, a, b, c, implementation=name))
-    found["chunks of 4"] = selective_scan(x, dt, a, b, c, chunk_length=4, implementation="xla")
-    # Products over a chunk (of 64, or here all) take in what is not finite, also for the positions before it in the
-    # chunk; the compiled loop and the oracle have no chunks.
-    native = explain("selective_scan", x, dt, a, b, c).chosen == "native"
-    first = {"reference": 6, "native": 6, "auto": 6 if native else 0, "xla": 0, "chunks of 4": 4}
-    for name, (y, _) in found.items():
-        lost = np.isnan(np.asarray(y))
-        assert lost[0, 6:, 1, 0].all(), name
-        assert not lost[:, :, 0].any(), name  # the other head
-        assert not lost[..., 1].any(), name  # the other channel
-        assert not lost[0, : first[name]].any(), name
+def _selective(x: Any, dt: Any, a: Any, b: Any, c: Any, h: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence of selective_scan, one position after the other."""
+    x, dt, a, b, c, h = (np.asarray(v, np.float64) for v in (x, dt, a, b, c, h))
+    b, c = (np.repeat(v, x.shape[2] // v.shape[2], 2) for v in (b, c))
+    rows = []
+    for t in range(x.shape[1]):
+        push = (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        h = np.exp(dt[:, t] * a)[..., None, None] * h + push
+        rows.append((h * c[:, t, :, None]).sum(-1))
+    return np.stack(rows, 1), h
+
+
+# Where something not finite goes into a selective scan of 2 batch elements, 11 positions, 4 heads, 2 channels, 2 groups
+# and 3 states: the array (x, dt, a, b, c, initial state), the entry and the value.
+SPOILT = {
+    "x": (0, (0, 6, 1, 0), np.nan),
+    "x infinite": (0, (1, 0, 2, 1), -np.inf),
+    "x in the last": (0, (0, 10, 3, 1), np.inf),
+    "dt": (1, (0, 5, 1), np.nan),
+    "dt infinite": (1, (1, 3, 0), np.inf),
+    "dt below zero": (1, (1, 9, 3), -np.inf),
+    "a": (2, (2,), np.nan),
+    "a above zero": (2, (1,), np.inf),
+    "a below zero": (2, (1,), -np.inf),
+    "b": (3, (0, 7, 1, 2), np.nan),
+    "b infinite": (3, (1, 2, 0, 0), np.inf),
+    "c": (4, (1, 6, 1, 1), np.nan),
+    "c infinite": (4, (0, 4, 0, 2), -np.inf),
+    "state": (5, (1, 1, 0, 2), np.nan),
+    "state infinite": (5, (0, 3, 1, 0), np.inf),
+}
+
+
+def _selective_arrays() -> list[Any]:
+    rng = np.random.default_rng(4)
+    shapes = (2, 11, 4, 2), (2, 11, 4), (4,), (2, 11, 2, 3), (2, 11, 2, 3), (2, 4, 2, 3)
+    x, dt, a, b, c, h = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    return [x, np.abs(dt) + 0.1, -np.abs(a), b, c, h]
+
+
+def _selective_scan(
+    name: str, chunk_length: int | None, x: Any, dt: Any, a: Any, b: Any, c: Any, h: Any
+) -> Any:
+    return selective_scan(x, dt, a, b, c, initial_state=h, chunk_length=chunk_length, implementation=name)
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_a_selective_scan_carries_it_on_where_its_recurrence_does(spoilt):
+    which, at, value = SPOILT[spoilt]
+    arrays = _selective_arrays()
+    arrays[which] = put(arrays[which], (at, value))
+    want = _selective(*arrays)
+    if spoilt == "a below zero":
+        assert all(np.isfinite(v).all() for v in want)
+    else:
+        assert 0 < np.isfinite(want[0]).sum() < want[0].size
+    found = every("selective_scan", lambda name: _selective_scan(name, None, *arrays))
+    found |= {f"chunks of {n}": _selective_scan("xla", n, *arrays) for n in (1, 4, 11)}
+    for name, got in found.items():
+        for part, expected in zip(got, want, strict=True):
+            finite = np.isfinite(expected)
+            np.testing.assert_array_equal(np.isfinite(part), finite, name)
+            same(np.asarray(part)[finite], expected[finite], name)
+
+
+@pytest.mark.parametrize("spoilt", [name for name, (which, _, _) in SPOILT.items() if which in (0, 1, 3)])
+def test_a_selective_scans_gradient_of_what_came_before_stays(spoilt):
+    which, at, value = SPOILT[spoilt]
+    arrays = _selective_arrays()
+    arrays[which] = put(arrays[which], (at, value))
+    start = at[1]
+    weight = np.random.default_rng(5).normal(size=arrays[0].shape).astype(np.float32)
+
+    def gradient(name: str, weight: Any) -> list[np.ndarray]:
+        _, pull = jax.vjp(lambda *v: _selective_scan(name, 4 if name == "xla" else None, *v), *arrays)
+        return [np.asarray(v) for v in pull((jnp.asarray(weight), jnp.zeros_like(arrays[5])))]
+
+    # Only what comes before is read: its gradient is that of a scan which ends there.
+    early = weight.copy()
+    early[:, start:] = 0
+    shorter = [v[:, :start] if i in (0, 1, 3, 4) else v for i, v in enumerate(arrays)]
+    if start:
+        _, pull = jax.vjp(lambda *v: _selective_scan("reference", None, *v), *shorter)
+        want = pull((jnp.asarray(weight[:, :start]), jnp.zeros_like(arrays[5])))
+        got = gradient("xla", early)
+        for i in (0, 1, 3, 4):
+            same(got[i][:, :start], want[i], f"{i}")
+        same(got[5], want[5], "state")
+    # Everything is read: the recurrence's gradient where that is finite. Elsewhere it is not finite for what multiplies
+    # a state that is not: c, and from there on dt. (That of a is lost even if there is no later position to read it.)
+    got, want = gradient("xla", weight), gradient("reference", weight)
+    for i, (part, expected) in enumerate(zip(got, want, strict=True)):
+        finite = np.isfinite(expected if i != 2 else part)
+        assert finite.any(), i
+        same(part[finite], expected[finite], f"{i}")
+    assert not np.isfinite(got[2]).all()
+    for i in (1, 4):
+        np.testing.assert_array_equal(np.isfinite(got[i])[:, start:], np.isfinite(want[i])[:, start:], f"{i}")
+    # In forward mode too nothing gets into the tangents of earlier positions.
+    tangents = [jnp.cos(v) for v in _selective_arrays()]
+
+    def tangent(name: str) -> np.ndarray:
+        scan = partial(_selective_scan, name, 4 if name == "xla" else None)
+        return np.asarray(jax.jvp(scan, [jnp.asarray(v) for v in arrays], tangents)[1][0])
+
+    got, want = tangent("xla"), tangent("reference")
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    same(got[np.isfinite(want)], want[np.isfinite(want)], "tangent")
 
 
 def test_convolutions_put_it_where_a_window_sees_it():

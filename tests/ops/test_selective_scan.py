@@ -150,6 +150,19 @@ def test_strong_decay_over_a_long_chunk_neither_overflows_nor_loses_its_gradient
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradient))
 
 
+def test_a_step_that_forgets_everything_costs_no_digits_of_the_later_ones():
+    arrays = make(ScanSpec("", 1, 20, 2, 2, 1, 3, 20))
+    arrays["dt"][:, 3], arrays["dt"][:, 9:12] = 1e7, 1e36
+    arrays["x"][:, [3, 9, 10, 11]] *= 1e-36
+    arrays["a"] = np.array([-0.5, -300.0])
+    narrow = {name: jnp.asarray(v, jnp.float32) for name, v in arrays.items()}
+    want = oracle(**arrays)
+    for name in ("xla", "reference"):
+        y, state = run(narrow, name, 20 if name == "xla" else None)
+        np.testing.assert_allclose(y, want[0], rtol=1e-4, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(state, want[1], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
 def test_zero_step_keeps_the_state():
     arrays = make(ScanSpec("", 1, 5, 2, 3, 1, 4, 4))
     arrays["dt"] = np.zeros_like(arrays["dt"])
