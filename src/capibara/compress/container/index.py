@@ -33,7 +33,7 @@ import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.compress.formats import FORMATS, NumberFormat
@@ -70,8 +70,7 @@ _MOST_NAME = 4096  # characters
 _STRANGE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Rows of a tensor that are coded together.
 
     Attributes:
@@ -220,9 +219,10 @@ def parse(text: bytes, end: int, path: object, version: int = VERSION) -> tuple[
       DamagedError: it is not what :func:`dump` writes.
     """
 
-    def check(good: bool, what: str) -> None:
+    def check(good: bool, what: str, name: object = None) -> None:
+        # The text is made where it is wanted: there are many checks for each tensor.
         if not good:
-            raise DamagedError(f"{path}: the index is damaged ({what})")
+            raise DamagedError(f"{path}: the index is damaged ({what.replace('…', repr(name))})")
 
     check(_is_lean(text), "more objects and lists than a writer makes")
     try:
@@ -247,51 +247,48 @@ def parse(text: bytes, end: int, path: object, version: int = VERSION) -> tuple[
         settings = t.get("settings", {})
         check(set(t) <= keys, "a tensor's keys")
         check(check_name(name) is None and name not in entries, "a tensor's name")
-        check(isinstance(t.get("dtype"), str) and t["dtype"] in FORMATS, f"dtype of {name!r}")
-        check(isinstance(t.get("codec"), str) and len(t["codec"]) <= 64, f"codec of {name!r}")
-        check(isinstance(settings, dict), f"settings of {name!r}")
-        check(isinstance(shape, list) and check_shape(shape) is None, f"shape of {name!r}")
+        check(isinstance(t.get("dtype"), str) and t["dtype"] in FORMATS, "dtype of …", name)
+        check(isinstance(t.get("codec"), str) and len(t["codec"]) <= 64, "codec of …", name)
+        check(isinstance(settings, dict), "settings of …", name)
+        check(isinstance(shape, list) and check_shape(shape) is None, "shape of …", name)
         form = FORMATS[t["dtype"]]
         if same_as is not None:
             twin = entries.get(same_as) if isinstance(same_as, str) else None
-            check(
-                twin is not None and chunks is None and "coded_as" not in t, f"what {name!r} is the same as"
-            )
+            check(twin is not None and chunks is None and "coded_as" not in t, "what … is the same as", name)
             assert twin is not None
             check(
                 twin.same_as is None and (twin.format, twin.shape) == (form, tuple(shape)),
-                f"the twin of {name!r}",
+                "the twin of …",
+                name,
             )
             entries[name] = Entry(name, form, tuple(shape), t["codec"], settings, (), same_as)
             continue
-        check(isinstance(chunks, list), f"chunks of {name!r}")
+        check(isinstance(chunks, list), "chunks of …", name)
         cut = t.get("coded_as", shape)
         if "coded_as" in t:
-            check(isinstance(cut, list) and check_shape(cut) is None, f"what {name!r} is coded as")
+            check(isinstance(cut, list) and check_shape(cut) is None, "what … is coded as", name)
             count, length = math.prod(shape), math.prod(cut[1:])
             check(
                 count > 0 and len(cut) > 0 and math.prod(cut) == count and math.prod(shape[1:]) % length == 0,
-                f"what {name!r} is coded as",
+                "what … is coded as",
+                name,
             )
         read = []
         for c in chunks:
-            check(isinstance(c, list) and len(c) == 4 and all(_is_size(n) for n in c), f"a chunk of {name!r}")
+            check(isinstance(c, list) and len(c) == 4 and all(_is_size(n) for n in c), "a chunk of …", name)
             chunk = Chunk(*c)
-            check(
-                chunk.offset == at and chunk.offset + chunk.length <= end, f"where a chunk of {name!r} lies"
-            )
+            check(chunk.offset == at and chunk.offset + chunk.length <= end, "where a chunk of … lies", name)
             at = chunk.offset + chunk.length
             # The writer makes none such; it bounds what a small payload may claim to become.
             check(
                 (chunk.rows <= 1 and cut is shape) or chunk.rows * math.prod(cut[1:]) <= CHUNK,
-                f"the size of a chunk of {name!r}",
+                "the size of a chunk of …",
+                name,
             )
             read.append(chunk)
         rows = cut[0] if cut else 1
-        check(
-            sum(c.rows for c in read) == rows and all(c.rows or not rows for c in read), f"rows of {name!r}"
-        )
-        check(len(read) >= 1, f"chunks of {name!r}")
+        check(sum(c.rows for c in read) == rows and all(c.rows or not rows for c in read), "rows of …", name)
+        check(len(read) >= 1, "chunks of …", name)
         entries[name] = Entry(
             name, form, tuple(shape), t["codec"], settings, tuple(read), None,
             tuple(cut) if "coded_as" in t else None,

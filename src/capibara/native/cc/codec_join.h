@@ -68,6 +68,27 @@ struct Joiner {
     int left;  // bits below the halves
   };
 
+  // Where the numbers of a strip go: rows of `length`, the first of which has `within` already.
+  struct Target {
+    T* x;
+    const int64_t* rows;
+    int64_t length, within;
+
+    T* number(int64_t i) const { return x + rows[(within + i) / length] * length + (within + i) % length; }
+
+    // Calls `put(to, i, run)` for each run of numbers of one row, of which the first is number `i` of the strip.
+    template <typename Put>
+    void runs(int64_t size, const Put& put) const {
+      const int64_t* row = rows;
+      int64_t at = within;
+      for (int64_t i = 0; i < size; at = 0, ++row) {
+        const int64_t run = length - at < size - i ? length - at : size - i;
+        put(x + *row * length + at, i, run);
+        i += run;
+      }
+    }
+  };
+
   template <int whole, bool others>
   static T field(const Fields& f, int64_t j) {
     T v = others ? T(f.low[j]) : T(0);
@@ -104,11 +125,39 @@ struct Joiner {
     }
   };
 
-#if defined(__AVX2__)
-  // As below, for 16 or 8 numbers with a sign at a time; returns how many were done.
+  // Numbers `begin` to `end` of a strip, which lie one after another from `to` on. The bits above the rest are found by
+  // arithmetic where that is possible: unlike looking up, vectors do it.
   template <int N, int whole, bool others>
-  static int64_t place_many(const Join& join, const Gaps& gaps, T* __restrict to, const uint8_t* __restrict code,
-                            const Fields& from, int64_t run) {
+  static void place_run(const Join& join, const Gaps& gaps, T* __restrict to, const uint8_t* __restrict code,
+                        const Fields& from, int64_t begin, int64_t end) {
+    const Fields f = from;
+    const Join with = join;
+    const T first = gaps.first, at0 = gaps.at[0], at1 = gaps.at[1], step0 = gaps.step[0], step1 = gaps.step[1];
+    const T* table = gaps.table;
+    const auto above = [=](int64_t j) {
+      const T c = code[j];
+      if (N > 2) return table[c];
+      T v = T(c + first);
+      if (N > 0) v = T(v + (c >= at0 ? step0 : T(0)));
+      if (N > 1) v = T(v + (c >= at1 ? step1 : T(0)));
+      return with.up(v);
+    };
+    to -= begin;
+    if (with.sign)
+      for (int64_t j = begin; j < end; ++j) to[j] = with.with_sign(above(j), field<whole, others>(f, j));
+    else if (whole != kNoWhole && whole != kAny)
+      return;  // what has no sign does not come this way
+    else if (with.alternating)
+      for (int64_t j = begin; j < end; ++j) to[j] = with.folded(above(j), field<whole, others>(f, j));
+    else
+      for (int64_t j = begin; j < end; ++j) to[j] = with.shifted(above(j), field<whole, others>(f, j));
+  }
+
+#if defined(__AVX2__)
+  // As below, for 16 or 8 numbers with a sign at a time.
+  template <int N, int whole, bool others>
+  static void place_many(const Join& join, const Gaps& gaps, const Target& target, const uint8_t* __restrict code,
+                         const Fields& from, int64_t size) {
     constexpr bool two = sizeof(T) == 2;
     constexpr int64_t step = 32 / int64_t(sizeof(T));
     const Fields f = from;
@@ -125,59 +174,44 @@ struct Joiner {
     const __m256i step0 = all(gaps.step[0]), step1 = all(gaps.step[1]);
     const __m128i up = _mm_cvtsi32_si128(join.up.by), put = _mm_cvtsi32_si128(join.put.by);
     const __m128i put_sign = _mm_cvtsi32_si128(join.put_sign.by), put_half = _mm_cvtsi32_si128(f.left);
-    int64_t j = 0;
-    for (; j + step <= run; j += step) {
-      const __m256i c = bytes(code + j);
-      __m256i v = plus(c, first);
-      if (N > 0) v = plus(v, _mm256_and_si256(above(c, at0), step0));
-      if (N > 1) v = plus(v, _mm256_and_si256(above(c, at1), step1));
-      v = left(v, up);
-      __m256i r = others ? bytes(f.low + j) : _mm256_setzero_si256();
-      if (whole == kByte || whole == kHalfAndByte) r = _mm256_or_si256(r, bytes(f.bytes + j));
-      if (whole == kHalf || whole == kHalfAndByte)
-        r = _mm256_or_si256(r, left(_mm256_cvtepu16_epi32(_mm_loadu_si128(
-                                        reinterpret_cast<const __m128i*>(f.halves + 2 * j))),
-                                    put_half));
-      v = _mm256_or_si256(v, left(_mm256_and_si256(r, mask), put));
-      v = _mm256_or_si256(v, left(_mm256_and_si256(r, negative), put_sign));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j), v);
-    }
-    return j;
+    target.runs(size, [&](T* to, int64_t i, int64_t run) {
+      int64_t j = i;
+      for (; j + step <= i + run; j += step) {
+        const __m256i c = bytes(code + j);
+        __m256i v = plus(c, first);
+        if (N > 0) v = plus(v, _mm256_and_si256(above(c, at0), step0));
+        if (N > 1) v = plus(v, _mm256_and_si256(above(c, at1), step1));
+        v = left(v, up);
+        __m256i r = others ? bytes(f.low + j) : _mm256_setzero_si256();
+        if (whole == kByte || whole == kHalfAndByte) r = _mm256_or_si256(r, bytes(f.bytes + j));
+        if (whole == kHalf || whole == kHalfAndByte)
+          r = _mm256_or_si256(r, left(_mm256_cvtepu16_epi32(_mm_loadu_si128(
+                                          reinterpret_cast<const __m128i*>(f.halves + 2 * j))),
+                                      put_half));
+        v = _mm256_or_si256(v, left(_mm256_and_si256(r, mask), put));
+        v = _mm256_or_si256(v, left(_mm256_and_si256(r, negative), put_sign));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + (j - i)), v);
+      }
+      if (j < i + run) place_run<N, whole, others>(join, gaps, to + (j - i), code, f, j, i + run);
+    });
   }
 #endif
 
-  // The bits above the rest are found by arithmetic where that is possible: unlike looking up, vectors do it.
+  // All numbers of a strip.
   template <int N, int whole, bool others>
-  static void place(const Join& join, const Gaps& gaps, T* __restrict to, const uint8_t* __restrict code,
-                    const Fields& from, int64_t run) {
-    const Fields f = from;
-    const Join with = join;
-    const T first = gaps.first, at0 = gaps.at[0], at1 = gaps.at[1], step0 = gaps.step[0], step1 = gaps.step[1];
-    const T* table = gaps.table;
-    const auto above = [=](int64_t j) {
-      const T c = code[j];
-      if (N > 2) return table[c];
-      T v = T(c + first);
-      if (N > 0) v = T(v + (c >= at0 ? step0 : T(0)));
-      if (N > 1) v = T(v + (c >= at1 ? step1 : T(0)));
-      return with.up(v);
-    };
-    int64_t begin = 0;
+  static void place(const Join& join, const Gaps& gaps, const Target& target, const uint8_t* code, const Fields& from,
+                    int64_t size) {
 #if defined(__AVX2__)
     if constexpr (sizeof(T) == 2 || sizeof(T) == 4)
-      if (N <= 2 && with.sign && whole != kAny) begin = place_many<N, whole, others>(join, gaps, to, code, f, run);
+      if (N <= 2 && join.sign && whole != kAny)
+        return place_many<N, whole, others>(join, gaps, target, code, from, size);
 #endif
-    if (with.sign)
-      for (int64_t j = begin; j < run; ++j) to[j] = with.with_sign(above(j), field<whole, others>(f, j));
-    else if (whole != kNoWhole && whole != kAny)
-      return;  // what has no sign does not come this way
-    else if (with.alternating)
-      for (int64_t j = 0; j < run; ++j) to[j] = with.folded(above(j), field<whole, others>(f, j));
-    else
-      for (int64_t j = 0; j < run; ++j) to[j] = with.shifted(above(j), field<whole, others>(f, j));
+    target.runs(size, [&](T* to, int64_t i, int64_t run) {
+      place_run<N, whole, others>(join, gaps, to, code, from, i, i + run);
+    });
   }
 
-  using Place = void (*)(const Join&, const Gaps&, T* __restrict, const uint8_t* __restrict, const Fields&, int64_t);
+  using Place = void (*)(const Join&, const Gaps&, const Target&, const uint8_t*, const Fields&, int64_t);
 
   template <int whole, bool others>
   static Place by_gaps(int gaps) {
@@ -241,35 +275,27 @@ struct Joiner {
         unpack(rest, low, begin, size, width, total, group.planes);
       else if (others)
         unpack_low(low, begin, size, width - whole_bits, total, group.planes + total * (whole_bits / 8));
-      for (int64_t i = 0; i < size;) {
-        T* to = x + group.chosen[row] * length + within;
-        const int64_t run = length - within < size - i ? length - within : size - i;
-        const Fields fields{group.planes + 2 * (begin + i),
-                            group.planes + (whole == kHalfAndByte ? 2 * total : 0) + begin + i, low + i, rest + i,
-                            width - 16};
-        put(join, gaps, to, code + i, fields, run);
-        if (group.escapes && !place_escaped(to, code + i, fields, run)) return capibara::kEscapes;
-        i += run;
-        within += run;
-        if (within == length) {
-          within = 0;
-          ++row;
-        }
-      }
+      const Target target{x, group.chosen + row, length, within};
+      const Fields fields{group.planes + 2 * begin, group.planes + (whole == kHalfAndByte ? 2 * total : 0) + begin, low,
+                          rest, width - 16};
+      put(join, gaps, target, code, fields, size);
+      if (group.escapes && !place_escaped(target, fields, size)) return capibara::kEscapes;
+      row += (within + size) / length;
+      within = (within + size) % length;
       begin += size;
       return done() && found != group.escapes ? capibara::kEscapes : capibara::kFine;
     }
 
-    bool place_escaped(T* to, const uint8_t* codes, const Fields& fields, int64_t run) {
-      const uint8_t *at = codes, *end = at + run;
+    bool place_escaped(const Target& target, const Fields& fields, int64_t size) {
+      const uint8_t *at = code, *end = at + size;
       while (at < end && (at = static_cast<const uint8_t*>(memchr(at, group.escape, size_t(end - at))))) {
         if (found == group.escapes) return false;
-        const int64_t j = at++ - codes;
+        const int64_t j = at++ - code;
         const T r = whole == kByte          ? field<kByte, false>(fields, j)
                     : whole == kHalf        ? T(field<kHalf, false>(fields, j) | (others ? fields.low[j] : T(0)))
                     : whole == kHalfAndByte ? field<kHalfAndByte, false>(fields, j)
                     : T((whole == kAny ? fields.rest[j] : T(0)) | (others ? fields.low[j] : T(0)));
-        to[j] = join(T(T(group.escaped[found++]) << join.up.by), r);
+        *target.number(j) = join(T(T(group.escaped[found++]) << join.up.by), r);
       }
       return true;
     }

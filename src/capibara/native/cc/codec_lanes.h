@@ -40,11 +40,8 @@ static const Spread& spread() {
   return made;
 }
 
-// Eight entries of a table. Where there is no AVX-512, processors take more time for a gather than for eight loads.
+// Eight entries of a table. A gather takes more time than eight loads, also where there is AVX-512 (measured on Zen 4).
 static inline __m256i look_up(const uint32_t* table, __m256i at) {
-#if defined(__AVX512VL__)
-  return _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), at, 4);
-#else
   const auto two = [table](uint64_t i) {
     return _mm_insert_epi32(_mm_cvtsi32_si128(int(table[uint32_t(i)])), int(table[i >> 32]), 1);
   };
@@ -53,7 +50,6 @@ static inline __m256i look_up(const uint32_t* table, __m256i at) {
   };
   const __m128i low = four(_mm256_castsi256_si128(at)), high = four(_mm256_extracti128_si256(at, 1));
   return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-#endif
 }
 #endif
 

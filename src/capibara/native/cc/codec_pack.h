@@ -106,41 +106,26 @@ static inline void pack_low(const uint8_t* low, int64_t begin, int64_t count, in
   }
 }
 
-#if defined(__SSE2__)
+#if defined(__AVX2__)
 // 32 numbers at a time of a plane of `size` bits; returns how many were done. `add` keeps what is there.
 template <int size, bool add>
 static inline int64_t unpack_many(uint8_t* low, int64_t count, int left, const uint8_t* p) {
-  const __m128i mask = _mm_set1_epi8((1 << size) - 1), shift = _mm_cvtsi32_si128(left);
+  const __m128i shift = _mm_cvtsi32_si128(left);
   int64_t i = 0;
-  const auto put = [&](int64_t at, __m128i x) {
-    __m128i* to = reinterpret_cast<__m128i*>(low + at);
-    x = _mm_sll_epi16(x, shift);  // a field stays within its byte
-    _mm_storeu_si128(to, add ? _mm_or_si128(x, _mm_loadu_si128(to)) : x);
-  };
-  for (; i + 128 / size <= count; i += 128 / size, p += 16) {
-    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    const __m128i halves[2] = {size == 4 ? x : _mm_and_si128(x, _mm_set1_epi8(15)),
-                               _mm_and_si128(_mm_srli_epi16(x, 4), _mm_set1_epi8(15))};
-    const __m128i four[2] = {_mm_unpacklo_epi8(halves[0], halves[1]), _mm_unpackhi_epi8(halves[0], halves[1])};
-    for (int h = 0; h < 2; ++h) {
-      if (size == 4) {
-        put(i + 16 * h, _mm_and_si128(four[h], mask));
-        continue;
-      }
-      // Each byte holds four bits: pairs of fields, and for single bits those pairs cut again.
-      const __m128i a = _mm_and_si128(four[h], _mm_set1_epi8(3));
-      const __m128i b = _mm_and_si128(_mm_srli_epi16(four[h], 2), _mm_set1_epi8(3));
-      const __m128i two[2] = {_mm_unpacklo_epi8(a, b), _mm_unpackhi_epi8(a, b)};
-      for (int q = 0; q < 2; ++q) {
-        if (size == 2) {
-          put(i + 32 * h + 16 * q, two[q]);
-          continue;
-        }
-        const __m128i c = _mm_and_si128(two[q], mask), d = _mm_and_si128(_mm_srli_epi16(two[q], 1), mask);
-        put(i + 64 * h + 32 * q, _mm_unpacklo_epi8(c, d));
-        put(i + 64 * h + 32 * q + 16, _mm_unpackhi_epi8(c, d));
-      }
-    }
+  for (; i + 32 <= count; i += 32, p += 4 * size) {
+    // What becomes bytes that follow one another is moved apart, by halves of what is left.
+    __m256i x;
+    if (size == 4) x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    if (size == 2) x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    if (size == 1) x = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(int(load32(p))));
+    if (size == 1) x = _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi64(x, 28)), _mm256_set1_epi32(15));
+    if (size <= 2)
+      x = _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 16 - 2 * size)),
+                           _mm256_set1_epi16((1 << 2 * size) - 1));
+    x = _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi16(x, 8 - size)), _mm256_set1_epi8((1 << size) - 1));
+    x = _mm256_sll_epi16(x, shift);  // a field stays within its byte
+    __m256i* const to = reinterpret_cast<__m256i*>(low + i);
+    _mm256_storeu_si256(to, add ? _mm256_or_si256(x, _mm256_loadu_si256(to)) : x);
   }
   return i;
 }
