@@ -9,11 +9,13 @@ All decays are differences of one running sum of ``dt·a`` and are exponentiated
 (for ``a ≤ 0``), so nothing overflows however long the chunk; the sums are kept in float32 or wider.
 
 In a product over a chunk 0 · NaN would carry what is not finite back to earlier positions. So the products get 0 in its
-place, and what depends on it is made NaN afterwards: a state never becomes finite again, so for that the first position
-of every channel, head and state that is not finite is enough.
+place, and what depends on it is made NaN afterwards. A state never becomes finite again: the first position of every
+channel and state is enough for that.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,32 +37,17 @@ def _finite(v: jax.Array) -> jax.Array:
 _finite.defjvps(lambda tangent, _out, _v: tangent)
 
 
-def _first(bad: jax.Array) -> jax.Array:
-    """[batch, length, …] → the first position that is bad, [batch, …]; ``length`` where none is."""
-    length = bad.shape[1]
-    at = lax.broadcasted_iota(jnp.int32, bad.shape, 1)
-    return jnp.min(jnp.where(bad, at, length), axis=1, initial=length)
+def _first(bad: jax.Array, axis: int) -> jax.Array:
+    """The first place along ``axis`` that is bad, the axis kept; its size where none is."""
+    at = lax.broadcasted_iota(jnp.int32, bad.shape, axis)
+    return jnp.min(jnp.where(bad, at, bad.shape[axis]), axis=axis, keepdims=True)
 
 
-@jax.checkpoint
-def _spoil(y: jax.Array, of_channel: jax.Array, of_b: jax.Array, rate: jax.Array, c: jax.Array) -> jax.Array:
-    """``y [batch, length, groups, heads per group, width]`` with NaN from the positions on that are given.
-
-    These are ``of_channel [batch, groups, heads per group, width]`` and ``of_b [batch, groups, states]``. NaN is added
-    and not put in place of ``y``: the gradient of what was written before depends on no value of the state and stays.
-    That of ``rate [batch, length, groups, heads per group]`` and ``c [batch, length, groups, states]`` does, and is NaN
-    too: hence their products with 0.
-    """
-
-    def spoilt(first: jax.Array) -> jax.Array:
-        at = lax.broadcasted_iota(jnp.int32, (1, y.shape[1], *[1] * (first.ndim - 1)), 1)
-        return jnp.where(at >= first[:, None], jnp.nan, 0).astype(y.dtype)
-
-    decay = 1 + 0 * rate
-    read = 1 + jnp.sum(0 * c, axis=-1)
-    of_states = jnp.sum(spoilt(of_b) * (1 + 0 * c), axis=-1)
-    of_heads = spoilt(of_channel) * read[..., None, None] + of_states[..., None, None]
-    return y + of_heads * decay[..., None]
+def _from(first: jax.Array, axis: int, size: int, dtype: Any) -> jax.Array:
+    """NaN from the places ``first`` of ``axis`` on, 0 before them; the axis then has ``size``."""
+    shape = [1] * first.ndim
+    shape[axis] = size
+    return jnp.where(lax.broadcasted_iota(jnp.int32, shape, axis) >= first, jnp.nan, 0).astype(dtype)
 
 
 def _step(
@@ -106,19 +93,12 @@ def scan(
 
     def cut(v: jax.Array) -> jax.Array:
         """[batch, length, …] → [chunks, batch, size, …]."""
-        v = jnp.pad(v, [(0, 0), (0, lack)] + [(0, 0)] * (v.ndim - 2))
+        v = jnp.pad(v.astype(wide), [(0, 0), (0, lack)] + [(0, 0)] * (v.ndim - 2))
         return jnp.moveaxis(v.reshape(p.batch, chunks, size, *v.shape[2:]), 1, 0)
 
-    x_wide, step, b_wide, c_wide = (v.astype(wide) for v in (x, dt, b, c))
-    rate = step * a.astype(wide)
-    # The first positions that are not finite: of a channel, of a head, and of a state of a group.
-    of_b = _first(~jnp.isfinite(b_wide))
-    of_channel = jnp.minimum(
-        _first(~jnp.isfinite(x_wide * step[..., None])), _first(~(rate < jnp.inf))[..., None]
-    )
-    push = _finite(_finite(x_wide) * _finite(step)[..., None])
     # exp(-inf) is 0, and so is that of a bound below which a sum can neither overflow nor lose its smaller terms.
     least = -128.0 if wide == jnp.float32 else -1024.0
+    rate = dt.astype(wide) * a.astype(wide)
     rate = jnp.where(rate <= least, least, rate)
     below = lax.broadcasted_iota(jnp.int32, (size, size), 0) >= lax.broadcasted_iota(
         jnp.int32, (size, size), 1
@@ -128,13 +108,20 @@ def scan(
     first = initial_state.astype(wide).reshape(n, heads, p.width, p.states)
 
     def chunk(h: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        push_k, rate_k, b_k, c_k = now
+        x_k, step_k, rate_k, b_k, c_k = now
         # Sums of dt·a up to and with each position. A product, not a cumulative sum: it is as exact, and XLA's CPU
         # compiler does not fuse it into the loop over pairs below, which would then read it with a stride.
-        total_k = jnp.einsum("bjh,ij->bhi", rate_k, below.astype(wide), precision=lax.Precision.HIGHEST)
+        sound = jnp.where(jnp.isfinite(rate_k), rate_k, 0)
+        total_k = jnp.einsum("bjh,ij->bhi", sound, below.astype(wide), precision=lax.Precision.HIGHEST)
         total_k = total_k.reshape(n, heads, size)
-        push_k = jnp.swapaxes(push_k, 1, 2).reshape(n, heads, size, p.width)
+        x_k = jnp.swapaxes(x_k, 1, 2).reshape(n, heads, size, p.width)
+        step_k, rate_k = (jnp.swapaxes(v, 1, 2).reshape(n, heads, size, 1) for v in (step_k, rate_k))
         b_k, c_k = (jnp.swapaxes(v, 1, 2).reshape(n, size, p.states) for v in (b_k, c_k))
+
+        # Of a channel [n, heads, 1, width] and of a state of b [n, 1, states]: where it is not finite any more.
+        lost = _first(~(jnp.isfinite(x_k * step_k) & jnp.isfinite(rate_k)), 2)
+        lost_b = _first(~jnp.isfinite(b_k), 1)
+        push_k, b_k = _finite(_finite(x_k) * _finite(step_k)), _finite(b_k)
 
         # Masked before the exponential: above the diagonal the difference is positive and could overflow.
         gap = jnp.where(below, total_k[..., :, None] - total_k[..., None, :], -jnp.inf)
@@ -145,15 +132,18 @@ def scan(
         last = total_k[..., -1:]
         kept = jnp.exp(last)[..., None] * h
         added = jnp.einsum("nhjp,njs->nhps", push_k * jnp.exp(last - total_k)[..., None], b_k)
-        y = (inside + carried).reshape(p.batch, p.heads, size, p.width)
-        return kept + added, jnp.swapaxes(y, 1, 2)
+        # NaN is added to what the products give and not put in its place, as their gradient by what was written at
+        # other positions depends on no value of the state. That by c and the decay does: hence the products with 0.
+        decay = 1 + 0 * _finite(rate_k)[..., 0]
+        by_channel = decay * (1 + jnp.sum(0 * c_k, axis=-1))[:, None]
+        by_state = decay * jnp.sum(_from(lost_b, 1, size, wide) * (1 + 0 * c_k), axis=-1)[:, None]
+        spoilt = _from(lost, 2, size, wide) * by_channel[..., None] + by_state[..., None]
+        y = inside + carried + spoilt
+        # From here on the state says so itself.
+        gone = (lost < size).reshape(n, heads, p.width, 1) | (lost_b < size)[:, None]
+        y = y.reshape(p.batch, p.heads, size, p.width)
+        return kept + added + jnp.where(gone, jnp.nan, 0).astype(wide), jnp.swapaxes(y, 1, 2)
 
-    rows = push, jnp.where(jnp.isfinite(rate), rate, 0), _finite(b_wide), c_wide
-    state, y = lax.scan(jax.checkpoint(chunk), first, tuple(map(cut, rows)))
-    split = (p.groups, p.heads_per_group)
-    y = jnp.moveaxis(y, 0, 1).reshape(p.batch, chunks * size, *split, p.width)[:, : p.length]
-    of_channel = of_channel.reshape(p.batch, *split, p.width)
-    y = _spoil(y, of_channel, of_b, _finite(rate).reshape(p.batch, p.length, *split), c_wide)
-    of_state = jnp.minimum(of_channel[..., None], of_b[:, :, None, None, :]).reshape(state.shape)
-    state = state + jnp.where(of_state < p.length, jnp.nan, 0).astype(wide)
-    return y.reshape(x.shape).astype(x.dtype), state.reshape(initial_state.shape)
+    state, y = lax.scan(jax.checkpoint(chunk), first, tuple(map(cut, (x, dt, rate, b, c))))
+    y = jnp.moveaxis(y, 0, 1).reshape(p.batch, chunks * size, p.heads, p.width)[:, : p.length]
+    return y.astype(x.dtype), state.reshape(initial_state.shape)
