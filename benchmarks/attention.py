@@ -96,10 +96,11 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
     from capibara.measure import interleaved
     from capibara.ops import explain
     from capibara.ops.attention import flash_attention
-    from capibara.ops.attention.specs import select
+    from capibara.ops.attention.specs import SPECS
+    from capibara.ops.tagged import tagged
 
     rows = []
-    for spec in select("large"):
+    for spec in tagged(SPECS, "large"):
         bhsd = spec.options.get("layout", "bhsd") == "bhsd"
         shapes = spec.shapes()
         rng = np.random.default_rng(0)

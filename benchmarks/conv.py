@@ -27,10 +27,11 @@ def run(rounds: int = 15) -> list[dict[str, Any]]:
     from capibara.measure import interleaved
     from capibara.ops import explain
     from capibara.ops.conv import winograd_conv2d
-    from capibara.ops.conv.specs import select
+    from capibara.ops.conv.specs import SPECS
+    from capibara.ops.tagged import tagged
 
     rows = []
-    for spec in select("large"):
+    for spec in tagged(SPECS, "large"):
         rng = np.random.default_rng(0)
         x = jnp.asarray(rng.normal(size=spec.inputs), jnp.float32)
         w = jnp.asarray(rng.normal(size=spec.filters) / np.sqrt(np.prod(spec.filters[:3])), jnp.float32)

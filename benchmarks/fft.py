@@ -25,11 +25,12 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
     from capibara.measure import interleaved
     from capibara.ops import explain
     from capibara.ops.fft import radix_optimized_fft
-    from capibara.ops.fft.specs import select
+    from capibara.ops.fft.specs import SPECS
+    from capibara.ops.tagged import tagged
 
     rows = []
     rng = np.random.default_rng(0)
-    for spec in select("large"):
+    for spec in tagged(SPECS, "large"):
         numbers = rng.normal(size=(2, *spec.shape)).astype(np.float32)
         for real in (False, True):
             x = jnp.asarray(numbers[0] if real else numbers[0] + 1j * numbers[1])

@@ -16,7 +16,6 @@ import numpy as np
 
 __all__ = ["run"]
 
-SIZE, RANK = 4096, 64
 SKLEARN = "sklearn.utils.extmath.randomized_svd"
 
 
@@ -68,20 +67,24 @@ def _decompositions(rounds: int, whole: bool) -> list[dict[str, Any]]:
 
     from capibara.measure import interleaved
     from capibara.ops.linalg import fast_svd
+    from capibara.ops.linalg.specs import MATRICES
+    from capibara.ops.tagged import tagged
 
-    matrix, values = _matrix(SIZE)
+    (spec,) = tagged(MATRICES, "large")
+    size, rank = spec.shape[-1], spec.rank
+    matrix, values = _matrix(size)
     there = jnp.asarray(matrix)
-    sides: dict[str, Callable[[], Any]] = {"capibara": lambda: fast_svd(there, RANK)}
+    sides: dict[str, Callable[[], Any]] = {"capibara": lambda: fast_svd(there, rank)}
     try:
         from sklearn.utils.extmath import randomized_svd
     except ImportError:
         print("scikit-learn is not installed: left out")
     else:
-        sides[SKLEARN] = lambda: randomized_svd(matrix, RANK, random_state=0)
+        sides[SKLEARN] = lambda: randomized_svd(matrix, rank, random_state=0)
     table = interleaved(sides, rounds)
     print(f"{table}\n")
-    error = {name: _error(matrix, *side()) / float(values[RANK]) for name, side in sides.items()}
-    what, shape = f"fast_svd, rank {RANK}", f"{SIZE} × {SIZE}"
+    error = {name: _error(matrix, *side()) / float(values[rank]) for name, side in sides.items()}
+    what, shape = f"fast_svd, rank {rank}", f"{size} × {size}"
     ours = {"error_over_optimal": error["capibara"]}
     rows = []
     if SKLEARN in sides:
@@ -105,6 +108,8 @@ def _others(rounds: int) -> list[dict[str, Any]]:
 
     from capibara.measure import interleaved
     from capibara.ops.linalg import cholesky_update, optimized_gemm
+    from capibara.ops.linalg.specs import GEMMS
+    from capibara.ops.tagged import tagged
 
     rng = np.random.default_rng(1)
 
@@ -122,18 +127,20 @@ def _others(rounds: int) -> list[dict[str, Any]]:
     print(f"{table}\n")
     rows = [_row("cholesky_update", f"{n} × {n}", table, peer)]
 
-    a, b = normal(2048, 4096), normal(4096, 1024)
-    for precision in ("float32", "bfloat16"):
-        peer = f"jnp.matmul in {precision}"
-        left, right = a.astype(precision), b.astype(precision)
-        plain = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type="float32"))
-        sides = {
-            "capibara": lambda x=left, y=right: optimized_gemm(x, y, chunk_size=1024),
-            peer: lambda x=left, y=right, f=plain: f(x, y),
-        }
-        table = interleaved(sides, rounds)
-        print(f"{table}\n")
-        rows.append(_row("optimized_gemm, four slabs", "2048 × 4096 × 1024", table, peer))
+    for spec in tagged(GEMMS, "large"):
+        a, b = normal(*spec.a), normal(*spec.b)
+        for precision in ("float32", "bfloat16"):
+            peer = f"jnp.matmul in {precision}"
+            left, right = a.astype(precision), b.astype(precision)
+            plain = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type="float32"))
+            sides = {
+                "capibara": lambda x=left, y=right, n=spec.chunk_size: optimized_gemm(x, y, chunk_size=n),
+                peer: lambda x=left, y=right, f=plain: f(x, y),
+            }
+            table = interleaved(sides, rounds)
+            print(f"{table}\n")
+            shape = " × ".join(map(str, (*spec.a, spec.b[-1])))
+            rows.append(_row("optimized_gemm, four slabs", shape, table, peer))
     return rows
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-STATES = ((8192, 16, 64), (8192, 16), (8192, 1))
-
 
 def run(rounds: int = 9) -> list[dict[str, Any]]:
     """Rows of ratios: time of the peer / time of Capibara, so that above 1 Capibara is the faster."""
@@ -28,6 +26,8 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
 
     from capibara.measure import interleaved
     from capibara.ops.scan import parallel_scan, selective_scan
+    from capibara.ops.scan.specs import PARALLEL, SPECS, arguments
+    from capibara.ops.tagged import tagged
 
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
@@ -76,7 +76,8 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
         compiled = jax.jit(function)
         return lambda: compiled(*arrays)
 
-    for shape in STATES:
+    large = tagged(PARALLEL, "large")
+    for shape in [(spec.steps, spec.rows, spec.width) for spec in large if not spec.matrix]:
         a = jnp.asarray(rng.uniform(0.5, 1, shape), jnp.float32)
         x = jnp.asarray(rng.normal(size=shape), jnp.float32)
         init = jnp.zeros(shape[1:])
@@ -112,8 +113,9 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
         everywhere = bound(lambda x, a=a[0]: a * x + 1, x)
         compare("parallel_scan, one decay", shape, {**sides, "memory (a * x + 1)": everywhere})
 
-    shape = (8192, 8)
-    mix = jnp.asarray(np.linalg.qr(rng.normal(size=(8, 8)))[0], jnp.float32)
+    spec = next(spec for spec in large if spec.matrix)
+    shape = (spec.steps, spec.width)
+    mix = jnp.asarray(np.linalg.qr(rng.normal(size=(spec.width, spec.width)))[0], jnp.float32)
     x = jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     def dense(h: Any, x: Any) -> tuple[Any, Any]:
@@ -125,12 +127,10 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
     }
     compare("parallel_scan, one matrix", shape, sides)
 
-    batch, length, heads, width, states = 1, 4096, 16, 32, 32
-    arrays = [rng.normal(size=(batch, length, heads, width)), rng.uniform(0.001, 0.1, (batch, length, heads))]
-    arrays += [-rng.uniform(0.5, 8.0, heads), *rng.normal(size=(2, batch, length, 1, states))]
-    inputs = [jnp.asarray(v, jnp.float32) for v in arrays]
+    spec = next(spec for spec in tagged(SPECS, "large") if spec.name == "long")
+    inputs = [jnp.asarray(v, jnp.float32) for v in arguments(spec, rng)[0]]
     ways = {"capibara": "auto", "one position at a time": "reference"}
-    shape = (batch, length, heads, width, states)
+    shape = (spec.batch, spec.length, spec.heads, spec.width, spec.states)
     sides = {
         name: bound(lambda *v, way=way: selective_scan(*v, implementation=way), *inputs)
         for name, way in ways.items()

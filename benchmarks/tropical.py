@@ -23,9 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from capibara.ops.tagged import tagged
+from capibara.ops.tropical.specs import SPECS
+
 __all__ = ["run"]
 
-SIZE = 1024
+(SPEC,) = tagged(SPECS, "large")
+SIZE = SPEC.a[-1]
 OPERATIONS = 2 * SIZE**3
 LOOPS = ("loop of float additions and float maxima", "loop of float additions and integer maxima")
 
@@ -160,7 +164,7 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
     from capibara.ops.tropical import matmul
 
     rng = np.random.default_rng(0)
-    a, b = (rng.normal(size=(SIZE, SIZE)).astype(np.float32) for _ in range(2))
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in (SPEC.a, SPEC.b))
     left, right = jnp.asarray(a), jnp.asarray(b)
     below = -jnp.abs(left), -jnp.abs(right)  # of the shortest paths' kind: every sum has one sign
     chosen = explain(matmul, left, right).chosen

@@ -27,8 +27,9 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
 
     from capibara.measure import interleaved
     from capibara.ops import explain
+    from capibara.ops.tagged import tagged
     from capibara.ops.vq import nearest_code
-    from capibara.ops.vq.specs import select
+    from capibara.ops.vq.specs import SPECS
 
     def naive(x: Any, codebook: Any) -> Any:
         squares = jnp.sum(x * x, 1)[:, None] + jnp.sum(codebook * codebook, 1)
@@ -39,7 +40,7 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
         return jax.lax.map(lambda part: jnp.sum(part @ codebook.T), x.reshape(-1, 256, x.shape[1]))
 
     rows = []
-    for spec in select("large"):
+    for spec in tagged(SPECS, "large"):
         rng = np.random.default_rng(0)
         arrays = [rng.normal(size=shape).astype(np.float32) for shape in spec.shapes()]
         x, codebook = (jnp.asarray(a) for a in arrays)

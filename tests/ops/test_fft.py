@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
 from capibara.ops.fft import plan, radix_optimized_fft
-from capibara.ops.fft.specs import SPECS, FFTSpec, select
+from capibara.ops.fft.specs import SPECS, FFTSpec
+from capibara.ops.tagged import tagged
 
 FAST: Any = {"xla_backend_optimization_level": 0}
 NAMES = ("matmul", "xla", "reference")
@@ -79,7 +80,7 @@ def calls(spec):
     ]
 
 
-@pytest.mark.parametrize("spec", select("small"), ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", tagged(SPECS, "small"), ids=lambda s: s.name)
 def test_values_are_numpy_s(spec):
     given = calls(spec)
 
@@ -273,7 +274,7 @@ def test_explain_is_what_is_lowered():
         f = jax.jit(partial(radix_optimized_fft, **options))
         return f.trace(x).lower(lowering_platforms=(platform,)).as_text()
 
-    for spec in select("large")[:3]:
+    for spec in tagged(SPECS, "large")[:3]:
         for x in (jax.ShapeDtypeStruct(spec.shape, t) for t in (jnp.complex64, jnp.bfloat16)):
             for platform in ("cpu", "cuda", "tpu"):
                 answer = explain(radix_optimized_fft, x, platform=platform)
@@ -341,7 +342,7 @@ def instructions(function, *arrays):
     return re.findall(r"= (\S+ [a-z-]+)\(.*?\)(?:, (fft_type=\w+, fft_length=\{[0-9,]+\}))?", entry)
 
 
-@pytest.mark.parametrize("spec", select("large"), ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", tagged(SPECS, "large"), ids=lambda s: s.name)
 def test_auto_on_cpus_is_the_program_of_jax_numpy_fft(spec):
     """So it is as fast."""
     for plain, dtype, options in (

@@ -16,6 +16,7 @@ from jax import lax
 from capibara.ops import NoImplementationError, OpTypeError, OpValueError, explain, list_ops
 from capibara.ops.scan import parallel_scan
 from capibara.ops.scan.specs import PARALLEL, parallel_arguments
+from capibara.ops.tagged import tagged
 
 STEPS = 7
 FAST = {"xla_backend_optimization_level": 0}
@@ -157,9 +158,7 @@ def test_affine_steps_are_recognised_and_right(name):
     same(found["ours"][1], found["lax"][1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "spec", [spec for spec in PARALLEL if "small" in spec.tags], ids=lambda spec: spec.name
-)
+@pytest.mark.parametrize("spec", tagged(PARALLEL, "small"), ids=lambda spec: spec.name)
 def test_every_implementation_on_every_spec(spec):
     (step, first, xs), options = parallel_arguments(spec, np.random.default_rng(0))
     first, xs = jax.tree.map(lambda v: v.astype("float32"), (first, xs))

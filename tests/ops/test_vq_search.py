@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from capibara.ops import OpTypeError, OpValueError, explain
+from capibara.ops.tagged import tagged
 from capibara.ops.vq import nearest_code
-from capibara.ops.vq.specs import select
+from capibara.ops.vq.specs import SPECS
 
 FAST: Any = {"xla_backend_optimization_level": 0}
 NAMES = ("cpu", "xla", "reference")
@@ -44,7 +45,7 @@ def draw(spec, seed=0):
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
-@pytest.mark.parametrize("spec", select("small"), ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", tagged(SPECS, "small"), ids=lambda s: s.name)
 def test_every_implementation_is_the_definition(spec, metric):
     x, codebook = draw(spec)
     want = distances(x, codebook, metric)
@@ -148,7 +149,7 @@ def test_the_distance_has_gradients_and_the_index_none(metric):
 
 
 def test_memory_stays_a_tenth_of_the_table():
-    for spec in select("large"):
+    for spec in tagged(SPECS, "large"):
         given = [jax.ShapeDtypeStruct(s, jnp.float32) for s in spec.shapes()]
         for name in ("cpu", "xla"):
             program = jax.jit(partial(nearest_code, implementation=name), compiler_options=FAST)

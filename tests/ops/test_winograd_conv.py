@@ -20,7 +20,8 @@ from capibara.measure import count_flops
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
 from capibara.ops.conv import winograd_conv2d, winograd_forms
 from capibara.ops.conv.problem import prepare
-from capibara.ops.conv.specs import SPECS, ConvSpec, select
+from capibara.ops.conv.specs import SPECS, ConvSpec
+from capibara.ops.tagged import tagged
 
 FAST: Any = {"xla_backend_optimization_level": 0}
 NAMES = ("winograd", "xla", "reference")
@@ -56,7 +57,7 @@ def names(spec):
     return [name for name in NAMES if name != "winograd" or spec.applies]
 
 
-@pytest.mark.parametrize("spec", select("small"), ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", tagged(SPECS, "small"), ids=lambda s: s.name)
 def test_values_and_gradients_are_the_definition_s(spec):
     x, w = draw(spec)
     want = oracle(x, w, **spec.options)
@@ -196,7 +197,7 @@ def shapes(spec):
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (spec.inputs, spec.filters)]
 
 
-@pytest.mark.parametrize("spec", select("large"), ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", tagged(SPECS, "large"), ids=lambda s: s.name)
 def test_explain_is_what_is_lowered(spec):
     def lowered(platform):
         f = jax.jit(lambda x, w: winograd_conv2d(x, w, **spec.options))

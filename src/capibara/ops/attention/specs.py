@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SPECS", "AttentionSpec", "arguments", "select"]
+__all__ = ["SPECS", "AttentionSpec", "arguments"]
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,6 @@ SPECS: tuple[AttentionSpec, ...] = (
     AttentionSpec("longer", 4, 8, 1024, 64, options=_CAUSAL, tags=("large",)),
     AttentionSpec("longest", 1, 8, 4096, 64, options=_CAUSAL, tags=("large",)),
 )
-
-
-def select(tag: str) -> tuple[AttentionSpec, ...]:
-    """The specs that carry ``tag``."""
-    return tuple(spec for spec in SPECS if tag in spec.tags)
 
 
 def arguments(

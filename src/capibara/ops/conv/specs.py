@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SPECS", "ConvSpec", "arguments", "select"]
+__all__ = ["SPECS", "ConvSpec", "arguments"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,6 @@ SPECS: tuple[ConvSpec, ...] = (
     ConvSpec("56, strides of 2", 8, 56, 56, 64, 64, options={"strides": 2}, tags=_LARGE),
     ConvSpec("224, first layer", 1, 224, 224, 3, 64, 7, 7, {"strides": 2}, _LARGE),
 )
-
-
-def select(tag: str) -> tuple[ConvSpec, ...]:
-    """The specs that carry ``tag``."""
-    return tuple(spec for spec in SPECS if tag in spec.tags)
 
 
 def arguments(spec: ConvSpec, random: np.random.Generator) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SPECS", "FFTSpec", "arguments", "select"]
+__all__ = ["SPECS", "FFTSpec", "arguments"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,6 @@ SPECS: tuple[FFTSpec, ...] = (
     FFTSpec("prime 4093", (64, 4093), {}, ("large",)),
     FFTSpec("256 × 256", (8, 256, 256), {"axis": (-2, -1)}, ("large",)),
 )
-
-
-def select(tag: str) -> tuple[FFTSpec, ...]:
-    """The specs that carry ``tag``."""
-    return tuple(spec for spec in SPECS if tag in spec.tags)
 
 
 def arguments(spec: FFTSpec, random: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -41,6 +41,7 @@ GEMMS: tuple[GemmSpec, ...] = (
     GemmSpec("both transposed", (17, 6), (5, 17), True, True, 4, ("small", "odd")),
     GemmSpec("batch", (3, 1, 4, 6), (2, 6, 5), chunk_size=4),
     GemmSpec("length 1", (1, 1), (1, 1), tags=("small", "odd")),
+    GemmSpec("deep", (2048, 4096), (4096, 1024), chunk_size=1024, tags=("large",)),
     GemmSpec("square", (1024, 1024), (1024, 1024), chunk_size=256, tags=("large",)),
 )
 

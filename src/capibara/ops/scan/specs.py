@@ -75,6 +75,8 @@ PARALLEL: tuple[ParallelSpec, ...] = (
     ParallelSpec("one step", 1, 2, 3, tags=("small", "odd")),
     ParallelSpec("one step, matrix", 1, 2, 3, True, ("small", "odd")),
     ParallelSpec("long", 8192, 16, 64, tags=("large",)),
+    ParallelSpec("long, one row", 8192, 1, 16, tags=("large",)),
+    ParallelSpec("long, one number", 8192, 1, 1, tags=("large",)),
     ParallelSpec("long, matrix", 4096, 1, 16, True, ("large",)),
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SPECS", "NearestSpec", "arguments", "select"]
+__all__ = ["SPECS", "NearestSpec", "arguments"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,6 @@ SPECS: tuple[NearestSpec, ...] = (
     NearestSpec("many codes", 8192, 16384, 64, tags=_LARGE),
     NearestSpec("few codes", 65536, 64, 64, tags=_LARGE),
 )
-
-
-def select(tag: str) -> tuple[NearestSpec, ...]:
-    """The specs that carry ``tag``."""
-    return tuple(spec for spec in SPECS if tag in spec.tags)
 
 
 def arguments(
