@@ -190,6 +190,29 @@ def test_blocks_are_rounded_to_their_own_scale(kind: str):
         (lambda x: all_gather_matmul(x, x), OpShapeError, r"expected x \[\.\.\., rows, inner\]"),
         (lambda x: matmul_reduce_scatter(x, x.T), OpValueError, "none is bound here"),
         (lambda x: all_gather_matmul(x, jnp.arange(6).reshape(3, 2)), OpTypeError, "weight must be floating"),
+        (
+            lambda x: all_gather_matmul(x, x.T, precision="higest"),
+            OpValueError,
+            "all_gather_matmul: precision must be 'default', .* got 'higest'. Did you mean 'highest'?",
+        ),
+        (
+            lambda x: matmul_reduce_scatter(x, x.T, precision=3),
+            OpTypeError,
+            "matmul_reduce_scatter: precision must be .* got 3",
+        ),
+        (
+            lambda x: matmul_reduce_scatter(x, x.T, precision=("high", "low")),
+            OpValueError,
+            "precision must be",
+        ),
+        # A precision that there is gets past the check of it.
+        (lambda x: all_gather_matmul(x, x.T, precision="highest"), OpValueError, "none is bound here"),
+        (lambda x: all_gather_matmul(x, x.T, precision="TF32_TF32_F32"), OpValueError, "none is bound here"),
+        (
+            lambda x: matmul_reduce_scatter(x, x.T, precision=(jax.lax.Precision.HIGH,) * 2),
+            OpValueError,
+            "none is bound here",
+        ),
     ],
 )
 def test_bad_input_is_named(call: Any, error: type[Exception], says: str):

@@ -103,6 +103,52 @@ def test_decompositions_keep_it_in_its_matrix():
         assert np.isnan(got[1, 1:, 1:]).any(), name
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_tall_matrix_is_lost_in_both_of_its_factors(value):
+    whole = normal(3, 16, 3)
+    bad = put(whole, ((1, 5, 1), value))
+    found = every("qr", lambda name: qr(bad, implementation=name))
+    assert "gram" in found
+    for name, (q, r) in found.items():
+        q, r = np.asarray(q), np.asarray(r)
+        np.testing.assert_allclose((q @ r)[[0, 2]], whole[[0, 2]], atol=1e-5, err_msg=name)
+        # Column by column the first one is there; the Gram matrix has all of them.
+        first = 0 if name == "gram" else 1
+        assert not np.isfinite(q[1][:, first:]).any(), name
+        assert not np.isfinite(np.diagonal(r[1])[first:]).any(), name
+
+
+def _cholesky(matrix: np.ndarray) -> np.ndarray:
+    lower = np.zeros_like(matrix)
+    for i, j in zip(*np.tril_indices(len(matrix)), strict=True):
+        rest = matrix[i, j] - (lower[i, :j] * lower[j, :j]).sum()
+        lower[i, j] = np.sqrt(rest) if i == j else rest / lower[j, j]
+    return lower
+
+
+@pytest.mark.parametrize("downdate", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [(0, 0), (1, 1), (2, 1), (3, 0), (3, 3), (0,), (1,), (3,)], ids=str)
+def test_an_updated_factor_loses_a_row_and_what_elimination_makes_of_it(at, value, downdate):
+    lower: Any = np.tril(normal(4, 4)) / 4 + 2 * np.eye(4, dtype=np.float32)
+    vector = normal(4) / 4
+    lower, vector = (put(v, (at, value)) if v.ndim == len(at) else v for v in (lower, vector))
+    wide, w = lower.astype(np.float64), vector.astype(np.float64)
+    # The sum that a product is, zeros and all, as BLAS may leave some out.
+    square = sum(np.outer(wide[:, i], wide[:, i]) for i in range(4))
+    want = _cholesky(square + (-1 if downdate else 1) * np.outer(w, w))
+    finite = np.isfinite(want)
+    found = every(
+        "cholesky_update", lambda name: cholesky_update(lower, vector, downdate=downdate, implementation=name)
+    )
+    for name, got in found.items():
+        got = np.asarray(got)
+        if name == "reference" and (at[0] == 0 or (downdate and len(at) == 1)):
+            continue  # LAPACK's may have 0 for inf / inf, and is NaN altogether after a root of something below 0
+        np.testing.assert_array_equal(np.isfinite(got), finite, name)
+        same(got[finite], want[finite], name)
+
+
 def _steps(a: np.ndarray, x: np.ndarray) -> np.ndarray:
     h, rows = np.zeros(x.shape[1:]), []
     for factor, now in zip(a.astype(np.float64), x.astype(np.float64), strict=True):

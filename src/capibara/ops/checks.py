@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import numbers
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.errors import did_you_mean
 from capibara.ops.errors import OpTypeError, OpValueError
 
-__all__ = ["check_flag", "check_key", "check_scale", "check_softcap"]
+__all__ = ["check_flag", "check_key", "check_precision", "check_scale", "check_softcap"]
+
+_PRECISIONS = ("default", "high", "highest")
 
 
 def check_flag(op: str, name: str, value: Any) -> bool:
@@ -27,6 +31,21 @@ def check_key(op: str, key: Any) -> None:
     typed = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
     if not (typed and key.shape == ()) and not (kind == jnp.uint32 and key.ndim == 1):
         raise OpTypeError(f"{op}: key must be one key of jax.random.key(seed), got {key!r}")
+
+
+def check_precision(op: str, precision: Any) -> None:
+    """Refuse what ``jnp.matmul`` does not take as its ``precision``."""
+    number = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        # JAX knows which strings and algorithms these are in its version.
+        jax.eval_shape(partial(jnp.matmul, precision=precision), number, number)
+    except (TypeError, ValueError):
+        error = OpValueError if isinstance(precision, str | tuple) else OpTypeError
+        hint = did_you_mean(precision, _PRECISIONS) if isinstance(precision, str) else ""
+        raise error(
+            f"{op}: precision must be {', '.join(map(repr, _PRECISIONS))}, another that jnp.matmul takes, a pair of "
+            f"these, or None; got {precision!r}.{hint}"
+        ) from None
 
 
 def _number(op: str, name: str, value: Any) -> float:

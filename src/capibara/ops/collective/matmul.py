@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from capibara.ops.checks import check_precision
 from capibara.ops.collective import placement, rings
 from capibara.ops.collective.rings import Axis
 from capibara.ops.errors import OpShapeError, OpTypeError
@@ -15,7 +16,7 @@ from capibara.ops.errors import OpShapeError, OpTypeError
 __all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
 
 
-def _check(name: str, x: Any, weight: Any) -> None:
+def _check(name: str, x: Any, weight: Any, precision: Any) -> None:
     for label, array in (("x", x), ("weight", weight)):
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise OpTypeError(f"{name}: {label} must be an array, got {type(array).__name__}")
@@ -26,6 +27,7 @@ def _check(name: str, x: Any, weight: Any) -> None:
             f"{name}: expected x [..., rows, inner] and weight [inner, columns], got {tuple(x.shape)} and "
             f"{tuple(weight.shape)}"
         )
+    check_precision(name, precision)
 
 
 def _product(x: jax.Array, weight: jax.Array, precision: Any) -> jax.Array:
@@ -59,7 +61,7 @@ def all_gather_matmul(
     Source: Wang et al. 2023, "Overlap communication with dependent computation via decomposition", ASPLOS.
     """
     name = "all_gather_matmul"
-    _check(name, x, weight)
+    _check(name, x, weight, precision)
     names = placement.bound_axis(name, placement.check_axis_name(name, axis_name), needed=True)
     assert names is not None
     x, weight = jnp.asarray(x), jnp.asarray(weight)
@@ -98,7 +100,7 @@ def matmul_reduce_scatter(
     Source: Wang et al. 2023, "Overlap communication with dependent computation via decomposition", ASPLOS.
     """
     name = "matmul_reduce_scatter"
-    _check(name, x, weight)
+    _check(name, x, weight, precision)
     names = placement.bound_axis(name, placement.check_axis_name(name, axis_name), needed=True)
     assert names is not None
     x, weight = jnp.asarray(x), jnp.asarray(weight)

@@ -57,10 +57,14 @@ def _prepare(
 
 
 def _columns(problem: UpdateProblem, factor: jax.Array, vector: jax.Array) -> jax.Array:
-    factor = jnp.tril(factor.astype(problem.dtype))
-    p = lax.linalg.triangular_solve(
-        factor, vector.astype(problem.dtype)[..., None], left_side=True, lower=True
-    )[..., 0]
+    factor, vector = jnp.tril(factor.astype(problem.dtype)), vector.astype(problem.dtype)
+    # What is not finite in a row is lost with all of that row and with the columns from there on, as in elimination;
+    # the other entries depend on no number of it. So any row will do in its place, and NaN is added in the end.
+    bad = ~(jnp.all(jnp.isfinite(factor), axis=-1) & jnp.isfinite(vector))
+    factor = jnp.where(bad[..., None], jnp.eye(problem.size, dtype=problem.dtype), factor)
+    vector = jnp.where(bad, 0, vector)
+    lost = bad[..., :, None] | lax.cummax(bad.astype(jnp.int32), axis=bad.ndim - 1).astype(bool)[..., None, :]
+    p = lax.linalg.triangular_solve(factor, vector[..., None], left_side=True, lower=True)[..., 0]
     sums = 1.0 + problem.sign * jnp.cumsum(p * p, axis=-1)
     before = jnp.concatenate([jnp.ones_like(sums[..., :1]), sums[..., :-1]], axis=-1)
     # Where τ is not positive there is no factor. The root of a negative number says so by NaN; that of zero has to.
@@ -70,6 +74,7 @@ def _columns(problem: UpdateProblem, factor: jax.Array, vector: jax.Array) -> ja
     return jnp.tril(
         factor * jnp.sqrt(sums / before)[..., None, :]
         + right * (problem.sign * p / jnp.sqrt(sums * before))[..., None, :]
+        + jnp.where(lost, jnp.nan, 0).astype(problem.dtype)
     )
 
 

@@ -51,9 +51,12 @@ def _pass(x: jax.Array, shift: float | jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``x`` with largest entry 1, and what it was divided by: squares neither overflow nor vanish."""
+    """``x`` with largest entry 1, and what it was divided by: squares neither overflow nor vanish.
+
+    All of a matrix with an infinity becomes NaN: what is finite in it would be 0, and be taken for a number later.
+    """
     scale = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
+    scale = jnp.where(scale == 0, jnp.ones_like(scale), jnp.where(scale < jnp.inf, scale, jnp.nan))
     return x / scale, scale
 
 
