@@ -51,8 +51,8 @@ def selective_scan(
     ``length == 1`` takes a path of one step, for decoding. Differentiable (forward and reverse mode) in every
     array; works under ``jit`` and ``vmap``. Sums and the state are float32 (float64 for float64 input).
     A NaN or an infinity reaches all later positions of its channel (``x``, the state), head (``dt``, ``a``) or group
-    (``b``), where ``"xla"`` gives NaN for infinities too. In ``c`` it reaches its own position. Earlier positions and
-    their gradients are as without it.
+    (``b``), where ``"xla"`` may have NaN for an infinity. In ``c`` it reaches its own position. Earlier positions are
+    as without it.
 
     Args:
       x: ``[batch, length, heads, width]``, the input.
