@@ -130,5 +130,39 @@ def test_codes_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
         load_compressed(path, config, decode="codes")
     same = load_compressed(path, config, decode="auto")
     jax.tree.map(np.testing.assert_array_equal, same.params, model.params)
+    config.to_toml(tmp_path / "config.toml")
+    assert main(["generate", "--weights", str(path), "--in-codes"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"--in-codes: no parameter of {path} is stored with int8, int4 or nf4. Remedy: leave it out" in told
+    )
+    assert main(["generate", "--weights", str(tmp_path / "none.capi"), "--in-codes"]) == 2
+    assert "--weights: [Errno 2] No such file or directory" in capsys.readouterr().err
     assert main(["generate", "--config", "demo", "--in-codes"]) == 2
     assert "--in-codes: a checkpoint has no codes. Remedy: --weights FILE.capi." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("decode", [True, "auto"])
+def test_numbers_of_another_width_are_refused(tmp_path: Path, decode: Any) -> None:
+    from capibara.core import ModularCapibaraModel
+
+    config = ModularModelConfig.from_toml("demo", SIZES)
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), ModularCapibaraModel(config).params)
+    path = LOSSLESS.compress(wide).save(tmp_path / "model.capi")
+    with pytest.raises(
+        CompressError, match=r"is float64 .*, and float32 .* in the model\. Remedy: the settings"
+    ):
+        load_compressed(path, config, decode=decode)
+
+
+@pytest.mark.parametrize("decode", [True, "auto"])
+def test_two_names_of_one_tensor_are_one_array(tmp_path: Path, decode: Any) -> None:
+    from capibara.core import ModularCapibaraModel
+
+    config = ModularModelConfig.from_toml("demo", SIZES)
+    params = dict(ModularCapibaraModel(config).params)
+    blocks = params["blocks"] = dict(params["blocks"])
+    blocks["mlp_norm"] = blocks["attention_norm"]
+    path = LOSSLESS.compress(params).save(tmp_path / "model.capi")
+    found = load_compressed(path, config, decode=decode).params["blocks"]
+    assert found["mlp_norm"]["scale"] is found["attention_norm"]["scale"]

@@ -237,6 +237,23 @@ def test_functions_of_jax(tmp_path: Any) -> None:
     np.testing.assert_allclose(loaded(tokens), made(tokens), atol=1e-6)
 
 
+def test_parameters_of_other_packages_stay_theirs() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    torch = pytest.importorskip("torch")
+    mine = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
+
+    def apply(p: Any, x: Any) -> Any:
+        return x @ p["w"]
+
+    made = compressed({"w": torch.from_numpy(mine)}, apply=apply, decode="auto")
+    assert isinstance(made.model["w"], torch.Tensor)
+    assert made(torch.ones(2, 64)).shape == (2, 128)
+    both = {"theirs": torch.from_numpy(mine), "mine": mine, "jax": jnp.asarray(2 * mine)}
+    running = compressed(both, apply=apply).running
+    assert running.in_codes == ("jax",)
+    assert running.decoded == {"theirs": "a tensor of PyTorch's", "mine": "an array of NumPy's"}
+
+
 def test_functions_that_jax_cannot_trace() -> None:
     jnp = pytest.importorskip("jax.numpy")
     params = {"w": jnp.ones((128, 64))}

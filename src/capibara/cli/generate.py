@@ -73,6 +73,9 @@ def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; return 0."""
+    from jax.tree_util import tree_leaves
+
+    from capibara.compress.jax_codes import is_coded
     from capibara.errors import ConfigError
     from capibara.serve.generate import BYTE_VALUES, Generator, decode_bytes, encode_text
     from capibara.serve.load import load_model
@@ -92,7 +95,16 @@ def run(args: argparse.Namespace) -> int:
     if args.weights is None:
         loaded = load_model(checkpoint)
     else:
-        loaded = load_compressed(args.weights, config, checkpoint=checkpoint, decode=not args.in_codes)
+        try:
+            decode = "auto" if args.in_codes else True
+            loaded = load_compressed(args.weights, config, checkpoint=checkpoint, decode=decode)
+        except OSError as error:
+            raise ConfigError(f"--weights: {error}. Remedy: a .capi file that can be read.") from None
+        if args.in_codes and not any(map(is_coded, tree_leaves(loaded.params, is_leaf=is_coded))):
+            raise ConfigError(
+                f"--in-codes: no parameter of {args.weights} is stored with int8, int4 or nf4. Remedy: leave it out, "
+                "or compress the model with one of these strategies."
+            )
     generator = Generator(
         loaded.model, loaded.params, state=loaded.state, sampling=sampling, vocabulary=BYTE_VALUES
     )

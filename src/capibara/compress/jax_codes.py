@@ -16,14 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from capibara.compress.container import Archive
 from capibara.compress.direct import QuantisedMatrix, QuantisedStack, load_codes
 from capibara.compress.errors import CompressError
 from capibara.compress.models.adapters import Adapter
-from capibara.compress.models.numbers import from_bits
+from capibara.compress.models.numbers import from_bits, is_torch
 
 __all__ = ["Coded", "CodedArrays", "in_codes", "is_coded", "load_weights"]
 
@@ -290,23 +289,35 @@ def load_weights(archive: Archive, likes: Mapping[str, Any]) -> tuple[dict[str, 
 
     Args:
       archive: an open one.
-      likes: for each name an array that it is to be like, or a ``ShapeDtypeStruct``; what is to be NumPy's is decoded.
+      likes: for each name an array that it is to be like, or a ``ShapeDtypeStruct``; what is to be NumPy's or
+        PyTorch's is decoded.
 
     Returns:
-      Them by name, two names of one stored tensor with the same codes; and, of those that are numbers, why.
+      Them by name, two names of one stored tensor with the same codes, or array of JAX where they lie alike; and, of
+      those that are numbers, why.
     """
     out: dict[str, Any] = {}
     why: dict[str, str] = {}
     known: dict[str, Coded | str] = {}
+    numbers: dict[Any, Any] = {}
     for name, like in likes.items():
         entry = archive[name]
         same = entry.same_as or name
         if same not in known:
             known[same] = load_codes(archive, same)
-        found: Any = "an array of NumPy's" if isinstance(like, np.ndarray | np.generic) else known[same]
+        own = not isinstance(
+            like, jax.Array | jax.ShapeDtypeStruct
+        )  # it can be written to, and is not shared
+        found: Any = known[same]
+        if own:
+            found = "a tensor of PyTorch's" if is_torch(like) else "an array of NumPy's"
         if isinstance(found, str):
             why[name] = found
-            found = from_bits(archive.read(name).reshape(-1), entry.format, entry.shape, like)
+            place = name if own else (same, like.sharding)
+            if place not in numbers:
+                bits = archive.read(name).reshape(-1)
+                numbers[place] = from_bits(bits, entry.format, entry.shape, like)
+            found = numbers[place]
         out[name] = found
     return out, why
 

@@ -67,24 +67,23 @@ def load_compressed(
             "Remedy: --checkpoint, the folder of its run."
         )
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    found = load_sharded(path, place) if decode is True else _in_codes(path, place, decode)
-    return LoadedModel(model, _fitted(path, expected, found), state, checkpoint)
-
-
-def _in_codes(path: Path, place: Any, decode: bool | str) -> dict[str, Any]:
-    """Tensors by name, in codes where the file has codes."""
-    import jax
-
-    from capibara.compress.jax_codes import load_weights
-
     with Archive(path) as archive:
         likes = {
             entry.name: jax.ShapeDtypeStruct(entry.shape, numpy_dtype(entry.format), sharding=place)
             for entry in archive
         }
-        found, why = load_weights(archive, likes)
+        _fitted(path, expected, likes)  # before anything is decoded
+        found = load_sharded(archive, place) if decode is True else _in_codes(archive, likes, decode)
+    return LoadedModel(model, _fitted(path, expected, found), state, checkpoint)
+
+
+def _in_codes(archive: Archive, likes: dict[str, Any], decode: bool | str) -> dict[str, Any]:
+    """Tensors by name, in codes where the file has codes."""
+    from capibara.compress.jax_codes import load_weights
+
+    found, why = load_weights(archive, likes)
     if decode is False and len(why) == len(found):
-        refuse(path, why)
+        refuse(archive.path, why)
     return found
 
 
@@ -124,6 +123,7 @@ def _fitted(path: Path, expected: Any, found: Any) -> Any:
         one = have[name]
         if (one.shape, one.dtype) != (like.shape, like.dtype):
             raise CompressError(
-                f"{path}: {name} is {one.dtype} {one.shape}, and {like.dtype} {like.shape} in the model"
+                f"{path}: {name} is {one.dtype} {one.shape}, and {like.dtype} {like.shape} in the model. "
+                "Remedy: the settings of the model that was compressed."
             )
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(expected), [have[n] for n in wanted])
