@@ -96,6 +96,22 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "text as a cap": ("softcap must be a number", lambda: flash_attention(Q, Q, Q, softcap="a")),  # type: ignore[arg-type]
     "an infinite cap": ("softcap must be finite", lambda: flash_attention(Q, Q, Q, softcap=np.inf)),
+    "NumPy's text as a scale": (
+        "scale must be a number",
+        lambda: flash_attention(Q, Q, Q, scale=np.str_("a")),  # type: ignore[arg-type]
+    ),
+    "a complex scale": (
+        "scale must be a number",
+        lambda: flash_attention(Q, Q, Q, scale=np.complex64(1)),  # type: ignore[arg-type]
+    ),
+    "NumPy's truth as a cap": (
+        "softcap must be a number",
+        lambda: flash_attention(Q, Q, Q, softcap=np.True_),  # type: ignore[arg-type]
+    ),
+    "a scale beyond floats": (
+        "scale must be a finite number",
+        lambda: flash_attention(Q, Q, Q, scale=10**400),
+    ),
     "text as a scale": ("scale must be a number", lambda: flash_attention(Q, Q, Q, scale="a")),  # type: ignore[arg-type]
     "text as a mask": (
         "use_causal_mask must be True or False, got 'no'",
@@ -111,6 +127,11 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
         "params must be a dict .* got list",
         lambda: fused_multihead_attention(X[None], 2, params=[X]),  # type: ignore[arg-type]
     ),
+    "parameters that are numbers": (
+        "params must have the shapes .*got {'qkv_kernel': 'float'}",
+        lambda: fused_multihead_attention(X[None], 2, params={"qkv_kernel": 1.0}),  # type: ignore[dict-item]
+    ),
+    "a cap far below": ("softcap must be finite and above 0", lambda: paged(softcap=-(10**400))),
     "a number as a key": (
         "key must be one key of jax.random.key",
         lambda: fused_multihead_attention(X[None], 2, key=3),  # type: ignore[arg-type]
@@ -124,6 +145,14 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "parameters of integers": (
         "dtype must be floating point",
         lambda: multihead_attention_params(KEY, 8, 2, dtype=jnp.int32),
+    ),
+    "parameters of no type": (
+        "dtype must be floating point, got 'float31'",
+        lambda: multihead_attention_params(KEY, 8, 2, dtype="float31"),
+    ),
+    "heads that do not divide": (
+        r"multihead_attention_params: num_heads=3 must divide embed_dim \(8\)",
+        lambda: multihead_attention_params(KEY, 8, 3),
     ),
     "a threshold of NaN": ("threshold must be a number", lambda: lif(X, threshold=float("nan"))),
     "a residual of a number": (r"gradients\['w'\] must be an array", lambda: zero_residual({"w": 1.0})),

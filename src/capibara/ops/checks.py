@@ -49,12 +49,18 @@ def check_precision(op: str, precision: Any) -> None:
 
 
 def _number(op: str, name: str, value: Any) -> float:
-    # Numbers of NumPy and JAX, arrays without axes, are numbers too.
-    if isinstance(value, bool) or not (
-        isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
-    ):
+    kind = getattr(value, "dtype", None)
+    if kind is None:
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    else:  # numbers of NumPy and JAX, arrays without axes, are numbers too
+        real = isinstance(value, np.ndarray | np.generic | jax.Array) and value.shape == ()
+        real = real and (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer))
+    if not real:
         raise OpTypeError(f"{op}: {name} must be a number or None, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # a whole number beyond all floats, which is as little of use
+        return math.inf
 
 
 def check_scale(op: str, scale: Any) -> float | None:

@@ -28,13 +28,11 @@ def _shapes(embed: int, heads: int, use_bias: bool) -> dict[str, tuple[int, ...]
     return shapes
 
 
-def _check_heads(embed: int, num_heads: Any) -> int:
+def _check_heads(op: str, embed: int, num_heads: Any, what: str) -> int:
     if isinstance(num_heads, bool) or not isinstance(num_heads, numbers.Integral):
-        raise OpTypeError(f"fused_multihead_attention: num_heads must be an int, got {num_heads!r}")
+        raise OpTypeError(f"{op}: num_heads must be an int, got {num_heads!r}")
     if num_heads < 1 or embed < 1 or embed % num_heads:
-        raise OpValueError(
-            f"fused_multihead_attention: num_heads={num_heads} must divide the last axis of x ({embed})"
-        )
+        raise OpValueError(f"{op}: num_heads={num_heads} must divide {what} ({embed}), both above 0")
     return int(num_heads)
 
 
@@ -58,9 +56,14 @@ def multihead_attention_params(
     check_flag(op, "use_bias", use_bias)
     if isinstance(embed_dim, bool) or not isinstance(embed_dim, numbers.Integral):
         raise OpTypeError(f"{op}: embed_dim must be an int, got {embed_dim!r}")
-    if not jnp.issubdtype(dtype, jnp.floating):
+    try:
+        floating = jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # no dtype at all
+        floating = False
+    if not floating:
         raise OpTypeError(f"{op}: dtype must be floating point, got {dtype!r}")
-    shapes = _shapes(embed_dim, _check_heads(int(embed_dim), num_heads), use_bias)
+    heads = _check_heads(op, int(embed_dim), num_heads, "embed_dim")
+    shapes = _shapes(int(embed_dim), heads, use_bias)
     bound = math.sqrt(6 / (2 * embed_dim))  # each of the four matrices is [embed_dim, embed_dim]
     keys = dict(zip(("qkv_kernel", "out_kernel"), jax.random.split(key), strict=True))
     return {
@@ -133,11 +136,15 @@ def fused_multihead_attention(
     if "layout" in options:
         raise OpValueError("fused_multihead_attention: layout is not an option here; remove it")
     embed = x.shape[-1]
-    shapes = _shapes(embed, _check_heads(embed, num_heads), use_bias)
+    heads = _check_heads("fused_multihead_attention", embed, num_heads, "the last axis of x")
+    shapes = _shapes(embed, heads, use_bias)
     if params is None:
         first, key = (jax.random.key(0), None) if key is None else jax.random.split(key)
         params = multihead_attention_params(first, embed, num_heads, use_bias=use_bias)
-    found = {name: tuple(value.shape) for name, value in params.items()}
+    found = {
+        name: tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
+        for name, value in params.items()
+    }
     if found != shapes:
         raise OpShapeError(
             f"fused_multihead_attention: params must have the shapes {shapes} (num_heads={num_heads}, "
