@@ -120,6 +120,10 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "a cached cap of text": ("softcap must be a number", lambda: cached_attention(Q, Q, Q, 0, softcap="a")),  # type: ignore[arg-type]
     "a cached scale of text": ("scale must be a number", lambda: cached_attention(Q, Q, Q, 0, scale="a")),  # type: ignore[arg-type]
     "positions that are none": ("query_positions must be int", lambda: cached_attention(Q, Q, Q, None)),  # type: ignore[arg-type]
+    "a position beyond 32 bits": (
+        "query_positions must be integers of 32 bits, got 1099511627776",
+        lambda: cached_attention(Q, Q, Q, 2**40),  # type: ignore[arg-type]
+    ),
     "a paged cap of text": ("softcap must be a number", lambda: paged(softcap="a")),
     "a paged cap without end": ("softcap must be finite", lambda: paged(softcap=np.inf)),
     "a paged scale of NaN": ("scale must be a finite number", lambda: paged(scale=np.nan)),

@@ -79,6 +79,10 @@ def _prepare(
         raise OpTypeError(
             f"cached_attention: query_positions must be integers, got {query_positions!r}"
         ) from None
+    except OverflowError:
+        raise OpValueError(
+            f"cached_attention: query_positions must be integers of 32 bits, got {query_positions!r}"
+        ) from None
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise OpTypeError(f"cached_attention: query_positions must be integers, got {positions.dtype}")
     shape = tuple(positions.shape)
