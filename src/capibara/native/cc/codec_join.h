@@ -142,15 +142,14 @@ struct Joiner {
       if (N > 1) v = T(v + (c >= at1 ? step1 : T(0)));
       return with.up(v);
     };
-    to -= begin;
     if (with.sign)
-      for (int64_t j = begin; j < end; ++j) to[j] = with.with_sign(above(j), field<whole, others>(f, j));
+      for (int64_t j = begin; j < end; ++j) to[j - begin] = with.with_sign(above(j), field<whole, others>(f, j));
     else if (whole != kNoWhole && whole != kAny)
       return;  // what has no sign does not come this way
     else if (with.alternating)
-      for (int64_t j = begin; j < end; ++j) to[j] = with.folded(above(j), field<whole, others>(f, j));
+      for (int64_t j = begin; j < end; ++j) to[j - begin] = with.folded(above(j), field<whole, others>(f, j));
     else
-      for (int64_t j = begin; j < end; ++j) to[j] = with.shifted(above(j), field<whole, others>(f, j));
+      for (int64_t j = begin; j < end; ++j) to[j - begin] = with.shifted(above(j), field<whole, others>(f, j));
   }
 
 #if defined(__AVX2__)
