@@ -25,8 +25,10 @@ from capibara.ops.collective import (
     zero_residual,
 )
 from capibara.ops.collective.quantise import decode, encode, message_size
+from capibara.ops.collective.specs import MOVES, REDUCES, MoveSpec, ReduceSpec, gradients
+from capibara.ops.tagged import tagged
 
-CHECKS = Path(__file__).parents[1] / "support" / "collective_checks.py"
+CHECKS = Path(__file__).with_name("emulated_collectives.py")
 
 
 def _any(x: Any) -> Any:
@@ -51,10 +53,11 @@ def _run(command: list[str], environ: dict[str, str]) -> str:
     ],
 )
 def test_on_emulated_devices(rows: int, columns: int, checks: list[str]):
+    flags = os.environ.get("XLA_FLAGS", "")
     environ = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={rows * columns}",
+        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={rows * columns}",
     }
     out = _run([sys.executable, str(CHECKS), str(rows), str(columns), *checks], environ)
     assert [line.split()[0] for line in out.splitlines()] == checks
@@ -66,7 +69,10 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from capibara.ops import collective
+from capibara.ops.collective.specs import MOVES, PRODUCTS, REDUCES
+from capibara.ops.tagged import tagged
 
+(move,), (product,), (layer,) = (tagged(specs, "large") for specs in (MOVES, PRODUCTS, REDUCES))
 devices = topologies.get_topology_desc(
     platform="tpu", topology_name="v4:2x2x2", chip_config_name="megacore"
 ).devices
@@ -74,7 +80,9 @@ mesh = Mesh(np.array(devices), ("data",))
 
 def program(function, *shapes, out=P("data")):
     mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=out)
-    given = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, P("data"))) for s in shapes]
+    laid = NamedSharding(mesh, P("data"))
+    # Each shape is one device's.
+    given = [jax.ShapeDtypeStruct((8 * s[0], *s[1:]), jnp.float32, sharding=laid) for s in shapes]
     return jax.jit(mapped).lower(*given).compile().as_text()
 
 def count(text, kind):
@@ -83,11 +91,11 @@ def count(text, kind):
 def operands(text, kind):
     return set(re.findall(r"= \\(?([a-z]+[0-9]+)\\[[^=]*? %s\\(" % kind, text))
 
-ring = program(lambda x: collective.optimized_all_gather(x, 0, True), (1024, 256))
+ring = program(lambda x: collective.optimized_all_gather(x, move.axis, True), move.part)
 assert count(ring, "collective-permute-start") == count(ring, "collective-permute-done") == 7, ring
 assert count(ring, "all-gather") == count(ring, "all-gather-start") == 0
 
-text = program(collective.all_gather_matmul, (2048, 512), (4096, 256))
+text = program(collective.all_gather_matmul, product.x(), product.weight())
 assert count(text, "collective-permute-start") == 7
 # In the schedule, products stand between the start of a transfer and its end.
 lines = text[text.index("ENTRY"):].splitlines()
@@ -98,10 +106,12 @@ for line in lines:
     between += bool(started and re.search(r" (fusion|convolution|dot)\\(", line))
 assert between >= 3, text
 
-text = program(collective.matmul_reduce_scatter, (16384, 128), (1024, 256))
+text = program(collective.matmul_reduce_scatter, product.x(8), product.weight())
 assert count(text, "collective-permute-start") == 7
 
-text = program(lambda x: collective.async_all_reduce(x, "mean", True, True), (8 * 4096, 16), out=P())
+text = program(
+    lambda x: collective.async_all_reduce(x, "mean", layer.compressed, True), layer.shapes["w"], out=P()
+)
 assert count(text, "collective-permute-start") == 7
 assert operands(text, "collective-permute-start") == {"s8"}, operands(text, "collective-permute-start")
 assert operands(text, "all-gather") | operands(text, "all-gather-start") == {"s8"}
@@ -115,8 +125,10 @@ def test_rings_are_asynchronous_on_tpu_v4():
     assert "compiled" in _run([sys.executable, "-c", FOR_TPU], environment())
 
 
-def test_one_device_has_nothing_to_do():
-    tree = {"w": jnp.arange(6.0).reshape(2, 3), "k": jnp.arange(3), "none": jnp.zeros((0, 2))}
+@pytest.mark.parametrize("spec", tagged(REDUCES, "small"), ids=lambda s: f"{s.name} {s.compressed}")
+def test_one_device_has_nothing_to_do(spec: ReduceSpec):
+    numbers = gradients(spec, 1, np.random.default_rng(0))
+    tree = {name: jnp.asarray(x[0]) for name, x in numbers.items()}
     every: list[dict[str, Any]] = [
         {},
         {"use_compression": True},
@@ -129,8 +141,14 @@ def test_one_device_has_nothing_to_do():
             np.testing.assert_array_equal(got, want)
     _, left = async_all_reduce(tree, use_compression=True, residual=zero_residual(tree))
     assert jax.tree.structure(left) == jax.tree.structure(tree)
-    np.testing.assert_array_equal(optimized_all_gather(tree["w"], 1, True), tree["w"])
     assert async_all_reduce({}) == {}
+
+
+@pytest.mark.parametrize("spec", tagged(MOVES, "small"), ids=lambda s: s.name)
+def test_one_device_has_all(spec: MoveSpec):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=spec.part))
+    for ring in (False, True):
+        np.testing.assert_array_equal(optimized_all_gather(x, spec.axis, ring), x)
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16"])
@@ -220,14 +238,20 @@ def test_bad_input_is_named(call: Any, error: type[Exception], says: str):
         call(jnp.ones((2, 3)))
 
 
-def test_explain_names_the_algorithm():
-    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+@pytest.mark.parametrize("spec", REDUCES, ids=lambda s: f"{s.name} {s.compressed}")
+def test_explain_names_the_algorithm(spec: ReduceSpec):
+    tree = {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32 if name in spec.integers else jnp.float32)
+        for name, shape in spec.shapes.items()
+    }
     for platform in ("cpu", "tpu", "cuda"):
-        assert explain(async_all_reduce, x, platform=platform).chosen == "ring"
-        assert explain(async_all_reduce, x, "max", overlap_compute=False, platform=platform).chosen == "xla"
-        answer = explain(async_all_reduce, x, use_compression=True, platform=platform)
-        assert answer.chosen == "int8"
-        assert answer.reasons["xla"] == "int8 comes before it"
+        answer = explain(async_all_reduce, tree, use_compression=spec.compressed, platform=platform)
+        assert answer.chosen == ("int8" if spec.compressed else "ring")
+        if spec.compressed:
+            assert answer.reasons["xla"] == "int8 comes before it"
+        assert (
+            explain(async_all_reduce, tree, "max", overlap_compute=False, platform=platform).chosen == "xla"
+        )
 
 
 def test_the_documented_calls():

@@ -99,6 +99,8 @@ def optimized_all_gather(
 
 
 def _gather(x: jax.Array, axis_name: Axis, dimension: int, ring: bool) -> jax.Array:
+    if not x.shape[dimension]:
+        return x  # any number of nothing; XLA's all-gather refuses it
     if ring:
         return rings.gather(x, axis_name, dimension)
     return lax.all_gather(x, axis_name, axis=dimension, tiled=True)
@@ -145,9 +147,8 @@ def reduce_scatter(
     assert names is not None
     devices = lax.axis_size(names)
     _divisible(name, x, axis, devices)
-    x = jnp.asarray(x)
+    x, length = jnp.asarray(x), x.shape[axis] // devices
     if use_ring_algorithm:
-        length = x.shape[axis] // devices
         total = rings.reduce_chunks(
             lambda i: lax.dynamic_slice_in_dim(x, i * length, length, axis),
             names,
@@ -156,7 +157,8 @@ def reduce_scatter(
     elif reduction_op in ("sum", "mean"):
         total = lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
     else:
-        rows = jnp.moveaxis(x, axis, 0).reshape(devices, -1, *(n for i, n in enumerate(x.shape) if i != axis))
+        rest = (n for i, n in enumerate(x.shape) if i != axis)
+        rows = jnp.moveaxis(x, axis, 0).reshape(devices, length, *rest)
         received = lax.all_to_all(rows, names, 0, 0, tiled=True)
         total = jnp.moveaxis(reductions.REDUCE[reduction_op](received, axis=0).astype(x.dtype), 0, axis)
     return total / devices if reduction_op == "mean" else total
