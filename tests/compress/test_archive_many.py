@@ -13,8 +13,9 @@ import pytest
 
 from capibara.compress.container import Archive, ArchiveWriter, Tensor, writer
 from capibara.compress.container.pool import Buffers
+from capibara.compress.container.room import LARGE, Room
 from capibara.compress.errors import ArchiveError, CompressError, DamagedError
-from capibara.compress.formats import get_format
+from capibara.compress.formats import from_float, get_format
 
 RANDOM = np.random.default_rng(0)
 F32, BF16 = get_format("F32"), get_format("BF16")
@@ -78,6 +79,36 @@ def test_small_tensors_share_memory_and_nothing_else(tmp_path: Path) -> None:
         assert found[t.name].shape == t.shape
         assert (found[t.name] == i).all()
         assert found[t.name].flags.aligned
+
+
+@pytest.mark.parametrize("length", [384, 321, 16, 40_000])
+def test_so_many_that_they_go_past_the_caches(tmp_path: Path, length: int) -> None:
+    """Together more bytes than from which on compiled code streams numbers: whole lines, and rows that begin in one."""
+    rows = (1 << 20) // length
+    scales = np.exp(RANDOM.normal(size=(rows, 1)))
+    given = []
+    for i, kind in enumerate(["F16", "BF16", "F32", "F64", "I32", "BF16", "F32", "F8_E4M3"]):
+        form = get_format(kind)
+        values = RANDOM.normal(size=(rows - i, length)) * scales[i:]
+        bits = values.astype(np.int32).view(np.uint32) if kind == "I32" else from_float(values, form)
+        given.append(Tensor(f"t{i}", bits.reshape(-1), form, values.shape))
+    assert sum(t.bits.nbytes for t in given) > 1 << 24
+    with ArchiveWriter(tmp_path / "a.capi") as archive:
+        archive.add_many(given)
+    with Archive(tmp_path / "a.capi") as archive:
+        assert all(e.coded_bytes < 0.97 * e.original_bytes for e in archive)
+        for (name, found), t in zip(archive.read_many(), given, strict=True):
+            np.testing.assert_array_equal(found.reshape(-1), t.bits, err_msg=name)
+
+
+def test_memory_begins_with_a_line() -> None:
+    room = Room(5 << 20)
+    taken = [room.take(count, np.dtype(np.uint16)) for count in (40, 1000, 33, 1 << 20, 5, LARGE)]
+    assert [len(x) for x in taken] == [40, 1000, 33, 1 << 20, 5, LARGE]
+    assert all(x.ctypes.data % 64 == 0 for x in taken if x.nbytes >= 64)
+    for i, x in enumerate(taken):
+        x[...] = i
+    assert all((x == i).all() for i, x in enumerate(taken))
 
 
 def test_buffers_are_used_again() -> None:
@@ -175,7 +206,7 @@ MEMORY = """
 import json, resource, sys, numpy as np
 from pathlib import Path
 from capibara.compress.container import Archive, ArchiveWriter
-from capibara.compress.formats import get_format
+from capibara.compress.formats import from_float, get_format
 path, count, codec = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
 settings = json.loads(sys.argv[5])
 form = get_format("BF16")

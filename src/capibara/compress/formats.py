@@ -7,7 +7,7 @@ that knows them, and NaN payloads and the sign of zero are bits like any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class NumberFormat:
     def is_float(self) -> bool:
         return self.exponent > 0
 
-    @property
+    @cached_property
     def unsigned(self) -> np.dtype:
         """The little-endian unsigned integer of this width."""
         return np.dtype(f"<u{self.bits // 8}")

@@ -65,6 +65,8 @@ _MOST_INDEX = 16 << 20  # bytes
 _OBJECT, _LIST, _STRING, _FREE = 32, 10, 6, 4096
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _MOST_NUMBERS = 1 << 48  # of one tensor
+_MOST_SIZE = 1 << 62  # of an axis, in bytes, and so on
+_NO_SHAPE = "a shape is at most 32 whole numbers, none below 0"
 _MOST_NAME = 4096  # characters
 # A lone surrogate cannot be written anywhere, a control character acts on the terminal that shows it.
 _STRANGE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -144,11 +146,14 @@ def check_name(name: object) -> str | None:
 
 def check_shape(shape: object) -> str | None:
     """What is wrong with a shape (a list or tuple); ``None`` if nothing is."""
-    if not isinstance(shape, list | tuple) or len(shape) > 32 or not all(_is_size(n) for n in shape):
-        return "a shape is at most 32 whole numbers, none below 0"
-    if math.prod(n for n in shape if n) > _MOST_NUMBERS:
-        return f"a tensor has at most {_MOST_NUMBERS} numbers"
-    return None
+    if not isinstance(shape, list | tuple) or len(shape) > 32:
+        return _NO_SHAPE
+    numbers = 1
+    for n in shape:
+        if type(n) is not int or not 0 <= n < _MOST_SIZE:
+            return _NO_SHAPE
+        numbers *= n or 1
+    return None if numbers <= _MOST_NUMBERS else f"a tensor has at most {_MOST_NUMBERS} numbers"
 
 
 def version_of(entries: Iterable[Entry]) -> int:
@@ -218,87 +223,103 @@ def parse(text: bytes, end: int, path: object, version: int = VERSION) -> tuple[
     Raises:
       DamagedError: it is not what :func:`dump` writes.
     """
-
-    def check(good: bool, what: str, name: object = None) -> None:
-        # The text is made where it is wanted: there are many checks for each tensor.
-        if not good:
-            raise DamagedError(f"{path}: the index is damaged ({what.replace('…', repr(name))})")
-
-    check(_is_lean(text), "more objects and lists than a writer makes")
+    if not _is_lean(text):
+        raise _damage(path, "more objects and lists than a writer makes")
     try:
         index = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: the index is damaged ({error})") from None
-    check(isinstance(index, dict) and set(index) == {"metadata", "tensors"}, "its keys")
+    if not isinstance(index, dict) or set(index) != {"metadata", "tensors"}:
+        raise _damage(path, "its keys")
     metadata, tensors = index["metadata"], index["tensors"]
-    check(
-        isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()),
-        "metadata is not text",
-    )
-    check(isinstance(tensors, list), "no list of tensors")
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _damage(path, "metadata is not text")
+    if not isinstance(tensors, list):
+        raise _damage(path, "no list of tensors")
     entries: dict[str, Entry] = {}
-    at = HEADER.size
     keys = {"name", "dtype", "shape", "codec", "settings", "chunks", "same_as"}
     if version == VERSION_CUT:
         keys.add("coded_as")
-    for t in tensors:
-        check(isinstance(t, dict), "a tensor is no object")
-        name, shape, chunks, same_as = (t.get(k) for k in ("name", "shape", "chunks", "same_as"))
-        settings = t.get("settings", {})
-        check(set(t) <= keys, "a tensor's keys")
-        check(check_name(name) is None and name not in entries, "a tensor's name")
-        check(isinstance(t.get("dtype"), str) and t["dtype"] in FORMATS, "dtype of …", name)
-        check(isinstance(t.get("codec"), str) and len(t["codec"]) <= 64, "codec of …", name)
-        check(isinstance(settings, dict), "settings of …", name)
-        check(isinstance(shape, list) and check_shape(shape) is None, "shape of …", name)
-        form = FORMATS[t["dtype"]]
-        if same_as is not None:
-            twin = entries.get(same_as) if isinstance(same_as, str) else None
-            check(twin is not None and chunks is None and "coded_as" not in t, "what … is the same as", name)
-            assert twin is not None
-            check(
-                twin.same_as is None and (twin.format, twin.shape) == (form, tuple(shape)),
-                "the twin of …",
-                name,
-            )
-            entries[name] = Entry(name, form, tuple(shape), t["codec"], settings, (), same_as)
-            continue
-        check(isinstance(chunks, list), "chunks of …", name)
-        cut = t.get("coded_as", shape)
-        if "coded_as" in t:
-            check(isinstance(cut, list) and check_shape(cut) is None, "what … is coded as", name)
-            count, length = math.prod(shape), math.prod(cut[1:])
-            check(
-                count > 0 and len(cut) > 0 and math.prod(cut) == count and math.prod(shape[1:]) % length == 0,
-                "what … is coded as",
-                name,
-            )
-        read = []
-        for c in chunks:
-            check(isinstance(c, list) and len(c) == 4 and all(_is_size(n) for n in c), "a chunk of …", name)
-            chunk = Chunk(*c)
-            check(chunk.offset == at and chunk.offset + chunk.length <= end, "where a chunk of … lies", name)
-            at = chunk.offset + chunk.length
-            # The writer makes none such; it bounds what a small payload may claim to become.
-            check(
-                (chunk.rows <= 1 and cut is shape) or chunk.rows * math.prod(cut[1:]) <= CHUNK,
-                "the size of a chunk of …",
-                name,
-            )
-            read.append(chunk)
-        rows = cut[0] if cut else 1
-        check(sum(c.rows for c in read) == rows and all(c.rows or not rows for c in read), "rows of …", name)
-        check(len(read) >= 1, "chunks of …", name)
-        entries[name] = Entry(
-            name, form, tuple(shape), t["codec"], settings, tuple(read), None,
-            tuple(cut) if "coded_as" in t else None,
-        )  # fmt: skip
-    check(at == end, "bytes that belong to no tensor")
+    at = HEADER.size
+    for tensor in tensors:
+        at, wrong = _add(entries, tensor, keys, at, end)
+        if wrong is not None:
+            name = tensor.get("name") if isinstance(tensor, dict) else None
+            raise _damage(path, wrong.replace("…", repr(name)))
+    if at != end:
+        raise _damage(path, "bytes that belong to no tensor")
     return metadata, list(entries.values())
 
 
-def _is_size(n: Any) -> bool:
-    return type(n) is int and 0 <= n < 1 << 62
+def _damage(path: object, what: str) -> DamagedError:
+    return DamagedError(f"{path}: the index is damaged ({what})")
+
+
+def _add(entries: dict[str, Entry], t: Any, keys: set[str], at: int, end: int) -> tuple[int, str | None]:
+    """Adds a tensor of an index, the payloads of which begin at ``at``: where they end, and what is wrong with it.
+
+    Opening a file is mostly this, so no text is made and no function called for what is as it should be.
+    """
+    if not isinstance(t, dict):
+        return at, "a tensor is no object"
+    if not t.keys() <= keys:
+        return at, "a tensor's keys"
+    name, dtype, shape, codec = t.get("name"), t.get("dtype"), t.get("shape"), t.get("codec")
+    if check_name(name) is not None or name in entries:
+        return at, "a tensor's name"
+    assert isinstance(name, str)
+    form = FORMATS.get(dtype) if isinstance(dtype, str) else None
+    if form is None:
+        return at, "dtype of …"
+    if not isinstance(codec, str) or len(codec) > 64:
+        return at, "codec of …"
+    settings, chunks = t.get("settings", {}), t.get("chunks")
+    if not isinstance(settings, dict):
+        return at, "settings of …"
+    if not isinstance(shape, list) or check_shape(shape) is not None:
+        return at, "shape of …"
+    if (same_as := t.get("same_as")) is not None:
+        twin = entries.get(same_as) if isinstance(same_as, str) else None
+        if twin is None or chunks is not None or "coded_as" in t:
+            return at, "what … is the same as"
+        if twin.same_as is not None or (twin.format, twin.shape) != (form, tuple(shape)):
+            return at, "the twin of …"
+        entries[name] = Entry(name, form, tuple(shape), codec, settings, (), same_as)
+        return at, None
+    if not isinstance(chunks, list):
+        return at, "chunks of …"
+    cut = shape
+    if "coded_as" in t:
+        cut = t["coded_as"]
+        if not isinstance(cut, list) or check_shape(cut) is not None:
+            return at, "what … is coded as"
+        count, length = math.prod(shape), math.prod(cut[1:])
+        if not (count and cut and math.prod(cut) == count and math.prod(shape[1:]) % length == 0):
+            return at, "what … is coded as"
+    rows, each, read = 0, math.prod(cut[1:]), []
+    for c in chunks:
+        if not isinstance(c, list) or len(c) != 4:
+            return at, "a chunk of …"
+        for n in c:
+            if type(n) is not int or not 0 <= n < _MOST_SIZE:
+                return at, "a chunk of …"
+        chunk = Chunk(*c)
+        if chunk.offset != at or at + chunk.length > end:
+            return at, "where a chunk of … lies"
+        at += chunk.length
+        # The writer makes none such; it bounds what a small payload may claim to become.
+        if chunk.rows * each > CHUNK and (chunk.rows > 1 or cut is not shape):
+            return at, "the size of a chunk of …"
+        rows += chunk.rows
+        read.append(chunk)
+    total = cut[0] if cut else 1
+    if rows != total or (total and not all(c.rows for c in read)):
+        return at, "rows of …"
+    if not read:
+        return at, "chunks of …"
+    cut_as = None if cut is shape else tuple(cut)
+    entries[name] = Entry(name, form, tuple(shape), codec, settings, tuple(read), None, cut_as)
+    return at, None
 
 
 def _is_lean(text: bytes) -> bool:

@@ -7,9 +7,8 @@ import itertools
 import math
 import mmap
 import os
-import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,19 +17,16 @@ import numpy as np
 
 from capibara.compress.codecs.executors import best_executor
 from capibara.compress.codecs.in_place import DecodesInPlace
-from capibara.compress.codecs.lossless import LOSSLESS, row_length
-from capibara.compress.codecs.native import PAYLOAD
 from capibara.compress.codecs.protocol import get_codec
 from capibara.compress.container.checksum import crc32
+from capibara.compress.container.exact import TOGETHER, decode_exact
 from capibara.compress.container.index import FOOTER, HEADER, Chunk, Entry, parse, parse_footer
-from capibara.compress.container.pool import ROOM, WORKERS, ahead, run_all
+from capibara.compress.container.pool import ahead, run_all
+from capibara.compress.container.room import LARGE, Room
 from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.errors import did_you_mean
 
 __all__ = ["Archive"]
-
-_LARGE = 4 << 20  # bytes: from here on NumPy asks for large pages itself
-_SLAB = 32 << 20
 
 
 class Archive:
@@ -102,7 +98,7 @@ class Archive:
         """
         return self._read(name, rows, None)
 
-    def _read(self, name: str, rows: slice | None, room: _Room | None) -> np.ndarray:
+    def _read(self, name: str, rows: slice | None, room: Room | None) -> np.ndarray:
         """As :meth:`read`; the numbers lie in ``room``, where there is one."""
         entry = self[name]
         source = entry if entry.same_as is None else self[entry.same_as]
@@ -146,84 +142,40 @@ class Archive:
           KeyError: no tensor of that name.
           DamagedError: as :meth:`read`, when it is that tensor's turn.
         """
+        wanted = [self[name] for name in (self.entries if names is None else names)]
+        for exact, some in itertools.groupby(wanted, lambda e: e.codec == "lossless" and e.count > 0):
+            yield from (self._read_exact if exact else self._read_ahead)(list(some))
 
-        for together, some in itertools.groupby(
-            [self[name].name for name in (self.entries if names is None else names)], self._is_exact
-        ):
-            yield from (self._read_exact if together else self._read_ahead)(list(some))
-
-    def _is_exact(self, name: str) -> bool:
-        entry = self[name]
-        return entry.codec == "lossless" and entry.count > 0
-
-    def _read_exact(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+    def _read_exact(self, wanted: list[Entry]) -> Iterator[tuple[str, np.ndarray]]:
         """As :meth:`read_many`, of the codec ``lossless``: many payloads in one call of compiled code where it is."""
         many = getattr(best_executor(), "decode_many", None)
-        room = _Room(sum(each for name in names if (each := self[name].original_bytes) < _LARGE))
-        while names and many is not None:
-            held, some = 0, []
-            for name in names:
-                held += self[name].original_bytes
-                if some and held > ROOM:
-                    break
-                some.append(name)
-            names = names[len(some) :]
-            found = self._decode_exact(some, many, room)
+        room, at = Room.of(wanted), 0
+        while many is not None and at < len(wanted):
+            first, held = at, 0
+            while at < len(wanted) and (at == first or held + wanted[at].original_bytes <= TOGETHER):
+                held += wanted[at].original_bytes
+                at += 1
+            found = decode_exact(self._map, [self[e.same_as or e.name] for e in wanted[first:at]], room, many)
             if found is None:
-                names = some + names
+                at = first
                 break
-            for name in some:
+            found.reverse()
+            for entry in wanted[first:at]:
                 # What was not decoded has something that this way does not know, or that is wrong: the other one tells.
-                yield name, self.read(name) if (bits := found.pop(name)) is None else bits
-        yield from self._read_ahead(names)
+                yield entry.name, self.read(entry.name) if (bits := found.pop()) is None else bits
+        yield from self._read_ahead(wanted[at:])
 
-    def _decode_exact(
-        self, names: list[str], many: Callable[[np.ndarray, int], bool], room: _Room
-    ) -> dict[str, np.ndarray | None] | None:
-        """Numbers by name, ``None`` where they could not be decoded; or nothing, if there is no such call here."""
-        found: dict[str, np.ndarray | None] = {}
-        rows, owners = [], []
-        whole = np.frombuffer(self._map, np.uint8)
-        base = whole.ctypes.data
-        for name in names:
-            entry = self[self[name].same_as or name]
-            form, kind = entry.format, entry.format.unsigned
-            sizes = [(chunk.length, math.prod(entry.chunk_shape(chunk))) for chunk in entry.chunks]
-            if not all(LOSSLESS.may_hold(size, form, count) for size, count in sizes):
-                found[name] = None
-                continue
-            out = (
-                room.take(entry.count, kind) if entry.original_bytes < _LARGE else np.empty(entry.count, kind)
-            )
-            at = out.ctypes.data
-            for chunk, (size, count) in zip(entry.chunks, sizes, strict=True):
-                length = row_length(entry.chunk_shape(chunk))
-                rows.append(
-                    ((form.bits, form.exponent, form.mantissa, form.signed), base + chunk.offset, size,
-                     count // length, length, at, chunk.crc32, 0)
-                )  # fmt: skip
-                owners.append(name)
-                at += count * form.bits // 8
-            found[name] = out.reshape(entry.shape)
-        table = np.array(rows, PAYLOAD)
-        if not many(table, WORKERS):
-            return None
-        for i in np.flatnonzero(table["outcome"]):
-            found[owners[i]] = None
-        return found
+    def _read_ahead(self, wanted: list[Entry]) -> Iterator[tuple[str, np.ndarray]]:
+        room = Room.of(wanted)
 
-    def _read_ahead(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
-        room = _Room(sum(each for name in names if (each := self[name].original_bytes) < _LARGE))
+        def read(entry: Entry) -> tuple[str, np.ndarray]:
+            return entry.name, self._read(entry.name, None, room if entry.original_bytes < LARGE else None)
 
-        def read(name: str) -> tuple[str, np.ndarray]:
-            return name, self._read(name, None, room if self[name].original_bytes < _LARGE else None)
-
-        def size(name: str) -> int:
+        def size(entry: Entry) -> int:
             # One of several chunks is read when it is its turn, with all threads at work on it.
-            entry = self[name]
-            return entry.original_bytes if len(self[entry.same_as or name].chunks) == 1 else 0
+            return entry.original_bytes if len(self[entry.same_as or entry.name].chunks) == 1 else 0
 
-        yield from ahead(read, names, size)
+        yield from ahead(read, wanted, size)
 
     def payloads(self, name: str) -> Iterator[tuple[tuple[int, ...], memoryview]]:
         """The coded chunks of a tensor, each with its shape, for who decodes them elsewhere.
@@ -291,34 +243,6 @@ class Archive:
                 yield entry, None
             except ArchiveError as error:
                 yield entry, str(error)
-
-
-class _Room:
-    """Memory for small tensors that come together, in pieces so large that the system hands out large pages.
-
-    Page by page of 4 KiB, tensors would take as long to get their memory as to be decoded into it.
-
-    Args:
-      total: bytes of all of them.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._lock = threading.Lock()
-        self._left = total
-        self._slab, self._at = np.empty(0, np.uint8), 0
-
-    def take(self, count: int, kind: np.dtype) -> np.ndarray:
-        """An array [count] that nobody else has."""
-        size = count * kind.itemsize
-        if self._left < _LARGE or size < 64:
-            return np.empty(count, kind)
-        with self._lock:
-            if self._at + size > len(self._slab):
-                self._slab, self._at = np.empty(max(min(self._left, _SLAB), size), np.uint8), 0
-            part = self._slab[self._at : self._at + size]
-            self._at += -(-size // 64) * 64
-            self._left -= size
-        return part.view(kind)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ CAPIBARA_EXPORT int64_t capibara_codec_encode_tensor(const capibara::Form* form,
 }
 CAPIBARA_EXPORT int32_t capibara_codec_decode_tensor(const capibara::Form* form, const uint8_t* data, int64_t size,
                                                      int64_t rows, int64_t length, int32_t threads, void* out) {
-  return capibara::decode_tensor(*form, data, size, rows, length, threads, out);
+  const bool past = rows * length * (form->bits / 8) >= capibara::kPastCaches;
+  return capibara::decode_tensor(*form, data, size, rows, length, threads, out, past);
 }
 CAPIBARA_EXPORT int32_t capibara_codec_decode_many(capibara::Payload* payloads, int64_t count, int32_t threads) {
   return capibara::decode_many(payloads, count, threads);

@@ -11,6 +11,8 @@ constexpr int kScaleBits = 12;      // frequencies add up to 4096
 constexpr uint32_t kLowest = 1u << 16;
 constexpr int64_t kBlock = 1 << 18;  // symbols that share a set of states
 constexpr int64_t kStrip = 2048;     // numbers at a time, so that what is between two loops stays in the cache
+// From so many bytes on, numbers go past the caches: the first ones would not be there any more when the last ones are.
+constexpr int64_t kPastCaches = 16 << 20;
 
 // Rows of numbers and where each is cut; see codecs/lossless.py for the meaning of the fields.
 struct Cut {
@@ -68,8 +70,9 @@ struct CodecKernels {
                    const uint8_t* entry, int escape, uint8_t* symbols, uint8_t* planes, uint16_t* escaped);
   // Returns the number of words, which are written downwards from words_end; one more is written to than are used.
   int64_t (*encode)(const uint8_t* symbols, int64_t count, const Part* parts, uint32_t* states, uint16_t* words_end);
-  // Decodes groups into their rows of `out`, two at a time; `cut.drop` is not looked at.
-  Outcome (*restore)(const Cut& cut, void* out, const Group* groups, int count);
+  // Decodes groups into their rows of `out`, two at a time; `cut.drop` is not looked at. `past`: numbers may go past the
+  // caches, which saves reading their lines before they are written.
+  Outcome (*restore)(const Cut& cut, void* out, const Group* groups, int count, bool past);
   // Goes on with a CRC-32 (of zlib's polynomial); `size` is a multiple of 16 and at least 64. Null where that would be
   // no quicker.
   uint32_t (*crc32)(uint32_t crc, const uint8_t* data, int64_t size);
@@ -85,8 +88,9 @@ struct Form {
 int64_t encode_tensor(const Form& form, const void* bits, int64_t rows, int64_t length, int threads, uint8_t* out,
                       int64_t capacity);
 // The reverse. Returns 0, what is wrong with the payload (an index into the texts in native.py), or -2 without memory.
+// `past`: as for the kernel that restores.
 int decode_tensor(const Form& form, const uint8_t* data, int64_t size, int64_t rows, int64_t length, int threads,
-                  void* out);
+                  void* out, bool past);
 
 // One of several payloads; laid out as in native.py.
 struct Payload {

@@ -73,6 +73,7 @@ struct Joiner {
     T* x;
     const int64_t* rows;
     int64_t length, within;
+    bool past;  // the caches
 
     T* number(int64_t i) const { return x + rows[(within + i) / length] * length + (within + i) % length; }
 
@@ -174,6 +175,7 @@ struct Joiner {
     const __m128i up = _mm_cvtsi32_si128(join.up.by), put = _mm_cvtsi32_si128(join.put.by);
     const __m128i put_sign = _mm_cvtsi32_si128(join.put_sign.by), put_half = _mm_cvtsi32_si128(f.left);
     target.runs(size, [&](T* to, int64_t i, int64_t run) {
+      const bool past = target.past && reinterpret_cast<uintptr_t>(to) % sizeof(__m256i) == 0;
       int64_t j = i;
       for (; j + step <= i + run; j += step) {
         const __m256i c = bytes(code + j);
@@ -189,7 +191,11 @@ struct Joiner {
                                       put_half));
         v = _mm256_or_si256(v, left(_mm256_and_si256(r, mask), put));
         v = _mm256_or_si256(v, left(_mm256_and_si256(r, negative), put_sign));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + (j - i)), v);
+        __m256i* const at = reinterpret_cast<__m256i*>(to + (j - i));
+        if (past)
+          _mm256_stream_si256(at, v);
+        else
+          _mm256_storeu_si256(at, v);
       }
       if (j < i + run) place_run<N, whole, others>(join, gaps, to + (j - i), code, f, j, i + run);
     });
@@ -224,14 +230,14 @@ struct Joiner {
     const Gaps gaps;
     const Join join;
     const int width, whole, whole_bits;
-    const bool others;
+    const bool others, past;
     Place put;
     int64_t begin = 0, row = 0, within = 0;  // the number that is next, and where it goes
     int64_t found = 0;                       // escapes
     Lanes lanes;
     uint8_t code[kStrip];
 
-    Stream(const Cut& cut, const capibara::Group& of)
+    Stream(const Cut& cut, const capibara::Group& of, bool past_caches)
         : group(of),
           length(cut.length),
           total(of.rows * cut.length),
@@ -245,7 +251,8 @@ struct Joiner {
                 : cut.sign && sizeof(T) > 2 && width >= 16 && width < 24 ? kHalf
                                                                          : kAny),
           whole_bits(whole == kByte ? 8 : whole == kHalf ? 16 : whole == kHalfAndByte ? 24 : 0),
-          others(width % 8 != 0) {
+          others(width % 8 != 0),
+          past(past_caches) {
       put = others ? by_gaps<kAny, true>(gaps.count) : by_gaps<kAny, false>(gaps.count);
       if (whole == kNoWhole)
         put = others ? by_gaps<kNoWhole, true>(gaps.count) : by_gaps<kNoWhole, false>(gaps.count);
@@ -274,7 +281,7 @@ struct Joiner {
         unpack(rest, low, begin, size, width, total, group.planes);
       else if (others)
         unpack_low(low, begin, size, width - whole_bits, total, group.planes + total * (whole_bits / 8));
-      const Target target{x, group.chosen + row, length, within};
+      const Target target{x, group.chosen + row, length, within, past};
       const Fields fields{group.planes + 2 * begin, group.planes + (whole == kHalfAndByte ? 2 * total : 0) + begin, low,
                           rest, width - 16};
       put(join, gaps, target, code, fields, size);
@@ -313,11 +320,20 @@ struct Joiner {
   }
 
   // Two groups at a time; where one ends, the next one takes its place.
-  static capibara::Outcome restore(Cut cut, void* out, const capibara::Group* groups, int count) {
+  static capibara::Outcome restore(Cut cut, void* out, const capibara::Group* groups, int count, bool past) {
+    const capibara::Outcome outcome = restore_all(cut, out, groups, count, past);
+#if defined(__AVX2__)
+    // What went past the caches is there before what this thread says of it.
+    if (past) _mm_sfence();
+#endif
+    return outcome;
+  }
+
+  static capibara::Outcome restore_all(Cut cut, void* out, const capibara::Group* groups, int count, bool past) {
     T* const x = static_cast<T*>(out);
     const auto open = [&](Stream* at, const capibara::Group& group) {
       cut.drop = group.drop;
-      return new (at) Stream(cut, group);
+      return new (at) Stream(cut, group, past);
     };
     alignas(Stream) char rooms[2][sizeof(Stream)];
     Stream* live[2] = {reinterpret_cast<Stream*>(rooms[0]), reinterpret_cast<Stream*>(rooms[1])};

@@ -26,8 +26,8 @@ static int64_t split(const Cut& cut, const int64_t* chosen, int64_t begin, int64
                      const uint8_t* entry, int escape, uint8_t* symbols, uint8_t* planes, uint16_t* escaped) {
   CAPIBARA_BY_WIDTH(Numbers, split(cut, chosen, begin, size, total, entry, escape, symbols, planes, escaped))
 }
-static capibara::Outcome restore(const Cut& cut, void* out, const capibara::Group* groups, int count) {
-  CAPIBARA_BY_WIDTH(Joiner, restore(cut, out, groups, count))
+static capibara::Outcome restore(const Cut& cut, void* out, const capibara::Group* groups, int count, bool past) {
+  CAPIBARA_BY_WIDTH(Joiner, restore(cut, out, groups, count, past))
 }
 
 extern const capibara::CodecKernels kCodec;

@@ -621,7 +621,7 @@ struct Prepared {
 };
 
 int decode_all(const Form& form, const uint8_t* data, int64_t size, int64_t rows, int64_t length, int threads,
-               void* out) {
+               void* out, bool past) {
   const int64_t count = rows * length, least = divide_up(count, kBlock);
   if (count == 0 || least * 4 * kLanes > size) return kTooFew;
   Cursor cursor{data, size};
@@ -686,7 +686,7 @@ int decode_all(const Form& form, const uint8_t* data, int64_t size, int64_t rows
                         with.places, parts[i].planes, parts[i].blocks.data(), with.escaped.data(), tables[i].escapes,
                         tables[i].drop});
     }
-    const Outcome outcome = kernels().restore(cut, out, groups.data(), int(groups.size()));
+    const Outcome outcome = kernels().restore(cut, out, groups.data(), int(groups.size()), past);
     if (outcome != kFine) worst = outcome == kUneven ? kBlocks : kCount;
   });
   return worst;
@@ -704,9 +704,9 @@ int64_t encode_tensor(const Form& form, const void* bits, int64_t rows, int64_t 
 }
 
 int decode_tensor(const Form& form, const uint8_t* data, int64_t size, int64_t rows, int64_t length, int threads,
-                  void* out) {
+                  void* out, bool past) {
   try {
-    return decode_all(form, data, size, rows, length, threads, out);
+    return decode_all(form, data, size, rows, length, threads, out, past);
   } catch (const std::bad_alloc&) {
     return -2;
   }
@@ -723,7 +723,7 @@ uint32_t crc32_of_few(uint32_t crc, const uint8_t* data, int64_t size) {
   return crc;
 }
 
-void decode_one(Payload& one) {
+void decode_one(Payload& one, bool past) {
   constexpr int64_t kLeast = 64, kStep = 16;
   const int64_t most = one.size < kLeast ? 0 : one.size - one.size % kStep;
   uint32_t crc = ~0u;
@@ -734,14 +734,16 @@ void decode_one(Payload& one) {
   else if (one.size < 1 || one.data[0] != 1)
     one.outcome = kOtherKind;
   else
-    one.outcome = decode_tensor(one.form, one.data + 1, one.size - 1, one.rows, one.length, 1, one.out);
+    one.outcome = decode_tensor(one.form, one.data + 1, one.size - 1, one.rows, one.length, 1, one.out, past);
 }
 
 }  // namespace
 
 bool decode_many(Payload* payloads, int64_t count, int threads) {
   if (!has_crc32()) return false;
-  each(threads, count, [&](int64_t i) { decode_one(payloads[i]); });
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < count; ++i) bytes += payloads[i].rows * payloads[i].length * (payloads[i].form.bits / 8);
+  each(threads, count, [&](int64_t i) { decode_one(payloads[i], bytes >= kPastCaches); });
   return true;
 }
 
