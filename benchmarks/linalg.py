@@ -108,7 +108,7 @@ def _others(rounds: int) -> list[dict[str, Any]]:
 
     from capibara.measure import interleaved
     from capibara.ops.linalg import cholesky_update, optimized_gemm
-    from capibara.ops.linalg.specs import GEMMS
+    from capibara.ops.linalg.specs import FACTORS, GEMMS
     from capibara.ops.tagged import tagged
 
     rng = np.random.default_rng(1)
@@ -116,7 +116,7 @@ def _others(rounds: int) -> list[dict[str, Any]]:
     def normal(*shape: int) -> Any:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    n = 1024
+    ((n,),) = (spec.vector for spec in tagged(FACTORS, "large"))
     root = normal(n, n)
     factor, vector = jnp.linalg.cholesky(root @ root.T / n + jnp.eye(n)), normal(n)
     again = jax.jit(lambda f, v: jnp.linalg.cholesky(f @ f.T + jnp.outer(v, v)))

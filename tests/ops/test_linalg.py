@@ -18,11 +18,11 @@ import pytest
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
 from capibara.ops.linalg import cholesky_update, fast_svd, gemm, optimized_gemm, qr
 from capibara.ops.linalg.orthogonal import orthonormal_rows
-from capibara.ops.linalg.specs import GEMMS, MATRICES
+from capibara.ops.linalg.specs import FACTORS, GEMMS, MATRICES
+from capibara.ops.tagged import tagged
 
 FAST = {"xla_backend_optimization_level": 0}
-SMALL_GEMMS = [spec for spec in GEMMS if "large" not in spec.tags]
-SMALL = [spec for spec in MATRICES if "large" not in spec.tags]
+SMALL_GEMMS, SMALL = tagged(GEMMS, "small"), tagged(MATRICES, "small")
 
 
 def normal(*shape, seed=0):
@@ -375,8 +375,9 @@ def test_rows_of_a_batch_where_one_needs_householder():
 
 
 @pytest.mark.parametrize("downdate", [False, True])
-@pytest.mark.parametrize("shape", [(1,), (7,), (2, 3, 12)])
-def test_cholesky_update_and_its_gradient(shape, downdate):
+@pytest.mark.parametrize("spec", tagged(FACTORS, "small"), ids=lambda s: s.name)
+def test_cholesky_update_and_its_gradient(spec, downdate):
+    shape = spec.vector
     n = shape[-1]
     root = normal(*shape, n + 3)
     vector = 0.3 * normal(*shape, seed=1)

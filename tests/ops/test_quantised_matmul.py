@@ -12,25 +12,28 @@ import pytest
 from capibara.ops import explain
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.linalg import quantised, quantised_matmul
+from capibara.ops.linalg.specs import QUANTISED, QuantisedSpec
+from capibara.ops.tagged import tagged
 
 RANDOM = np.random.default_rng(0)
 LEVELS = np.sort(RANDOM.normal(size=16)).astype(np.float32)
 KINDS = ("int8", "int4", "table")
-SHAPES = [((3, 64), 10, 32), ((2, 5, 37), 9, 8), ((50,), 7, 16), ((4, 6), 3, 100), ((1, 1), 1, 4)]
+NAMED = {spec.name: spec for spec in QUANTISED}
 
 
-def problem(kind: str, batch: tuple[int, ...], rows: int, group: int) -> tuple[Any, ...]:
+def problem(kind: str, spec: QuantisedSpec) -> tuple[Any, ...]:
     """Arrays of a call, and the matrix in float64."""
-    inner = batch[-1]
-    x = RANDOM.normal(size=batch).astype(np.float32)
-    scales = RANDOM.normal(size=(rows, -(-inner // group))).astype(np.float32)
-    spread = np.repeat(scales.astype(np.float64), group, 1)[:, :inner]
+    rows, inner = spec.rows, spec.inner
+    x_shape, codes_shape, scales_shape = spec.shapes(8 if kind == "int8" else 4)
+    x = RANDOM.normal(size=x_shape).astype(np.float32)
+    scales = RANDOM.normal(size=scales_shape).astype(np.float32)
+    spread = np.repeat(scales.astype(np.float64), spec.group, 1)[:, :inner]
     if kind == "int8":
-        codes = RANDOM.integers(-128, 128, (rows, inner), np.int8)
+        codes = RANDOM.integers(-128, 128, codes_shape, np.int8)
         return x, codes, scales, None, codes * spread
     four = RANDOM.integers(0, 16, (rows, inner), np.uint8)
     levels = LEVELS if kind == "table" else None
-    packed = np.zeros((rows, -(-inner // 2)), np.uint8)
+    packed = np.zeros(codes_shape, np.uint8)
     for i in range(inner):
         packed[:, i // 2] |= four[:, i] << (4 * (i % 2))
     return x, packed, scales, levels, (np.arange(-8.0, 8) if levels is None else levels)[four] * spread
@@ -38,24 +41,26 @@ def problem(kind: str, batch: tuple[int, ...], rows: int, group: int) -> tuple[A
 
 @pytest.mark.parametrize("implementation", ["auto", "xla", "reference"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("batch", "rows", "group"), SHAPES)
-def test_against_numpy(kind: str, batch: tuple[int, ...], rows: int, group: int, implementation: str) -> None:
-    x, codes, scales, levels, weight = problem(kind, batch, rows, group)
-    out = quantised_matmul(x, codes, scales, levels, group=group, implementation=implementation)
+@pytest.mark.parametrize("spec", tagged(QUANTISED, "small"), ids=lambda s: s.name)
+def test_against_numpy(kind: str, spec: QuantisedSpec, implementation: str) -> None:
+    x, codes, scales, levels, weight = problem(kind, spec)
+    out = quantised_matmul(x, codes, scales, levels, group=spec.group, implementation=implementation)
     expected = x.astype(np.float64) @ weight.T
     assert out.shape == expected.shape
     assert out.dtype == jnp.float32
-    np.testing.assert_allclose(out, expected, atol=2e-5 * np.abs(weight).max() * max(batch[-1], 8))
+    np.testing.assert_allclose(out, expected, atol=2e-5 * np.abs(weight).max() * max(spec.inner, 8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slabs_are_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, codes, scales, levels, weight = problem(kind, (3, 24), 11, 8)
-    monkeypatch.setattr(quantised, "_SLAB", 24 * 3)  # three slabs of three rows, and two rows
+    spec = NAMED["slabs"]
+    x, codes, scales, levels, weight = problem(kind, spec)
+    assert spec.rows == 11
+    monkeypatch.setattr(quantised, "_SLAB", spec.inner * 3)  # three slabs of three rows, and two rows
     jax.clear_caches()
 
     def run(x: Any, scales: Any, name: str) -> Any:
-        return quantised_matmul(x, codes, scales, levels, group=8, implementation=name)
+        return quantised_matmul(x, codes, scales, levels, group=spec.group, implementation=name)
 
     assert "scan" in str(jax.make_jaxpr(lambda x: run(x, scales, "xla"))(x))
     np.testing.assert_allclose(run(x, scales, "xla"), x @ weight.T, rtol=2e-4, atol=2e-3)
@@ -68,13 +73,15 @@ def test_slabs_are_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("name", ["plain", "odd groups", "slabs"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_derivatives(kind: str) -> None:
-    x, codes, scales, levels, weight = problem(kind, (3, 20), 6, 8)
-    direction = RANDOM.normal(size=(3, 6)).astype(np.float32)
+def test_derivatives(kind: str, name: str) -> None:
+    spec = NAMED[name]
+    x, codes, scales, levels, weight = problem(kind, spec)
+    direction = RANDOM.normal(size=(*spec.batch, spec.rows)).astype(np.float32)
 
     def total(x: Any, scales: Any) -> Any:
-        return (quantised_matmul(x, codes, scales, levels, group=8) * direction).sum()
+        return (quantised_matmul(x, codes, scales, levels, group=spec.group) * direction).sum()
 
     by_x, by_scales = jax.grad(total, argnums=(0, 1))(x, scales)
     np.testing.assert_allclose(by_x, direction @ weight, rtol=1e-4, atol=1e-3)
@@ -85,25 +92,29 @@ def test_derivatives(kind: str) -> None:
 
 
 def test_under_vmap_and_in_bfloat16() -> None:
-    x, codes, scales, _, weight = problem("int8", (3, 32), 6, 16)
+    spec = NAMED["plain"]
+    group = spec.group
+    x, codes, scales, _, weight = problem("int8", spec)
     both = np.stack([codes, ~codes])  # -1 - codes
-    stacked = jax.vmap(lambda c: quantised_matmul(x, c, scales, group=16))(both)
-    ones = x @ np.repeat(scales, 16, 1).T
+    stacked = jax.vmap(lambda c: quantised_matmul(x, c, scales, group=group))(both)
+    ones = x @ np.repeat(scales, group, 1).T
     np.testing.assert_allclose(stacked[0], -ones - stacked[1], rtol=1e-3, atol=1e-2)
-    low = quantised_matmul(jnp.asarray(x, jnp.bfloat16), codes, scales, group=16)
+    low = quantised_matmul(jnp.asarray(x, jnp.bfloat16), codes, scales, group=group)
     assert low.dtype == jnp.bfloat16
     expected = x @ weight.T
     np.testing.assert_allclose(low.astype(np.float32), expected, atol=0.03 * np.abs(expected).max())
 
 
-def test_nothing_to_multiply() -> None:
-    out = quantised_matmul(np.ones((0, 8), np.float32), np.ones((3, 8), np.int8), np.ones((3, 1)), group=8)
-    assert out.shape == (0, 3)
-
-
-def test_what_runs() -> None:
-    x, codes, scales, _, _ = problem("int8", (3, 32), 6, 16)
-    assert explain(quantised_matmul, x, codes, scales, group=16, platform="tpu").chosen == "xla"
+@pytest.mark.parametrize("spec", QUANTISED, ids=lambda s: s.name)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_runs(bits: int, spec: QuantisedSpec) -> None:
+    kinds = (jnp.bfloat16, jnp.int8 if bits == 8 else jnp.uint8, jnp.float32)
+    arrays = [jax.ShapeDtypeStruct(s, k) for s, k in zip(spec.shapes(bits), kinds, strict=True)]
+    out = jax.eval_shape(lambda *a: quantised_matmul(*a, group=spec.group), *arrays)
+    assert (out.shape, out.dtype) == ((*spec.batch, spec.rows), jnp.bfloat16)
+    for platform in ("cpu", "tpu", "cuda"):
+        answer = explain(quantised_matmul, *arrays, group=spec.group, platform=platform)
+        assert answer.chosen == "xla"
 
 
 X, CODES, SCALES = np.ones((2, 16), np.float32), np.ones((3, 16), np.int8), np.ones((3, 2), np.float32)

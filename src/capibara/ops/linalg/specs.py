@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["GEMMS", "MATRICES", "GemmSpec", "MatrixSpec", "gemm_arguments"]
+__all__ = [
+    "FACTORS",
+    "GEMMS",
+    "MATRICES",
+    "QUANTISED",
+    "FactorSpec",
+    "GemmSpec",
+    "MatrixSpec",
+    "QuantisedSpec",
+    "gemm_arguments",
+]
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,32 @@ class MatrixSpec:
     tags: tuple[str, ...] = ("small",)
 
 
+@dataclass(frozen=True)
+class FactorSpec:
+    """The vectors ``[*batch, n]`` of a ``cholesky_update``, whose factors are ``[*batch, n, n]``."""
+
+    name: str
+    vector: tuple[int, ...]
+    tags: tuple[str, ...] = ("small",)
+
+
+@dataclass(frozen=True)
+class QuantisedSpec:
+    """``quantised_matmul`` of ``[*batch, inner]`` and ``[rows, inner]`` in codes."""
+
+    name: str
+    batch: tuple[int, ...]
+    inner: int
+    rows: int
+    group: int
+    tags: tuple[str, ...] = ("small",)
+
+    def shapes(self, bits: int) -> tuple[tuple[int, ...], tuple[int, int], tuple[int, int]]:
+        """Of ``x``, of codes of eight or four bits, and of their scales."""
+        packed = -(-self.inner * bits // 8)
+        return (*self.batch, self.inner), (self.rows, packed), (self.rows, -(-self.inner // self.group))
+
+
 GEMMS: tuple[GemmSpec, ...] = (
     GemmSpec("plain", (16, 8), (8, 12)),
     GemmSpec("odd", (7, 13), (13, 5), tags=("small", "odd")),
@@ -53,6 +89,27 @@ MATRICES: tuple[MatrixSpec, ...] = (
     MatrixSpec("one column", (9, 1), 1, ("small", "odd")),
     MatrixSpec("one entry", (1, 1), 1, ("small", "odd")),
     MatrixSpec("large", (4096, 4096), 64, ("large",)),
+)
+
+FACTORS: tuple[FactorSpec, ...] = (
+    FactorSpec("plain", (7,)),
+    FactorSpec("batch", (2, 3, 12), ("small", "odd")),
+    FactorSpec("one entry", (1,), ("small", "odd")),
+    FactorSpec("nothing", (0,), ("small", "odd")),
+    FactorSpec("large", (1024,), ("large",)),
+)
+
+QUANTISED: tuple[QuantisedSpec, ...] = (
+    QuantisedSpec("plain", (3,), 64, 10, 32),
+    QuantisedSpec("odd", (2, 5), 37, 9, 8, ("small", "odd")),
+    QuantisedSpec("vector", (), 50, 7, 16, ("small", "odd")),
+    QuantisedSpec("part of a group", (4,), 6, 3, 100, ("small", "odd")),
+    QuantisedSpec("length 1", (1,), 1, 1, 4, ("small", "odd")),
+    QuantisedSpec("odd groups", (3,), 20, 6, 7, ("small", "odd")),
+    QuantisedSpec("slabs", (3,), 24, 11, 8),
+    QuantisedSpec("no vector", (0,), 8, 3, 8, ("small", "odd")),
+    QuantisedSpec("token", (1,), 2048, 2048, 64, ("large",)),
+    QuantisedSpec("prompt", (1024,), 2048, 2048, 64, ("large",)),
 )
 
 
