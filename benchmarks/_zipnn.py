@@ -1,7 +1,8 @@
 """ZipNN, run by an interpreter that has it: ``python _zipnn.py FILE TYPE THREADS`` codes the bytes of a file.
 
-It reads a letter a line, ``c`` (code) or ``d`` (decode), does that, and answers with the seconds it took and the bytes
-that came out. :mod:`benchmarks.compression` starts it where ``CAPIBARA_ZIPNN_PYTHON`` names such an interpreter.
+It reads a letter a line, ``c`` (code) or ``d`` (decode) in memory, ``C`` or ``D`` to and from a file beside the
+given one, does that, and answers with the seconds it took and the bytes that came out. :mod:`benchmarks.compression`
+starts it where ``CAPIBARA_ZIPNN_PYTHON`` names such an interpreter.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ def main() -> None:
     data = Path(path).read_bytes()
     # It works in place: what it is given is taken anew each time.
     coder = zipnn.ZipNN(input_format="byte", bytearray_dtype=kind, threads=int(threads))
-    coded = b""
+    coded, file = b"", Path(path + ".znn")
     for line in sys.stdin:
-        given = bytearray(data if line[0] == "c" else coded)
+        what = line[0]
+        given = bytearray(data if what in "cC" else coded)
         start = time.perf_counter()
-        made = coder.compress(given) if line[0] == "c" else coder.decompress(given)
+        if what in "cC":
+            made = coder.compress(given)
+            if what == "C":
+                file.write_bytes(made)
+        else:
+            made = coder.decompress(file.read_bytes() if what == "D" else given)
         seconds = time.perf_counter() - start
-        if line[0] == "c":
+        if what in "cC":
             coded = bytes(made)
         elif bytes(made) != data:
             raise SystemExit("what came back is not what was given")
