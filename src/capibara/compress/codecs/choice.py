@@ -1,7 +1,7 @@
 """What the lossless codec decides: where numbers are cut, which rows share a table, which symbols get an entry.
 
 All of it in whole numbers, or in single divisions of float64, which are exact to the last bit everywhere: sums of
-logarithms in floats would differ from machine to machine, and with them the bytes. ``codec_tensor.cc`` does the same.
+logarithms in floats would differ from machine to machine, and with them the bytes. ``codec_choice.cc`` does the same.
 """
 
 from __future__ import annotations

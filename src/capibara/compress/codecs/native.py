@@ -21,7 +21,7 @@ PAYLOAD = np.dtype(
      ("crc32", "<u4"), ("outcome", "<i4")]
 )  # fmt: skip
 
-# As the outcomes are numbered in codec_tensor.cc.
+# As the outcomes are numbered in codec_decode.cc.
 _DAMAGE = (
     "",
     "there are too few bytes for so many numbers",

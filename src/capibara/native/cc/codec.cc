@@ -20,12 +20,7 @@ CAPIBARA_EXPORT int32_t capibara_codec_decode_many(capibara::Payload* payloads, 
 }
 // A CRC-32 as zlib's, of a size that is a multiple of 16 and at least 64. False where there is nothing quicker than zlib.
 CAPIBARA_EXPORT int32_t capibara_crc32(uint32_t crc, const uint8_t* data, int64_t size, uint32_t* out) {
-  const auto kernel = capibara::isa().codec->crc32;
-  if (kernel == nullptr) return 0;
-#if defined(__x86_64__)
-  static const bool here = (__builtin_cpu_init(), __builtin_cpu_supports("pclmul"));
-  if (!here) return 0;
-#endif
-  *out = ~kernel(~crc, data, size);
+  if (!capibara::has_crc32()) return 0;
+  *out = ~capibara::isa().codec->crc32(~crc, data, size);
   return 1;
 }

@@ -104,6 +104,9 @@ struct Payload {
 };
 constexpr int kOtherChecksum = -3, kOtherKind = -4;
 
+// Whether checksums have a kernel that this machine can run.
+bool has_crc32();
+
 // Compares checksums and decodes, one payload on each thread at a time. False, with nothing done, where checksums have no
 // kernel.
 bool decode_many(Payload* payloads, int64_t count, int threads);
