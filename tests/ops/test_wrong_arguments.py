@@ -19,7 +19,7 @@ from capibara.ops.attention import (
     multihead_attention_params,
     paged_attention,
 )
-from capibara.ops.collective import zero_residual
+from capibara.ops.collective import async_all_reduce, zero_residual
 from capibara.ops.conv import causal_conv1d, conv2d, winograd_conv2d
 from capibara.ops.fft import radix_optimized_fft
 from capibara.ops.linalg import optimized_gemm
@@ -113,6 +113,22 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: flash_attention(Q, Q, Q, scale=10**400),
     ),
     "text as a scale": ("scale must be a number", lambda: flash_attention(Q, Q, Q, scale="a")),  # type: ignore[arg-type]
+    "a traced scale": (
+        "flash_attention: scale must be a number that is known while tracing, .*got .*Trace.*Remedy: scale=1.0 and a ",
+        lambda: jax.jit(lambda s: flash_attention(Q, Q, Q, scale=s))(0.5),
+    ),
+    "the derivative of a scale": (
+        "flash_attention: scale must be a number that is known while tracing",
+        lambda: jax.grad(lambda s: flash_attention(Q, Q, Q, scale=s).sum())(0.5),
+    ),
+    "several scales": (
+        "cached_attention: scale must be a number that is known while tracing",
+        lambda: jax.vmap(lambda s: cached_attention(Q, Q, Q, 0, scale=s))(jnp.ones(2)),
+    ),
+    "a traced cap": (
+        "paged_attention: softcap must be a number that is known while tracing, .*Remedy: a Python number",
+        lambda: jax.jit(lambda s: paged(softcap=s))(0.5),
+    ),
     "text as a mask": (
         "use_causal_mask must be True or False, got 'no'",
         lambda: flash_attention(Q, Q, Q, use_causal_mask="no"),  # type: ignore[arg-type]
@@ -177,6 +193,19 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
         "axis_name must be a mesh axis name",
         lambda: update_codebook(STATE, X, jnp.zeros(3, int), axis_name=3),  # type: ignore[arg-type]
     ),
+    "codes over no axes": (
+        r"vector_quantise: axis_name must be .*at least one name.* or None; got \(\). "
+        "Remedy: axis_name=None, for vectors that are not distributed",
+        lambda: vector_quantise(STATE, X, train=True, axis_name=()),
+    ),
+    "codes over an axis twice": (
+        r"each once, or None; got \('a', 'b', 'a'\). Remedy: axis_name=\('a', 'b'\)",
+        lambda: update_codebook(STATE, X, jnp.zeros(3, int), axis_name=("a", "b", "a")),
+    ),
+    "a sum over no axes": (
+        "async_all_reduce: .*Remedy: axis_name=None, for all axes of the jax.shard_map",
+        lambda: async_all_reduce(X, axis_name=()),
+    ),
     "a split outside": ("split_axis=99", lambda: radix_optimized_fft(X, use_parallel=True, split_axis=99)),
 }
 
@@ -186,6 +215,22 @@ def test_an_error_by_name(what: str) -> None:
     says, call = BAD[what]
     with pytest.raises(CapibaraError, match=says):
         call()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_scale_that_is_learned_is_multiplied_into_the_query(implementation: str) -> None:
+    """What the error about a traced scale says to do: the value and derivatives of plain attention."""
+    q, k, v = (jnp.asarray(normal(1, 2, 5, 4), jnp.float32) for _ in range(3))
+
+    def learned(scale: Any) -> Any:
+        return jnp.sin(flash_attention(q * scale, k, v, scale=1.0, implementation=implementation)).sum()
+
+    def plain(scale: Any) -> Any:
+        shares = jax.nn.softmax(scale * jnp.einsum("bhqd,bhkd->bhqk", q, k))
+        return jnp.sin(jnp.einsum("bhqk,bhkd->bhqd", shares, v)).sum()
+
+    np.testing.assert_allclose(learned(0.7), plain(0.7), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.grad(learned))(0.7), jax.grad(plain)(0.7), rtol=1e-4)
 
 
 def test_numpy_float64_is_taken_as_jax_takes_it() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpTypeError, OpValueError
@@ -48,7 +49,12 @@ def check_precision(op: str, precision: Any) -> None:
         ) from None
 
 
-def _number(op: str, name: str, value: Any) -> float:
+def _number(op: str, name: str, value: Any, remedy: str) -> float:
+    if isinstance(value, Tracer):
+        raise OpTypeError(
+            f"{op}: {name} must be a number that is known while tracing, or None; got {value!r}. Kernels are compiled "
+            f"for it, and no derivative reaches it. Remedy: {remedy}."
+        )
     kind = getattr(value, "dtype", None)
     if kind is None:
         real = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -67,7 +73,12 @@ def check_scale(op: str, scale: Any) -> float | None:
     """The factor on attention's scores; None where there is to be the usual one."""
     if scale is None:
         return None
-    number = _number(op, "scale", scale)
+    number = _number(
+        op,
+        "scale",
+        scale,
+        "scale=1.0 and a query multiplied by it; or a Python number (static_argnames of jax.jit)",
+    )
     if not math.isfinite(number):
         raise OpValueError(f"{op}: scale must be a finite number, got {scale!r}")
     return number
@@ -77,7 +88,7 @@ def check_softcap(op: str, softcap: Any) -> float | None:
     """What attention's scores are bent below; None for no cap. An infinite one would be inf · tanh(0), which is NaN."""
     if softcap is None:
         return None
-    number = _number(op, "softcap", softcap)
+    number = _number(op, "softcap", softcap, "a Python number (static_argnames of jax.jit)")
     if not 0 < number < math.inf:
         raise OpValueError(f"{op}: softcap must be finite and above 0 (or None for no cap), got {softcap!r}")
     return number

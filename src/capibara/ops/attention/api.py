@@ -152,7 +152,8 @@ def flash_attention(
         ``(left, right)``: keys ``i - left … i + right``, ``None`` meaning no limit.
       softcap: Bends scores to ``(-softcap, softcap)`` by ``softcap · tanh(scores / softcap)``, before the
         bias.
-      scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
+      scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``. Like ``softcap`` a number that is known while
+        tracing; one that is learned is multiplied into the query, with ``scale=1.0``.
       layout: Order of the axes of all four arrays.
       implementation: ``"auto"``, ``"native"``, ``"cpu"``, ``"pallas_tpu"``, ``"pallas_gpu"`` (for NVIDIA GPUs; both
         are interpreted, slowly, on other platforms), ``"xla"`` or ``"reference"``; see

@@ -16,13 +16,19 @@ from capibara.ops.errors import OpTypeError, OpValueError
 __all__ = ["bound_axis", "check_axis_name", "over_shards", "shard_axes", "split_over", "without"]
 
 
-def check_axis_name(name: str, axis_name: object) -> Axis | None:
-    """``axis_name`` if it is None, a name, or a tuple of different names."""
+def check_axis_name(
+    name: str, axis_name: object, none: str = "all axes of the jax.shard_map around the call"
+) -> Axis | None:
+    """``axis_name`` if it is None, which stands for ``none``, a name, or a tuple of different names."""
     if axis_name is None or isinstance(axis_name, str):
         return axis_name
     if isinstance(axis_name, tuple | list) and all(isinstance(each, str) for each in axis_name):
         if not axis_name or len(set(axis_name)) < len(axis_name):
-            raise OpValueError(f"{name}: axis_name needs at least one name and each once, got {axis_name!r}")
+            remedy = f"{tuple(dict.fromkeys(axis_name))!r}" if axis_name else f"None, for {none}"
+            raise OpValueError(
+                f"{name}: axis_name must be a mesh axis name, a tuple of at least one name and each once, or None; got "
+                f"{axis_name!r}. Remedy: axis_name={remedy}."
+            )
         return tuple(axis_name)
     raise OpTypeError(
         f"{name}: axis_name must be a mesh axis name, a tuple of names or None, got {axis_name!r}"

@@ -119,7 +119,7 @@ def check_context(op: str, key: Any, axis_name: Any, train: Any = True) -> None:
     check_flag(op, "train", train)
     if key is not None:
         check_key(op, key)
-    axes = check_axis_name(op, axis_name)
+    axes = check_axis_name(op, axis_name, "vectors that are not distributed")
     if axes is not None:
         bound_axis(op, axes, needed=True)
 
