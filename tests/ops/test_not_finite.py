@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -297,6 +297,72 @@ def test_a_selective_scans_gradient_of_what_came_before_stays(spoilt):
     got, want = tangent("xla"), tangent("reference")
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
     same(got[np.isfinite(want)], want[np.isfinite(want)], "tangent")
+
+
+def _reached(which: int, at: tuple[int, ...], end: int) -> list[np.ndarray]:
+    """What depends on an entry of the output (0) or of the last state (1), of each array; positions up to ``end``."""
+    if which == 0:
+        batch, position, head, channel = at
+        state: Any = slice(None)
+    else:
+        (batch, head, channel, state), position = at, None
+    group = head // 2
+    before = slice(end)
+    entries: list[Any] = [
+        (batch, before, head, channel),
+        (batch, before, head),
+        (head,),
+        (batch, before, group, state),
+        () if position is None else (batch, position, group),
+        (batch, head, channel, state),
+    ]
+    lost = [np.zeros(v.shape, bool) for v in _selective_arrays()]
+    for mask, entry in zip(lost, entries, strict=True):
+        if entry:
+            mask[entry] = True
+    return lost
+
+
+@cache
+def _selective_gradient(name: str, size: int | None) -> Callable[..., Any]:
+    """Compiled once for all cases."""
+
+    def gradient(arrays: Any, cotangents: Any) -> Any:
+        return jax.vjp(lambda *v: _selective_scan(name, size, *v), *arrays)[1](cotangents)
+
+    return jax.jit(gradient)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("which", "at"), [(0, (0, 5, 1, 0)), (0, (1, 0, 3, 1)), (0, (1, 10, 2, 1)), (1, (1, 2, 1, 2))], ids=str
+)
+def test_a_selective_scans_cotangent_reaches_what_it_came_from(which, at, value):
+    arrays = _selective_arrays()
+    rng = np.random.default_rng(6)
+    sound = [rng.normal(size=arrays[i].shape).astype(np.float32) for i in (0, 5)]
+    spoilt = list(sound)
+    spoilt[which] = put(sound[which], (at, value))
+
+    def gradient(name: str, cotangents: list[Any], size: int | None = None) -> list[np.ndarray]:
+        return [np.asarray(v) for v in _selective_gradient(name, size)(arrays, tuple(cotangents))]
+
+    length = arrays[0].shape[1]
+    end = at[1] + 1 if which == 0 else length
+    want, least = gradient("reference", sound), _reached(which, at, end)
+    found = every("selective_scan", lambda name: (gradient(name, spoilt), 11 if name == "xla" else 1))
+    # Where the compiled loop is not there, "auto" is in one chunk too.
+    if "native" not in found:
+        found["auto"] = found["xla"]
+    found |= {f"chunks of {n}": (gradient("xla", spoilt, n), n) for n in (1, 4)}
+    for name, (got, size) in found.items():
+        # A product over a chunk takes it on to the end of the chunk.
+        most = _reached(which, at, min(-(-end // size) * size, length))
+        for i, (part, expected) in enumerate(zip(got, want, strict=True)):
+            lost = ~np.isfinite(part)
+            assert lost[least[i]].all(), (name, i)
+            assert not lost[~most[i]].any(), (name, i)
+            same(part[~lost], expected[~lost], f"{name} {i}")
 
 
 def test_convolutions_put_it_where_a_window_sees_it():

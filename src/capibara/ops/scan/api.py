@@ -52,7 +52,8 @@ def selective_scan(
     array; works under ``jit`` and ``vmap``. Sums and the state are float32 (float64 for float64 input).
     A NaN or an infinity reaches all later positions of its channel (``x``, the state), head (``dt``, ``a``) or group
     (``b``), where ``"xla"`` may have NaN for an infinity. In ``c`` it reaches its own position. Earlier positions are
-    as without it.
+    as without it. In a gradient that comes from ``y`` it reaches those of its own position and all earlier ones; with
+    ``"xla"`` also those of later positions in the same chunk.
 
     Args:
       x: ``[batch, length, heads, width]``, the input.
