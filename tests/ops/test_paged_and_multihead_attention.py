@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paged_oracle import definition, in_pages
 
 from capibara.ops import OpShapeError, OpTypeError, OpValueError, explain
 from capibara.ops.attention import (
@@ -24,43 +25,10 @@ LENGTHS = np.array([7, 0, 12, 3], np.int32)
 PAGE, TABLE, PAGES = 3, 4, 20
 
 
-def definition(q, keys, values, length, window=None, softcap=None):
-    """One sequence: q [new, heads, dim], keys [length, kv_heads, dim]."""
-    new, heads, dim = q.shape
-    out = np.zeros((new, heads, values.shape[-1]))
-    for t, h in np.ndindex(new, heads):
-        at = length - new + t
-        low = 0 if window is None else max(0, at - window + 1)
-        if at < 0:
-            continue
-        kv = h // (heads // keys.shape[1])
-        s = keys[low : at + 1, kv] @ q[t, h] * dim**-0.5
-        s = s if softcap is None else softcap * np.tanh(s / softcap)
-        w = np.exp(s - s.max())
-        out[t, h] = w / w.sum() @ values[low : at + 1, kv]
-    return out
-
-
 def made(new: int = 2) -> dict[str, Any]:
-    """Sequences in shuffled pages; what no sequence owns is NaN."""
-    rng = np.random.default_rng(0)
-    table = np.full((4, TABLE), -1, np.int32)
-    key, value = np.full((PAGES, PAGE, 2, 5), np.nan), np.full((PAGES, PAGE, 2, 3), np.nan)
-    free = list(rng.permutation(PAGES))
-    whole = []
-    for b, length in enumerate(LENGTHS):
-        k, v = rng.normal(size=(length, 2, 5)), rng.normal(size=(length, 2, 3))
-        whole.append((k, v))
-        for s in range(length):
-            if s % PAGE == 0:
-                table[b, s // PAGE] = free.pop()
-            key[table[b, s // PAGE], s % PAGE], value[table[b, s // PAGE], s % PAGE] = k[s], v[s]
-    return {
-        "query": rng.normal(size=(4, new, 4, 5)),
-        "pages": (key, value),
-        "table": table,
-        "whole": whole,
-    }
+    return in_pages(
+        LENGTHS, kv_heads=2, heads=4, dim=5, value_dim=3, page_size=PAGE, new=new, table=TABLE, pages=PAGES
+    )
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from capibara.ops.attention import paged_tpu
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
 from capibara.ops.checks import check_scale, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
-from capibara.ops.one_device import alike
+from capibara.ops.one_device import alike, on_one_device
 from capibara.ops.registry import Implementation, Op, public
 
 __all__ = ["paged_attention", "write_pages"]
@@ -37,10 +40,13 @@ class PagedProblem:
     pages: int
     page_size: int
     table: int
+    dim: int
+    value_dim: int
     scale: float
     window: int | None
     softcap: float | None
     dtype: str
+    pages_dtypes: tuple[str, str]
     implementation: str
 
 
@@ -114,10 +120,13 @@ def _prepare(
         pages=key_pages.shape[0],
         page_size=key_pages.shape[1],
         table=page_table.shape[1],
+        dim=dim,
+        value_dim=value_pages.shape[3],
         scale=1.0 / math.sqrt(dim) if scale is None else scale,
         window=None if window is None else int(window),
         softcap=softcap,
         dtype=str(jax.dtypes.canonicalize_dtype(query.dtype)),
+        pages_dtypes=(str(key_pages.dtype), str(value_pages.dtype)),
         implementation=implementation,
     )
     return problem, (query, key_pages, value_pages, page_table, lengths)
@@ -197,30 +206,51 @@ def _reference(
     return out.reshape(p.batch, p.new, p.heads, -1).astype(p.dtype)
 
 
-_reading = jax.custom_vjp(_looped, nondiff_argnums=(0,))
+def _tpu_kernel(p: PagedProblem, *arrays: jax.Array) -> jax.Array:
+    def work(interpret: bool, *arrays: jax.Array) -> jax.Array:
+        from capibara.ops.attention import paged_tpu_kernel
+
+        return paged_tpu_kernel.output(paged_tpu.plan(p, interpret), *arrays)
+
+    compiled = partial(on_one_device, partial(work, False), partial(_looped, p))
+    if p.implementation == "auto":  # which takes this implementation on its platform only
+        return compiled(*arrays)
+    return lax.platform_dependent(*arrays, tpu=compiled, default=partial(work, True))
 
 
-def _reading_forward(p: PagedProblem, *arrays: jax.Array) -> tuple[jax.Array, Any]:
-    return _reading(p, *arrays), arrays
+def _reading(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A form that has a gradient: a loop whose length is known at run time only has none, nor does a kernel.
 
+    That of all pages at once is the same.
+    """
+    read = jax.custom_vjp(function, nondiff_argnums=(0,))
 
-def _reading_backward(p: PagedProblem, arrays: Any, grad: jax.Array) -> tuple[Any, ...]:
-    # A loop whose length is known at run time only has no gradient; that of all pages at once is the same.
-    table, lengths = arrays[3:]
+    def forward(p: PagedProblem, *arrays: jax.Array) -> tuple[jax.Array, Any]:
+        return read(p, *arrays), arrays
 
-    def whole(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return _reference(p, query, key, value, table, lengths)
+    def backward(p: PagedProblem, arrays: Any, grad: jax.Array) -> tuple[Any, ...]:
+        table, lengths = arrays[3:]
 
-    grads: Any = jax.vjp(whole, *arrays[:3])[1](grad)
-    return *grads, None, None
+        def whole(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            return _reference(p, query, key, value, table, lengths)
 
+        grads: Any = jax.vjp(whole, *arrays[:3])[1](grad)
+        return *grads, None, None
 
-_reading.defvjp(_reading_forward, _reading_backward)
+    read.defvjp(forward, backward)
+    return read
+
 
 OP = Op(
     "paged_attention",
     _prepare,
-    [Implementation("xla", {"forward": _reading}), Implementation("reference", {"forward": _reference})],
+    [
+        Implementation(
+            "pallas_tpu", {"forward": _reading(_tpu_kernel)}, platforms=("tpu",), check=paged_tpu.check
+        ),
+        Implementation("xla", {"forward": _reading(_looped)}),
+        Implementation("reference", {"forward": _reference}),
+    ],
 )
 
 
@@ -246,7 +276,9 @@ def paged_attention(
         cached_attention(query, keys, values, (lengths - new)[:, None])
 
     Pages are read some at a time, and only as many as the longest sequence fills; so memory does not grow with the
-    table; the gradient gathers them all.
+    table; the gradient gathers them all. On TPUs a kernel copies each sequence's own pages into the chip's memory while
+    it computes those before; it takes heads of a multiple of 128 numbers, float32 or bfloat16 throughout. It was
+    compiled for TPUs and checked interpreted, and not measured on one.
 
     Args:
       query: ``[batch, new, heads, dim]``, floating point: positions ``lengths - new … lengths - 1``, whose own keys
@@ -258,7 +290,8 @@ def paged_attention(
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       window: A query sees at most this many positions, its own included.
       softcap: Bends scores by ``softcap · tanh(scores / softcap)``.
-      implementation: ``"auto"``, ``"xla"`` or ``"reference"`` (all pages gathered at once).
+      implementation: ``"auto"``, ``"pallas_tpu"`` (interpreted, slowly, on other platforms), ``"xla"`` or
+        ``"reference"`` (all pages gathered at once).
 
     Returns:
       ``[batch, new, heads, value_dim]`` in the query's dtype; scores and sums are float32 (float64 for float64).

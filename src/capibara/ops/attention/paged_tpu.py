@@ -1,0 +1,107 @@
+"""Attention over pages on TPUs by the kernel of ``paged_tpu_kernel``: what it takes, and its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from capibara.ops.attention.pallas_calls import round_up
+
+if TYPE_CHECKING:
+    from capibara.ops.attention.paged import PagedProblem
+
+__all__ = ["LANES", "SUBLANES", "PagedPlan", "check", "plan"]
+
+LANES, SUBLANES = 128, 8
+BLOCK_BYTES = (
+    1 << 20
+)  # of keys and values that are copied together: long enough that a copy's start does not count
+VMEM_BYTES = 10 << 20  # of 16 MiB on the smallest chip
+SMEM_BYTES = 256 << 10  # for the table
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """What the kernel is compiled for.
+
+    Attributes:
+      together: pages of a block.
+      group: query heads that share a key head.
+      new: positions of each sequence that are queries.
+      window, softcap, scale: as for :func:`capibara.ops.attention.paged_attention`.
+      dtype: of the output.
+      interpret: whether the kernel is interpreted.
+    """
+
+    together: int
+    group: int
+    new: int
+    window: int | None
+    softcap: float | None
+    scale: float
+    dtype: str
+    interpret: bool
+
+
+def check(problem: PagedProblem) -> None:
+    """Raise ``NotImplementedError`` with the reason, if the kernel does not take a problem."""
+    dtypes = {problem.dtype, *problem.pages_dtypes}
+    if len(dtypes) > 1 or problem.dtype not in ("float32", "bfloat16"):
+        raise NotImplementedError(f"takes float32 or bfloat16 throughout, not {' and '.join(sorted(dtypes))}")
+    if problem.dim % LANES or problem.value_dim % LANES:
+        raise NotImplementedError(
+            f"takes heads of a multiple of {LANES} numbers, not {problem.dim} and {problem.value_dim}"
+        )
+    # Others are padded in memory: to see pages as rows, XLA would copy all of them.
+    if problem.kv_heads not in (1, 2, 4) and problem.kv_heads % SUBLANES:
+        raise NotImplementedError(f"takes 1, 2, 4 or a multiple of 8 key heads, not {problem.kv_heads}")
+    if problem.page_size * problem.kv_heads % SUBLANES:
+        raise NotImplementedError(
+            f"takes pages with a multiple of 8 rows, not {problem.page_size} times {problem.kv_heads} heads"
+        )
+    if problem.batch * problem.table * 4 > SMEM_BYTES:
+        raise NotImplementedError(
+            f"takes a table of at most {SMEM_BYTES // 4} pages, not {problem.batch} times {problem.table}"
+        )
+    if (needed := _vmem_bytes(problem)) > VMEM_BYTES:
+        raise NotImplementedError(
+            f"would need {needed >> 20} MiB of a chip's memory for its blocks, more than {VMEM_BYTES >> 20}"
+        )
+
+
+def _page_bytes(problem: PagedProblem) -> int:
+    """Of the keys and values of a page."""
+    size = jnp.dtype(problem.dtype).itemsize
+    return size * problem.page_size * problem.kv_heads * (problem.dim + problem.value_dim)
+
+
+def _together(problem: PagedProblem) -> int:
+    return max(1, min(problem.table, BLOCK_BYTES // _page_bytes(problem)))
+
+
+def _vmem_bytes(problem: PagedProblem) -> int:
+    rows = round_up(problem.new * (problem.heads // problem.kv_heads), SUBLANES)
+    positions = _together(problem) * problem.page_size
+    blocks = 2 * _together(problem) * _page_bytes(problem)
+    ends = 2 * 4 * problem.kv_heads * rows * (problem.dim + problem.value_dim)
+    sums = 4 * problem.kv_heads * rows * (problem.value_dim + 2 * LANES)
+    scores = 4 * 4 * rows * round_up(positions, LANES)
+    # A head's keys and values, as words, as float32 and as they are multiplied.
+    head = 2 * 4 * positions * (problem.dim + problem.value_dim)
+    return blocks + ends + sums + scores + head
+
+
+def plan(problem: PagedProblem, interpret: bool) -> PagedPlan:
+    """What the kernel is compiled for."""
+    return PagedPlan(
+        together=_together(problem),
+        group=problem.heads // problem.kv_heads,
+        new=problem.new,
+        window=problem.window,
+        softcap=problem.softcap,
+        scale=problem.scale,
+        dtype=problem.dtype,
+        interpret=interpret,
+    )

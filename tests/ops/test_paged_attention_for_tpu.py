@@ -1,0 +1,220 @@
+"""The TPU kernel of attention over pages: interpreted against the definition, and compiled for TPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from paged_oracle import definition, in_pages
+from tpu_compiler import environment, needs_libtpu
+
+from capibara.ops import NoImplementationError, explain
+from capibara.ops.attention import paged_attention, paged_tpu
+
+KERNEL = partial(paged_attention, implementation="pallas_tpu")
+# Heads' sizes are multiples of 128; the definition does not care which.
+SHAPES = {
+    "one head": {"kv_heads": 1, "heads": 4, "page_size": 8},
+    "grouped": {"kv_heads": 2, "heads": 6, "page_size": 4, "new": 2},
+    "parts of a head": {"kv_heads": 4, "heads": 4, "dim": 256, "value_dim": 128, "page_size": 2},
+    "many heads": {"kv_heads": 8, "heads": 8, "page_size": 1, "value_dim": 256},
+}
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 3}, {"softcap": 0.7, "scale": 0.3})
+
+
+@pytest.fixture(autouse=True)
+def _two_pages_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are several blocks, of which a window leaves some out."""
+    monkeypatch.setattr(paged_tpu, "_together", lambda problem: min(2, problem.table))
+
+
+def check(case: dict[str, Any], got: jax.Array, tolerance: float = 1e-5, **options: Any) -> None:
+    assert got.shape == (*case["query"].shape[:3], case["pages"][1].shape[3])
+    for b, (keys, values) in enumerate(case["whole"]):
+        want = definition(case["query"][b], keys, values, len(keys), **options)
+        np.testing.assert_allclose(np.asarray(got[b], np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+def arrays(
+    case: dict[str, Any], dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    query, key, value = (jnp.asarray(x, dtype) for x in (case["query"], *case["pages"]))
+    return query, key, value, jnp.asarray(case["table"]), jnp.asarray(case["lengths"])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_interpreted_value_is_the_definition(shape, options):
+    case = in_pages([7, 0, 12, 3, 8], **SHAPES[shape])
+    check(case, jax.jit(partial(KERNEL, **options))(*arrays(case)), **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_is_that_of_the_reference(shape):
+    case = in_pages([7, 0, 12, 3], **SHAPES[shape])
+    given_arrays = arrays(case, jnp.bfloat16)
+    got = KERNEL(*given_arrays)
+    assert got.dtype == jnp.bfloat16
+    check(case, got, 0.04)
+    want = paged_attention(*given_arrays, implementation="reference")
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 17), min_size=1, max_size=4),
+    new=st.integers(1, 3),
+    window=st.none() | st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_any_lengths(lengths, new, window, seed):
+    case = in_pages(lengths, kv_heads=2, heads=2, page_size=4, new=new, seed=seed)
+    check(case, KERNEL(*arrays(case), window=window), window=window)
+
+
+def test_nan_and_infinity_stay_with_their_sequence_and_head():
+    case = in_pages([6, 9], kv_heads=2, heads=4, page_size=4)
+    query, key, value, table, lengths = arrays(case)
+    # Of the first sequence and head a value, of the second ones a key.
+    value = value.at[table[0, 0], 1, 0, 0].set(jnp.inf)
+    key = key.at[table[1, 2], 0, 1, 3].set(jnp.nan)
+    got = KERNEL(query, key, value, table, lengths)
+    want = paged_attention(query, key, value, table, lengths, implementation="reference")
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert np.isfinite(got[0, :, 2:]).all()
+    assert np.isfinite(got[1, :, :2]).all()
+
+
+def test_gradient_vmap_and_what_it_refuses():
+    case = in_pages([5, 9], kv_heads=2, heads=4, page_size=4)
+    query, key, value, table, lengths = arrays(case)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+
+    def loss(implementation: str, *given_arrays: jax.Array) -> jax.Array:
+        query, key, value = given_arrays
+        return jnp.sum(
+            jnp.sin(paged_attention(query, key, value, table, lengths, implementation=implementation))
+        )
+
+    for got, want in zip(
+        *(
+            jax.grad(partial(loss, name), (0, 1, 2))(query, key, value)
+            for name in ("pallas_tpu", "reference")
+        ),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    several = jax.vmap(KERNEL, (0, None, None, None, None))(
+        jnp.stack([query, -query]), key, value, table, lengths
+    )
+    np.testing.assert_allclose(several[1], KERNEL(-query, key, value, table, lengths), rtol=1e-5, atol=1e-6)
+    assert explain(paged_attention, query, key, value, table, lengths, platform="tpu").chosen == "pallas_tpu"
+    for change, why in (
+        ((query.astype(jnp.bfloat16), key, value), "throughout"),
+        ((query[..., :64], key[..., :64], value), "multiple of 128"),
+        ((jnp.tile(query, (1, 1, 3, 1))[:, :, :12], jnp.tile(key, (1, 1, 3, 1)), jnp.tile(value, (1, 1, 3, 1))),
+         "key heads, not 6"),
+        ((query, key[:, :3], value[:, :3]), "multiple of 8 rows"),
+    ):  # fmt: skip
+        with pytest.raises(NoImplementationError, match=why):
+            KERNEL(*change, table, lengths)
+        assert explain(paged_attention, *change, table, lengths, platform="tpu").chosen == "xla"
+
+
+class TestInTheTpuInterpreter:
+    """Which has a TPU's memories: it finds what is read before its copy has come, and what nothing has written."""
+
+    PARAMS = pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan", random_seed=1
+    )
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self) -> Iterator[None]:
+        pltpu.reset_tpu_interpret_mode_state()
+        yield
+        pltpu.reset_tpu_interpret_mode_state()
+
+    @pytest.mark.parametrize("window", [None, 4])
+    def test_no_races(self, window, capfd):
+        # Its interpreter has no view of 16-bit rows as words, so this is in float32.
+        case = in_pages([7, 0, 21, 3, 16], kv_heads=2, heads=4, page_size=4, new=2)
+        with pltpu.force_tpu_interpret_mode(self.PARAMS):
+            got = jax.block_until_ready(KERNEL(*arrays(case), window=window))
+        assert "RACE" not in capfd.readouterr().out
+        check(case, got, window=window)
+
+
+SCRIPT = r"""
+import json, sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from capibara.ops import explain
+from capibara.ops.attention import paged_attention
+
+kind = sys.argv[1]
+more = {"chip_config_name": "megacore"} if kind.startswith("v4") else {}
+one = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=kind, **more).devices[0])
+out = {}
+
+
+def measure(name, batch, new, heads, kv_heads, dim, page_size, table, dtype, **options):
+    pages = 512
+
+    def shape(s, d):
+        return jax.ShapeDtypeStruct(s, d, sharding=one)
+
+    pool = shape((pages, page_size, kv_heads, dim), dtype)
+    query, table, lengths = (batch, new, heads, dim), (batch, table), (batch,)
+    given = (shape(query, dtype), pool, pool, *(shape(s, jnp.int32) for s in (table, lengths)))
+    answer = explain(paged_attention, *given, platform="tpu", **options)
+    compiled = jax.jit(lambda *a: paged_attention(*a, **options)).lower(*given).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    out[name] = {
+        "explain": answer.chosen, "kernel": "capibara_attention_paged" in text, "temp": memory.temp_size_in_bytes,
+        "padded": batch * kv_heads * -(-new * (heads // kv_heads) // 8) * 8 * dim * dtype.dtype.itemsize,
+    }
+
+
+for dtype in (jnp.bfloat16, jnp.float32):
+    for kv_heads, dim, page_size in ((1, 128, 16), (2, 128, 16), (4, 128, 2), (8, 128, 16), (8, 256, 32), (24, 128, 5)):
+        name = f"{dtype.dtype.name} {kv_heads}x{dim} pages of {page_size}"
+        measure(name, 4, 1, 8 * kv_heads, kv_heads, dim, page_size, 64, dtype)
+measure("many sequences", 256, 1, 32, 8, 128, 16, 256, jnp.bfloat16)
+measure("many new ones", 4, 16, 32, 8, 128, 16, 64, jnp.bfloat16, window=100, softcap=30.0)
+measure("small heads", 4, 1, 32, 8, 64, 16, 64, jnp.bfloat16)
+print(json.dumps(out))
+"""
+
+
+@needs_libtpu
+@pytest.mark.parametrize("kind", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_compiled_for_tpus_it_copies_no_pool(kind):
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, kind],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found.pop("small heads")["explain"] == "xla"
+    for name, one in found.items():
+        assert one["explain"] == "pallas_tpu", name
+        assert one["kernel"], name
+        # The queries in another order, padded to eight rows for each key head, and the output likewise; no pages.
+        assert one["temp"] <= 2 * one["padded"] + (1 << 17), (name, one)

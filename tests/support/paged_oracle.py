@@ -1,0 +1,75 @@
+"""Attention over pages by its definition, and sequences in shuffled pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["definition", "in_pages"]
+
+
+def definition(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    length: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> np.ndarray:
+    """One sequence: q [new, heads, dim], keys [length, kv_heads, dim]."""
+    new, heads, dim = q.shape
+    scale = dim**-0.5 if scale is None else scale
+    out = np.zeros((new, heads, values.shape[-1]))
+    for t, h in np.ndindex(new, heads):
+        at = length - new + t
+        low = 0 if window is None else max(0, at - window + 1)
+        if at < 0:
+            continue
+        kv = h // (heads // keys.shape[1])
+        s = keys[low : at + 1, kv] @ q[t, h] * scale
+        s = s if softcap is None else softcap * np.tanh(s / softcap)
+        w = np.exp(s - s.max())
+        out[t, h] = w / w.sum() @ values[low : at + 1, kv]
+    return out
+
+
+def in_pages(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    kv_heads: int,
+    heads: int,
+    page_size: int,
+    dim: int = 128,
+    value_dim: int = 128,
+    new: int = 1,
+    table: int | None = None,
+    pages: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Sequences in shuffled pages; what no sequence owns is NaN, and the table has nonsense after their ends."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-int(n) // page_size) for n in lengths]
+    table = max(*needed, 0, 1) + 1 if table is None else table
+    pages = sum(needed) + 3 if pages is None else pages
+    where = np.full((len(lengths), table), -1, np.int32)
+    key = np.full((pages, page_size, kv_heads, dim), np.nan)
+    value = np.full((pages, page_size, kv_heads, value_dim), np.nan)
+    free, whole = list(rng.permutation(pages)), []
+    for b, length in enumerate(lengths):
+        k, v = rng.normal(size=(length, kv_heads, dim)), rng.normal(size=(length, kv_heads, value_dim))
+        whole.append((k, v))
+        for s in range(length):
+            if s % page_size == 0:
+                where[b, s // page_size] = free.pop()
+            page = where[b, s // page_size]
+            key[page, s % page_size], value[page, s % page_size] = k[s], v[s]
+    return {
+        "query": rng.normal(size=(len(lengths), new, heads, dim)),
+        "pages": (key, value),
+        "table": where,
+        "lengths": np.asarray(lengths, np.int32),
+        "whole": whole,
+    }
