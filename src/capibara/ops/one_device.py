@@ -19,7 +19,7 @@ from jax.interpreters import batching, mlir
 
 from capibara import native
 
-__all__ = ["alike", "native_call", "on_one_device", "typed_as"]
+__all__ = ["alike", "kernel_results", "native_call", "on_one_device", "on_platform", "typed_as"]
 
 _primitive = Primitive("capibara_on_one_device")
 _primitive.multiple_results = True
@@ -42,6 +42,28 @@ def on_one_device(kernel: Callable[..., Any], otherwise: Callable[..., Any], *ar
     return jax.tree.unflatten(jax.tree.structure(shape), out)
 
 
+def on_platform(
+    platform: str,
+    implementation: str,
+    kernel: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    *arrays: Any,
+) -> Any:
+    """A Pallas kernel made for one platform: on others an explicit request runs it interpreted, right and slow.
+
+    Args:
+      platform: where it is compiled, as lowering calls it.
+      implementation: what was asked for; ``"auto"`` takes the kernel on its platform only.
+      kernel: ``kernel(interpret, *arrays)``.
+      otherwise: as for :func:`on_one_device`.
+    """
+    compiled = functools.partial(on_one_device, functools.partial(kernel, False), otherwise)
+    if implementation == "auto":
+        return compiled(*arrays)
+    special: dict[str, Any] = {platform: compiled}
+    return jax.lax.platform_dependent(*arrays, **special, default=functools.partial(kernel, True))
+
+
 def alike(tree: Any, *arrays: Any) -> Any:
     """``tree``, inside ``jax.shard_map`` varying over every mesh axis that any of ``arrays`` varies over.
 
@@ -55,6 +77,18 @@ def alike(tree: Any, *arrays: Any) -> Any:
         one = x[(0,) * x.ndim] if x.size else jnp.sum(x)
         never = never | (jnp.zeros((), bool) & (one == 0))
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros((), x.dtype), x), tree)
+
+
+def kernel_results(
+    arrays: tuple[Any, ...], *shapes: tuple[tuple[int, ...], Any]
+) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of results; inside ``shard_map`` they vary over every mesh axis that an operand varies over."""
+    kinds = [kind for x in arrays if (kind := getattr(jax.typeof(x), "mat", None)) is not None]
+    varying = frozenset().union(*(kind.varying for kind in kinds))
+    more: dict[str, Any] = (
+        {"manual_axis_type": jax.sharding.ManualAxisType(varying=varying)} if varying else {}
+    )
+    return [jax.ShapeDtypeStruct(shape, dtype, **more) for shape, dtype in shapes]
 
 
 def native_call(

@@ -22,7 +22,7 @@ from capibara.ops.attention import paged_tpu
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
 from capibara.ops.checks import check_scale, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
-from capibara.ops.one_device import alike, on_one_device
+from capibara.ops.one_device import alike, on_platform
 from capibara.ops.registry import Implementation, Op, public
 
 __all__ = ["paged_attention", "write_pages"]
@@ -212,10 +212,7 @@ def _tpu_kernel(p: PagedProblem, *arrays: jax.Array) -> jax.Array:
 
         return paged_tpu_kernel.output(paged_tpu.plan(p, interpret), *arrays)
 
-    compiled = partial(on_one_device, partial(work, False), partial(_looped, p))
-    if p.implementation == "auto":  # which takes this implementation on its platform only
-        return compiled(*arrays)
-    return lax.platform_dependent(*arrays, tpu=compiled, default=partial(work, True))
+    return on_platform("tpu", p.implementation, work, partial(_looped, p), *arrays)
 
 
 def _reading(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

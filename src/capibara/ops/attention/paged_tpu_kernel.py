@@ -23,8 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from capibara.ops.attention.paged_tpu import LANES, SUBLANES, PagedPlan
 from capibara.ops.attention.pallas_calls import pad, round_up
-from capibara.ops.attention.pallas_plan import results
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
+from capibara.ops.one_device import kernel_results
 
 __all__ = ["output"]
 
@@ -172,7 +172,7 @@ def output(
                 pltpu.VMEM((heads, rows, value_dim), jnp.float32),
             ],
         ),
-        out_shape=results(
+        out_shape=kernel_results(
             (query, key_pages, value_pages, table, lengths), ((batch, heads, rows, value_dim), plan.dtype)
         )[0],
         # Sequences have nothing to do with one another: a chip with two cores shares them out.

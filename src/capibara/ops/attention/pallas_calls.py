@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from capibara.ops.attention import xla
 from capibara.ops.attention.problem import AttentionProblem
-from capibara.ops.one_device import on_one_device
+from capibara.ops.one_device import on_platform
 
 __all__ = ["EXACT", "FAST", "Kernels", "grouped", "pad", "round_up", "ungrouped"]
 
@@ -68,11 +68,8 @@ class Kernels:
         def run(
             problem: AttentionProblem, work: Callable[..., Any], otherwise: Callable[..., Any], *arrays: Any
         ) -> Any:
-            compiled = partial(on_one_device, partial(work, problem, False), partial(otherwise, problem))
-            if problem.implementation == "auto":  # which takes this implementation on its platform only
-                return compiled(*arrays)
-            special = {platform: compiled}
-            return jax.lax.platform_dependent(*arrays, **special, default=partial(work, problem, True))
+            kernel, split = partial(work, problem), partial(otherwise, problem)
+            return on_platform(platform, problem.implementation, kernel, split, *arrays)
 
         @partial(jax.custom_vjp, nondiff_argnums=(0,))
         def gradients(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, ...]:

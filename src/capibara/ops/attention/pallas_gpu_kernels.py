@@ -20,8 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from capibara.ops.attention.pallas_plan import Plan, Range, bend, results
+from capibara.ops.attention.pallas_plan import Plan, Range, bend
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
+from capibara.ops.one_device import kernel_results
 
 __all__ = ["key_value_gradients", "output", "query_gradient"]
 
@@ -168,7 +169,7 @@ def output(plan: Plan, query: Any, key: Any, value: Any, *ids: Any) -> tuple[jax
             *((specs.row_ids, specs.all_ids(key)) if ids else ()),
         ],
         out_specs=[specs.rows(value), specs.row],
-        out_shape=results(
+        out_shape=kernel_results(
             (query, key, value, *ids),
             ((*query.shape[:3], value.shape[3]), plan.dtype),
             (query.shape[:3], jnp.float32),
@@ -197,7 +198,7 @@ def query_gradient(
             *((specs.row_ids, specs.all_ids(key)) if ids else ()),
         ],
         out_specs=specs.rows(query),
-        out_shape=results((query, key, value, out_grad, *ids), (query.shape, plan.dtype))[0],
+        out_shape=kernel_results((query, key, value, out_grad, *ids), (query.shape, plan.dtype))[0],
     )(query, key, value, out_grad, stat, delta, *ids)
 
 
@@ -223,7 +224,7 @@ def key_value_gradients(
             *((specs.all_ids(query), specs.key_ids) if ids else ()),
         ],
         out_specs=[specs.keys(key), specs.keys(value)],
-        out_shape=results(
+        out_shape=kernel_results(
             (query, key, value, out_grad, *ids), (key.shape, plan.dtype), (value.shape, plan.dtype)
         ),
     )(query, key, value, out_grad, stat, delta, *ids)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Plan", "Range", "bend", "results"]
+__all__ = ["Plan", "Range", "bend"]
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,3 @@ def bend(plan: Plan, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         return scores, None
     bent = jnp.tanh(scores * (1.0 / plan.softcap))
     return plan.softcap * bent, 1.0 - bent * bent
-
-
-def results(arrays: tuple[Any, ...], *shapes: tuple[tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of results; inside ``shard_map`` they vary over every mesh axis that an operand varies over."""
-    kinds = [kind for x in arrays if (kind := getattr(jax.typeof(x), "mat", None)) is not None]
-    varying = frozenset().union(*(kind.varying for kind in kinds))
-    more: dict[str, Any] = (
-        {"manual_axis_type": jax.sharding.ManualAxisType(varying=varying)} if varying else {}
-    )
-    return [jax.ShapeDtypeStruct(shape, dtype, **more) for shape, dtype in shapes]

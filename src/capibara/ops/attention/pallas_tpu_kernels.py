@@ -22,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from capibara.ops.attention.pallas_plan import Plan, bend, results
+from capibara.ops.attention.pallas_plan import Plan, bend
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
+from capibara.ops.one_device import kernel_results
 
 __all__ = ["LANES", "Plan", "key_value_gradients", "output", "query_gradient"]
 
@@ -226,7 +227,7 @@ def output(plan: Plan, query: Any, key: Any, value: Any, *ids: Any) -> tuple[jax
         1,
         in_specs=[of_rows(dim), of_keys(dim), of_keys(value_dim), *(ids_specs if ids else [])],
         out_specs=[of_rows(value_dim), stat],
-        out_shape=results(
+        out_shape=kernel_results(
             (query, key, value, *ids),
             ((*query.shape[:4], value_dim), plan.dtype),
             ((*query.shape[:3], 1, query.shape[3]), jnp.float32),
@@ -283,7 +284,7 @@ def query_gradient(
             *(ids_specs if ids else []),
         ],
         out_specs=of_rows(dim),
-        out_shape=results((query, key, value, out_grad, *ids), (query.shape, plan.dtype))[0],
+        out_shape=kernel_results((query, key, value, out_grad, *ids), (query.shape, plan.dtype))[0],
         scratch_shapes=scratch,
         cost_estimate=_cost(
             plan,
@@ -342,7 +343,7 @@ def key_value_gradients(
             *(ids_specs if ids else []),
         ],
         out_specs=[of_keys(dim), of_keys(value_dim)],
-        out_shape=results(
+        out_shape=kernel_results(
             (query, key, value, out_grad, *ids), (key.shape, plan.dtype), (value.shape, plan.dtype)
         ),
         scratch_shapes=scratch,

@@ -14,6 +14,8 @@ worked off there in blocks that stay in the caches, sixteen steps of the depth a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,9 +28,12 @@ from capibara.ops.one_device import alike, native_call
 from capibara.ops.tropical.problem import TropicalProblem, times
 
 __all__ = [
+    "all_finite",
+    "careful",
     "native_both",
     "native_check",
     "native_value",
+    "reached",
     "reference_both",
     "reference_value",
     "xla_both",
@@ -50,7 +55,7 @@ def _pairs(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a[..., :, None, :], jnp.swapaxes(b, -1, -2)[..., None, :, :]
 
 
-def _reached(a: jax.Array, b: jax.Array, value: jax.Array, inner: int) -> jax.Array:
+def reached(a: jax.Array, b: jax.Array, value: jax.Array, inner: int) -> jax.Array:
     """The lowest index that reaches each value; a row at a time, as XLA may keep what it could fuse."""
 
     def row(now: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -74,7 +79,7 @@ def reference_value(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> jax
 
 def reference_both(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     value = reference_value(problem, a, b)
-    return value, _reached(a, b, value, problem.inner)
+    return value, reached(a, b, value, problem.inner)
 
 
 def _plain(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -126,31 +131,38 @@ def _block(left: jax.Array, right: jax.Array) -> jax.Array:
     return lax.fori_loop(0, left.shape[0] // _STEPS, deeper, alike(start, left, right))
 
 
-def _with_infinities(a: jax.Array, b: jax.Array) -> jax.Array:
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _with_infinities(plain: Product, a: jax.Array, b: jax.Array) -> jax.Array:
     left, right = (x == jnp.inf for x in (a, b))
     some = [(x > -jnp.inf).astype(jnp.float32) for x in (a, b)]
     met = jnp.matmul(left.astype(jnp.float32), some[1]) + jnp.matmul(some[0], right.astype(jnp.float32))
-    finite = _plain(jnp.where(left, -jnp.inf, a), jnp.where(right, -jnp.inf, b))
+    finite = plain(jnp.where(left, -jnp.inf, a), jnp.where(right, -jnp.inf, b))
     return jnp.where(met > 0, jnp.inf, finite).astype(a.dtype)
+
+
+def all_finite(a: jax.Array, b: jax.Array) -> jax.Array:
+    # Zero times what is not finite is NaN. One sum is a fifth of the time of asking for infinities and NaN, which with
+    # few columns is most of the time.
+    return (jnp.sum(a * 0) == 0) & (jnp.sum(b * 0) == 0)
+
+
+def careful(plain: Product, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of any operands, by one of such as ``_plain`` takes."""
+    any_infinite = jnp.any(a == jnp.inf) | jnp.any(b == jnp.inf)
+    return _mark_nan(lax.cond(any_infinite, partial(_with_infinities, plain), plain, a, b), a, b)
 
 
 def xla_value(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> jax.Array:
     if problem.inner == 0:
         return reference_value(problem, a, b)
-
-    def careful(a: jax.Array, b: jax.Array) -> jax.Array:
-        any_infinite = jnp.any(a == jnp.inf) | jnp.any(b == jnp.inf)
-        return _mark_nan(lax.cond(any_infinite, _with_infinities, _plain, a, b), a, b)
-
-    # Zero times what is not finite is NaN. One sum is a fifth of the time of asking for infinities and NaN, which with
-    # few columns is most of the time.
-    all_finite = (jnp.sum(a * 0) == 0) & (jnp.sum(b * 0) == 0)
-    return lax.cond(all_finite, _plain, careful, a, b)
+    return lax.cond(all_finite(a, b), _plain, partial(careful, _plain), a, b)
 
 
 def xla_both(problem: TropicalProblem, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     value = xla_value(problem, a, b)
-    return value, _reached(a, b, value, problem.inner)
+    return value, reached(a, b, value, problem.inner)
 
 
 def native_check(problem: TropicalProblem) -> None:

@@ -11,7 +11,7 @@ from jax import lax
 
 from capibara.ops.errors import OpShapeError
 from capibara.ops.registry import Implementation, Op, public
-from capibara.ops.tropical import forms, specs
+from capibara.ops.tropical import forms, pallas_tpu, specs
 from capibara.ops.tropical.problem import TropicalProblem, alike_in_speed, check_array, prepare
 from capibara.ops.tuning import Tuning
 
@@ -27,6 +27,12 @@ OP = Op(
             platforms=("cpu",),
             check=forms.native_check,
             portable=False,
+        ),
+        Implementation(
+            "pallas_tpu",
+            {"value": pallas_tpu.value, "both": pallas_tpu.both},
+            platforms=("tpu",),
+            check=pallas_tpu.check,
         ),
         Implementation("xla", {"value": forms.xla_value, "both": forms.xla_both}),
         Implementation("reference", {"value": forms.reference_value, "both": forms.reference_both}),
@@ -152,7 +158,8 @@ def matmul(
       temperature: above 0, the relaxation ``temperature * logsumexp((a + b) / temperature)`` over ``k`` (for
         ``min_plus`` the negative of that of the negatives), which is smooth and tends to the maximum from above.
       return_argmax: also return the lowest ``k`` that reaches each entry, int32; -1 where there is none.
-      implementation: ``"auto"``, ``"native"`` (compiled for CPUs), ``"xla"`` or ``"reference"``.
+      implementation: ``"auto"``, ``"native"`` (compiled for CPUs), ``"pallas_tpu"`` (interpreted, slowly, on other
+        platforms), ``"xla"`` or ``"reference"``.
 
     Returns:
       ``[*batch, rows, columns]`` in the operands' common dtype (sums are float32, float64 for float64), or a pair of
