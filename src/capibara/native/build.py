@@ -28,7 +28,8 @@ _SETS = {
     "aarch64": {"neon": []},  # every such processor has it
 }
 _KINDS = ("attention", "codec", "scan", "tropical")
-_PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode")  # neither XLA's headers nor a set of instructions
+# Of these neither XLA's headers nor a set of instructions matters.
+_PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode")
 # No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
 
