@@ -37,6 +37,8 @@ def on_one_device(kernel: Callable[..., Any], otherwise: Callable[..., Any], *ar
     if mesh.manual_axes:  # inside shard_map
         whole = set(mesh.manual_axes) == set(mesh.axis_names)
         return (kernel if whole else otherwise)(*arrays)
+    if any(any(jax.typeof(x).sharding.spec) for x in arrays):  # along explicit axes: known now, not when lowered
+        return otherwise(*arrays)
     jaxpr, shape = jax.make_jaxpr(kernel, return_shape=True)(*arrays)
     out = _primitive.bind(*arrays, kernel=jaxpr, otherwise=_Flat(otherwise))
     return jax.tree.unflatten(jax.tree.structure(shape), out)
@@ -57,11 +59,17 @@ def on_platform(
       kernel: ``kernel(interpret, *arrays)``.
       otherwise: as for :func:`on_one_device`.
     """
-    compiled = functools.partial(on_one_device, functools.partial(kernel, False), otherwise)
+
+    def in_32_bits(interpret: bool, *arrays: Any) -> Any:
+        # With 64 bits a kernel's counters would have them, too, and Mosaic takes none.
+        with jax.enable_x64(False):
+            return kernel(interpret, *arrays)
+
+    compiled = functools.partial(on_one_device, functools.partial(in_32_bits, False), otherwise)
     if implementation == "auto":
         return compiled(*arrays)
     special: dict[str, Any] = {platform: compiled}
-    return jax.lax.platform_dependent(*arrays, **special, default=functools.partial(kernel, True))
+    return jax.lax.platform_dependent(*arrays, **special, default=functools.partial(in_32_bits, True))
 
 
 def alike(tree: Any, *arrays: Any) -> Any:

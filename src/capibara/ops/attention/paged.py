@@ -139,7 +139,8 @@ def _scores(p: PagedProblem, q: jax.Array, key: jax.Array, slots: jax.Array, len
     if p.softcap is not None:
         s = p.softcap * jnp.tanh(s / p.softcap)
     at = lengths[:, None] - p.new + jnp.arange(p.new, dtype=lengths.dtype)
-    visible = slots <= at[:, :, None]
+    # Blocks of pages may reach past the table, and so may a length.
+    visible = (slots <= at[:, :, None]) & (slots < p.table * p.page_size)
     if p.window is not None:
         visible &= slots > at[:, :, None] - p.window
     return s + jnp.where(visible, 0.0, HIDDEN).astype(wide)[:, None, None]
@@ -310,7 +311,8 @@ def paged_attention(
     )
     if 0 in (problem.batch, problem.new, problem.heads, problem.table):
         return jnp.zeros((*query.shape[:3], value_pages.shape[3]), problem.dtype)
-    return OP.run("forward", problem, *arrays)
+    # In the dtype it came in, what is before the first position could be a large number.
+    return OP.run("forward", problem, *arrays[:4], jnp.asarray(arrays[4]).astype(jnp.int32))
 
 
 def write_pages(
@@ -350,6 +352,7 @@ def write_pages(
             f"write_pages: lengths must be int [{batch}], got {lengths.dtype} {tuple(lengths.shape)}"
         )
     pages, page_size = key_pages.shape[:2]
+    page_table, lengths = (jnp.asarray(x).astype(jnp.int32) for x in (page_table, lengths))
     at = lengths[:, None] + jnp.arange(new, dtype=lengths.dtype)
     page = jnp.take_along_axis(page_table, at // page_size, axis=1, mode="fill", fill_value=-1)
     page = jnp.where(page < 0, pages, page)  # an index past the end is dropped, a negative one would wrap

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["LANES", "SUBLANES", "PagedPlan", "check", "plan"]
 
 LANES, SUBLANES = 128, 8
-BLOCK_BYTES = (
-    1 << 20
-)  # of keys and values that are copied together: long enough that a copy's start does not count
+# Of keys and values that are copied together: long enough that a copy's start does not count.
+BLOCK_BYTES = 1 << 20
 VMEM_BYTES = 10 << 20  # of 16 MiB on the smallest chip
-SMEM_BYTES = 256 << 10  # for the table
+SMEM_BYTES = 512 << 10  # for the table, of 1 MiB
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,22 @@ def check(problem: PagedProblem) -> None:
     # Others are padded in memory: to see pages as rows, XLA would copy all of them.
     if problem.kv_heads not in (1, 2, 4) and problem.kv_heads % SUBLANES:
         raise NotImplementedError(f"takes 1, 2, 4 or a multiple of 8 key heads, not {problem.kv_heads}")
+    # Between one head's parts lie those of the others: XLA would copy all pages here, too.
+    alone = problem.kv_heads == 1 and problem.dtype == "bfloat16"
+    if problem.kv_heads % SUBLANES and not alone and max(problem.dim, problem.value_dim) > LANES:
+        raise NotImplementedError(
+            f"takes heads of {LANES} numbers where there are {problem.kv_heads} key heads in {problem.dtype}, not "
+            f"{problem.dim} and {problem.value_dim}"
+        )
     if problem.page_size * problem.kv_heads % SUBLANES:
         raise NotImplementedError(
             f"takes pages with a multiple of 8 rows, not {problem.page_size} times {problem.kv_heads} heads"
         )
-    if problem.batch * problem.table * 4 > SMEM_BYTES:
+    # Each sequence's row of the table is padded there.
+    if (needed := 4 * problem.batch * round_up(problem.table, LANES)) > SMEM_BYTES:
         raise NotImplementedError(
-            f"takes a table of at most {SMEM_BYTES // 4} pages, not {problem.batch} times {problem.table}"
+            f"would need {needed >> 10} KiB of a chip's memory for a table of {problem.batch} times {problem.table} "
+            f"pages, more than {SMEM_BYTES >> 10}"
         )
     if (needed := _vmem_bytes(problem)) > VMEM_BYTES:
         raise NotImplementedError(

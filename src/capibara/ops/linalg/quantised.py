@@ -3,7 +3,8 @@
 A weight ``[out, in]`` is kept as codes and one scale for each group along ``in``; its entry is
 ``level(code) · scale(group)``. It is multiplied without ever being there as a whole: rows become numbers a slab at a
 time, each slab is multiplied and let go. What that saves is memory, a quarter or an eighth of float32's is left. It
-takes no less time on CPUs: ``python -m benchmarks compression_fixed`` measures what it takes.
+takes no less time on CPUs: ``python -m benchmarks compression_fixed`` measures what it takes. On TPUs few vectors are
+multiplied in a kernel, which reads the codes alone.
 
 Four-bit codes are two to a byte, the first in the lower half. Their sixteen levels are found by selecting, bit by bit:
 vector units select in registers, while a table would be read entry by entry. Even and odd columns are multiplied each
@@ -21,11 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError, OpTypeError
+from capibara.ops.linalg import quantised_tpu
 from capibara.ops.linalg.arguments import check_count, check_matrix, on_any_mesh
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 
-__all__ = ["dequantise_matrix", "quantised_matmul"]
+__all__ = ["by_slabs", "dequantise_matrix", "quantised_matmul"]
 
 # Numbers of a slab: 8 MiB as float32, which a cache holds and which is large enough for a product's threads.
 _SLAB = 1 << 21
@@ -148,7 +150,7 @@ def _slab(
     return out
 
 
-def _slabs(
+def by_slabs(
     problem: QuantisedProblem, x: jax.Array, codes: jax.Array, scales: jax.Array, levels: Any
 ) -> jax.Array:
     """All rows, slab by slab; backwards the numbers are made again instead of being kept."""
@@ -191,7 +193,13 @@ def _reference(
 OP = Op(
     "quantised_matmul",
     _prepare,
-    [Implementation("xla", {"forward": _slabs}), Implementation("reference", {"forward": _reference})],
+    [
+        Implementation(
+            "pallas_tpu", {"forward": quantised_tpu.forward}, platforms=("tpu",), check=quantised_tpu.check
+        ),
+        Implementation("xla", {"forward": by_slabs}),
+        Implementation("reference", {"forward": _reference}),
+    ],
 )
 
 
@@ -217,7 +225,8 @@ def quantised_matmul(
       scales: ``[rows, ceil(inner / group)]``, of either sign.
       levels: ``[16]``, what each code of four bits stands for; None: the code - 8.
       group: Numbers of a row that share a scale; the last group may have fewer.
-      implementation: ``"auto"``, ``"xla"`` (slab by slab) or ``"reference"`` (the whole matrix at once).
+      implementation: ``"auto"``, ``"pallas_tpu"`` (a kernel for few vectors; interpreted, slowly, on other
+        platforms), ``"xla"`` (slab by slab) or ``"reference"`` (the whole matrix at once).
 
     Returns:
       ``[..., rows]`` in ``x``'s dtype.

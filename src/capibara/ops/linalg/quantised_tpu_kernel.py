@@ -1,0 +1,119 @@
+"""The kernel of products with a matrix in codes for TPUs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from capibara.ops.linalg.quantised_tpu import LANES
+from capibara.ops.one_device import kernel_results
+
+__all__ = ["product"]
+
+_TOGETHER = 4  # blocks of columns in a step of the loop, so that one is unpacked while another is multiplied
+
+
+def _numbers(codes: jax.Array, pack: int, levels: Any) -> list[jax.Array]:
+    """What codes stand for, float32 like them; of codes in halves of bytes the lower ones, and the upper ones."""
+    wide = codes.astype(jnp.int32)
+    if pack == 1:
+        return [wide.astype(jnp.float32)]
+    halves = [wide & 15, (wide >> 4) & 15]
+    if levels is None:
+        return [half.astype(jnp.float32) - 8.0 for half in halves]
+    out = []
+    for half in halves:
+        found = [levels[0, i] for i in range(16)]
+        for bit in range(4):
+            is_set = (half >> bit) & 1 != 0
+            found = [jnp.where(is_set, found[i + 1], found[i]) for i in range(0, len(found), 2)]
+        out.append(found[0])
+    return out
+
+
+def _kernel(vectors: int, span: int, x: Any, codes: Any, scales: Any, *rest: Any) -> None:
+    *tables, out = rest
+    pack, rows, width = x.shape
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+    def columns(number: Any, total: jax.Array) -> jax.Array:
+        at = pl.ds(pl.multiple_of(number * LANES, LANES), LANES)
+        product = None
+        for part, weight in enumerate(_numbers(codes[:, at], pack, tables[0] if tables else None)):
+            more = lax.dot_general(
+                x[part, :, at],
+                weight.astype(x.dtype),
+                (((1,), (1,)), ((), ())),
+                precision=exact,
+                preferred_element_type=jnp.float32,
+            )
+            product = more if product is None else product + more
+        assert product is not None
+        if rows == vectors:
+            return total + product * scales[pl.ds(lax.div(number, span), 1), :]
+        for group in range(rows // vectors):
+            scale = scales[pl.ds(number * (rows // vectors) + group, 1), :]
+            total = total + product[group * vectors : (group + 1) * vectors] * scale
+        return total
+
+    count = width // LANES
+    together = next(n for n in range(min(_TOGETHER, count), 0, -1) if count % n == 0)
+
+    def step(number: Any, total: jax.Array) -> jax.Array:
+        for i in range(together):
+            total = columns(number * together + i, total)
+        return total
+
+    out[...] = lax.fori_loop(0, count // together, step, jnp.zeros(out.shape, jnp.float32))
+
+
+def product(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    *levels: jax.Array,
+    vectors: int,
+    span: int,
+    block: int,
+    interpret: bool,
+) -> jax.Array:
+    """``[vectors, rows]``, float32.
+
+    Args:
+      x: ``[codes in a byte, groups * vectors, width]``: vectors by what of a byte they are multiplied with, and once
+        for each group that lies in 128 columns, with zeros where the others are.
+      codes: ``[rows, width]``.
+      scales: float32 ``[groups of a row, rows]``.
+      levels: ``[16]``, or none.
+      span: how many times 128 columns share a scale.
+      block: rows of the matrix at a time.
+    """
+    rows, width = codes.shape
+    whole = pl.BlockSpec(x.shape, lambda i: (0, 0, 0))
+    tables = [table.reshape(1, 16) for table in levels]
+    return pl.pallas_call(
+        functools.partial(_kernel, vectors, span),
+        grid=(rows // block,),
+        in_specs=[
+            whole,
+            pl.BlockSpec((block, width), lambda i: (i, 0)),
+            pl.BlockSpec((scales.shape[0], block), lambda i: (0, i)),
+            *[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(tables),
+        ],
+        out_specs=pl.BlockSpec((vectors, block), lambda i: (0, i)),
+        out_shape=kernel_results((x, codes, scales, *levels), ((vectors, rows), jnp.float32))[0],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * x.shape[0] * x.shape[1] * width * rows,
+            transcendentals=0,
+            bytes_accessed=rows * width + 4 * scales.size + x.dtype.itemsize * x.size + 4 * vectors * rows,
+        ),
+        interpret=interpret,
+        name="capibara_quantised_matmul",
+    )(x, codes, scales, *tables)
