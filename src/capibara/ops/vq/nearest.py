@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from capibara.ops.one_device import on_one_device
 from capibara.ops.vq.problem import NearestProblem
 
 __all__ = ["cpu", "reference", "unit", "xla"]
@@ -157,7 +158,8 @@ def _blocked(
     if contiguous:
         indices = lax.map(search, x.reshape(blocks, rows, -1)).reshape(-1)
     else:
-        # Tokens that lie over several devices stay there: each block has some of every device's.
+        # Tokens that lie over several devices stay there: each block has some of every device's. On one device it would
+        # be a third of the time on TPUs, where a token of every so many is a tile of its own.
         def pick(i: jax.Array) -> jax.Array:
             return search(lax.dynamic_index_in_dim(strided, i, 1, keepdims=False))
 
@@ -167,7 +169,11 @@ def _blocked(
 
 
 cpu = partial(_blocked, _best_column, CPU_BLOCK_SCORES, True)
-xla = partial(_blocked, _best_row, BLOCK_SCORES, False)
+
+
+def xla(problem: NearestProblem, x: jax.Array, codebook: jax.Array) -> jax.Array:
+    one, several = (partial(_blocked, _best_row, BLOCK_SCORES, whole, problem) for whole in (True, False))
+    return on_one_device(one, several, x, codebook)
 
 
 def reference(problem: NearestProblem, x: jax.Array, codebook: jax.Array) -> jax.Array:
