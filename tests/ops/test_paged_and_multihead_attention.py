@@ -61,6 +61,43 @@ def test_decoding_into_pages_gives_what_the_whole_sequence_gives():
         np.testing.assert_allclose(got, want[:, start:stop], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint16, jnp.uint32])
+def test_lengths_and_tables_of_any_integers(dtype):
+    """Before a sequence of one position two new ones begin at -1, and a page has more positions than bytes count."""
+    rng = np.random.default_rng(2)
+    q, key, value = (rng.normal(size=shape) for shape in ((2, 2, 2, 8), (3, 256, 2, 8), (3, 256, 2, 8)))
+    table, lengths = jnp.asarray([[2], [1]], dtype), jnp.asarray([1, 100], dtype)
+    pages = (jnp.asarray(key, jnp.float32), jnp.asarray(value, jnp.float32))
+    for implementation in ("xla", "reference"):
+        got = paged_attention(
+            jnp.asarray(q, jnp.float32), *pages, table, lengths, implementation=implementation
+        )
+        for b, (page, length) in enumerate(((2, 1), (1, 100))):
+            want = definition(q[b], key[page, :length], value[page, :length], length)
+            np.testing.assert_allclose(got[b], want, rtol=1e-5, atol=1e-6)
+    written, _ = write_pages(*pages, table, lengths, jnp.ones((2, 3, 2, 8)), jnp.ones((2, 3, 2, 8)))
+    key[2, 1:4] = key[1, 100:103] = 1
+    np.testing.assert_array_equal(written, key.astype(np.float32))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("past", [0, 1, 100])
+def test_what_is_past_the_table_is_not_seen(monkeypatch, past, implementation):
+    monkeypatch.setattr(paged, "BLOCK", 6)  # two pages together, and three in the table
+    case = in_pages([9], kv_heads=1, heads=1, dim=4, value_dim=4, page_size=3, new=2, table=3, pages=3)
+    query, key, value = (jnp.asarray(x, jnp.float32) for x in (case["query"], *case["pages"]))
+    lengths = jnp.asarray([9 + past], jnp.int32)
+    got = paged_attention(
+        query, key, value, jnp.asarray(case["table"]), lengths, implementation=implementation
+    )
+    # New positions after the table see all of it.
+    keys, values = case["whole"][0]
+    for t in range(2):
+        seen = min(9 + past - 1 + t, 9)
+        want = definition(case["query"][0, t : t + 1], keys[:seen], values[:seen], seen)
+        np.testing.assert_allclose(got[0, t], want[0], rtol=1e-5, atol=1e-6)
+
+
 def test_what_has_no_page_is_not_written():
     pages = (jnp.zeros((2, 2, 1, 1)), jnp.zeros((2, 2, 1, 1)))
     ones = jnp.ones((1, 3, 1, 1))

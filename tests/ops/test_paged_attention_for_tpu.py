@@ -27,7 +27,7 @@ KERNEL = partial(paged_attention, implementation="pallas_tpu")
 SHAPES = {
     "one head": {"kv_heads": 1, "heads": 4, "page_size": 8},
     "grouped": {"kv_heads": 2, "heads": 6, "page_size": 4, "new": 2},
-    "parts of a head": {"kv_heads": 4, "heads": 4, "dim": 256, "value_dim": 128, "page_size": 2},
+    "parts of a head": {"kv_heads": 8, "heads": 8, "dim": 256, "value_dim": 128, "page_size": 2},
     "many heads": {"kv_heads": 8, "heads": 8, "page_size": 1, "value_dim": 256},
 }
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 3}, {"softcap": 0.7, "scale": 0.3})
@@ -127,10 +127,24 @@ def test_gradient_vmap_and_what_it_refuses():
         ((jnp.tile(query, (1, 1, 3, 1))[:, :, :12], jnp.tile(key, (1, 1, 3, 1)), jnp.tile(value, (1, 1, 3, 1))),
          "key heads, not 6"),
         ((query, key[:, :3], value[:, :3]), "multiple of 8 rows"),
+        ((jnp.tile(query, 2), jnp.tile(key, 2), jnp.tile(value, 2)), "heads of 128 numbers where there are 2"),
     ):  # fmt: skip
         with pytest.raises(NoImplementationError, match=why):
             KERNEL(*change, table, lengths)
         assert explain(paged_attention, *change, table, lengths, platform="tpu").chosen == "xla"
+
+
+@pytest.mark.parametrize(
+    ("batch", "table", "fits"), [(1024, 128, True), (1025, 1, False), (1, 1 << 18, False)]
+)
+def test_rows_of_the_table_are_padded(batch, table, fits):
+    def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    pool, numbers = shape(64, 16, 8, 128), shape(batch, table, dtype=jnp.int32)
+    given_arrays = (shape(batch, 1, 8, 128), pool, pool, numbers, shape(batch, dtype=jnp.int32))
+    chosen = explain(paged_attention, *given_arrays, platform="tpu").chosen
+    assert chosen == ("pallas_tpu" if fits else "xla")
 
 
 class TestInTheTpuInterpreter:
@@ -189,10 +203,15 @@ def measure(name, batch, new, heads, kv_heads, dim, page_size, table, dtype, **o
 
 
 for dtype in (jnp.bfloat16, jnp.float32):
-    for kv_heads, dim, page_size in ((1, 128, 16), (2, 128, 16), (4, 128, 2), (8, 128, 16), (8, 256, 32), (24, 128, 5)):
+    shapes = [(1, 128, 16), (2, 128, 16), (4, 128, 2), (8, 128, 16), (8, 256, 32), (24, 128, 5)]
+    # Of these XLA would copy the pages where they are float32.
+    for kv_heads, dim, page_size in shapes + [(1, 256, 64)] * (dtype == jnp.bfloat16):
         name = f"{dtype.dtype.name} {kv_heads}x{dim} pages of {page_size}"
         measure(name, 4, 1, 8 * kv_heads, kv_heads, dim, page_size, 64, dtype)
 measure("many sequences", 256, 1, 32, 8, 128, 16, 256, jnp.bfloat16)
+measure("many short sequences", 1024, 1, 64, 8, 128, 16, 2, jnp.bfloat16)
+with jax.enable_x64(True):
+    measure("64 bits", 4, 1, 32, 8, 128, 16, 64, jnp.bfloat16, window=20)
 measure("many new ones", 4, 16, 32, 8, 128, 16, 64, jnp.bfloat16, window=100, softcap=30.0)
 measure("small heads", 4, 1, 32, 8, 64, 16, 64, jnp.bfloat16)
 print(json.dumps(out))

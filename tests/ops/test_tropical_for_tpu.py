@@ -147,6 +147,9 @@ measure("square", 1024, 1024, 1024)
 measure("index", 1024, 1024, 1024, return_argmax=True)
 measure("odd", 1001, 77, 513)
 measure("long", 8, 65536, 128)
+with jax.enable_x64(True):
+    measure("64 bits", 256, 256, 256)
+    measure("64 bits, index", 256, 256, 256, return_argmax=True)
 measure("vector", 1024, 1024, 1)
 if kind.startswith("v5e"):
     mesh = Mesh(np.array(devices).reshape(4), "x")

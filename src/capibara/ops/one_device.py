@@ -37,7 +37,8 @@ def on_one_device(kernel: Callable[..., Any], otherwise: Callable[..., Any], *ar
     if mesh.manual_axes:  # inside shard_map
         whole = set(mesh.manual_axes) == set(mesh.axis_names)
         return (kernel if whole else otherwise)(*arrays)
-    if any(any(jax.typeof(x).sharding.spec) for x in arrays):  # along explicit axes: known now, not when lowered
+    # Along explicit axes of a mesh arrays lie over several devices already now, and a kernel cannot be traced there.
+    if any(any(jax.typeof(x).sharding.spec) for x in arrays):
         return otherwise(*arrays)
     jaxpr, shape = jax.make_jaxpr(kernel, return_shape=True)(*arrays)
     out = _primitive.bind(*arrays, kernel=jaxpr, otherwise=_Flat(otherwise))
