@@ -219,7 +219,7 @@ int64_t encode_all(const Form& form, const void* bits, int64_t rows, int64_t len
   if (threads <= 1) at = capacity - sink.left;
   for (const Coded& group : groups) {
     if (at + int64_t(group.streams.size()) >= capacity) return -1;
-    std::memcpy(out + at, group.streams.data(), group.streams.size());
+    std::copy(group.streams.begin(), group.streams.end(), out + at);
     at += int64_t(group.streams.size());
     for (int64_t count : group.words) header.write(uint64_t(count), 19);
   }
