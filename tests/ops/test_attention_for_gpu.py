@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from gpu_compiler import TARGET, environment, needs_gpu_compiler
+from gpu_compiler import TARGET, ask, needs_gpu_compiler
 
 pytestmark = needs_gpu_compiler
 
@@ -61,16 +58,7 @@ print(json.dumps(out))
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, str(TARGET)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return ask(SCRIPT, str(TARGET))
 
 
 def test_the_kernels_are_in_the_program_where_explain_says_so(found):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operation_calls import CALLS, called, custom_calls, functions, named
-from tpu_compiler import environment, needs_libtpu
+from tpu_compiler import ask, needs_libtpu
 
 import capibara.jax.tpu_v4.kernels as kernels
 from capibara import ops
@@ -249,16 +246,7 @@ print(json.dumps(out))
     ["v4:2x2x1", *(pytest.param(k, marks=pytest.mark.slow) for k in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"))],
 )
 def test_compiled_for_tpus(kind):
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind, str(Path(__file__).parent.parent / "support")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = ask(SCRIPT, kind, str(Path(__file__).parent.parent / "support"))
     assert len(found) >= 10
     for name, row in found.items():
         # Of an operation that XLA folds into others no instruction may carry the name; another one's never does.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from paged_oracle import definition, in_pages
-from tpu_compiler import environment, needs_libtpu
+from tpu_compiler import ask, needs_libtpu
 
 from capibara.ops import NoImplementationError, explain
 from capibara.ops.attention import paged_attention, paged_tpu
@@ -221,16 +218,7 @@ print(json.dumps(out))
 @needs_libtpu
 @pytest.mark.parametrize("kind", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_compiled_for_tpus_it_copies_no_pool(kind):
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = ask(SCRIPT, kind)
     assert found.pop("small heads")["explain"] == "xla"
     for name, one in found.items():
         assert one["explain"] == "pallas_tpu", name

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from quantised_oracle import KINDS, quantised_case
-from tpu_compiler import environment, needs_libtpu
+from tpu_compiler import ask, needs_libtpu
 
 from capibara.ops import NoImplementationError, explain
 from capibara.ops.linalg import quantised_matmul, quantised_tpu
@@ -152,16 +149,7 @@ print(json.dumps(out))
 @needs_libtpu
 @pytest.mark.parametrize("kind", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_compiled_for_tpus_the_numbers_are_nowhere(kind):
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = ask(SCRIPT, kind)
     assert found.pop("a prompt")["explain"] == "xla"
     for name, each in found.items():
         assert (each["explain"], each["kernel"]) == ("pallas_tpu", True), name

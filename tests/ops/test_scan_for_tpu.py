@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from tpu_compiler import environment, needs_libtpu
+from tpu_compiler import ask, needs_libtpu
 
 pytestmark = needs_libtpu
 
@@ -74,16 +71,7 @@ CHUNKED = ("short", "long", "bfloat16")
     ],
 )
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, request.param],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return ask(SCRIPT, request.param)
 
 
 def test_what_explain_says_is_in_the_program(found):

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -18,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from tpu_compiler import environment, needs_libtpu
+from tpu_compiler import ask, needs_libtpu
 from tropical_oracle import oracle
 
 from capibara.ops import NoImplementationError, explain, tropical
@@ -161,16 +158,7 @@ print(json.dumps(out))
 @needs_libtpu
 @pytest.mark.parametrize("kind", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_compiled_for_tpus_it_keeps_no_array_of_terms(kind):
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = ask(SCRIPT, kind)
     vector = found.pop("vector")
     assert (vector["explain"], vector["kernel"]) == ("xla", False)
     if (mesh := found.pop("mesh", None)) is not None:  # XLA cannot split a kernel: its own form runs

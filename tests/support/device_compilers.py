@@ -7,9 +7,12 @@ it, and the others have not.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 __all__ = ["DeviceCompiler"]
 
@@ -35,3 +38,16 @@ class DeviceCompiler:
         paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         base = {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         return {**os.environ, **base, **self._variables, **more}
+
+    def ask(self, script: str, *arguments: str) -> Any:
+        """What a script prints last, as JSON; it runs in a process of its own, which has the compiler."""
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", script, *arguments],
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])

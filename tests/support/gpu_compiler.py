@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from device_compilers import DeviceCompiler
 
-__all__ = ["TARGET", "environment", "needs_gpu_compiler"]
+__all__ = ["TARGET", "ask", "environment", "needs_gpu_compiler"]
 
 TARGET = Path(__file__).parent / "h100.txtpb"
 _COMPILER = DeviceCompiler("jax_cuda13_plugin", "cuda")
-environment = _COMPILER.environment
+environment, ask = _COMPILER.environment, _COMPILER.ask
 needs_gpu_compiler = pytest.mark.skipif(
     _COMPILER.is_missing,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt, which compile for GPUs, are not installed",
