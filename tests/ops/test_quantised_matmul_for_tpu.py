@@ -59,6 +59,20 @@ def test_gradients_are_those_of_the_reference(kind):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-3 * np.abs(theirs).max())
 
 
+@pytest.mark.parametrize("implementation", ["auto", "pallas_tpu"])
+def test_forward_mode_is_that_of_the_reference(implementation):
+    spec = SPECS[0]
+    x, codes, scales, _, _ = quantised_case("int8", spec)
+
+    def product(implementation: str, x: Any, scales: Any) -> jax.Array:
+        return quantised_matmul(x, codes, scales, group=spec.group, implementation=implementation)
+
+    given = (x, scales), (x[::-1].copy(), scales * 0.5)
+    got, want = (jax.jvp(partial(product, name), *given) for name in (implementation, "reference"))
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
+
+
 def test_vmap_not_a_number_and_what_it_refuses():
     spec = SPECS[1]
     x, codes, scales, levels, weight = quantised_case("int8", spec)

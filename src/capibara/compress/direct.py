@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -162,7 +163,8 @@ class QuantisedMatrix:
             return jnp.zeros((*x.shape[:-1], inner), x.dtype)
         flat = x.reshape(-1, out)
         like = jax.ShapeDtypeStruct((len(flat), inner), x.dtype)
-        (found,) = jax.linear_transpose(self.matmul, like)(flat)
+        # A kernel has no transpose.
+        (found,) = jax.linear_transpose(partial(self.matmul, implementation="xla"), like)(flat)
         return found.reshape(*x.shape[:-1], inner)
 
     def product(self, x: Any, axes: tuple[int, ...]) -> jax.Array | None:

@@ -113,33 +113,27 @@ def _product(
     return out[:count].reshape(*problem.batch, problem.rows).astype(problem.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_slabs(problem: QuantisedProblem, x: Any, codes: Any, scales: Any, *levels: Any) -> jax.Array:
+    from capibara.ops.linalg import quantised
+
+    return quantised.by_slabs(problem, x, codes, scales, *(levels or (None,)))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(problem: QuantisedProblem, *arrays: Any) -> jax.Array:
-    from capibara.ops.linalg import quantised
-
-    def otherwise(x: Any, codes: Any, scales: Any, *levels: Any) -> jax.Array:
-        return quantised.by_slabs(problem, x, codes, scales, *(levels or (None,)))
-
-    return on_platform("tpu", problem.implementation, partial(_product, problem), otherwise, *arrays)
+    kernel, otherwise = partial(_product, problem), partial(_by_slabs, problem)
+    return on_platform("tpu", problem.implementation, kernel, otherwise, *arrays)
 
 
-def _run_forward(problem: QuantisedProblem, *arrays: Any) -> tuple[jax.Array, Any]:
-    return _run(problem, *arrays), arrays
+@_run.defjvp
+def _run_jvp(problem: QuantisedProblem, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, codes, *others = primals
 
+    def of_numbers(x: Any, *others: Any) -> jax.Array:
+        return _by_slabs(problem, x, codes, *others)
 
-def _run_backward(problem: QuantisedProblem, arrays: Any, grad: jax.Array) -> tuple[Any, ...]:
-    from capibara.ops.linalg import quantised
-
-    x, codes, scales, *levels = arrays
-
-    def again(x: Any, scales: Any, *levels: Any) -> jax.Array:
-        return quantised.by_slabs(problem, x, codes, scales, *(levels or (None,)))
-
-    of_x, of_scales, *of_levels = jax.vjp(again, x, scales, *levels)[1](grad)
-    return of_x, np.zeros(codes.shape, jax.dtypes.float0), of_scales, *of_levels
-
-
-_run.defvjp(_run_forward, _run_backward)
+    moved = tangents[0], *tangents[2:]
+    return _run(problem, *primals), jax.jvp(of_numbers, (x, *others), moved)[1]
 
 
 def forward(problem: QuantisedProblem, x: Any, codes: Any, scales: Any, levels: Any) -> jax.Array:
