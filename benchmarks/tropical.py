@@ -4,8 +4,9 @@ float32, 1024³: 2 · 1024³ operations, an addition and a maximum each. The rig
 transposed, which is the form that XLA's CPU compiler makes fast. Peers that are not installed are left out, and named.
 
 The last rows compare with loops that read no memory: on every core additions and maxima of registers, as many as
-there are operations in the product. One loop takes floating-point maxima, the other maxima of the same bits as
-integers, which is what the native kernel does where it may (see ``tropical_kernels.cc``).
+there are operations in the product. Additions and floating-point maxima may compete for the same units; the two other
+loops take the maxima of the same bits as integers, and the sum as a fused ``x * 1 + y``, which is what the native
+kernel does with 256-bit and with 512-bit vectors (see ``tropical_kernels.cc``).
 """
 
 from __future__ import annotations
@@ -31,45 +32,56 @@ __all__ = ["run"]
 (SPEC,) = tagged(SPECS, "large")
 SIZE = SPEC.a[-1]
 OPERATIONS = 2 * SIZE**3
-LOOPS = ("loop of float additions and float maxima", "loop of float additions and integer maxima")
+LOOPS = (
+    "loop of float additions and float maxima",
+    "loop of float additions and integer maxima",
+    "loop of fused x * 1 + y and float maxima",
+)
 
 _LOOP = """
 #include <stdint.h>
 #include <thread>
 #include <vector>
-typedef float V __attribute__((vector_size(32)));
-typedef int32_t I __attribute__((vector_size(32)));
+#ifdef __AVX512F__
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+typedef float V __attribute__((vector_size(kLanes * 4)));
+typedef int32_t I __attribute__((vector_size(kLanes * 4)));
 // Ten independent maxima an iteration. The empty asm hides that x + y is the same every time, and keeps each maximum.
-template <bool kInteger> static void loop(int64_t iterations, float* sink) {
-  V best[10], x, y;
-  for (int r = 0; r < 8; ++r) x[r] = sink[r], y[r] = sink[r + 8];
+template <int kKind> static void loop(int64_t iterations, float* sink) {
+  V best[10], x, y, one;
+  for (int r = 0; r < kLanes; ++r) x[r] = sink[r], y[r] = sink[r + kLanes], one[r] = 1;
+  asm volatile("" : "+v"(one));
 #pragma GCC unroll 10
   for (int r = 0; r < 10; ++r) best[r] = x;
   for (int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 10
     for (int r = 0; r < 10; ++r) {
-      asm volatile("" : "+x"(x));
-      const V term = x + y;
-      if (kInteger) {
+      asm volatile("" : "+v"(x));
+      V term = kKind == 2 ? x * one + y : x + y;
+      asm volatile("" : "+v"(term));
+      if (kKind == 1) {
         const I a = (I)term, b = (I)best[r];
         best[r] = (V)(a > b ? a : b);
       } else {
         best[r] = term > best[r] ? term : best[r];
       }
-      asm volatile("" : "+x"(best[r]));
+      asm volatile("" : "+v"(best[r]));
     }
   }
 #pragma GCC unroll 10
   for (int r = 0; r < 10; ++r) x += best[r];
-  for (int r = 0; r < 8; ++r) sink[r] = x[r];
+  for (int r = 0; r < kLanes; ++r) sink[r] = x[r];
 }
-extern "C" void add_max(int integer, int threads, int64_t operations) {
+extern "C" void add_max(int kind, int threads, int64_t operations) {
   std::vector<std::thread> crew;
-  const int64_t iterations = operations / (2 * 10 * 8) / threads;
+  const int64_t iterations = operations / (2 * 10 * kLanes) / threads;
   for (int i = 0; i < threads; ++i)
     crew.emplace_back([=] {
-      float sink[16] = {1, 2, 3};
-      integer ? loop<true>(iterations, sink) : loop<false>(iterations, sink);
+      float sink[2 * kLanes] = {1, 2, 3};
+      (kind == 0 ? loop<0> : kind == 1 ? loop<1> : loop<2>)(iterations, sink);
     });
   for (auto& one : crew) one.join();
 }
@@ -77,7 +89,7 @@ extern "C" void add_max(int integer, int threads, int64_t operations) {
 
 
 def _loops(folder: Path) -> dict[str, Callable[[], Any]]:
-    """The two loops, compiled; none where there is no compiler for x86-64."""
+    """The loops, compiled; none where there is no compiler for x86-64."""
     compiler = next((c for c in ("g++", "clang++") if shutil.which(c)), None)
     if compiler is None or os.uname().machine != "x86_64":
         print("left out: the loops of additions and maxima (no g++ or clang++, or not x86-64)")
@@ -90,10 +102,7 @@ def _loops(folder: Path) -> dict[str, Callable[[], Any]]:
     threads = len(os.sched_getaffinity(0))
     call = library.add_max
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-    return {
-        LOOPS[0]: lambda: call(0, threads, OPERATIONS),
-        LOOPS[1]: lambda: call(1, threads, OPERATIONS),
-    }
+    return {name: lambda kind=kind: call(kind, threads, OPERATIONS) for kind, name in enumerate(LOOPS)}
 
 
 def _numba_form() -> Callable[[np.ndarray, np.ndarray], np.ndarray]:

@@ -59,14 +59,14 @@ static inline void plain_tile(const Attention& a, const Backward& t, int64_t row
   const int64_t at = row + strip;
   float* weights = t.weights + strip * kPitch + j;
   float* grads = t.grads + strip * kPitch + j;
-  fused(
+  fused<kVectors>(
       a.dim, t.query + at * t.dim, t.dim, t.keys + j, kPitch, [&](int r) { return splat(t.stat[at + r]); },
       [&](int r, int c, Vec x) {
         Vec p = exp2(x);
         if (kMasked) p = only_within(p, j + c, row_first(a, at + r, key), row_last(a, at + r, key, count));
         store(weights + r * kPitch + c, p);
       });
-  fused(
+  fused<kVectors>(
       a.value_dim, t.out_grad + at * t.wide, t.wide, t.values + j, kPitch, [&](int r) { return splat(t.delta[at + r]); },
       [&](int r, int c, Vec x) { store(grads + r * kPitch + c, x * load(weights + r * kPitch + c)); });
 }

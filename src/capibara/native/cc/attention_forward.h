@@ -30,7 +30,8 @@ static int64_t forward_scratch(const Attention& a) {
 // What one thread keeps while it works on an item.
 struct Forward {
   int64_t dim, wide;  // padded
-  float *query, *out, *total, *best, *keys, *values, *scores;
+  float *query, *out, *total, *best, *keys, *packed_values, *scores;
+  const float* values;  // of a block: packed, or where they lie
 };
 
 // The largest square of a row's length; NaN where one is not finite.
@@ -69,14 +70,14 @@ static void rescale(const Forward& f, int64_t row, float now) {
   f.best[row] = now;
 }
 
-template <bool kMasked>
+template <int C, bool kMasked>
 static inline void near_tile(const Attention& a, const Forward& f, int64_t first, int64_t row, int64_t strip,
                              int64_t key, int64_t count, int64_t j) {
   float* total = f.total + (row + strip) * kWidth;
   float* weights = f.scores + strip * kPitch + j;
   const float* best = f.best + row + strip;
   const int64_t at = first + row + strip;
-  fused(
+  fused<C>(
       a.dim, f.query + (row + strip) * f.dim, f.dim, f.keys + j, kPitch, [&](int r) { return splat(-best[r]); },
       [&](int r, int c, Vec x) {
         Vec p = exp2(x);
@@ -96,12 +97,13 @@ static void near_weights(const Attention& a, const Forward& f, int64_t first, in
   for (int64_t j = block.first; j < block.last; j += kColumns)
     for (int64_t strip = 0; strip < rows; strip += kRows) {
       const Span s = visible(a, first + row + strip, kRows, key, count);
-      if (j < s.first || j >= s.last) {
-        for (int64_t r = 0; r < kRows; ++r) fill_zero(f.scores + (strip + r) * kPitch + j, kColumns);
-      } else if (j >= s.from && j + kColumns <= s.to) {
-        near_tile<false>(a, f, first, row, strip, key, count, j);
+      if (j < s.first || j >= s.last) continue;
+      if (j >= s.from && j + kColumns <= s.to) {
+        near_tile<kVectors, false>(a, f, first, row, strip, key, count, j);
+      } else if (s.last_seen - j <= kWidth) {
+        near_tile<1, true>(a, f, first, row, strip, key, count, j);
       } else {
-        near_tile<true>(a, f, first, row, strip, key, count, j);
+        near_tile<kVectors, true>(a, f, first, row, strip, key, count, j);
       }
     }
 }
@@ -130,6 +132,20 @@ static void any_weights(const Attention& a, const Forward& f, int64_t b, int64_t
   }
 }
 
+// Adds the values, times their weights, to the rows of a tile: for each strip of rows only the keys that it sees.
+// A function of its own: in the one below, the tile's registers would not be enough (a third slower with AVX2).
+static __attribute__((noinline)) void weigh(const Attention& a, const Forward& f, int64_t first, int64_t row,
+                                            int64_t rows, int64_t key, int64_t count) {
+  for (int64_t d = 0; d < f.wide; d += kColumns)
+    for (int64_t strip = 0; strip < rows; strip += kRows) {
+      const int64_t own = least(kRows, rows - strip), at = first + row + strip;
+      const int64_t from = row_first(a, at, key), to = row_last(a, at + own - 1, key, count);
+      if (to > from)
+        product(own, least(kColumns, f.wide - d), to - from, f.scores + strip * kPitch + from, kPitch, 1,
+                f.values + from * f.wide + d, f.wide, f.out + (row + strip) * f.wide + d, f.wide, true);
+    }
+}
+
 static void forward(const Attention& a, int64_t item, float* scratch) {
   // The last rows first: under a causal mask they are the most work, and what starts late should be short.
   const int64_t size = chunk_rows(a), chunks = ceil_div(a.q_len, size);
@@ -144,8 +160,8 @@ static void forward(const Attention& a, int64_t item, float* scratch) {
   f.total = f.out + kChunk * f.wide;
   f.best = f.total + kChunk * kWidth;
   f.keys = f.best + kChunk;
-  f.values = f.keys + kPitch * a.dim;
-  f.scores = f.values + kKeys * f.wide;
+  f.packed_values = f.keys + kPitch * a.dim;
+  f.scores = f.packed_values + kKeys * f.wide;
 
   pack(rows_of(a, a.query, a.query_steps, b, h, first), count, all, a.dim, a.scale * kLog2E, f.query);
   fill_zero(f.out, all * f.wide);
@@ -159,7 +175,11 @@ static void forward(const Attention& a, int64_t item, float* scratch) {
   for (int64_t j = start; j < stop; j += kKeys) {
     const int64_t n = least(kKeys, a.kv_len - j);
     pack_transposed(rows_of(a, a.key, a.key_steps, b, kv, j), n, a.dim, f.keys);
-    pack(rows_of(a, a.value, a.value_steps, b, kv, j), n, kKeys, a.value_dim, 1.0f, f.values);
+    const Rows_ values = rows_of(a, a.value, a.value_steps, b, kv, j);
+    // Rows that lie as they would be packed are read where they are.
+    const bool lie_packed = !a.narrow && a.value_dim == f.wide && values.step == f.wide;
+    f.values = lie_packed ? static_cast<const float*>(values.at) : f.packed_values;
+    if (!lie_packed) pack(values, n, n, a.value_dim, 1.0f, f.packed_values);
     const bool is_near = is_plain && query_length * longest_column(f.keys, a.dim) <= kNear * kNear;
     for (int64_t i = 0; i < count; i += kQueryRows) {
       const int64_t rows = least(kQueryRows, count - i);
@@ -169,8 +189,7 @@ static void forward(const Attention& a, int64_t item, float* scratch) {
         near_weights(a, f, first, i, up_to(rows, kRows), j, n, s);
       else
         any_weights(a, f, b, h, first, i, rows, j, n, s);
-      product(rows, f.wide, s.last - s.first, f.scores + s.first, kPitch, 1, f.values + s.first * f.wide, f.wide,
-              f.out + i * f.wide, f.wide, true);
+      weigh(a, f, first, i, rows, j, n);
     }
   }
 

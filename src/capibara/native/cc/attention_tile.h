@@ -122,13 +122,14 @@ static void unpack(const float* from, int64_t count, int64_t dim, float factor, 
 struct Span {
   int64_t first, last;  // that some row sees, from the block's start, in whole steps of kColumns; none: last <= first
   int64_t from, to;     // that every row sees
+  int64_t last_seen;    // as `last`, exactly
 };
 
 static inline Span visible(const Attention& a, int64_t row, int64_t rows, int64_t key, int64_t count) {
   const int64_t first = most(row - a.left - key, 0), last = least(row + rows + a.right - key, count);
-  if (last <= first) return {0, 0, 0, 0};
+  if (last <= first) return {0, 0, 0, 0, 0};
   return {first / kColumns * kColumns, up_to(last, kColumns), most(row + rows - 1 - a.left - key, 0),
-          least(row + 1 + a.right - key, count)};
+          least(row + 1 + a.right - key, count), last};
 }
 
 // The columns that one row sees.

@@ -193,30 +193,30 @@ struct Rows<0, C> {
 };
 
 // Calls finish(i, j, sums) for every vector of a tile of products, sum_k a[i * a_step + k] * b[k * b_step + j], whose
-// sums begin at start(i). Rows are kRows, columns kVectors * kWidth.
-template <class Start, class Finish>
+// sums begin at start(i). Rows are kRows, columns C * kWidth.
+template <int C, class Start, class Finish>
 static inline __attribute__((always_inline)) void fused(int64_t depth, const float* a, int64_t a_step, const float* b,
                                                         int64_t b_step, Start start, Finish finish) {
-  Vec total[kRows][kVectors];
+  Vec total[kRows][C];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) total[r][j] = start(r);
+    for (int j = 0; j < C; ++j) total[r][j] = start(r);
   for (int64_t k = 0; k < depth; ++k) {
-    Vec row[kVectors];
+    Vec row[C];
 #pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) row[j] = load(b + k * b_step + j * kWidth);
+    for (int j = 0; j < C; ++j) row[j] = load(b + k * b_step + j * kWidth);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const Vec x = splat(a[k + r * a_step]);
 #pragma GCC unroll 2
-      for (int j = 0; j < kVectors; ++j) total[r][j] += x * row[j];
+      for (int j = 0; j < C; ++j) total[r][j] += x * row[j];
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) finish(r, j * kWidth, total[r][j]);
+    for (int j = 0; j < C; ++j) finish(r, j * kWidth, total[r][j]);
 }
 
 // c[i, j] (+)= sum_k a[i * row_step + k * depth_step] * b[k * b_step + j], for columns a multiple of kWidth.
