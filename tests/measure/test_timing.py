@@ -11,6 +11,7 @@ import pytest
 from capibara.errors import CapibaraError
 from capibara.measure import MeasureError, Row, Table, format_machine, interleaved, machine_description
 from capibara.measure.memory import memory_snapshot
+from capibara.measure.timing import _settle
 
 
 class Clock:
@@ -153,3 +154,38 @@ def test_memory_snapshot():
     assert after.host_peak is not None
     assert after.host_peak > 1_000_000
     assert "live arrays" in str(after)
+
+
+class _Processor:
+    """Time, and a second thread that runs until some moment; it is counted by ticks, as systems do."""
+
+    def __init__(self, until: float) -> None:
+        self.now, self.until = 0.0, until
+
+    def perf_counter(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        tick = 0.004
+        return self.now + min(self.now, self.until) // tick * tick
+
+
+@pytest.mark.parametrize(
+    ("until", "least", "most"), [(0.0, 0.01, 0.011), (0.03, 0.03, 0.051), (9.0, 0.1, 0.111)]
+)
+def test_threads_that_still_run_are_waited_for_but_not_forever(monkeypatch, until, least, most):
+    processor = _Processor(until)
+    monkeypatch.setattr("capibara.measure.timing.time", processor)
+    _settle()
+    assert least <= processor.now <= most
+
+
+def test_every_timed_call_begins_when_the_threads_rest(monkeypatch):
+    order = []
+    monkeypatch.setattr("capibara.measure.timing._settle", lambda: order.append("settle"))
+    interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, warmup=1)
+    assert order == ["a", "b", "settle", "a", "settle", "b", "settle", "b", "settle", "a"]

@@ -4,6 +4,10 @@ A machine's speed drifts: clocks change, other programs come and go. Timing all 
 that drift to one of them. Here each round times every function once, starting with another one each round,
 and ratios are taken within a round, so that a slow spell slows both sides alike. Medians are reported; a mean
 would report the worst interruption.
+
+What one function leaves behind is not charged to the next. Libraries that keep threads of their own let them spin
+after a call, in case another one comes: PyTorch's (libgomp's) do so for 5 to 8 ms on one of the cores, which made an
+attention of 4.4 ms on two cores take 6 to 9 when it came next. So the threads are waited for.
 """
 
 from __future__ import annotations
@@ -114,6 +118,25 @@ def _wait(result: Any) -> None:
         jax.block_until_ready(result)
 
 
+# Seconds to look for running threads, which systems count by ticks of up to 4 ms, and to wait for them at most.
+_WINDOW, _PATIENCE = 1e-2, 0.1
+
+
+def _settle() -> None:
+    """Wait until the process' other threads rest, without resting: a processor that slept is slow at first."""
+
+    def of_others() -> float:
+        return time.process_time() - time.thread_time()
+
+    end = time.perf_counter() + _PATIENCE
+    while (start := time.perf_counter()) < end:
+        before = of_others()
+        while time.perf_counter() < start + _WINDOW:
+            pass
+        if of_others() - before < _WINDOW / 10:
+            return
+
+
 def interleaved(
     functions: Mapping[str, Callable[[], Any]],
     rounds: int = 10,
@@ -122,6 +145,8 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Table:
     """Time functions in alternation: A B C, B C A, C A B, …
+
+    Before each call the threads that the one before has left running are waited for, 0.1 s at most.
 
     Args:
       functions: name to a function without arguments. JAX results are waited for; other libraries'
@@ -155,6 +180,7 @@ def interleaved(
     for turn in range(rounds):
         start_at = turn % len(names)
         for name in names[start_at:] + names[:start_at]:
+            _settle()
             start = clock()
             _wait(functions[name]())
             times[name].append(clock() - start)

@@ -5,17 +5,21 @@
 
 namespace CAPIBARA_ISA {
 
-constexpr int64_t kChunk = 512 / kQueryRows * kQueryRows;  // most query rows of one forward item
 constexpr float kFloor = -1e29f;  // a row whose best score lies below sees no key
 // Where no score can lie further from 0 than this, weights are taken relative to 0: no maximum has to be found first.
 constexpr float kNear = 60.0f;
+
+// Most query rows of a forward item, whose queries and results stay in the second-level cache.
+static int64_t most_rows(const Attention& a) {
+  return (padded(a.dim) + padded(a.value_dim) <= 128 ? 1024 : 512) / kQueryRows * kQueryRows;
+}
 
 // Query rows of a forward item: as many as may be, since every item packs its keys anew; but some items for every
 // thread.
 static int64_t chunk_rows(const Attention& a) {
   const int64_t others = most(a.batch * a.heads, 1), most_chunks = most(ceil_div(a.q_len, 2 * kQueryRows), 1);
   const int64_t wanted = least(ceil_div(4 * a.threads, others), most_chunks);
-  return up_to(ceil_div(a.q_len, most(ceil_div(a.q_len, kChunk), wanted)), kQueryRows);
+  return up_to(ceil_div(a.q_len, most(ceil_div(a.q_len, most_rows(a)), wanted)), kQueryRows);
 }
 
 static int64_t forward_items(const Attention& a) {
@@ -24,7 +28,7 @@ static int64_t forward_items(const Attention& a) {
 
 static int64_t forward_scratch(const Attention& a) {
   const int64_t dim = padded(a.dim), wide = padded(a.value_dim);
-  return kChunk * (dim + wide + 1 + kWidth) + kPitch * a.dim + kKeys * wide + kQueryRows * kPitch + 64;
+  return most_rows(a) * (dim + wide + 1 + kWidth) + kPitch * a.dim + kKeys * wide + kQueryRows * kPitch + 64;
 }
 
 // What one thread keeps while it works on an item.
@@ -156,10 +160,11 @@ static void forward(const Attention& a, int64_t item, float* scratch) {
   Forward f;
   f.dim = padded(a.dim), f.wide = padded(a.value_dim);
   f.query = scratch;
-  f.out = f.query + kChunk * f.dim;
-  f.total = f.out + kChunk * f.wide;
-  f.best = f.total + kChunk * kWidth;
-  f.keys = f.best + kChunk;
+  const int64_t room = most_rows(a);
+  f.out = f.query + room * f.dim;
+  f.total = f.out + room * f.wide;
+  f.best = f.total + room * kWidth;
+  f.keys = f.best + room;
   f.packed_values = f.keys + kPitch * a.dim;
   f.scores = f.packed_values + kKeys * f.wide;
 
