@@ -121,7 +121,7 @@ class Theirs:
         self.process.communicate()
 
 
-def run(rounds: int = 7) -> list[dict[str, Any]]:
+def run(rounds: int = 15) -> list[dict[str, Any]]:
     """Rows of ratios: ZipNN's time, or size, over Capibara's."""
     source, tensors = weights()
     here = sys.executable if importlib.util.find_spec("zipnn") else None
@@ -173,6 +173,6 @@ def run(rounds: int = 7) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     for row in run(parser.parse_args().rounds):
         print(row)

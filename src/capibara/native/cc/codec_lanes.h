@@ -40,16 +40,37 @@ static const Spread& spread() {
   return made;
 }
 
-// Eight entries of a table. A gather takes more time than eight loads, also where there is AVX-512 (measured on Zen 4).
-static inline __m256i look_up(const uint32_t* table, __m256i at) {
-  const auto two = [table](uint64_t i) {
-    return _mm_insert_epi32(_mm_cvtsi32_si128(int(table[uint32_t(i)])), int(table[i >> 32]), 1);
+// Four entries of a table. With AVX-512 each load fills its lane and leaves the others, which takes no turn of the units
+// that shuffle; of these there are few.
+static inline __m128i four_of(const uint32_t* table, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+#if defined(__AVX512VL__)
+  __m128i e = _mm_cvtsi32_si128(int(table[a]));
+  const auto fill = [&](__mmask8 lane, const uint32_t* from) {
+    asm("vpbroadcastd %2, %0%{%1%}" : "+v"(e) : "Yk"(lane), "m"(*from));
   };
-  const auto four = [&](__m128i i) {
-    return _mm_unpacklo_epi64(two(uint64_t(_mm_cvtsi128_si64(i))), two(uint64_t(_mm_extract_epi64(i, 1))));
+  fill(2, table + b);
+  fill(4, table + c);
+  fill(8, table + d);
+  return e;
+#else
+  const auto two = [table](uint32_t i, uint32_t j) {
+    return _mm_insert_epi32(_mm_cvtsi32_si128(int(table[i])), int(table[j]), 1);
   };
-  const __m128i low = four(_mm256_castsi256_si128(at)), high = four(_mm256_extracti128_si256(at, 1));
+  return _mm_unpacklo_epi64(two(a, b), two(c, d));
+#endif
+}
+
+static inline __m256i join(__m128i low, __m128i high) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+// Eight entries. A gather takes more time than eight loads, also where there is AVX-512 (measured on Zen 4).
+static inline __m256i look_up(const uint32_t* table, __m256i at) {
+  const auto four = [table](__m128i i) {
+    const uint64_t first = uint64_t(_mm_cvtsi128_si64(i)), second = uint64_t(_mm_extract_epi64(i, 1));
+    return four_of(table, uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32));
+  };
+  return join(four(_mm256_castsi256_si128(at)), four(_mm256_extracti128_si256(at, 1)));
 }
 #endif
 
@@ -61,9 +82,6 @@ static uint16_t* encode_steps(const uint8_t* symbols, int64_t steps, const capib
                               uint16_t* out) {
   uint32_t table[256];  // frequency - 1, and above its twelve bits the start
   for (int i = 0; i < 256; ++i) table[i] = ((kMask - parts[i].bias) & kMask) | parts[i].start << kScaleBits;
-  const auto two = [&table](const uint8_t* s) {
-    return _mm_insert_epi32(_mm_cvtsi32_si128(int(table[s[0]])), int(table[s[1]]), 1);
-  };
   const auto& order = spread().from;
   const __m256i mask = _mm256_set1_epi32(int(kMask)), one = _mm256_set1_epi32(1);
   const __m256i low = _mm256_set1_epi32(0xffff), sixteen = _mm256_set1_epi32(16);
@@ -73,8 +91,7 @@ static uint16_t* encode_steps(const uint8_t* symbols, int64_t steps, const capib
   for (const uint8_t* at = symbols + (steps - 1) * kLanes; at >= symbols; at -= kLanes)
     for (int i = 3; i >= 0; --i) {
       const uint8_t* s = at + 8 * i;
-      const __m128i first = _mm_unpacklo_epi64(two(s), two(s + 2)), second = _mm_unpacklo_epi64(two(s + 4), two(s + 6));
-      const __m256i entry = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
+      const __m256i entry = join(four_of(table, s[0], s[1], s[2], s[3]), four_of(table, s[4], s[5], s[6], s[7]));
       const __m256i most = _mm256_and_si256(entry, mask);  // frequency - 1
       const __m256i frequency = _mm256_add_epi32(most, one);
       __m256i x = v[i];
