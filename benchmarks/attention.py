@@ -2,7 +2,9 @@
 
 float32, the large shapes of ``capibara.ops.attention.specs``, timed in alternation in one process. The peers are
 ``jax.nn.dot_product_attention`` and ``torch.nn.functional.scaled_dot_product_attention``; each gets its arrays in
-the spec's layout and gives its result in it, so that a transpose one of them needs is part of its time.
+the spec's layout and gives its result in it, so that a transpose one of them needs is part of its time. The last
+row of each compares with what the cores can do: a matrix product with as many operations as the scores that a causal
+mask leaves need, two products forward and five backward.
 
 ``peak_mib`` is how far the process's resident memory rises during a call, its results included: XLA's own figures
 know nothing of what a native kernel or PyTorch allocates. The kernel resets the mark on request, on Linux.
@@ -16,6 +18,7 @@ import gc
 import re
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import numpy as np
 __all__ = ["run"]
 
 JAX, TORCH = "jax.nn.dot_product_attention", "torch scaled_dot_product_attention"
+LIMIT = "a matrix product of as many operations"
 
 
 def _jax_pair(function: Callable[..., Any], arrays: list[np.ndarray]) -> dict[str, Callable[[], Any]]:
@@ -64,6 +68,21 @@ def _torch_pair(bhsd: bool, arrays: list[np.ndarray]) -> dict[str, Callable[[], 
         attend(*inputs).backward(out_grad)
 
     return {"forward": forward, "forward + backward": backward}
+
+
+def _limit_pair(query: tuple[int, ...], bhsd: bool) -> dict[str, Callable[[], Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    batch, heads, length, dim = query if bhsd else (query[0], query[2], query[1], query[3])
+    scores = batch * heads * length * (length + 1) // 2
+    product, size = jax.jit(jnp.matmul), 1024
+    b = jnp.ones((size, size), jnp.float32)
+    pair = {}
+    for what, products in (("forward", 2), ("forward + backward", 7)):
+        a = jnp.ones((max(products * dim * scores // size**2, 1), size), jnp.float32)
+        pair[what] = partial(product, a, b)
+    return pair
 
 
 def _resident(name: str) -> float:
@@ -119,6 +138,7 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
             "capibara": _jax_pair(ours, arrays),
             JAX: _jax_pair(plain, arrays),
             TORCH: _torch_pair(bhsd, arrays),
+            LIMIT: _limit_pair(shapes["query"], bhsd),
         }
         for what in ("forward", "forward + backward"):
             table = interleaved({name: side[what] for name, side in sides.items()}, rounds)
@@ -136,7 +156,7 @@ def run(rounds: int = 9) -> list[dict[str, Any]]:
                     "peak_mib": peaks["capibara"],
                     "peer_peak_mib": peaks[peer],
                 }
-                for peer in (JAX, TORCH)
+                for peer in (JAX, TORCH, LIMIT)
             ]
     return rows
 
