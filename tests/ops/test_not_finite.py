@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from capibara.ops import list_ops
+from capibara.ops.attention import flash_attention
 from capibara.ops.conv import causal_conv1d, conv1d, conv2d, winograd_conv2d
 from capibara.ops.errors import NoImplementationError
 from capibara.ops.fft import radix_optimized_fft
@@ -410,3 +411,26 @@ def test_tropical_products_lose_rows_and_columns_with_nan():
     want = np.where(lost[:, None] | np.isnan(b).any(0), np.nan, terms.max(1))
     for name, got in every("tropical_matmul", lambda name: matmul(a, b, implementation=name)).items():
         same(got, want, name)
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value", "value inf"])
+def test_in_attention_they_reach_all_that_see_them(what):
+    """Others are as without, or have what the plain form has there: a weight of zero times what is not finite."""
+    arrays = {name: normal(1, 2, 70, 16) for name in ("query", "key", "value")}
+    at, number, changed = 40, np.inf if "inf" in what else np.nan, what.split()[0]
+    attend = partial(flash_attention, use_causal_mask=True)
+    clean = np.asarray(attend(**arrays, implementation="reference"))
+    arrays[changed] = put(arrays[changed], ((0, 1, at, 3), number))
+    reached = np.zeros(clean.shape, bool)
+    reached[0, 1, at : at + 1 if changed == "query" else None, 3 if changed == "value" else slice(None)] = (
+        True
+    )
+    allowed = reached.copy()
+    if changed != "query":
+        allowed[0, 1] |= reached[0, 1, at]
+    for name, got in every("flash_attention", lambda i: attend(**arrays, implementation=i)).items():
+        got = np.asarray(got)
+        wanted = np.isposinf(got) if number == np.inf else np.isnan(got)
+        assert wanted[reached].all(), name
+        assert (np.isnan(got) | np.isclose(got, clean, 2e-4, 2e-4))[allowed & ~reached].all(), name
+        np.testing.assert_allclose(got[~allowed], clean[~allowed], rtol=2e-4, atol=2e-4, err_msg=name)

@@ -162,7 +162,8 @@ def flash_attention(
 
     Returns:
       The output, in the query's layout and dtype, with the value's last axis. A query that sees no key gets
-      zeros.
+      zeros. A NaN reaches all queries that see its key; keys that a mask hides are left out where blocks allow it,
+      so that fewer queries may have one than in the plain form, which multiplies them by zero.
 
     Raises:
       OpShapeError: shapes do not fit; OpTypeError: a wrong type or dtype; OpValueError: an option out of
