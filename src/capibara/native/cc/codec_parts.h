@@ -9,6 +9,11 @@
 #include <thread>
 #include <vector>
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #include "codec.h"
 #include "isa.h"
 
@@ -29,6 +34,20 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline int bit_length(uint64_t n) { return n ? 64 - __builtin_clzll(n) : 0; }
 
+// Sends a new thread to the other processors. After an idle moment Linux may begin it on the caller's, where it waits for
+// the end of the caller's turn: 3 to 4 ms of 17 for a model of 45 MB.
+inline void send_away(std::thread& thread) {
+#if defined(__linux__)
+  cpu_set_t others;
+  const int here = sched_getcpu();
+  if (here < 0 || here >= CPU_SETSIZE || pthread_getaffinity_np(pthread_self(), sizeof others, &others) != 0) return;
+  CPU_CLR(here, &others);
+  if (CPU_COUNT(&others) > 0) pthread_setaffinity_np(thread.native_handle(), sizeof others, &others);
+#else
+  (void)thread;
+#endif
+}
+
 // Runs work(i) for every i, on up to `threads` threads; without threads to be had, on this one.
 template <typename Work>
 void each(int threads, int64_t items, Work work) {
@@ -45,6 +64,7 @@ void each(int threads, int64_t items, Work work) {
   crew.reserve(size_t(std::max(threads, 1)));
   for (int64_t t = 1; t < std::min<int64_t>(threads, items); ++t) try {
       crew.emplace_back(take);
+      send_away(crew.back());
     } catch (const std::system_error&) {
       break;
     }
