@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation import emulated
 
 from capibara import compose as ml
 
@@ -145,7 +146,7 @@ def test_device_of_the_backend_and_the_arguments_device() -> None:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
         env={
             **__import__("os").environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": emulated(2),
             "JAX_PLATFORMS": "cpu",
         },
         capture_output=True,

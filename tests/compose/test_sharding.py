@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emulation import emulated
 from other_process import run_apart
 from tpu_compiler import environment, needs_libtpu
 
@@ -161,9 +162,8 @@ def ran(code: str, *args: str, **env: str) -> dict[str, Any]:
 
 
 @cache
-def emulated(rows: int, columns: int) -> dict[str, Any]:
-    flag = f"--xla_force_host_platform_device_count={rows * columns}"
-    return ran(EMULATED, json.dumps([rows, columns]), XLA_FLAGS=flag)
+def results(rows: int, columns: int) -> dict[str, Any]:
+    return ran(EMULATED, json.dumps([rows, columns]), XLA_FLAGS=emulated(rows * columns))
 
 
 # The longest sums have 64 terms, in float32, and devices add in another order.
@@ -181,7 +181,7 @@ def agrees(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 8), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mlp", "block"])
 def test_a_mesh_gives_what_one_device_gives(mesh: tuple[int, int], name: str) -> None:
-    found = emulated(*mesh)[name]
+    found = results(*mesh)[name]
     agrees(found)
     assert found["devices"] == [mesh[0] * mesh[1]]
     assert "'data'" in found["inputs"]["['x']"]
@@ -189,44 +189,44 @@ def test_a_mesh_gives_what_one_device_gives(mesh: tuple[int, int], name: str) ->
 
 
 def test_parameters_are_split_over_both_axes() -> None:
-    specs = emulated(2, 2)["mlp"]["specs"]
+    specs = results(2, 2)["mlp"]["specs"]
     assert specs["['linear']['weight']"].endswith("('data', 'model')")
     assert specs["['linear_1']['weight']"].endswith("('model', 'data')")
     assert "('model'," in specs["['linear']['bias']"]
-    block = emulated(2, 2)["block"]["specs"]
+    block = results(2, 2)["block"]["specs"]
     assert block["['attend']['query']['weight']"].endswith("('data', 'model', None)"), block
 
 
 def test_a_mesh_may_be_smaller_than_the_machine() -> None:
-    found = emulated(2, 2)["smaller"]
+    found = results(2, 2)["smaller"]
     agrees(found)
     assert found["devices"] == [2]
 
 
 def test_meshes_with_explicit_axes() -> None:
-    found = emulated(2, 2)["explicit"]
+    found = results(2, 2)["explicit"]
     agrees(found)
     # What comes back has the axes of the mesh that was given.
     assert found["kinds"] == ["Explicit"]
-    assert emulated(2, 2)["mlp"]["kinds"] == ["Auto"]
+    assert results(2, 2)["mlp"]["kinds"] == ["Auto"]
 
 
 def test_explicit_axes_that_surround_a_call() -> None:
-    agrees(emulated(2, 2)["surrounding"])
+    agrees(results(2, 2)["surrounding"])
 
 
 def test_explicit_arrays_for_a_backend_without_a_mesh() -> None:
-    assert max(emulated(2, 2)["no mesh"].values()) < CLOSE
+    assert max(results(2, 2)["no mesh"].values()) < CLOSE
 
 
 def test_parameters_on_one_device_are_not_those_of_a_mesh() -> None:
-    found = emulated(2, 2)["elsewhere"]
+    found = results(2, 2)["elsewhere"]
     assert "params['linear']['bias'] is on" in found
     assert "propose_shardings" in found
 
 
 def test_explicit_axes_in_a_trace_need_the_layout_of_outputs() -> None:
-    found = emulated(2, 2)
+    found = results(2, 2)
     assert "jax.sharding.auto_axes" in found["traced"]
     assert found["told"] < CLOSE
     assert found["back"]
@@ -234,7 +234,7 @@ def test_explicit_axes_in_a_trace_need_the_layout_of_outputs() -> None:
 
 @cache
 def attention() -> dict[str, Any]:
-    return ran(ATTENTION, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    return ran(ATTENTION, XLA_FLAGS=emulated(4))
 
 
 def test_attention_on_explicit_axes() -> None:

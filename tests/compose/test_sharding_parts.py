@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from emulation import emulated
 from other_process import run_apart
 from tpu_compiler import environment, needs_libtpu
 
@@ -199,8 +200,7 @@ def ran(code: str, *args: str, **env: str) -> dict[str, Any]:
 
 @cache
 def decoders(rows: int, columns: int) -> dict[str, Any]:
-    flag = f"--xla_force_host_platform_device_count={rows * columns}"
-    return ran(DECODERS, json.dumps([rows, columns]), XLA_FLAGS=flag)
+    return ran(DECODERS, json.dumps([rows, columns]), XLA_FLAGS=emulated(rows * columns))
 
 
 # Sums in float32, which devices add in another order.
@@ -222,7 +222,7 @@ def test_a_decoder_on_parts_learns_what_it_does_on_one_device(mesh: tuple[int, i
 
 @cache
 def around() -> dict[str, Any]:
-    return ran(AROUND, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    return ran(AROUND, XLA_FLAGS=emulated(4))
 
 
 def test_what_surrounds_a_call() -> None:

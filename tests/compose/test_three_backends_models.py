@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulation import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -341,7 +342,7 @@ from capibara import compose as ml
 """
 
 
-def run(source: str, blocked: set[str], flags: str = "") -> str:
+def run(source: str, blocked: set[str], devices: int = 1) -> str:
     import os
 
     text = BLOCKED.format(blocked=blocked) + textwrap.dedent(source)
@@ -350,7 +351,7 @@ def run(source: str, blocked: set[str], flags: str = "") -> str:
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "XLA_FLAGS": flags},
+        env={**os.environ, "XLA_FLAGS": emulated(devices)},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -445,6 +446,6 @@ def test_sharded_arrays() -> None:
         print("done")
         """,
         set(),
-        "--xla_force_host_platform_device_count=4",
+        devices=4,
     )
     assert out.strip() == "done"

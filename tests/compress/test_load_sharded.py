@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulation import emulated
 
 from capibara.compress.container import ArchiveWriter
 from capibara.compress.errors import CompressError
@@ -38,7 +39,7 @@ def test_each_device_gets_its_part(tmp_path, monkeypatch):
         archive.add("scalar", counting((), "<f4").view("<u4").reshape(1), get_format("F32"), ())
         assert len(archive.entries[0].chunks) == 8
     script = Path(__file__).parents[1] / "support" / "sharded_loading.py"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": emulated(8)}
     out = subprocess.run(
         [sys.executable, str(script), str(path)],
         env=env,

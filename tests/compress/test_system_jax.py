@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -179,7 +180,7 @@ with SystemIntegrationCoordinator(SystemConfiguration(jax_backend="cpu", jax_par
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": emulated(4),
     }
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True,
                           timeout=300, check=False)  # fmt: skip

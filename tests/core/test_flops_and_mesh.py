@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from emulation import emulated
 from small_models import small_config, small_params, small_tokens
 
 from capibara.core import ModularCapibaraModel
@@ -102,7 +103,7 @@ PROGRAM = textwrap.dedent(
 
 
 def on_32_devices(pattern: list[str]) -> dict[str, Any]:
-    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=32", JAX_PLATFORMS="cpu")
+    env = dict(os.environ, XLA_FLAGS=emulated(32), JAX_PLATFORMS="cpu")
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM, json.dumps(pattern)],

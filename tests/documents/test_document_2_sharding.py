@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from emulation import emulated
+
 SNIPPETS = """
     from capibara.jax.tpu_v4.optimizations import (
         create_mesh_sharding,
@@ -87,7 +89,7 @@ def test_sharding_and_training_mesh(tmp_path: Path) -> None:
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=32",
+            "XLA_FLAGS": emulated(32),
         },
         capture_output=True,
         text=True,

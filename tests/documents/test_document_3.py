@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from emulation import emulated
 from jax.sharding import PartitionSpec
 
 
@@ -126,7 +127,7 @@ def test_mesh_sharding_and_policy_on_32_emulated_devices(tmp_path):
     )
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=32",
+        "XLA_FLAGS": emulated(32),
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(

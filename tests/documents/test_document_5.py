@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from document_5 import SNIPPETS
+from emulation import emulated
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -65,7 +66,7 @@ def guide(devices: int) -> dict[str, Any]:
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": emulated(devices),
         "PYTHONPATH": str(SUPPORT),
     }
     command = [sys.executable, "-c", RUNNER]

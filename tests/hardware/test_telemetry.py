@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation import emulated
 
 from capibara.hardware import CpuTimes, cpu_times, device_memory, live_array_bytes
 
@@ -78,7 +79,7 @@ def test_shards_count_on_each_of_their_devices():
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "XLA_FLAGS": emulated(4),
         },
         capture_output=True,
         text=True,

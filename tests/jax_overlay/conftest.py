@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from emulation import emulated
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +21,7 @@ def fresh_python() -> Callable[..., Any]:
     def run(code: str, *, devices: int | None = None, arguments: tuple[str, ...] = ()) -> Any:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
         if devices is not None:
-            environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+            environment["XLA_FLAGS"] = emulated(devices)
         command = [sys.executable, "-W", "error", *arguments, "-c", textwrap.dedent(code)]
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=300, check=False

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation import emulated
 from tpu_compiler import environment, needs_libtpu
 
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
@@ -53,12 +54,7 @@ def _run(command: list[str], environ: dict[str, str]) -> str:
     ],
 )
 def test_on_emulated_devices(rows: int, columns: int, checks: list[str]):
-    flags = os.environ.get("XLA_FLAGS", "")
-    environ = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={rows * columns}",
-    }
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": emulated(rows * columns)}
     out = _run([sys.executable, str(CHECKS), str(rows), str(columns), *checks], environ)
     assert [line.split()[0] for line in out.splitlines()] == checks
 

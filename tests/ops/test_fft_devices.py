@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from emulation import emulated
 from tpu_compiler import environment, needs_libtpu
 
 MESH = """
@@ -105,7 +106,7 @@ with jax.set_mesh(explicit):
 def test_over_devices():
     variables = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": emulated(8, quick=True),
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(

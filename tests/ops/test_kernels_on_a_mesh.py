@@ -6,6 +6,7 @@ Pallas's interpreter has no types for what varies over a mesh in such a loop: so
 from __future__ import annotations
 
 import pytest
+from emulation import emulated
 from other_process import run_apart
 
 SCRIPT = r"""
@@ -51,9 +52,7 @@ print("RESULT", json.dumps(out))
 
 
 def test_kernels_inside_shard_map_are_the_reference() -> None:
-    found = run_apart(
-        SCRIPT, XLA_FLAGS="--xla_force_host_platform_device_count=32 --xla_backend_optimization_level=0"
-    )
+    found = run_apart(SCRIPT, XLA_FLAGS=emulated(32, quick=True))
     assert found == pytest.approx(
         {"tropical.matmul": 0, "quantised_matmul": 0, "paged_attention": 0}, abs=1e-5
     )

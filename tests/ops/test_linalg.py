@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation import emulated
 
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
 from capibara.ops.linalg import cholesky_update, fast_svd, gemm, optimized_gemm, qr
@@ -448,7 +449,7 @@ def test_inside_shard_map_and_over_explicit_axes():
     """
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": emulated(4),
         "JAX_PLATFORMS": "cpu",
     }
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environment)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import make, oracle
+from emulation import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import instruction_sets
@@ -420,7 +421,7 @@ for a, b in zip(gradients, wanted):
     assert a.sharding.is_equivalent_to(parted[0].sharding, 4)
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 """
-    out = _python(code, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    out = _python(code, XLA_FLAGS=emulated(4))
     assert out.startswith("flash_attention on cpu: cpu")
     assert "not native: there are 4 CPU devices" in out
 

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from emulation import emulated
+
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -32,7 +34,7 @@ np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 def test_arrays_along_explicit_axes():
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": emulated(2, quick=True),
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

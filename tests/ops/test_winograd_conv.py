@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation import emulated
 
 from capibara.measure import count_flops
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
@@ -293,7 +294,7 @@ with jax.set_mesh(mesh):
 def test_inside_shard_map_and_on_explicit_meshes():
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=32 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": emulated(32, quick=True),
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(

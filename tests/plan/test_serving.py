@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from emulation import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpu_compiler import needs_libtpu
@@ -346,7 +347,7 @@ def served(*arguments: str) -> dict[str, Any]:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": emulated(4),
     }
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "served_tokens.py"), *arguments],

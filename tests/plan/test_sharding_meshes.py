@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from emulation import emulated
 from other_process import run_apart
 
 from capibara.errors import ConfigError
@@ -150,7 +151,7 @@ print("RESULT" + json.dumps(out))
 
 @cache
 def found() -> dict[str, Any]:
-    return run_apart(PROGRAM, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    return run_apart(PROGRAM, XLA_FLAGS=emulated(8))
 
 
 def test_a_mesh_of_chosen_devices() -> None:

@@ -1,9 +1,9 @@
-"""Every operation inside ``jax.shard_map`` on 4 × 8 emulated devices: ``python mesh_cases.py CATEGORY…``.
+"""Every operation on 4 × 8 emulated devices: ``python mesh_cases.py CATEGORY…``.
 
 A case is a call on the whole arrays and how they lie on the mesh. Its value and the gradient of a sum over its results
-are computed inside ``jax.shard_map`` and compared with those of an oracle on the whole arrays (the operation's
-reference, or plain NumPy or JAX) on one device. Prints a line of JSON: for each case the largest difference, relative
-to the oracle's largest number.
+are computed inside ``jax.shard_map`` (``manual``), or on arrays of a mesh whose axes are ``explicit``, and compared
+with those of an oracle on the whole arrays (the operation's reference, or plain NumPy or JAX) on one device. Prints a
+line of JSON: for each way and case the largest difference, relative to the oracle's largest number.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara.ops import attention, collective, conv, fft, linalg, scan, tropical, vq
@@ -33,7 +33,11 @@ RANDOM = np.random.default_rng(0)
 
 @dataclass(frozen=True)
 class Case:
-    """``function(*arrays)`` inside ``shard_map`` and ``oracle(*arrays)`` on the whole arrays."""
+    """``function(*arrays)`` inside ``shard_map`` and ``oracle(*arrays)`` on the whole arrays.
+
+    With ``own`` the function works on a device's own part or names mesh axes, and has no meaning outside of
+    ``shard_map``; ``whole`` is then, if there is one, the operation for arrays that lie over a mesh.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -43,6 +47,8 @@ class Case:
     out: Any = ALL
     gradient: bool = True
     check_vma: bool = True
+    own: bool = False
+    whole: Callable[..., Any] | None = None
 
 
 def draw(*shape: int) -> jax.Array:
@@ -111,7 +117,22 @@ def attention_cases() -> list[Case]:
         page = 2 * rows + jnp.take_along_axis(table, slots // 4, 1)
         return tuple(p.at[page, slots % 4].set(x) for p, x in ((keys, key), (values, value)))
 
-    cases.append(Case("write_pages", attention.write_pages, write, written, (ALL,) * 6, (ALL, ALL)))
+    def write_own(keys: Any, values: Any, table: Any, *more: Any) -> Any:
+        return attention.write_pages(keys, values, table + 2 * np.arange(32, dtype=np.int32)[:, None], *more)
+
+    pair = (ALL, ALL)
+    cases.append(
+        Case(
+            "write_pages",
+            attention.write_pages,
+            write,
+            written,
+            (ALL,) * 6,
+            pair,
+            own=True,
+            whole=write_own,
+        )
+    )
     return cases
 
 
@@ -253,6 +274,7 @@ def fft_cases() -> list[Case]:
                 (draw(rows, 64),),
                 (P(*BOTH),),
                 (P(*BOTH), P(*BOTH)),
+                own=True,
             )
             for rows, name in ((4, "matmul"), (32, "auto"))
         ),
@@ -281,6 +303,8 @@ def vq_cases() -> list[Case]:
             (s, x),
             (EACH, ALL),
             (ALL, ALL, metrics, EACH),
+            own=True,
+            whole=partial(summed, f, None),
         )
         for name, f, s in (
             ("vector_quantise", vq.vector_quantise, state),
@@ -301,7 +325,14 @@ def vq_cases() -> list[Case]:
         simple("nearest_code cosine", partial(vq.nearest_code, metric="cosine"), (x, codebook), (ALL, EACH)),
         *learned,
         Case(
-            "update_codebook", partial(move, axis_name=BOTH), move, (state, x, index), (EACH, ALL, ALL), EACH
+            "update_codebook",
+            partial(move, axis_name=BOTH),
+            move,
+            (state, x, index),
+            (EACH, ALL, ALL),
+            EACH,
+            own=True,
+            whole=move,
         ),
         same("dequantise", vq.dequantise, (codebook, index), (EACH, ALL)),
     ]
@@ -318,6 +349,13 @@ def tropical_cases() -> list[Case]:
         simple("matmul min_plus", partial(product, semiring="min_plus"), (-a, b), (ALL, ALL)),
         simple("matmul relaxed", partial(product, temperature=0.5), (draw(32, 3, 4), b), (ALL, ALL)),
         simple("matmul argmax", partial(product, return_argmax=True), (a, b), (ALL, ALL), (ALL, ALL)),
+        simple(
+            "matmul rows and columns",
+            product,
+            (draw(8, 3), draw(3, 16)),
+            (P("data"), P(None, "model")),
+            P("data", "model"),
+        ),
         simple("matvec", tropical.matvec, (draw(32, 3, 4), draw(32, 4)), (ALL, ALL)),
         simple("closure", tropical.closure, (-graph,), (ALL,)),
         simple("shortest_paths", tropical.shortest_paths, (graph,), (ALL,)),
@@ -339,7 +377,7 @@ def collective_cases() -> list[Case]:
 
     wide, weight = draw(32, 16), draw(16, 12)
     row = P(None, "model")
-    return [
+    cases = [
         *(
             Case(
                 f"async_all_reduce {kind}",
@@ -410,6 +448,7 @@ def collective_cases() -> list[Case]:
             P("model"),
         ),
     ]
+    return [replace(case, own=True) for case in cases]
 
 
 CATEGORIES: dict[str, Callable[[], list[Case]]] = {
@@ -462,25 +501,41 @@ def difference(got: list[Any], want: list[Any]) -> float:
     return worst
 
 
-def run(category: str) -> dict[str, Any]:
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 8), BOTH)
+def on_devices(functions: list[Any], cases: list[Case], arrays: list[Any]) -> list[Any]:
+    def all_of_them(arrays: list[Any]) -> list[Any]:
+        return [
+            value_and_gradient(f, c.gradient, a) for f, c, a in zip(functions, cases, arrays, strict=True)
+        ]
+
+    return jax.jit(all_of_them)(arrays)
+
+
+def run(category: str) -> dict[str, dict[str, float]]:
+    """For each way the differences of the cases that have it."""
     cases = CATEGORIES[category]()
     names = [c.name for c in cases]
     assert len(set(names)) == len(names), f"two cases of one name: {names}"
+    want = on_devices([c.oracle for c in cases], cases, [c.arrays for c in cases])
 
-    def on_the_mesh(arrays: list[Any]) -> list[Any]:
-        mapped = [
-            jax.shard_map(c.function, mesh=mesh, in_specs=c.specs, out_specs=c.out, check_vma=c.check_vma)
-            for c in cases
-        ]
-        return [value_and_gradient(f, c.gradient, a) for f, c, a in zip(mapped, cases, arrays, strict=True)]
+    mesh = jax.make_mesh((4, 8), BOTH, axis_types=(AxisType.Auto,) * 2)
+    mapped = [
+        jax.shard_map(c.function, mesh=mesh, in_specs=c.specs, out_specs=c.out, check_vma=c.check_vma)
+        for c in cases
+    ]
+    got = on_devices(mapped, cases, [c.arrays for c in cases])
+    manual = {name: difference(a, b) for name, a, b in zip(names, got, want, strict=True)}
 
-    def whole(arrays: list[Any]) -> list[Any]:
-        return [value_and_gradient(c.oracle, c.gradient, a) for c, a in zip(cases, arrays, strict=True)]
-
-    arrays = [c.arrays for c in cases]
-    got, want = jax.jit(on_the_mesh)(arrays), jax.jit(whole)(arrays)
-    return {c.name: difference(a, b) for c, a, b in zip(cases, got, want, strict=True)}
+    known = dict(zip(names, want, strict=True))
+    cases = [c for c in cases if c.whole or not c.own]
+    mesh = jax.make_mesh((4, 8), BOTH, axis_types=(AxisType.Explicit,) * 2)
+    specs = [jax.tree.broadcast(c.specs, c.arrays, is_leaf=lambda x: isinstance(x, P)) for c in cases]
+    laid = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    with jax.set_mesh(mesh):
+        got = on_devices(
+            [c.whole or c.function for c in cases], cases, jax.device_put([c.arrays for c in cases], laid)
+        )
+    explicit = {c.name: difference(a, known[c.name]) for c, a in zip(cases, got, strict=True)}
+    return {"manual": manual, "explicit": explicit}
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from emulation import emulated
 from other_process import run_apart
 from tiny_model import TinyModel
-from tiny_run import QUICK_COMPILE, tiny_config, tiny_corpus
+from tiny_run import tiny_config, tiny_corpus
 
 from capibara.errors import ConfigError
 from capibara.plan import Layout
@@ -130,7 +131,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         JAX_COMPILATION_CACHE_DIR=str(base / "compiled"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
-        XLA_FLAGS=f"{QUICK_COMPILE} --xla_force_host_platform_device_count=8",
+        XLA_FLAGS=emulated(8, quick=True),
     )
 
 
@@ -221,7 +222,7 @@ print("RESULT", json.dumps(out))
 
 def test_the_step_is_the_one_that_was_planned() -> None:
     layouts = [LAYOUTS["tensor"].to_json(), {**LAYOUTS["host"].to_json(), "remat": "dots"}]
-    found = run_apart(SAME, json.dumps(layouts), XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    found = run_apart(SAME, json.dumps(layouts), XLA_FLAGS=emulated(8))
     assert found == [[True, True], [True, True]]
 
 

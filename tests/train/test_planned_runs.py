@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import QUICK_COMPILE, TEXT, python, tiny_config
+from emulation import emulated
+from tiny_run import TEXT, python, tiny_config
 
 from capibara.cli import train as verb
 from capibara.config import ModularModelConfig
@@ -150,7 +151,7 @@ def test_train_takes_a_plan(tmp_path: Path) -> None:
     path = written(tmp_path, "lock")
 
     def run(devices: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-        flags = f"{QUICK_COMPILE} --xla_force_host_platform_device_count={devices}"
+        flags = emulated(devices, quick=True)
         text = str(tmp_path / "text.txt")
         return python(str(ENTRY), "train", text, "--plan", str(path), *arguments, env={"XLA_FLAGS": flags})
 

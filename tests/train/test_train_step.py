@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from emulation import emulated
 from tiny_model import TinyModel
-from tiny_run import QUICK_COMPILE, python, tiny_config
+from tiny_run import python, tiny_config
 
 from capibara.errors import ConfigError
 from capibara.train.batches import BatchSampler
@@ -149,7 +150,7 @@ def test_four_devices_give_the_losses_of_one() -> None:
         "-c",
         FOUR_DEVICES,
         env={
-            "XLA_FLAGS": f"{QUICK_COMPILE} --xla_force_host_platform_device_count=4",
+            "XLA_FLAGS": emulated(4, quick=True),
             "PYTHONPATH": str(support),
         },
     )

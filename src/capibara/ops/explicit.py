@@ -3,17 +3,24 @@
 ``jax.make_mesh`` makes axes whose shardings are part of an array's type: each primitive then has to say how its
 result is laid out, and a reshape that merges two sharded dimensions is an error. The inside of an operation is
 better left to the compiler: :func:`automatic` runs it with automatic axes, and states the layout of the result.
+:func:`over_explicit_axes` makes a public function do so by itself.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-__all__ = ["automatic", "explicit_sharding"]
+__all__ = ["Dims", "automatic", "explicit_sharding", "join_dims", "over_explicit_axes"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+Dims = tuple[Any, ...]  # for each dimension of an array the mesh axes that it lies over, or None
 
 
 def explicit_sharding(*arrays: Any) -> NamedSharding | None:
@@ -26,7 +33,16 @@ def explicit_sharding(*arrays: Any) -> NamedSharding | None:
     return None
 
 
-def automatic(function: Callable[..., jax.Array], arrays: Sequence[Any], kept: int) -> jax.Array:
+def join_dims(*several: Dims) -> Dims:
+    """How what broadcasts from several arrays lies: the first that says anything about a dimension is right."""
+    rank = max(map(len, several))
+    padded = [(None,) * (rank - len(dims)) + dims for dims in several]
+    return tuple(
+        next((axes for axes in each if axes is not None), None) for each in zip(*padded, strict=True)
+    )
+
+
+def automatic(function: Callable[..., Any], arrays: Sequence[Any], kept: int) -> Any:
     """``function(*arrays)`` with the explicit mesh axes of the arrays made automatic in it.
 
     Equivalent JAX: ``jax.sharding.auto_axes(function, axes=…, out_sharding=…)(*arrays)``.
@@ -34,23 +50,96 @@ def automatic(function: Callable[..., jax.Array], arrays: Sequence[Any], kept: i
     Args:
       function: Of the arrays; those that are None stay None.
       arrays: At least one has explicit axes.
-      kept: The result is laid out as the first array in its first ``kept`` dimensions, and whole in the others.
+      kept: The results are laid out as the first array in its first ``kept`` dimensions, and whole in the others.
     """
+    return _run(function, arrays, PartitionSpec(*_laid(arrays[0])[:kept]))
+
+
+def over_explicit_axes(*names: str, out: Callable[..., Any]) -> Callable[[_F], _F]:
+    """A function of arrays that also takes those of a mesh with explicit axes.
+
+    Args:
+      names: of its parameters that are arrays or pytrees of them.
+      out: is given the :data:`Dims` of each of these (``()`` where it is missing), or pytrees of them, and says those
+        of the result, or a list of those of several results. A mesh axis that is in two dimensions then stays in the
+        first.
+    """
+
+    def mark(function: _F) -> _F:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def over(*args: Any, **options: Any) -> Any:
+            if explicit_sharding(*jax.tree.leaves((args, options))) is None:
+                return function(*args, **options)
+            given = signature.bind(*args, **options).arguments
+            leaves, tree = jax.tree.flatten({name: given[name] for name in names if name in given})
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+            arrays = [leaves[i] for i in places]
+            if explicit_sharding(*arrays) is None:
+                return function(*args, **options)
+
+            def inner(*traced: Any) -> Any:
+                filled = list(leaves)
+                for i, array in zip(places, traced, strict=True):
+                    filled[i] = array
+                return function(**{**given, **jax.tree.unflatten(tree, filled)})
+
+            try:
+                laid = out(*(_laid(given.get(name)) for name in names))
+            except (AttributeError, KeyError, TypeError):  # no arrays where they should be
+                return function(*args, **options)  # says so
+            return _run(inner, arrays, _specs(laid))
+
+        return over  # pyright: ignore[reportReturnType]
+
+    return mark
+
+
+def _laid(tree: Any) -> Any:
+    return () if tree is None else jax.tree.map(_dims, tree)
+
+
+def _specs(laid: Any) -> Any:
+    if isinstance(laid, list):
+        return tuple(map(_specs, laid))
+    return {name: _specs(each) for name, each in laid.items()} if isinstance(laid, dict) else _spec(laid)
+
+
+def _dims(array: Any) -> Dims:
+    found = explicit_sharding(array)
+    spec = () if found is None else tuple(found.spec)
+    return (*spec, *[None] * (np.ndim(array) - len(spec)))
+
+
+def _spec(dims: Sequence[Any]) -> PartitionSpec:
+    """``dims`` with no mesh axis in two dimensions."""
+    seen: set[Any] = set()
+    free = []
+    for axes in dims:
+        each = {axes} if isinstance(axes, str) else set(axes or ())
+        free.append(None if each & seen else axes)
+        seen |= each
+    return PartitionSpec(*free)
+
+
+def _run(function: Callable[..., Any], arrays: Sequence[Any], specs: Any) -> Any:
     found = explicit_sharding(*arrays)
     assert found is not None
     mesh = found.mesh
-    own = explicit_sharding(arrays[0])
-    spec = PartitionSpec() if own is None else PartitionSpec(*own.spec[:kept])
     axes = tuple(
         n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
     )
     present = [i for i, array in enumerate(arrays) if array is not None]
 
-    def inner(*given: Any) -> jax.Array:
+    def inner(*given: Any) -> Any:
         row = [None] * len(arrays)
         for place, array in zip(present, given, strict=True):
             row[place] = array
         return function(*row)
 
-    run: Any = jax.sharding.auto_axes(inner, axes=axes, out_sharding=NamedSharding(mesh, spec))
+    laid = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    run: Any = jax.sharding.auto_axes(inner, axes=axes, out_sharding=laid)
     return run(*(arrays[i] for i in present))

@@ -31,9 +31,12 @@ constexpr bool kIntegers = false;
 constexpr int kSteps = 1;
 #endif
 
-// Rows of a tile; one with indices needs twice the registers.
-template <By kBy, bool kIndex>
-constexpr int kTileRows = kBy == By::kFloat ? (kIndex ? (kRows < 6 ? 2 : kRows / 2) : kRows) : (kIndex ? 3 : 4);
+// Of the depth, after which an entry's index is noted: to compare indices in each step takes as long as the product.
+// Which of these steps it was is found in the end, for what an item's packed block has made greater.
+constexpr int kNoted = 16;
+
+template <By kBy>
+constexpr int kTileRows = kBy == By::kFloat ? kRows : 4;
 
 template <typename T>
 struct Lanes;
@@ -83,6 +86,35 @@ static inline V plus(const T* x, V row, V) {
 }
 #endif
 
+// One bit for each lane of a comparison.
+template <typename T, typename I>
+static inline uint32_t bits(I mask) {
+  constexpr int W = kWidth * 4 / sizeof(T);
+#if defined(__AVX512F__)
+  uint16_t found;
+  if (sizeof(T) == 4)
+    asm("vptestmd %1, %1, %0" : "=k"(found) : "v"(mask));
+  else
+    asm("vptestmq %1, %1, %0" : "=k"(found) : "v"(mask));
+  return W == 16 ? found : found & 0xff;
+#elif defined(__AVX2__)
+  typedef double Pairs __attribute__((vector_size(32)));
+  typedef float Singles __attribute__((vector_size(32)));
+  if (sizeof(T) == 4) return uint32_t(__builtin_ia32_movmskps256((Singles)mask));
+  return uint32_t(__builtin_ia32_movmskpd256((Pairs)mask));
+#else
+  uint32_t found = 0;
+  for (int l = 0; l < W; ++l) found |= uint32_t(mask[l] & 1) << l;
+  return found;
+#endif
+}
+
+template <By kBy, typename I, typename V>
+static inline I greater(V x, V y) {
+  if (kBy == By::kFloat) return x > y;
+  return kBy == By::kSigned ? (I)x > (I)y : (I)x < (I)y;
+}
+
 template <typename T, int R, By kBy, bool kIndex>
 static inline void max_plus(int64_t depth, const T* a, const T* panel, T* c, typename Lanes<T>::Int* index,
                             int64_t c_step, int64_t first) {
@@ -93,49 +125,41 @@ static inline void max_plus(int64_t depth, const T* a, const T* panel, T* c, typ
   constexpr int W = kWidth * 4 / sizeof(T);
   const V one = T(1) - (V){};
   V best[R][kVectors];
-  I at[kIndex ? R : 1][kVectors];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) {
-      best[r][j] = *reinterpret_cast<const L*>(c + r * c_step + j * W);
-      if (kIndex) at[r][j] = *reinterpret_cast<const LI*>(index + r * c_step + j * W);
-    }
-  for (int64_t turn = 0; turn < depth; turn += kSteps) {
+    for (int j = 0; j < kVectors; ++j) best[r][j] = *reinterpret_cast<const L*>(c + r * c_step + j * W);
+  for (int64_t begin = 0, end = depth; begin < depth; begin = end) {
+    end = kIndex && depth - begin > kNoted ? begin + kNoted : depth;
+    for (int64_t turn = begin; turn < end; turn += kSteps) {
 #pragma GCC unroll 8
-    for (int64_t k = turn; k < turn + kSteps; ++k) {
-      V row[kVectors];
+      for (int64_t k = turn; k < turn + kSteps; ++k) {
+        V row[kVectors];
 #pragma GCC unroll 2
-      for (int j = 0; j < kVectors; ++j) row[j] = *reinterpret_cast<const L*>(panel + (k * kVectors + j) * W);
-      const I here = (typename Lanes<T>::Int)(first + k) - (I){};
+        for (int j = 0; j < kVectors; ++j) row[j] = *reinterpret_cast<const L*>(panel + (k * kVectors + j) * W);
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-        for (int j = 0; j < kVectors; ++j) {
-          const V term = plus(a + r * kRowStep + k, row[j], one), old = best[r][j];
-          I greater;
-          if (kBy == By::kFloat) {
-            greater = term > old;
-            best[r][j] = term > old ? term : old;
-          } else if (kBy == By::kSigned) {
-            greater = (I)term > (I)old;
-            best[r][j] = opaque((V)((I)term > (I)old ? (I)term : (I)old));
-          } else {
-            greater = (I)term < (I)old;
-            best[r][j] = opaque((V)((I)term < (I)old ? (I)term : (I)old));
+          for (int j = 0; j < kVectors; ++j) {
+            const V term = plus(a + r * kRowStep + k, row[j], one), old = best[r][j];
+            best[r][j] = greater<kBy, I>(term, old) ? term : old;
+            if (kBy != By::kFloat) best[r][j] = opaque(best[r][j]);
           }
-          if (kIndex) at[r][j] = greater ? here : at[r][j];
         }
       }
     }
-  }
 #pragma GCC unroll 12
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) {
-      *reinterpret_cast<L*>(c + r * c_step + j * W) = best[r][j];
-      if (kIndex) *reinterpret_cast<LI*>(index + r * c_step + j * W) = at[r][j];
-    }
+      for (int j = 0; j < kVectors; ++j) {
+        L* const to = reinterpret_cast<L*>(c + r * c_step + j * W);
+        if (kIndex) {
+          LI* const at = reinterpret_cast<LI*>(index + r * c_step + j * W);
+          *at = greater<kBy, I>(best[r][j], (V)*to) ? (typename Lanes<T>::Int)(first + begin) - (I){} : (I)*at;
+        }
+        *to = best[r][j];
+      }
+  }
 }
 
 template <typename T, int R, By kBy, bool kIndex>
@@ -154,7 +178,8 @@ struct UpTo<T, 0, kBy, kIndex> {
 };
 
 static int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
-static int64_t whole_turns(int64_t depth) { return parts(depth, kSteps) * kSteps; }
+static int64_t up(int64_t n, int64_t size) { return parts(n, size) * size; }
+static int64_t whole_turns(int64_t depth) { return up(depth, kSteps); }
 
 // Rows of an item: as many as may be, since every item packs the right operand anew; but some items for each thread.
 static int64_t share(const Tropical& p) {
@@ -181,8 +206,8 @@ static int64_t tropical_scratch(const Tropical& p, int64_t bytes) {
   if (tropical_items(p) == 0) return 0;
   if (is_thin(p)) return (p.columns * p.depth + 1) * (bytes / 4);
   const int64_t rows = share(p);
-  const int64_t results = (p.index == nullptr ? 1 : 2) * rows * kColumns;
-  return (kDepth * kColumns + kChunk * kRowStep + results + kColumns + rows) * (bytes / 4);
+  const int64_t results = rows * kColumns, for_indices = p.index == nullptr ? 0 : results + kColumns * kRowStep;
+  return (kDepth * kColumns + kChunk * kRowStep + results + kColumns + rows + for_indices) * (bytes / 4);
 }
 
 // One item: a block of the result, and the scratch for it.
@@ -198,7 +223,7 @@ struct Block {
   int64_t rows, columns, depth;
   const T *a, *b;  // of the block's first row and column
   int64_t b_step;
-  T *panels, *tiles, *c;
+  T *panels, *tiles, *c, *across;  // across: the packed block of the right operand, transposed
   Int *index, *bad_columns, *bad_rows;
 
   // True if no number is positive.
@@ -260,7 +285,7 @@ struct Block {
     }
   }
 
-  template <By kBy>
+  template <By kBy, bool kIndex>
   void pack_columns(int64_t k0, int64_t count) {
     const int64_t turns = whole_turns(count);
     for (int64_t k = 0; k < turns; ++k)
@@ -268,17 +293,47 @@ struct Block {
         const int64_t there = k >= count ? 0 : columns - j < kWide ? columns - j : kWide;
         copy<kBy, false>(b + (k0 + k) * b_step + j, there, panels + j * turns + k * kWide, kWide, bad_columns + j);
       }
+    if (!kIndex) return;
+    for (int64_t j = 0; j < columns; ++j) {
+      const T* from = panels + j / kWide * kWide * turns + j % kWide;
+      for (int64_t k = 0; k < up(count, kNoted); ++k) across[j * kRowStep + k] = k < count ? from[k * kWide] : kZero;
+    }
   }
 
   template <By kBy>
   void pack_rows(int64_t i0, int64_t height, int64_t k0, int64_t count) {
     for (int64_t i = 0; i < height; ++i)
-      copy<kBy, true>(a + (i0 + i) * depth + k0, count, tiles + i * kRowStep, whole_turns(count), bad_rows + i0 + i);
+      copy<kBy, true>(a + (i0 + i) * depth + k0, count, tiles + i * kRowStep, up(count, kNoted), bad_rows + i0 + i);
+  }
+
+  // The exact indices of the entries that this block of the depth has made greater, in rows that are packed.
+  void find(int64_t i0, int64_t height, int64_t k0) {
+    constexpr int W = kWidth * 4 / sizeof(T);
+    for (int64_t i = 0; i < height; ++i)
+      for (int64_t j = 0; j < columns; j += W) {
+        const T* const most = c + (i0 + i) * kColumns + j;
+        Int* const at = index + (i0 + i) * kColumns + j;
+        uint32_t now = bits<T>((I)(*reinterpret_cast<const LI*>(at) >= (Int)k0));
+        for (; now; now &= now - 1) {
+          const int l = __builtin_ctz(now);
+          if (j + l >= columns) break;
+          const T* x = tiles + i * kRowStep + (at[l] - k0);
+          const T* y = across + (j + l) * kRowStep + (at[l] - k0);
+          for (int n = 0; n < kNoted; n += W) {
+            const V term = *reinterpret_cast<const L*>(x + n) + *reinterpret_cast<const L*>(y + n);
+            const uint32_t same = bits<T>((I)(term == most[l] - (V){}));
+            if (same) {
+              at[l] += n + __builtin_ctz(same);
+              break;
+            }
+          }
+        }
+      }
   }
 
   template <By kBy, bool kIndex>
   void compute() {
-    constexpr int kTile = kTileRows<kBy, kIndex>;
+    constexpr int kTile = kTileRows<kBy>;
     for (int64_t n = 0; n < rows * kColumns; ++n) c[n] = kZero;
     for (int64_t j = 0; j < kColumns; ++j) bad_columns[j] = 0;
     for (int64_t i = 0; i < rows; ++i) bad_rows[i] = 0;
@@ -287,7 +342,7 @@ struct Block {
     for (int64_t k0 = 0; k0 < depth; k0 += kDepth) {
       const int64_t count = depth - k0 < kDepth ? depth - k0 : kDepth;
       const int64_t turns = whole_turns(count);
-      pack_columns<kBy>(k0, count);
+      pack_columns<kBy, kIndex>(k0, count);
       for (int64_t i0 = 0; i0 < rows; i0 += kChunk) {
         const int64_t height = rows - i0 < kChunk ? rows - i0 : kChunk;
         pack_rows<kBy>(i0, height, k0, count);
@@ -298,6 +353,7 @@ struct Block {
                                              tiles + i * kRowStep, panels + j * turns, c + at,
                                              kIndex ? index + at : nullptr, kColumns, k0);
           }
+        if (kIndex) find(i0, height, k0);
       }
     }
   }
@@ -331,6 +387,7 @@ static void compute(const Tropical& p, int64_t item, float* scratch) {
   block.index = reinterpret_cast<Int*>(block.c + size * kColumns);
   block.bad_columns = block.index + (kIndex ? size * kColumns : 0);
   block.bad_rows = block.bad_columns + kColumns;
+  block.across = reinterpret_cast<T*>(block.bad_rows + size);
 
   bool done = false;
   if constexpr (kIntegers && sizeof(T) == 4) {

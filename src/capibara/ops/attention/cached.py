@@ -14,7 +14,7 @@ from jax import lax
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
 from capibara.ops.checks import check_scale, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
-from capibara.ops.explicit import automatic, explicit_sharding
+from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.registry import Implementation, Op, public
 
 __all__ = ["cached_attention"]
@@ -166,6 +166,7 @@ OP = Op(
 
 
 @public(OP)
+@over_explicit_axes("query", "key_cache", "value_cache", "query_positions", out=lambda query, *_: query[:3])
 def cached_attention(
     query: jax.Array,
     key_cache: jax.Array,
@@ -201,16 +202,16 @@ def cached_attention(
       OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
     """
     OP.check_name(implementation)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "implementation": implementation,
-    }
-    given = (query, key_cache, value_cache, query_positions)
-    if explicit_sharding(*given) is not None:
-        return automatic(lambda *arrays: cached_attention(*arrays, **options), given, kept=3)
-    problem, arrays = _prepare(*given, **options)
+    problem, arrays = _prepare(
+        query,
+        key_cache,
+        value_cache,
+        query_positions,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        implementation=implementation,
+    )
     if 0 in (problem.batch, problem.new, problem.heads, problem.cache):
         return jnp.zeros((*query.shape[:3], value_cache.shape[3]), problem.dtype)
     return OP.run("forward", problem, *arrays)

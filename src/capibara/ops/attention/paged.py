@@ -22,6 +22,7 @@ from capibara.ops.attention import paged_tpu
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
 from capibara.ops.checks import check_scale, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.one_device import alike, on_platform
 from capibara.ops.registry import Implementation, Op, public
 
@@ -253,6 +254,9 @@ OP = Op(
 
 
 @public(OP)
+@over_explicit_axes(
+    "query", "key_pages", "value_pages", "page_table", "lengths", out=lambda query, *_: query[:3]
+)
 def paged_attention(
     query: jax.Array,
     key_pages: jax.Array,
@@ -316,6 +320,15 @@ def paged_attention(
     return OP.run("forward", problem, *arrays[:4], jnp.asarray(arrays[4]).astype(jnp.int32))
 
 
+@over_explicit_axes(
+    "key_pages",
+    "value_pages",
+    "page_table",
+    "lengths",
+    "key",
+    "value",
+    out=lambda keys, values, *_: [keys, values],
+)
 def write_pages(
     key_pages: jax.Array,
     value_pages: jax.Array,

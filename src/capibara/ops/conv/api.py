@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError, OpTypeError
+from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.registry import Implementation, Op, public
 
 __all__ = ["causal_conv1d"]
@@ -110,6 +111,7 @@ OP = Op(
 
 
 @public(OP)
+@over_explicit_axes("x", "weight", "bias", "state", out=lambda x, *_: [x, (*x[:1], None, *x[2:])])
 def causal_conv1d(
     x: jax.Array,
     weight: jax.Array,

@@ -13,7 +13,7 @@ from capibara.ops.conv import specs
 from capibara.ops.conv import winograd_forms as forms
 from capibara.ops.conv.problem import Conv2dProblem, alike_in_speed, prepare
 from capibara.ops.errors import OpTypeError
-from capibara.ops.explicit import automatic, explicit_sharding
+from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.tuning import Tuning
@@ -54,6 +54,7 @@ _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
 @public(OP)
+@over_explicit_axes("inputs", "filters", out=lambda inputs, _: inputs[:1])
 def winograd_conv2d(
     inputs: jax.Array,
     filters: jax.Array,
@@ -98,16 +99,15 @@ def winograd_conv2d(
     Source: Lavin and Gray 2016, arXiv:1509.09308.
     """
     OP.check_name(implementation)
-    options: Any = {
-        "strides": strides,
-        "padding": padding,
-        "tile_size": tile_size,
-        "precision": precision,
-        "implementation": implementation,
-    }
-    problem, _ = OP.prepare(inputs, filters, **options)
-    if explicit_sharding(inputs, filters) is not None:
-        return automatic(lambda x, w: winograd_conv2d(x, w, **options), (inputs, filters), kept=1)
+    problem, _ = OP.prepare(
+        inputs,
+        filters,
+        strides=strides,
+        padding=padding,
+        tile_size=tile_size,
+        precision=precision,
+        implementation=implementation,
+    )
     x, w = (jnp.asarray(array).astype(problem.dtype) for array in (inputs, filters))
     if 0 in (problem.batch, problem.in_channels, problem.out_channels, *problem.out_size):
         return forms.xla(problem, x, w)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.scan import native, reference, specs, xla
@@ -28,6 +29,7 @@ OP = Op(
 
 
 @public(OP)
+@over_explicit_axes("x", "dt", "a", "b", "c", out=lambda x, *_: [x, (*x[:1], *x[2:])])
 def selective_scan(
     x: jax.Array,
     dt: jax.Array,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import Dims, join_dims, over_explicit_axes
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.scan.recurrence import recurrence, takes_native
 
@@ -175,7 +176,18 @@ DIAGONAL = Op("linear_recurrence", _prepare_diagonal, _ways())
 MATRIX = Op("matrix_linear_recurrence", _prepare_matrix, _ways())
 
 
+def _laid(a: Dims, x: Dims, first: Dims) -> list[Dims]:
+    dims = join_dims(x, first, a)
+    return [dims, dims[1:]]
+
+
+def _laid_of_matrices(a: Dims, x: Dims, first: Dims) -> list[Dims]:
+    dims = join_dims(x, first, a[:-1])
+    return [dims, dims[1:]]
+
+
 @public(DIAGONAL)
+@over_explicit_axes("a", "x", "initial_state", out=_laid)
 def linear_recurrence(
     a: jax.Array,
     x: jax.Array,
@@ -222,6 +234,7 @@ def linear_recurrence(
 
 
 @public(MATRIX)
+@over_explicit_axes("a", "x", "initial_state", out=_laid_of_matrices)
 def matrix_linear_recurrence(
     a: jax.Array,
     x: jax.Array,

@@ -80,10 +80,7 @@ def _transposed(cotangents: Any, *arrays: Any, step: ClosedJaxpr, pull: Pull, co
     values, linear = arrays[:count], arrays[count:]
     if any(ad.is_undefined_primal(v) for v in values):
         raise NotImplementedError("this function is linear in its last arguments only")
-    given = []
-    for ct, aval in zip(cotangents, step.out_avals, strict=True):
-        zero = isinstance(ct, ad.Zero)
-        given.append(alike(jnp.zeros(aval.shape, aval.dtype), *values) if zero else ct)
+    given = [alike(ad.instantiate_zeros(ct), *values) if isinstance(ct, ad.Zero) else ct for ct in cotangents]
     grads = pull(values, given)
     # Tangents that are known to be zero are no arguments of the linear function.
     found = [g if ad.is_undefined_primal(v) else None for g, v in zip(grads, linear, strict=True)]

@@ -258,13 +258,7 @@ def _transposed(
 ) -> Any:
     if ad.is_undefined_primal(a):
         raise NotImplementedError("the recurrence is not linear in its coefficients and states together")
-    dy, dlast = cotangents
-    if isinstance(dy, ad.Zero):
-        missing: Any = dy.aval
-        dy = alike(jnp.zeros(missing.shape, missing.dtype), a)
-    if isinstance(dlast, ad.Zero):
-        missing = dlast.aval
-        dlast = alike(jnp.zeros(missing.shape, missing.dtype), a)
+    dy, dlast = (alike(ad.instantiate_zeros(ct), a) if isinstance(ct, ad.Zero) else ct for ct in cotangents)
     turned = jnp.swapaxes(a, -1, -2) if options["matrix"] else a
     dx, dfirst = _bind(turned, dy, dlast, late=not late, reverse=not reverse, **options)
     return None, dx if ad.is_undefined_primal(x) else None, dfirst if ad.is_undefined_primal(first) else None

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import join_dims, over_explicit_axes
 from capibara.ops.one_device import alike
 from capibara.ops.scan.parallel import parallel_scan
 
@@ -45,6 +46,13 @@ def _fire_jvp(surrogate: str, slope: float, primals: Any, tangents: Any) -> Any:
     return _fire(excess, surrogate, slope), rate * tangent
 
 
+@over_explicit_axes(
+    "inputs",
+    "decay",
+    "threshold",
+    "initial_potential",
+    out=lambda inputs, *steps: [join_dims(inputs, *steps), join_dims(inputs, *steps)[1:]],
+)
 def lif(
     inputs: jax.Array,
     *,

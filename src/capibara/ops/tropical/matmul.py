@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError
+from capibara.ops.explicit import Dims, join_dims, over_explicit_axes
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.tropical import forms, pallas_tpu, specs
 from capibara.ops.tropical.problem import TropicalProblem, alike_in_speed, check_array, prepare
@@ -129,7 +130,12 @@ def _relaxed_backward(problem: TropicalProblem, residuals: Any, grad: jax.Array)
 _relaxed.defvjp(_relaxed_forward, _relaxed_backward)
 
 
+def _laid(a: Dims, b: Dims) -> Dims:
+    return (*join_dims(a[:-2], b[:-2]), *a[-2:-1], *b[-1:])
+
+
 @public(OP)
+@over_explicit_axes("a", "b", out=_laid)
 def matmul(
     a: jax.Array,
     b: jax.Array,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError
+from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.tropical.matmul import matmul
 from capibara.ops.tropical.problem import check_array, check_semiring, times
 
@@ -45,6 +46,7 @@ def _highest_jvp(primals: Any, tangents: Any) -> Any:
     return _highest(*primals), jnp.where(somewhere, slope, 0)
 
 
+@over_explicit_axes("coefficients", "x", out=lambda coefficients, x: x)
 def polyval(
     coefficients: jax.Array, x: jax.Array, *, semiring: str = "max_plus", implementation: str = "auto"
 ) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import Dims, over_explicit_axes
 from capibara.ops.tropical.matmul import OP, matmul
 from capibara.ops.tropical.problem import check_array, check_semiring
 
@@ -75,6 +76,11 @@ def _conv(
     return y.reshape(batch, kernel.shape[0], *out)
 
 
+def _laid(x: Dims, kernel: Dims) -> Dims:
+    return (*x[:1], *kernel[:1])
+
+
+@over_explicit_axes("x", "kernel", out=_laid)
 def conv1d(
     x: jax.Array,
     kernel: jax.Array,
@@ -105,6 +111,7 @@ def conv1d(
     return _conv("tropical.conv1d", x, kernel, strides, padding, semiring, implementation, 1)
 
 
+@over_explicit_axes("x", "kernel", out=_laid)
 def conv2d(
     x: jax.Array,
     kernel: jax.Array,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from capibara.ops.explicit import automatic, explicit_sharding
+from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.tuning import Tuning
 from capibara.ops.vq import nearest, specs
@@ -39,6 +39,7 @@ def _distance(problem: NearestProblem, x: jax.Array, codebook: jax.Array, indice
 
 
 @public(OP)
+@over_explicit_axes("x", "codebook", out=lambda x, _: x[:-1])
 def nearest_code(
     x: jax.Array,
     codebook: jax.Array,
@@ -74,24 +75,14 @@ def nearest_code(
       OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
     """
     OP.check_name(implementation)
-    options: dict[str, Any] = {"metric": metric, "implementation": implementation}
-    problem, _ = OP.prepare(x, codebook, return_distance=return_distance, **options)
+    problem, _ = OP.prepare(
+        x, codebook, metric=metric, return_distance=return_distance, implementation=implementation
+    )
     shape = tuple(x.shape[:-1])
     x, codebook = jnp.asarray(x), jnp.asarray(codebook)
-
-    def search(x: jax.Array, codebook: jax.Array) -> jax.Array:
-        if problem.tokens == 0:
-            return jnp.zeros(shape, jnp.int32)
-        return OP.run("forward", problem, x, codebook).reshape(shape)
-
-    fixed = lax.stop_gradient(x), lax.stop_gradient(codebook)
-    if explicit_sharding(x, codebook) is None:
-        indices = search(*fixed)
-        return (indices, _distance(problem, x, codebook, indices)) if return_distance else indices
-    indices = automatic(search, fixed, kept=len(shape))
-    if not return_distance:
-        return indices
-    distances = automatic(
-        lambda x, c, i: _distance(problem, x, c, i), (x, codebook, indices), kept=len(shape)
+    indices = (
+        OP.run("forward", problem, lax.stop_gradient(x), lax.stop_gradient(codebook)).reshape(shape)
+        if problem.tokens
+        else jnp.zeros(shape, jnp.int32)
     )
-    return indices, distances
+    return (indices, _distance(problem, x, codebook, indices)) if return_distance else indices

@@ -24,6 +24,7 @@ from jax import lax
 from capibara.ops.checks import check_flag, check_key
 from capibara.ops.collective.placement import bound_axis, check_axis_name
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import Dims, over_explicit_axes
 from capibara.ops.vq.api import nearest_code
 
 __all__ = ["initial_codebook_state", "update_codebook", "vector_quantise"]
@@ -128,6 +129,16 @@ def _summed(tree: Any, axis_name: Any) -> Any:
     return tree if axis_name is None else lax.psum(tree, axis_name)
 
 
+def _state(state: Any) -> dict[str, Dims]:
+    return {name: state[name] for name in STATE_KEYS}
+
+
+def laid(state: Any, x: Dims, _: Dims) -> list[Any]:
+    """How vectors, indices, metrics and the new state lie over a mesh."""
+    return [x, x[:-1], (), _state(state)]
+
+
+@over_explicit_axes("state", "x", "indices", "key", out=lambda state, *_: _state(state))
 def update_codebook(
     state: Mapping[str, jax.Array],
     x: jax.Array,
@@ -211,6 +222,7 @@ def update_codebook(
     return {"codebook": moved, "cluster_size": cluster_size, "codebook_sum": codebook_sum}
 
 
+@over_explicit_axes("state", "x", "key", out=laid)
 def vector_quantise(
     state: Mapping[str, jax.Array],
     x: jax.Array,
@@ -281,7 +293,7 @@ def vector_quantise(
         "usage": jnp.mean((counts > 0).astype(jnp.float32)),
     }
     if not train:
-        return quantized, indices, metrics, dict(state)
+        return quantized, indices, metrics, {name: state[name] for name in STATE_KEYS}
     return (
         quantized,
         indices,

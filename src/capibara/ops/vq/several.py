@@ -20,12 +20,14 @@ from jax import lax
 
 from capibara.errors import did_you_mean
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.vq.quantise import (
     STATE_KEYS,
     check_context,
     check_options,
     check_state,
     check_vectors,
+    laid,
     vector_quantise,
 )
 
@@ -39,6 +41,7 @@ def _keys(key: jax.Array | None, count: int) -> Any:
     return None if key is None else jax.random.split(key, count)
 
 
+@over_explicit_axes("state", "x", "key", out=laid)
 def product_quantise(
     state: Mapping[str, jax.Array],
     x: jax.Array,
@@ -96,9 +99,10 @@ def product_quantise(
     )
     quantized = jnp.moveaxis(quantized, 0, -2).reshape(x.shape)
     metrics = {name: jnp.mean(value) for name, value in metrics.items()}
-    return quantized, jnp.moveaxis(indices, 0, -1), metrics, after if train else dict(state)
+    return quantized, jnp.moveaxis(indices, 0, -1), metrics, after if train else own
 
 
+@over_explicit_axes("state", "x", "key", out=laid)
 def residual_quantise(
     state: Mapping[str, jax.Array],
     x: jax.Array,
@@ -174,12 +178,15 @@ def residual_quantise(
         "usage": jnp.mean(every["usage"]),
     }
     quantized = x - lax.stop_gradient(left).astype(x.dtype)
-    after = dict(state)
+    after = {name: state[name] for name in STATE_KEYS}
     if train:
         after = {name: jnp.stack([step[3][name] for step in steps]) for name in STATE_KEYS}
     return quantized, jnp.stack([step[1] for step in steps], -1), metrics, after
 
 
+@over_explicit_axes(
+    "codebook", "indices", out=lambda codebook, indices: indices[: len(indices) - (len(codebook) > 2)]
+)
 def dequantise(codebook: jax.Array, indices: jax.Array, *, scheme: str = "single") -> jax.Array:
     """The vectors that indices stand for.
 
