@@ -102,6 +102,11 @@ static inline uint32_t bits(I mask) {
   typedef float Singles __attribute__((vector_size(32)));
   if (sizeof(T) == 4) return uint32_t(__builtin_ia32_movmskps256((Singles)mask));
   return uint32_t(__builtin_ia32_movmskpd256((Pairs)mask));
+#elif defined(__SSE2__)
+  typedef double Pairs __attribute__((vector_size(16)));
+  typedef float Singles __attribute__((vector_size(16)));
+  if (sizeof(T) == 4) return uint32_t(__builtin_ia32_movmskps((Singles)mask));
+  return uint32_t(__builtin_ia32_movmskpd((Pairs)mask));
 #else
   uint32_t found = 0;
   for (int l = 0; l < W; ++l) found |= uint32_t(mask[l] & 1) << l;
@@ -306,11 +311,12 @@ struct Block {
       copy<kBy, true>(a + (i0 + i) * depth + k0, count, tiles + i * kRowStep, up(count, kNoted), bad_rows + i0 + i);
   }
 
-  // The exact indices of the entries that this block of the depth has made greater, in rows that are packed.
+  // The exact indices of the entries that this block of the depth has made greater, in rows that are packed. A few
+  // columns after another: what is read of them and of a row stays in the first cache.
   void find(int64_t i0, int64_t height, int64_t k0) {
     constexpr int W = kWidth * 4 / sizeof(T);
-    for (int64_t i = 0; i < height; ++i)
-      for (int64_t j = 0; j < columns; j += W) {
+    for (int64_t j = 0; j < columns; j += W)
+      for (int64_t i = 0; i < height; ++i) {
         const T* const most = c + (i0 + i) * kColumns + j;
         Int* const at = index + (i0 + i) * kColumns + j;
         uint32_t now = bits<T>((I)(*reinterpret_cast<const LI*>(at) >= (Int)k0));
@@ -319,14 +325,13 @@ struct Block {
           if (j + l >= columns) break;
           const T* x = tiles + i * kRowStep + (at[l] - k0);
           const T* y = across + (j + l) * kRowStep + (at[l] - k0);
+          uint64_t same = uint64_t(1) << kNoted;  // where a NaN is there is no other
+#pragma GCC unroll 8
           for (int n = 0; n < kNoted; n += W) {
             const V term = *reinterpret_cast<const L*>(x + n) + *reinterpret_cast<const L*>(y + n);
-            const uint32_t same = bits<T>((I)(term == most[l] - (V){}));
-            if (same) {
-              at[l] += n + __builtin_ctz(same);
-              break;
-            }
+            same |= uint64_t(bits<T>((I)(term == most[l] - (V){}))) << n;
           }
+          at[l] += __builtin_ctzll(same);
         }
       }
   }
