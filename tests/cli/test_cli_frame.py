@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
+import threading
 import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,8 @@ from tiny_run import python
 
 import capibara.cli
 from capibara.cli import VERBS, main
+from capibara.cli._json import print_json
+from capibara.cli._signals import Terminated, raise_on_sigterm
 from capibara.errors import ConfigError
 
 
@@ -152,3 +159,91 @@ def test_a_reader_that_closes_early() -> None:
     assert process.wait(timeout=60) == 141
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    """Whatever the tests run in has done with SIGTERM, here it has the system's own action."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_a_verb_as_an_exception(
+    verb: Any, capsys: pytest.CaptureFixture[str], default_sigterm: None
+) -> None:
+    cleared = []
+
+    def run(args: Any) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            # `timeout` sends a second one at once: it does not come between.
+            signal.raise_signal(signal.SIGTERM)
+            cleared.append(True)
+        return 0
+
+    verb.run = run
+    assert main(["try"]) == 143
+    assert cleared == [True]
+    assert capsys.readouterr().err == "capibara: terminated\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_later_sigterm_counts_again(monkeypatch: pytest.MonkeyPatch, default_sigterm: None) -> None:
+    # The first exception may have been lost, in a destructor say.
+    monkeypatch.setattr("capibara.cli._signals._AT_ONCE", -1.0)
+    with raise_on_sigterm():
+        for _ in range(2):
+            with pytest.raises(Terminated):
+                signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("name", ["try", "train"])
+def test_other_handlers_of_sigterm_stay(
+    verb: Any, monkeypatch: pytest.MonkeyPatch, default_sigterm: None, name: str
+) -> None:
+    found: list[Any] = []
+    verb.run = lambda args: found.append(signal.getsignal(signal.SIGTERM)) or 0
+    monkeypatch.setitem(sys.modules, f"capibara.cli.{name}", verb)
+
+    def own(*_: object) -> None:
+        raise AssertionError
+
+    signal.signal(signal.SIGTERM, own)
+    assert main([name]) == 0
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert main([name]) == 0
+    assert found[0] is own
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    # A training run stops between two steps instead: its own handler, and none before it is there.
+    assert (found[1] is signal.SIG_DFL) == (name == "train")
+
+
+def test_a_verb_in_another_thread_installs_nothing(verb: Any, default_sigterm: None) -> None:
+    found: list[Any] = []
+    verb.run = lambda args: found.append(signal.getsignal(signal.SIGTERM)) or 0
+    thread = threading.Thread(target=main, args=(["try"],))
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+
+
+def test_json_has_null_where_a_number_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {
+        "a": [float("nan"), 1.5, (float("inf"), None)],
+        "b": {"c": -float("inf"), "d": "NaN", "e": True},
+    }
+    print_json(values)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found == {"a": [None, 1.5, [None, None]], "b": {"c": None, "d": "NaN", "e": True}}
+
+
+def test_every_verb_prints_json_that_way() -> None:
+    folder = Path(capibara.cli.__file__).parent
+    printing = {path.name for path in folder.glob("*.py") if "json.dumps(" in path.read_text()}
+    assert printing == {"_json.py"}

@@ -158,7 +158,9 @@ def test_what_may_not_lose_stays_exact():
         "head.w": normal((80, 80)), "w": normal((80, 80)), "small": normal((4, 4)),
         "nan": np.where(np.eye(80) > 0, np.nan, normal((80, 80))).astype(np.float32),
     }  # fmt: skip
-    found = survey(source_of(arrays), exclude=("head.*",))
+    some = survey(source_of(arrays), exclude=("head.*",), codecs=["int8"])
+    assert set(some.curves) == {"w", "nan"}  # this codec keeps what is not finite
+    found = survey(source_of(arrays), exclude=("head.*",), codecs=["uniform"])
     assert set(found.curves) == {"w"}
     assert set(allocate(found, 1.6).points) == {"w"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from capibara.cli import main
 from capibara.compress.archive_files import compress_files, decompress_files, plan_compress, plan_decompress
+from capibara.compress.codecs.uniform import UNIFORM
 from capibara.compress.container import Archive, ArchiveWriter, writer
 from capibara.compress.container.index import FOOTER
 from capibara.compress.errors import ArchiveError, CompressError, DamagedError
@@ -242,6 +244,76 @@ def test_a_folder_keeps_its_other_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["decompress", str(tmp_path / "small"), str(tmp_path / "back")]) == 0
     for name in ("config.json", "deep/part.safetensors"):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("rows", "remedy"),
+    [
+        (3, "Remedy: slice(3, 4)."),
+        (-1, "Remedy: slice(-1, None)."),
+        ([1, 2], "Remedy: slice(0, 10)."),
+        (slice(0, 4, 2), "Remedy: slice(0, 10)."),
+        (slice(0, 4, 0), "Remedy: slice(0, 10)."),
+        (slice(0.5, 2), "Remedy: slice(0, 10)."),
+        ("all", "Remedy: slice(0, 10)."),
+    ],
+)
+def test_rows_that_are_none(archive: Path, rows: Any, remedy: str) -> None:
+    with Archive(archive) as opened:
+        message = f"rows: got {rows!r} for the shape (40, 8), expected a slice of whole numbers with step 1. {remedy}"
+        with pytest.raises(ArchiveError, match=re.escape(message)):
+            opened.read("half", rows)
+
+
+def test_a_scalar_has_no_rows(tmp_path: Path) -> None:
+    with ArchiveWriter(tmp_path / "a.capi") as out:
+        out.add("x", np.zeros(1, np.uint32), get_format("F32"), ())
+    with (
+        Archive(tmp_path / "a.capi") as opened,
+        pytest.raises(ArchiveError, match=r"for the shape \(\).*Remedy: leave it out"),
+    ):
+        opened.read("x", slice(0, 1))
+
+
+def test_a_tensor_in_the_codes_of_another_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UNIFORM, "chunk", 30 * 40, raising=False)
+    x = np.random.default_rng(0).normal(size=(100, 40)).astype(np.float32)
+    with ArchiveWriter(tmp_path / "a.capi") as out:
+        out.add("before", np.zeros(9, np.uint8), get_format("U8"), (9,))
+        out.add(
+            "x",
+            x.reshape(-1).view(np.uint32),
+            get_format("F32"),
+            x.shape,
+            codec="uniform",
+            settings={"step": 0.1},
+        )
+        out.add_twin("y", "x")
+    with Archive(tmp_path / "a.capi") as one:
+        with ArchiveWriter(tmp_path / "b.capi") as out:
+            assert out.add_coded("z", one, "y").coded_bytes == one["x"].coded_bytes
+            with pytest.raises(CompressError, match="no earlier tensor has"):
+                out.add_coded("z", one, "x")
+            with pytest.raises(KeyError, match="no tensor 'w'"):
+                out.add_coded("w", one, "w")
+        with Archive(tmp_path / "b.capi") as two:
+            assert len(two["z"].chunks) == 4
+            assert (two["z"].codec, two["z"].settings) == ("uniform", {"step": 0.1})
+            np.testing.assert_array_equal(two.read("z"), one.read("x"))
+            assert [problem for _, problem in two.verify()] == [None]
+
+
+def test_a_damaged_tensor_is_not_copied_in_its_codes(archive: Path, tmp_path: Path) -> None:
+    data = bytearray(archive.read_bytes())
+    with Archive(archive) as opened:
+        data[opened["half"].chunks[0].offset + 5] ^= 4
+    archive.write_bytes(data)
+    with Archive(archive) as opened, ArchiveWriter(tmp_path / "b.capi") as out:
+        with pytest.raises(DamagedError, match="does not have its checksum"):
+            out.add_coded("half", opened, "half")
+        out.add("half", np.zeros(4, np.uint8), get_format("U8"), (4,))
+    with Archive(tmp_path / "b.capi") as found:
+        assert not found.read("half").any()
 
 
 def test_the_commands(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:

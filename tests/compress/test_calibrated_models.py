@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 import capibara.compose as ml
+from capibara.compress.allocation import Allocation, allocate
 from capibara.compress.calibration.activations import Metric
 from capibara.compress.calibration.layers import layer_moments
+from capibara.compress.compressing import Compression
 from capibara.compress.container import Archive
-from capibara.compress.curves import squared_error
+from capibara.compress.curves import Point, squared_error
 from capibara.compress.formats import get_format
 from capibara.compress.model_api import ModelCompressionAPI
 from capibara.compress.models.adapters import adapt
@@ -146,3 +149,24 @@ def test_errors_along_either_axis_are_those_of_the_outputs() -> None:
         first, other = (np.ascontiguousarray(v).reshape(-1).view(np.uint32) for v in (a, b))
         found = squared_error(first, other, form, Metric(second, axes), a.shape)
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_choice_that_misjudged_the_outputs_gives_way_to_a_single_codec(monkeypatch):
+    """Errors that are estimated tensor by tensor do not add up exactly: the outputs decide."""
+    net, x = as_torch(), torch.from_numpy(data())
+    best = api(strategy="uniform", target_compression_ratio=6.0).compress(net, x).stats.output_error
+
+    def misjudged(self: Compression, ratio: float) -> Allocation:
+        found = allocate(self.surveyed(), ratio, weights={n: 1 / w for n, w in self.weights.items()})
+        mixed = dict(found.points)
+        name, point = next(iter(mixed.items()))
+        mixed[name] = Point("nf4", {"group": 64}, point.size, point.error)
+        return Allocation(mixed, found.size, math.inf)
+
+    monkeypatch.setattr(Compression, "allocate", misjudged)
+    made = api(target_compression_ratio=6.0).compress(net, x)
+    assert len({t.codec for t in made.stats.tensors} - {"lossless"}) == 1
+    assert best is not None
+    assert made.stats.output_error is not None
+    assert made.stats.output_error < 1.02 * best
+    assert made.stats.compression_ratio == pytest.approx(6, rel=0.02)

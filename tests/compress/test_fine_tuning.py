@@ -47,6 +47,20 @@ def test_jax_parameters():
     np.testing.assert_array_equal(model["a"], params()["a"])
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_what_tuning_makes_worse_is_left_as_it_was(own):
+    x = jax.random.normal(jax.random.key(5), (128, 64))
+    plain = API.compress(params(), x, apply=run)
+    data = (x, run(params(), x)) if own else x
+    with pytest.warns(RuntimeWarning, match="without them .*: the result is that without. Remedy: a lower"):
+        tuned = API.compress_with_fine_tuning(
+            params(), data, apply=run, validation_data=None if own else x, steps=3, learning_rate=0.5,
+            loss=distance if own else None,
+        )  # fmt: skip
+    found = float(distance(run(tuned.model, x), run(params(), x)))
+    assert found == pytest.approx(float(distance(run(plain.model, x), run(params(), x))), rel=0.2)
+
+
 def test_torch_modules_with_a_loss_of_ones_own():
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)

@@ -177,6 +177,7 @@ def test_torch_modules_are_modules_again(tmp_path):
     error = relative(made(x).detach().numpy(), model(x).detach().numpy())
     assert made.stats.output_error == pytest.approx(error, rel=1e-3)
     made(x).square().sum().backward()
+    path = made.save(tmp_path / "m.capi")
     assert all(p.grad is not None for p in made.parameters())
     assert all(p.grad is None for p in model.parameters())
     assert next(made.to(torch.float64).parameters()).dtype == torch.float64
@@ -185,7 +186,7 @@ def test_torch_modules_are_modules_again(tmp_path):
     assert set(state) == {f"0.{n}" for n in model.state_dict()}
     outer.load_state_dict(state)
     assert not any(p.any() for p in made.parameters())
-    loaded = CompressedModel.load(made.save(tmp_path / "m.capi"), model)
+    loaded = CompressedModel.load(path, model)
     assert relative(loaded(x).detach().numpy(), model(x).detach().numpy()) == pytest.approx(error, rel=1e-3)
 
 

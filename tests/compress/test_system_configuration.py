@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capibara.compress.codecs.protocol import CODECS
+from capibara.compress.errors import CompressError
 from capibara.compress.system.configuration import OptimizationStrategy, SystemConfiguration
 from capibara.errors import CapibaraError, ConfigError
 
@@ -42,6 +44,7 @@ def test_the_documented_defaults() -> None:
         ("optimization_strategy", "fast"),
         ("strategy", ""),
         ("strategy", 3),
+        ("strategy", "nope"),
         ("target_compression_ratio", 1),
         ("target_compression_ratio", float("inf")),
         ("target_compression_ratio", "4"),
@@ -58,6 +61,20 @@ def test_a_wrong_value_is_named(name: str, value: Any) -> None:
 def test_a_backend_that_was_nearly_right() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'gpu'"):
         SystemConfiguration(jax_backend="gpus")
+
+
+def test_a_strategy_that_was_nearly_right() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'lossless'") as caught:
+        SystemConfiguration(strategy="losless")
+    assert isinstance(caught.value, CompressError)  # as an unknown strategy is everywhere
+    for name in ("auto", "jax", *CODECS):
+        assert SystemConfiguration(strategy=name).strategy == name
+
+
+@pytest.mark.parametrize("values", [5, None, "enable_jax", [("enable_jax", True)]])
+def test_what_is_no_mapping_of_settings(values: Any) -> None:
+    with pytest.raises(ConfigError, match=f"values: got {type(values).__name__}, expected a mapping"):
+        SystemConfiguration.from_dict(values)
 
 
 configurations = st.builds(
@@ -98,6 +115,7 @@ def test_every_setting_is_in_the_file(tmp_path: Path) -> None:
         ("jax_backend = 'cuda'", "jax_backend: got 'cuda'"),
         ("jax_backend = ", "system.toml"),
         ("jax_backend = '\x00'", "system.toml"),
+        ("strategy = 'losless'", "Did you mean 'lossless'"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:

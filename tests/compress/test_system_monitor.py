@@ -53,6 +53,34 @@ def test_pipelines_apart_and_together() -> None:
     assert (together.count, together.mean, apart.count, apart.mean) == (2, 3, 1, 2)
 
 
+def test_the_last_value_is_the_one_that_was_recorded_last() -> None:
+    monitor = UnifiedPerformanceMonitor(keep=2)
+    for value, pipeline in ((1, "jax"), (2, "numpy"), (3, "jax")):
+        monitor.record("throughput", value, pipeline)
+        together = monitor.statistics("throughput")
+        assert together is not None
+        assert together.last == monitor.latest("throughput") == value
+    apart = monitor.statistics("throughput", "numpy")
+    assert apart is not None
+    assert apart.last == 2
+    with pytest.raises(CompressError, match="metric: got 'thruput'"):
+        monitor.latest("thruput")
+
+
+def test_an_exception_of_the_users_function_stops_nothing() -> None:
+    def fail(alert: Alert) -> None:
+        raise KeyError(alert.value)
+
+    monitor = UnifiedPerformanceMonitor(on_alert=fail)
+    monitor.set_threshold("throughput", 1)
+    monitor.set_threshold("throughput", 9, above=False)
+    with pytest.warns(RuntimeWarning, match=r"on_alert: .*fail raised KeyError: 5.*throughput") as heard:
+        monitor.record("throughput", 5)
+    assert len(heard) == len(monitor.alerts) == 2  # of both thresholds
+    assert Path(heard[0].filename).name == Path(__file__).name
+    assert monitor.latest("throughput") == 5
+
+
 def test_thresholds_and_alerts() -> None:
     heard: list[Alert] = []
     monitor = UnifiedPerformanceMonitor(on_alert=heard.append, most_alerts=2)
@@ -128,6 +156,11 @@ def test_several_threads() -> None:
         (lambda m: m.record(MetricType.THROUGHPUT, "much"), "value: got 'much'"),
         (lambda m: m.record(MetricType.THROUGHPUT, 1, "cuda"), "pipeline: got 'cuda'"),
         (lambda m: m.set_threshold("throughput", True), "limit: got True"),
+        (lambda m: m.set_threshold("throughput", float("inf")), "limit: got inf, expected a finite number"),
+        (lambda m: m.set_threshold("throughput", -float("inf"), above=False), "limit: got -inf"),
+        (lambda m: m.set_threshold("throughput", float("nan")), "limit: got nan"),
+        (lambda m: m.set_threshold("throughput", 10**400), "limit: got 1000"),
+        (lambda m: m.record(MetricType.THROUGHPUT, 10**400), "value: got 1000"),
         (lambda m: m.set_threshold("throughput", 1, after=-1), "after: got -1"),
         (lambda m: m.statistics(3), "metric: got 3"),
         (lambda m: UnifiedPerformanceMonitor(keep=0), "keep: got 0"),

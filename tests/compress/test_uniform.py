@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from capibara.cli import main
 from capibara.compress.codecs.uniform import UNIFORM
+from capibara.compress.container import Archive, ArchiveWriter
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import FORMATS, from_float, get_format, to_float
 
@@ -175,3 +176,25 @@ def test_ratios_that_cannot_be(model: Path, ratio: str, capsys: pytest.CaptureFi
 
 def test_formats_cover_what_torch_has() -> None:
     assert set(TORCH) == {f.name for f in FORMATS.values() if f.is_float}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (4, 0)])
+def test_nothing_of_any_type_comes_back(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    form = get_format(name)
+    bits = np.empty(0, form.unsigned)
+    payload = UNIFORM.encode(bits, form, shape, {"step": 0.1})
+    back = UNIFORM.decode(memoryview(payload), form, shape, {"step": 0.1})
+    assert (back.dtype, back.size) == (bits.dtype, 0)
+    with ArchiveWriter(tmp_path / "a.capi") as out:
+        out.add("x", bits, form, shape, codec="uniform", settings={"step": 0.1})
+    with Archive(tmp_path / "a.capi") as archive:
+        assert archive.read("x").shape == shape
+        assert [problem for _, problem in archive.verify()] == [None]
+
+
+def test_integers_are_still_none_of_its_numbers() -> None:
+    form = get_format("I32")
+    payload = UNIFORM.encode(np.zeros(3, np.uint32), F32, (3,), {"step": 0.1})
+    with pytest.raises(DamagedError, match="type is none"):
+        UNIFORM.decode(memoryview(payload), form, (3,), {"step": 0.1})

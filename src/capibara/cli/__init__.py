@@ -11,6 +11,7 @@ one clear message and no traceback; 128 + n ended by signal n.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from capibara.cli._signals import Terminated, raise_on_sigterm
 from capibara.errors import CapibaraError, did_you_mean
 
 __all__ = ["VERBS", "main"]
@@ -35,6 +37,8 @@ VERBS: dict[str, str] = {
     "migrate": "check source code against the installed JAX",
 }
 
+# These end by themselves when SIGTERM comes: a run is stopped between two steps, and kept.
+_OWN_SIGNALS = ("train",)
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
@@ -99,7 +103,9 @@ def _run(arguments: list[str]) -> int:
     parser = _Parser(prog=f"capibara {verb}", description=module.HELP, allow_abbrev=False)
     module.add_arguments(parser)
     # Intermixed: texts and key=value settings may stand before, between and after options.
-    return module.run(parser.parse_intermixed_args(rest))
+    parsed = parser.parse_intermixed_args(rest)
+    with contextlib.nullcontext() if verb in _OWN_SIGNALS else raise_on_sigterm():
+        return module.run(parsed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
+    except Terminated as stop:
+        print("capibara: terminated", file=sys.stderr)
+        return int(str(stop.code))
     except SystemExit as stop:  # argparse, after it has printed what there is to say
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except BrokenPipeError:

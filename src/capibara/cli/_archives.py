@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from capibara.compress.container import Entry
 
-__all__ = ["print_table", "progress_bar"]
+__all__ = ["print_folder_table", "print_table", "progress_bar"]
 
 
 @contextlib.contextmanager
@@ -50,8 +52,38 @@ def _short(size: float) -> str:
 
 def print_table(path: Path, entries: Sequence[Entry], errors: Mapping[str, float] | None = None) -> None:
     """The tensors of an archive, and their sum; with a column of relative errors, if there are any."""
+    table = _table()
+    if errors is not None:
+        table.add_column("error", justify="right", no_wrap=True)
+    for e in entries:
+        cells = _cells(e)
+        if errors is not None:
+            cells.append(f"{errors[e.name]:.4g}" if e.name in errors else "")
+        table.add_row(*cells)
+    _print(table, f"{path}: {len(entries)} tensors, {_sizes(entries, path.stat().st_size)}")
+
+
+def print_folder_table(folder: Path, archives: Mapping[Path, Sequence[Entry]]) -> None:
+    """The tensors of a folder's archives, each archive under its name, and the sum of all."""
+    table = _table()
+    whole: list[Entry] = []
+    for path, entries in archives.items():
+        table.add_section()
+        table.add_row(f"{path.relative_to(folder)}:")
+        for e in entries:
+            table.add_row(*_cells(e))
+        whole += entries
+    sizes = {path: path.stat().st_size for path in archives}
+    lines = [
+        f"{path}: {len(entries)} tensors, {_sizes(entries, sizes[path])}"
+        for path, entries in archives.items()
+    ]
+    total = f"{folder}: {len(archives)} archives, {len(whole)} tensors, {_sizes(whole, sum(sizes.values()))}"
+    _print(table, *lines, total)
+
+
+def _table() -> Table:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, header_style="bold")
@@ -59,21 +91,27 @@ def print_table(path: Path, entries: Sequence[Entry], errors: Mapping[str, float
         table.add_column(column, overflow="fold")
     for column in ("original", "bytes", "ratio"):
         table.add_column(column, justify="right", no_wrap=True)
-    if errors is not None:
-        table.add_column("error", justify="right", no_wrap=True)
-    for e in entries:
-        ratio = f"{e.coded_bytes / e.original_bytes:.3f}" if e.original_bytes else ""
-        how = e.codec if e.same_as is None else f"= {e.same_as}"
-        shape = "×".join(map(str, e.shape)) or "scalar"
-        cells = [e.name, e.format.name, shape, how, _short(e.original_bytes), _short(e.coded_bytes), ratio]
-        if errors is not None:
-            cells.append(f"{errors[e.name]:.4g}" if e.name in errors else "")
-        table.add_row(*cells)
+    return table
+
+
+def _cells(e: Entry) -> list[str]:
+    """A tensor's row."""
+    ratio = f"{e.coded_bytes / e.original_bytes:.3f}" if e.original_bytes else ""
+    how = e.codec if e.same_as is None else f"= {e.same_as}"
+    shape = "×".join(map(str, e.shape)) or "scalar"
+    return [e.name, e.format.name, shape, how, _short(e.original_bytes), _short(e.coded_bytes), ratio]
+
+
+def _sizes(entries: Sequence[Entry], size: int) -> str:
+    """What tensors take, and the files that they are in."""
+    original = sum(e.original_bytes for e in entries)
+    return f"{_short(original)} as {_short(size)}" + (f", {size / original:.4f} of them" if original else "")
+
+
+def _print(table: Table, *lines: str) -> None:
+    from rich.console import Console
+
     console = Console(markup=False, highlight=False)
     console.print(table)
-    original = sum(e.original_bytes for e in entries)
-    size = path.stat().st_size
-    share = f", {size / original:.4f} of them" if original else ""
-    console.print(
-        f"{path}: {len(entries)} tensors, {_short(original)} as {_short(size)}{share}", soft_wrap=True
-    )
+    for line in lines:
+        console.print(line, soft_wrap=True)

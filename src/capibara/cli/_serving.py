@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from capibara.cli._json import print_json
 from capibara.errors import ConfigError
 
 __all__ = ["add_serving_arguments", "check_serving_arguments", "run_serving"]
@@ -89,12 +89,12 @@ def run_serving(args: argparse.Namespace) -> int:
     except (DoesNotFitError, UnreachableTargetError) as error:
         if args.json:
             fits = not isinstance(error, DoesNotFitError)
-            print(json.dumps({"fits": fits, "error": str(error)}, indent=1))
+            print_json({"fits": fits, "error": str(error)})
         else:
             print(f"capibara plan: {error}", file=sys.stderr)
         return 1
     if args.json:
-        print(json.dumps({"fits": True, **found.to_json()}, indent=1))
+        print_json({"fits": True, **found.to_json()})
     else:
         from rich.console import Console
 

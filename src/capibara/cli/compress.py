@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from capibara.cli._json import print_json
 from capibara.errors import CapibaraError
+
+if TYPE_CHECKING:
+    from capibara.compress.analysis import Compressibility
+    from capibara.compress.archive_files import Job
 
 HELP = "make a safetensors file or a model's folder smaller, without loss or to a ratio"
 
@@ -19,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lays it out (other files are copied). Every bit comes back with 'capibara decompress'; with --ratio matrices "
         "lose something, each by the codec and at the rate that give the least error, so that all archives together "
         "are that many times smaller, within 2 %. "
-        "Exit code: 0 written, 2 bad input; a file that was there stands until the new one is whole."
+        "Exit code: 0 written, 1 the archives are written but not the picture of --plot, 2 bad input; a file that was "
+        "there stands until the new one is whole."
     )
     parser.add_argument("source", metavar="IN", type=Path, help="a .safetensors file, or a folder")
     parser.add_argument("target", metavar="OUT", type=Path, help="the archive or the folder to write")
@@ -42,22 +51,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the archives and print what became of the tensors; returns the exit code."""
     from capibara.cli._archives import print_table, progress_bar
+    from capibara.compress.analysis import RATIOS
     from capibara.compress.archive_files import compress_files, plan_compress
     from capibara.compress.errors import CompressError
     from capibara.compress.plots import plot_rate_error
 
-    reports = []
+    reports: list[Compressibility] = []
+
+    def analysed(report: Compressibility) -> None:
+        # Called before the first archive is written.
+        if args.plot is not None and not any(error > 0 for _, error in report.frontier):
+            raise CompressError(
+                f"--plot: there is no ratio from {RATIOS[0]:g} to {RATIOS[-1]:g} that these tensors can be shrunk by "
+                "with some loss, so that there is no curve. Remedy: leave it out."
+            )
+        reports.append(report)
+
     try:
-        if args.plot is not None and args.ratio is None:
-            raise CompressError("--plot: nothing is lost without a ratio. Remedy: --ratio 4.")
         jobs = plan_compress(args.source, args.target)
+        if args.plot is not None:
+            _check_plot(args.plot, args.ratio, jobs)
         total = sum(j.size for j in jobs if j.convert) * (1 if args.ratio is None else 2)
         with progress_bar("compressing", total, quiet=args.json) as step:
             written = compress_files(
-                jobs, ratio=args.ratio, strategy=args.strategy, progress=step, analysed=reports.append
+                jobs, ratio=args.ratio, strategy=args.strategy, progress=step, analysed=analysed
             )
-        if args.plot is not None:
-            plot_rate_error(args.plot, reports[0].frontier, title=f"{args.source.name}, {args.strategy}")
     except (CapibaraError, OSError) as error:
         print(f"capibara compress: {error}", file=sys.stderr)
         return 2
@@ -77,10 +95,49 @@ def run(args: argparse.Namespace) -> int:
         }
         sizes = {str(one.path): one.path.stat().st_size for one in written}
         errors = {str(one.path): one.error for one in written}
-        print(json.dumps({"files": files, "sizes": sizes, "errors": errors}, indent=1))
-        return 0
-    for one in written:
-        print_table(one.path, one.entries, one.errors if one.error else None)
-        if one.error:
-            print(f"relative error of its weights: {one.error:.4g}")
+        print_json({"files": files, "sizes": sizes, "errors": errors})
+    else:
+        for one in written:
+            print_table(one.path, one.entries, one.errors if one.error else None)
+            if one.error:
+                print(f"relative error of its weights: {one.error:.4g}")
+    if args.plot is not None:
+        try:
+            plot_rate_error(args.plot, reports[0].frontier, title=f"{args.source.name}, {args.strategy}")
+        except (CapibaraError, OSError) as error:
+            print(
+                f"capibara compress: the archives are written, but not {args.plot}: {error}", file=sys.stderr
+            )
+            return 1
     return 0
+
+
+def _check_plot(path: Path, ratio: float | None, jobs: Sequence[Job]) -> None:
+    """Whether a picture can be written there, before minutes are spent on archives.
+
+    Raises:
+      CompressError: it cannot, or there will be nothing to draw.
+      MissingExtraError: matplotlib is not installed.
+    """
+    from capibara.compress.errors import CompressError
+    from capibara.errors import MissingExtraError
+
+    if ratio is None:
+        raise CompressError("--plot: nothing is lost without a ratio. Remedy: --ratio 4.")
+    if path.is_dir():
+        raise CompressError(f"--plot: {path} is a folder. Remedy: a file in it, {path / 'curve.png'}.")
+    if path.suffix.lower() != ".png":
+        raise CompressError(
+            f"--plot: got {str(path)!r}, expected a name that ends in .png. Remedy: --plot {path.with_suffix('.png')}."
+        )
+    folder = path.resolve().parent
+    # A folder that archives go to is made when they are written.
+    made = {above for job in jobs for above in job.target.resolve().parents}
+    if not folder.is_dir() and folder not in made:
+        raise CompressError(f"--plot: there is no folder {folder}. Remedy: make it, or another place.")
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise CompressError(f"--plot: the folder {folder} cannot be written to. Remedy: another place.")
+    if any(path.resolve() in (job.source.resolve(), job.target.resolve()) for job in jobs):
+        raise CompressError(f"--plot: {path} is one of the model's own files. Remedy: another name.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "train", "Drawing the rate–error curve")

@@ -7,9 +7,10 @@ is missing, or an accelerator that JAX does not use, is shown but is no failure.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, Any
+
+from capibara.cli._json import print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     facts = examine()
     if args.json:
-        print(json.dumps(facts, indent=2))
+        print_json(facts, indent=2)
     else:
         _show(facts)
     return 0 if facts["ok"] else 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from typing import Any
+
+from capibara.cli._json import print_json
 
 HELP = """Write text with a trained model: the newest whole checkpoint of the run that --config or
 --checkpoint names, or the compressed parameters that --weights names. What is not given is taken from the
@@ -135,5 +136,5 @@ def run(args: argparse.Namespace) -> int:
         "top_p": sampling.top_p,
         "seed": chosen("seed"),
     }
-    print(json.dumps(result, indent=1))
+    print_json(result)
     return 0

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from capibara.cli._json import print_json
 from capibara.errors import CapibaraError
 
 HELP = "check Python code for JAX names and keywords that the installed JAX no longer has"
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"capibara migrate: {error}", file=sys.stderr)
         return 2
     if args.json:
-        print(report.to_json())
+        print_json(report.to_dict(), indent=2)
     else:
         colourful = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         for issue in report.issues:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capibara.cli._json import print_json
 from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
 from capibara.errors import ConfigError
 
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
                 report = _explained(config, error.layout, args, progress)
         if args.json:
             told = {} if report is None else {"explanation": report.to_json()}
-            print(json.dumps({"fits": False, "error": str(error), **told}, indent=1))
+            print_json({"fits": False, "error": str(error), **told})
         else:
             print(f"capibara plan: {error}", file=sys.stderr)
             if report is not None:
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename or 'a file'} cannot be written: {error.strerror}") from error
     if args.json:
-        print(json.dumps({"fits": True, **found.to_json()}, indent=1))
+        print_json({"fits": True, **found.to_json()})
     else:
         _show(found)
     return 0
@@ -214,7 +214,10 @@ def _check(args: argparse.Namespace) -> int:
             cache=args.cache,
             progress=progress,
         )
-    print(json.dumps(found.to_json(), indent=1) if args.json else found)
+    if args.json:
+        print_json(found.to_json())
+    else:
+        print(found)
     return 0 if found.passed else 1
 
 

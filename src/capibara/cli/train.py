@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from capibara.cli._json import print_json
 
 if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
@@ -149,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     if report.reason != "already trained":
         reporter.note(str(report))
     if args.json:
-        print(json.dumps(report.to_dict(), indent=1))
+        print_json(report.to_dict())
     if report.reason == "interrupted" and report.signal is not None:
         reporter.note(f"stopped after step {report.step:,}; run the same command again to continue")
         return 128 + report.signal

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capibara.cli._json import print_json
 from capibara.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
                 _keep(args.cache, outcomes[-1], implementation)
     facts = _facts(outcomes, cases, None if args.dry_run else path)
     if args.json:
-        print(json.dumps(facts, indent=1))
+        print_json(facts)
     else:
         _show(facts)
     return 1 if any(outcome.wrong_results for outcome in outcomes) else 0

@@ -31,7 +31,15 @@ from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
 from capibara.compress.models.source import TensorSource
 
-__all__ = ["Allocation", "Survey", "allocate", "check_ratio", "estimate", "everywhere", "survey"]
+__all__ = [
+    "Allocation",
+    "Survey",
+    "allocate",
+    "check_ratio",
+    "estimate",
+    "everywhere",
+    "survey",
+]
 
 _TOLERANCE = 0.004  # of the size of a file; a fifth of what is promised
 _PROMISED = 0.02
@@ -105,7 +113,8 @@ def everywhere(
     """
     points: dict[str, Point] = {}
     exclude = tuple(exclude)
-    problem = "none of the tensors may lose anything"
+    problem = f"none of the tensors may lose anything (vectors, integers, fewer than {smallest} numbers, or excluded)."
+    remedy = "strategy='lossless', or a lower smallest"
     for name, form, shape in source:
         if not _may_lose(name, form, shape, exclude, smallest):
             continue
@@ -113,9 +122,9 @@ def everywhere(
             size = coded_size(codec, {}, source.read(name), form, shape)
             points[name] = Point(codec, {}, size, math.nan)
         except CompressError as error:
-            problem = str(error)
+            problem, remedy = str(error), "a ratio"
     if not points:
-        raise CompressError(f"strategy: {codec} without a ratio: {problem} Remedy: a ratio.")
+        raise CompressError(f"strategy: {codec} without a ratio: {problem} Remedy: {remedy}.")
     return Allocation(points, math.nan, math.nan)
 
 
@@ -188,9 +197,10 @@ def survey(
             continue
         bits = source.read(name)
         plain = coded_size("lossless", {}, bits, form, shape)
-        if _may_lose(name, form, shape, exclude, smallest) and _is_plain(bits, form):
+        usable = _usable(names, bits, form) if _may_lose(name, form, shape, exclude, smallest) else []
+        if usable:
             known = (moments or {}).get(name)
-            curves[name] = measure_curve(bits, form, shape, names, lossless=plain, moments=known)
+            curves[name] = measure_curve(bits, form, shape, usable, lossless=plain, moments=known)
         else:
             exact[name] = plain
         if progress is not None:
@@ -199,16 +209,22 @@ def survey(
     return Survey(source, curves, exact, total, index)
 
 
-def _is_plain(bits: np.ndarray, form: NumberFormat) -> bool:
-    flat, any_there = bits.reshape(-1), False
+def _usable(names: list[str], bits: np.ndarray, form: NumberFormat) -> list[str]:
+    """The codecs that can take a tensor: some keep numbers that are not finite, others need all to be."""
+    flat, any_there, all_finite = bits.reshape(-1), False, True
     for start in range(0, len(flat), CHUNK):
         with np.errstate(invalid="ignore"):  # quiets NaNs
             values = to_float(flat[start : start + CHUNK], form)
+        finite = np.isfinite(values)
+        if not finite.all():
+            all_finite, values = False, values[finite]
         # Errors are compared by their squares, which have to be finite as well.
-        if not np.isfinite(values).all() or float(np.abs(values).max()) > LARGEST:
-            return False
+        if float(np.abs(values).max(initial=0)) > LARGEST:
+            return []
         any_there = any_there or bool(values.any())
-    return any_there
+    if not any_there:
+        return []
+    return [n for n in names if all_finite or getattr(get_codec(n), "keeps_strange", False)]
 
 
 def estimate(found: Survey, ratio: float, *, weights: Mapping[str, float]) -> Allocation | None:
@@ -250,7 +266,8 @@ def allocate(found: Survey, ratio: float, *, weights: Mapping[str, float] | None
     if least > target * (1 + _PROMISED):
         raise CompressError(
             f"ratio: {ratio} cannot be met: of {found.total} bytes, {target:.0f} would be left, and these tensors take "
-            f"{least:.0f} with the codecs at hand (vectors, integers and small tensors stay exact: {found.fixed:.0f}). "
+            f"{least:.0f} with the codecs at hand (vectors, integers and small tensors stay exact, and what has NaN or "
+            f"infinities with all but int8, int4 and nf4: {found.fixed:.0f}). "
             f"Remedy: one up to {found.total / least * 0.99:.2f}."
         )
     sizes: dict[tuple[str, float], int] = {}

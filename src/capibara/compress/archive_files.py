@@ -28,9 +28,21 @@ from capibara.compress.writing import add_tensors, compare
 from capibara.errors import did_you_mean
 from capibara.files import replace_file
 
-__all__ = ["Job", "Written", "compress_files", "decompress_files", "plan_compress", "plan_decompress"]
+__all__ = [
+    "Job",
+    "Written",
+    "compress_files",
+    "decompress_files",
+    "find_archives",
+    "plan_compress",
+    "plan_decompress",
+]
 
 SUFFIX = ".capi"
+_REMEDIES = {
+    SUFFIX: "a .capi file, or a folder that 'capibara compress FOLDER OUT' wrote",
+    ".safetensors": "a .safetensors file, or the folder that a model's lie in",
+}
 Progress = Callable[[str, int], None]  # a tensor's name, and how many bytes of the original it takes
 
 
@@ -42,6 +54,31 @@ class Job:
     target: Path
     convert: bool
     size: int
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    """All files of a folder, those in folders of its own too; at least one ends so."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not path.is_file():
+            raise CompressError(
+                f"{path}: a link to a folder, or to nothing. Remedy: copy what it should lead to."
+            )
+        if path.is_file():
+            found.append(path)
+    if not any(path.name.endswith(suffix) for path in found):
+        raise CompressError(f"{folder}: no *{suffix} file in this folder. Remedy: {_REMEDIES[suffix]}.")
+    return found
+
+
+def find_archives(path: str | os.PathLike[str]) -> list[Path]:
+    """The archive itself, or those of a folder that :func:`plan_decompress` finds there.
+
+    Raises:
+      CompressError: a folder without any, or with a link that leads to no file.
+    """
+    path = Path(path)
+    return [one for one in _files(path, SUFFIX) if one.name.endswith(SUFFIX)] if path.is_dir() else [path]
 
 
 def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]:
@@ -62,20 +99,13 @@ def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]
     if source.resolve() == target.resolve() or source.resolve() in target.resolve().parents:
         raise CompressError(f"{target}: lies within {source}. Remedy: another folder.")
     jobs = []
-    for path in sorted(source.rglob("*")):
-        if path.is_symlink() and not path.is_file():
-            raise CompressError(
-                f"{path}: a link to a folder, or to nothing. Remedy: copy what it should lead to."
-            )
-        if path.is_file():
-            convert = path.name.endswith(suffix)
-            where = target / path.relative_to(source)
-            jobs.append(
-                Job(path, where.with_name(where.name.removesuffix(suffix) + new_suffix) if convert else where,
-                    convert, path.stat().st_size)
-            )  # fmt: skip
-    if not any(job.convert for job in jobs):
-        raise CompressError(f"{source}: no *{suffix} file in this folder")
+    for path in _files(source, suffix):
+        convert = path.name.endswith(suffix)
+        where = target / path.relative_to(source)
+        jobs.append(
+            Job(path, where.with_name(where.name.removesuffix(suffix) + new_suffix) if convert else where,
+                convert, path.stat().st_size)
+        )  # fmt: skip
     taken = {job.source.resolve() for job in jobs}
     for job in jobs:
         if (where := job.target.resolve()) in taken:

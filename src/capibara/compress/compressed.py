@@ -12,8 +12,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from capibara.compress.models.adapters import STRUCTURE, Adapter, adapt, assembl
 from capibara.compress.models.numbers import from_bits, is_torch
 from capibara.compress.profile import CompressionProfile
 from capibara.compress.running import Running, check_decode, refuse
+from capibara.compress.saving import make_folder, save_module
 from capibara.compress.statistics import CompressionStats, stats_of
 from capibara.files import replace_file
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from capibara.compress.jax_codes import CodedArrays
     from capibara.compress.tropical import Merged
 
-__all__ = ["PROFILE", "STATS", "CompressedModel"]
+__all__ = ["PROFILE", "STATS", "CompressedModel", "make_folder", "open_compressed"]
 
 PROFILE, STATS = "capibara.profile", "capibara.stats"  # keys of an archive's metadata
 
@@ -196,10 +195,15 @@ class CompressedModel:
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the archive, in one step.
+        """Write an archive of the model, in one step.
+
+        Of a ``torch.nn.Module`` it holds what the module does now. A tensor that was trained or loaded since stands in
+        it without loss, with a warning if it was rounded before; the others as they were compressed. Of anything else,
+        whose arrays are not this object's, it is the archive that compressing made, whatever became of :attr:`model`.
 
         Raises:
           FolderError: ``path`` is a folder.
+          CompressError: a tensor became one of a type that files do not know.
           OSError: the folder is missing, the disk is full …; a file that was there stands.
         """
         target = Path(path)
@@ -207,10 +211,14 @@ class CompressedModel:
             raise FolderError(
                 f"path: {target} is a folder, expected a file to write. Remedy: {target / 'model.capi'}"
             )
-        if not (target.exists() and target.samefile(self.path)):
+        if not self._save_changed(target) and not (target.exists() and target.samefile(self.path)):
             with open(self.path, "rb") as source:
                 replace_file(target, functools.partial(shutil.copyfileobj, source))
         return target
+
+    def _save_changed(self, target: Path) -> bool:
+        """Write what the model holds, where that is known and not what the archive does; whether it was."""
+        return False
 
     @classmethod
     def load(
@@ -287,6 +295,11 @@ def _object(text: str, path: object, kind: Any = dict | str) -> Any:
     return value
 
 
+def _read_stats(path: Path) -> CompressionStats:
+    with Archive(path) as archive:
+        return stats_of(archive, _object(archive.metadata.get(STATS, "{}"), path, dict))
+
+
 def _check_fit(archive: Archive, adapter: Adapter) -> None:
     forms = adapter.tensors.forms
     missing = [n for n in forms if n not in archive.entries]
@@ -302,18 +315,6 @@ def _check_fit(archive: Archive, adapter: Adapter) -> None:
             raise CompressError(
                 f"model: {name} is {form.name} {shape}, in {archive.path} {entry.format.name} {entry.shape}"
             )
-
-
-def make_folder() -> tuple[Path, Any]:
-    """A temporary folder, and what keeps it."""
-    folder = tempfile.TemporaryDirectory(prefix="capibara-", ignore_cleanup_errors=True)
-    keeper = _Keeper()
-    weakref.finalize(keeper, folder.cleanup)
-    return Path(folder.name), keeper
-
-
-class _Keeper:
-    """Lives as long as the models whose file it keeps."""
 
 
 @functools.cache
@@ -372,6 +373,12 @@ def _torch_class() -> type[CompressedModel]:
             with Archive(self.path) as archive:
                 put_tensors(made, archive, [t.name for t in self.stats.tensors], self._tied)
             return made
+
+        def _save_changed(self, target: Path) -> bool:
+            written = save_module(self.module, self.path, target, STATS)
+            if written and target.samefile(self.path):
+                self.stats = _read_stats(target)
+            return written
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.module(*args, **kwargs)

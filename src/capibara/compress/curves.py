@@ -114,6 +114,14 @@ def candidates(codec: str, form: NumberFormat, shape: tuple[int, ...]) -> list[d
     return [] if function is None else list(function(form, shape))
 
 
+def finite_or_zero(bits: np.ndarray, form: NumberFormat) -> np.ndarray:
+    """The numbers as float64, with zeros for those that are not finite."""
+    with np.errstate(invalid="ignore"):  # quiets NaNs
+        values = to_float(bits, form).astype(np.float64)
+    values[~np.isfinite(values)] = 0
+    return values
+
+
 def squared_error(
     a: np.ndarray,
     b: np.ndarray,
@@ -123,9 +131,17 @@ def squared_error(
 ) -> float:
     """The sum of squared differences of numbers that are given as bits.
 
-    With a ``metric`` for a tensor of that shape it is tr(D S Dᵀ), scaled so that it is the same for S = 1.
+    With a ``metric`` for a tensor of that shape it is tr(D S Dᵀ), scaled so that it is the same for S = 1. Numbers of
+    ``a`` that are not finite differ in nothing where ``b`` has the same bits, and else by infinity.
     """
-    difference = to_float(a, form).astype(np.float64) - to_float(b, form).astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        values = to_float(a, form).astype(np.float64)
+        difference = values - to_float(b, form)
+    if not np.isfinite(difference).all():
+        strange = ~np.isfinite(values)
+        if (a.reshape(values.shape)[strange] != b.reshape(values.shape)[strange]).any():
+            return math.inf
+        difference[strange] = 0
     if metric is None:
         return float(np.dot(difference.ravel(), difference.ravel()))
     assert shape is not None
@@ -225,7 +241,7 @@ def measure_curve(
     """The ways to store a tensor.
 
     Args:
-      bits, form, shape: of the tensor, whose numbers are finite.
+      bits, form, shape: of the tensor. Of numbers that are not finite nothing is measured.
       codecs: names of those that may be used beside ``lossless``.
       lossless: bytes that this one takes.
       moments: settings of calibration, ``hessian`` and ``input_axes``, of a layer.
@@ -245,7 +261,7 @@ def _measure_curve(
     metric = None if moments is None else Metric.of(moments)
     square = 0.0
     for part, length, _, known in _chunks("lossless", bits, shape, {}, metric):
-        values = to_float(part, form).astype(np.float64).ravel()
+        values = finite_or_zero(part, form).ravel()
         square += float(np.dot(values, values)) if known is None else known.square(values.reshape(length))
     curve = Curve(bits.size, square, [Point("lossless", {}, lossless, 0.0)])
     some = _sample(bits, shape, metric)

@@ -23,7 +23,7 @@ from capibara.compress.formats import from_float, to_float
 from capibara.compress.models.adapters import Adapter
 from capibara.compress.models.gradients import gradients
 
-__all__ = ["tune"]
+__all__ = ["mean_loss", "tune"]
 
 
 def tune(
@@ -74,6 +74,13 @@ def tune(
         if progress is not None:
             progress(step, value)
     return {n: from_float(full[n], forms[n][0]) for n in trained}
+
+
+def mean_loss(
+    adapter: Adapter, model: Any, batches: list[tuple[Any, Any]], loss: Callable[[Any, Any], Any]
+) -> float:
+    """The loss of a model that the adapter made, over all batches, without gradients."""
+    return sum(float(loss(adapter.run(model, x), y)) for x, y in batches) / len(batches)
 
 
 def _stored(

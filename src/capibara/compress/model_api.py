@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from capibara.compress.allocation import allocate, check_ratio
 from capibara.compress.analysis import Compressibility, analyse
 from capibara.compress.compressed import CompressedModel
 from capibara.compress.compressing import Compression, Merging, Progress
+from capibara.compress.container import Archive
 from capibara.compress.errors import CompressError
-from capibara.compress.fine_tuning import tune
+from capibara.compress.fine_tuning import mean_loss, tune
 from capibara.compress.merged_models import (
     is_pairs,
     relu_chain,
@@ -167,6 +169,10 @@ class ModelCompressionAPI:
     ) -> CompressedModel:
         """Train the weights for what they become, straight through the rounding, and compress those.
 
+        Where that comes out worse than :meth:`compress` (a rate that is too high, say), a warning says so, and the
+        result is that of :meth:`compress`. What counts is the error of the outputs on ``validation_data``, or the loss
+        on ``data`` where there is none or a ``loss`` of one's own.
+
         Args:
           model, apply: as in :meth:`compress`; a module, or arrays of JAX. The model itself is not changed.
           data: batches to train on, as ``validation_data``; with targets of any kind that ``loss`` takes.
@@ -215,6 +221,24 @@ class ModelCompressionAPI:
             # Other steps than those that the numbers were tuned for: a last resort.
             again = work.survey_of(changed)
             made = work.write(allocate(again, ratio, weights=work.weights), changed)
+        untuned = work.make(ratio)
+
+        def score(one: CompressedModel) -> float:
+            if loss is None and one.stats.output_error is not None:
+                return one.stats.output_error
+            with Archive(one.path) as archive:
+                model = adapter.rebuild(lambda n: archive.read(n).reshape(-1))
+            return mean_loss(adapter, model, batches, loss or distance)
+
+        after, before = score(made), score(untuned)
+        if not after <= before:
+            warnings.warn(
+                f"compress_with_fine_tuning: after {steps} steps the error is {after:.4g}, without them {before:.4g}: "
+                f"the result is that without. Remedy: a lower learning_rate (it is {learning_rate}), or more steps.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            made = untuned
         if not work.good(made):
             raise work.failure(made)
         return made

@@ -62,11 +62,17 @@ def by_outputs(
         form, shape = adapter.tensors.forms[name]
         original = adapter.tensors.read(name)
         # The entropy of a Gaussian in steps is log2(4.13 · deviation / step).
-        values = to_float(original, form).astype(np.float64)
-        step = 4.13 * math.sqrt(float((values**2).mean())) * 2.0**-bits
+        with np.errstate(invalid="ignore"):  # quiets NaNs
+            values = to_float(original, form).astype(np.float64)
+        finite = np.isfinite(values)
+        step = (
+            4.13
+            * math.sqrt(float(np.square(values, where=finite, out=np.zeros_like(values)).mean()))
+            * 2.0**-bits
+        )
         settings = {"step": step}
-        payload = uniform.encode(original, form, shape, settings)
-        changed = uniform.decode(memoryview(payload), form, shape, settings)
+        payload = uniform.encode(np.where(finite, original, 0).astype(original.dtype), form, shape, settings)
+        changed = np.where(finite, uniform.decode(memoryview(payload), form, shape, settings), original)
         metric = None if name not in moments else Metric.of(moments[name])
         lost = squared_error(original, changed, form, metric, shape)
         error = validation.measure(adapter.variant({name: changed})).error

@@ -13,8 +13,8 @@ from capibara.compress.allocation import Allocation
 from capibara.compress.container import Archive, ArchiveWriter
 from capibara.compress.container.index import Entry, dump, parse_footer
 from capibara.compress.container.writer import Tensor
-from capibara.compress.curves import squared_error
-from capibara.compress.formats import NumberFormat, to_float
+from capibara.compress.curves import finite_or_zero, squared_error
+from capibara.compress.formats import NumberFormat
 from capibara.compress.models.source import TensorSource
 
 __all__ = ["add_tensors", "change_metadata", "compare"]
@@ -79,11 +79,8 @@ def compare(path: Path, source: TensorSource) -> tuple[dict[str, float], float, 
             square = error = 0.0
             for first in range(0, len(original), _BLOCK):
                 part = original[first : first + _BLOCK]
-                with np.errstate(
-                    invalid="ignore", over="ignore"
-                ):  # numbers above 1e150 are stored without loss
-                    values = to_float(part, form).astype(np.float64)
-                    values = values[np.isfinite(values)]
+                with np.errstate(over="ignore"):  # numbers above 1e150 are stored without loss
+                    values = finite_or_zero(part, form)
                     square += float(np.dot(values, values))
                 if found is not None:
                     error += squared_error(part, found[first : first + _BLOCK], form)

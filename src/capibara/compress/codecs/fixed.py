@@ -115,6 +115,8 @@ class Fixed(InPlace):
       kind: what codes mean.
     """
 
+    keeps_strange = True  # NaN and infinities stay as they are, beside the codes
+
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
 

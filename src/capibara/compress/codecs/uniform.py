@@ -102,7 +102,8 @@ class Uniform(DecodesInPlace):
         if len(payload) < _HEAD.size:
             raise DamagedError("a tensor's payload ends too early: the file is damaged")
         step, *means, size = _HEAD.unpack(payload[: _HEAD.size])
-        if not 0 < step < math.inf or size not in _WHOLE or not form.is_float:
+        # Of no numbers the type does not matter: what has none of any type is encoded.
+        if not 0 < step < math.inf or size not in _WHOLE or not (form.is_float or not out.size):
             raise DamagedError("a tensor's step or type is none: the file is damaged")
         # Multiples that are no longer than the numbers lie where these come to be, at the end: each is read before
         # a number takes its place.
@@ -113,7 +114,8 @@ class Uniform(DecodesInPlace):
         whole = room.view(f"<i{size}")
         if whole.size and int(whole.min()) == np.iinfo(whole.dtype).min:
             raise DamagedError("a multiple is out of range: the file is damaged")
-        _restore(out, step, np.append(np.array(means) / 256, 0.0), whole, form)
+        if out.size:
+            _restore(out, step, np.append(np.array(means) / 256, 0.0), whole, form)
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
         """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""

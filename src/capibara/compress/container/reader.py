@@ -94,6 +94,7 @@ class Archive:
 
         Raises:
           KeyError: no tensor of that name.
+          ArchiveError: ``rows`` is no such slice, or the tensor is a scalar.
           DamagedError: a payload does not have its checksum, or is not what its codec writes.
         """
         return self._read(name, rows, None)
@@ -103,11 +104,7 @@ class Archive:
         entry = self[name]
         source = entry if entry.same_as is None else self[entry.same_as]
         total = source.shape[0] if source.shape else 1
-        first, last, step = (slice(None) if rows is None else rows).indices(total)
-        if step != 1 or (rows is not None and not source.shape):
-            raise ArchiveError(
-                f"rows: got {rows!r} for the shape {source.shape}, expected a slice with step 1"
-            )
+        first, last = _range(rows, source.shape, total)
         last = max(first, last)
         shape = (last - first, *source.shape[1:]) if source.shape else ()
         # From here on rows are those that chunks are runs of: as many for each of the tensor's own.
@@ -243,6 +240,28 @@ class Archive:
                 yield entry, None
             except ArchiveError as error:
                 yield entry, str(error)
+
+
+def _range(rows: slice | None, shape: tuple[int, ...], total: int) -> tuple[int, int]:
+    """The first row that is wanted, and the one after the last.
+
+    Raises:
+      ArchiveError: ``rows`` is not a slice with step 1, or there are none.
+    """
+    if rows is None:
+        return 0, total
+    try:
+        # What is no slice has no ``indices``; its bounds may be no whole numbers, its step 0.
+        first, last, step = rows.indices(total)
+    except (AttributeError, TypeError, ValueError):
+        first = last = step = 0
+    if step != 1 or not shape:
+        some = f"slice({rows:d}, {rows + 1 or None})" if isinstance(rows, int) else "slice(0, 10)"
+        how = f"Remedy: {some}." if shape else "Remedy: leave it out."
+        raise ArchiveError(
+            f"rows: got {rows!r} for the shape {shape}, expected a slice of whole numbers with step 1. {how}"
+        )
+    return first, last
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import operator
 import os
 import secrets
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from capibara.compress.container.index import (
 from capibara.compress.container.pool import Buffers, ahead
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
+
+if TYPE_CHECKING:
+    from capibara.compress.container.reader import Archive
 
 __all__ = ["ArchiveWriter", "Tensor", "coded_shape", "rows_together"]
 
@@ -189,11 +192,7 @@ class ArchiveWriter:
                     if progress is not None:
                         progress(done[-1])
         except BaseException:
-            # What was written of this tensor belongs to none: the caller may go on with another codec.
-            if self._file is not None and not self._file.closed:
-                self._file.seek(begin)
-                self._file.truncate()
-                self._at = begin
+            self._take_back(begin)
             raise
         return done
 
@@ -253,6 +252,38 @@ class ArchiveWriter:
             raise CompressError(f"name: got {name!a}: {wrong}")
         if name in self._by_name or name in coming:
             raise CompressError(f"name: got {name!r}, expected text that no earlier tensor has")
+
+    def add_coded(self, name: str, archive: Archive, of: str) -> Entry:
+        """Append a tensor of another archive in the codes that it has there: nothing is decoded, nothing more is lost.
+
+        Args:
+          name: another one than all before.
+          archive: open for reading.
+          of: the tensor's name there.
+
+        Raises:
+          CompressError: a name that was there.
+          KeyError: no tensor ``of`` in that archive.
+          DamagedError: a payload there does not have its checksum.
+        """
+        self._check_name(name)
+        entry = archive[archive[of].same_as or of]
+        chunks, begin = [], self._at
+        try:
+            for chunk, (_, payload) in zip(entry.chunks, archive.payloads(entry.name), strict=True):
+                chunks.append(Chunk(chunk.rows, self._at, len(payload), chunk.crc32))
+                self._write(payload)
+        except BaseException:
+            self._take_back(begin)
+            raise
+        return self._keep(replace(entry, name=name, chunks=tuple(chunks)))
+
+    def _take_back(self, begin: int) -> None:
+        """What was written from there on belongs to no tensor: the caller may go on with another codec."""
+        if self._file is not None and not self._file.closed:
+            self._file.seek(begin)
+            self._file.truncate()
+            self._at = begin
 
     def add_twin(self, name: str, same_as: str) -> Entry:
         """A second name of a tensor that was added: tied weights are stored once."""

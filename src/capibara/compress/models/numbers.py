@@ -85,7 +85,7 @@ def to_bits(value: Any, name: str = "tensor") -> tuple[np.ndarray, NumberFormat,
         import torch
 
         whole = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[form.bits]
-        numbers = value.detach().cpu().contiguous().reshape(-1).view(whole)
+        numbers = value.detach().resolve_neg().cpu().contiguous().reshape(-1).view(whole)
         return numbers.numpy().view(form.unsigned), form, tuple(value.shape)
     array = np.asarray(value)
     shape = array.shape  # before ascontiguousarray, which makes vectors of scalars

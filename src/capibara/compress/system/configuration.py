@@ -16,13 +16,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
+from capibara.compress.errors import CompressError
 from capibara.errors import ConfigError, did_you_mean
 from capibara.files import replace_file
 
-__all__ = ["OptimizationStrategy", "SystemConfiguration"]
+__all__ = ["OptimizationStrategy", "SystemConfiguration", "UnknownStrategyError"]
 
 _BACKENDS = ("auto", "cpu", "gpu", "tpu")
 _MOST_BYTES = 1 << 20  # of a file of settings
+
+
+class UnknownStrategyError(ConfigError, CompressError):
+    """No strategy of that name; a ``CompressError`` too, as everywhere else that a strategy is named."""
 
 
 class OptimizationStrategy(StrEnum):
@@ -58,6 +63,7 @@ class SystemConfiguration:
 
     Raises:
       ConfigError: a value is of the wrong type or out of range; the text names the setting.
+      UnknownStrategyError: a ConfigError; there is no strategy of that name.
     """
 
     enable_jax: bool = True
@@ -90,6 +96,16 @@ class SystemConfiguration:
         self._check(
             "strategy", isinstance(self.strategy, str) and bool(self.strategy), "the name of a strategy"
         )
+        if self.strategy not in ("auto", "jax"):
+            # Here, as it brings NumPy: settings that name no codec, which most do not, are made without.
+            from capibara.compress.codecs.protocol import CODECS
+
+            names = ["auto", "jax", *CODECS]
+            if self.strategy not in names:
+                raise UnknownStrategyError(
+                    f"strategy: got {self.strategy!r:.200}, expected one of {', '.join(names)}."
+                    f"{did_you_mean(self.strategy, names)}"
+                )
         ratio = self.target_compression_ratio
         self._check("target_compression_ratio", ratio is None or (_is_number(ratio) and 1 < ratio < math.inf),
                     "a number above 1, or None")  # fmt: skip
@@ -108,8 +124,13 @@ class SystemConfiguration:
         """The settings of such a mapping; what is not in it has its default.
 
         Raises:
-          ConfigError: a name is none of a setting, or a value is wrong.
+          ConfigError: not a mapping, a name is none of a setting, or a value is wrong.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"values: got {type(values).__name__}, expected a mapping of settings by name. "
+                "Remedy: {'jax_backend': 'cpu'}, or SystemConfiguration.load(path) for a file."
+            )
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from capibara.compress.container.index import check_name
 from capibara.compress.errors import CompressError
-from capibara.compress.profile import EXACT
+from capibara.compress.profile import EXACT, FIXED, CompressionProfile
 from capibara.compress.system.configuration import SystemConfiguration
 from capibara.compress.system.engines import engine_problem, fallback_engine, warn_fallback
 from capibara.compress.system.host_tropical import HostTropicalEngine
@@ -42,6 +42,23 @@ JAX_COMPONENTS = (
 """The components that are there when JAX is."""
 
 
+class _OwnWidth(CompressionProfile):
+    """A single codec without a ratio, as for a single tensor: it compresses as it is, or says what it misses."""
+
+    @property
+    def own_width(self) -> bool:
+        return True
+
+
+def _profile(config: SystemConfiguration) -> CompressionProfile:
+    """What a configuration asks of a model: as :meth:`SystemIntegrationCoordinator.compress` reads it for a tensor."""
+    ratio = None if config.strategy in EXACT else config.target_compression_ratio
+    if ratio is not None or config.strategy in FIXED:
+        return CompressionProfile(strategy=config.strategy, target_compression_ratio=ratio)
+    kind = CompressionProfile if config.strategy in ("auto", "jax", *EXACT) else _OwnWidth
+    return kind(strategy=config.strategy, mode="lossless")
+
+
 class SystemIntegrationCoordinator:
     """Compresses tensors and models with one configuration; use it as a context, or call :meth:`shutdown`.
 
@@ -56,7 +73,7 @@ class SystemIntegrationCoordinator:
         nine of :data:`JAX_COMPONENTS`.
 
     Raises:
-      CompressError: ``config`` or ``monitor`` is something else, or the configuration's strategy is unknown.
+      CompressError: ``config`` or ``monitor`` is something else.
     """
 
     def __init__(
@@ -99,7 +116,6 @@ class SystemIntegrationCoordinator:
         }
         if problem is None:
             self._components["jax_strategy"] = selector.strategies["jax"]
-        selector.check(config.strategy)
 
     def _initialize_jax_components(self) -> None:
         from capibara.compress.system.jax_compilation import JaxCompilationOptimizer
@@ -192,9 +208,6 @@ class SystemIntegrationCoordinator:
         choice = self._components["strategy_selector"].select(bits, strategy=strategy)
         made = choice.strategy.compress(bits, ratio=wanted, name=name, reason=choice.reason, verify=verify)
         size = made.compressed_bytes
-        self._counts["compressed"] += 1
-        self._counts["original_bytes"] += made.original_bytes
-        self._counts["compressed_bytes"] += size
         pipeline = PipelineType(made.engine)
         assert made.seconds is not None
         self.monitor.record(MetricType.COMPRESSION_TIME, made.seconds * 1e3, pipeline)
@@ -203,6 +216,9 @@ class SystemIntegrationCoordinator:
         if made.relative_error is not None:
             self.monitor.record(MetricType.RELATIVE_ERROR, made.relative_error, pipeline)
         self._sample()
+        self._counts["compressed"] += 1  # last: a call that failed did not compress
+        self._counts["original_bytes"] += made.original_bytes
+        self._counts["compressed_bytes"] += size
         return made
 
     def decompress(self, compressed: CompressedTensor, *, kind: str | None = None) -> Any:
@@ -243,8 +259,8 @@ class SystemIntegrationCoordinator:
             tensor = make_tensor(values, compressed.entry.format, compressed.shape, kind, device)
         if pool is not None:
             pool.put(key, tensor)
-        self._counts["decompressed"] += 1
         self._sample()
+        self._counts["decompressed"] += 1
         return tensor
 
     def compress_model(self, model: Any, profile: Any = None, *, validation_data: Any = None) -> Any:
@@ -252,23 +268,19 @@ class SystemIntegrationCoordinator:
 
         Args:
           model: a ``torch.nn.Module``, a tree of arrays, a composed model …
-          profile: a ``CompressionProfile``; by default one with the configuration's strategy and ratio.
+          profile: a ``CompressionProfile``; by default one with the configuration's strategy and ratio. Without a
+            ratio nothing is lost, but by a codec that says itself how much it loses (``int8``, ``int4``, ``nf4``).
           validation_data: to measure errors on.
 
         Raises:
-          CompressError: as :class:`ModelCompressionAPI` says, or the system is shut down.
+          CompressError: as :class:`ModelCompressionAPI` says, the configuration's codec needs a ratio and there is
+            none, or the system is shut down.
         """
         from capibara.compress.model_api import ModelCompressionAPI
-        from capibara.compress.profile import CompressionProfile
 
         self._check_running()
         if profile is None:
-            ratio = None if self.config.strategy in EXACT else self.config.target_compression_ratio
-            profile = CompressionProfile(
-                strategy=self.config.strategy,
-                target_compression_ratio=ratio,
-                mode="lossless" if ratio is None else "balanced",
-            )
+            profile = _profile(self.config)
         with self.monitor.track(MetricType.COMPRESSION_TIME, PipelineType.SYSTEM):
             made = ModelCompressionAPI(profile).compress(model, validation_data=validation_data)
         self._sample()

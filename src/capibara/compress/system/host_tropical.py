@@ -1,23 +1,31 @@
 """Tropical operations without JAX: on PyTorch where that is installed, on NumPy where it is not.
 
 The same results as :mod:`capibara.ops.tropical`, in memory that does not grow with the number of terms: a product takes
-runs of rows, so that their terms stay in a processor's cache.
+runs of rows, so that their terms stay in a processor's cache. Gradients of PyTorch's pass.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from capibara.compress.errors import CompressError
 from capibara.compress.models.numbers import is_torch
-from capibara.errors import did_you_mean
+from capibara.compress.system.tropical_arguments import (
+    as_points,
+    check_array,
+    check_polynomial,
+    check_product,
+    check_square,
+    get_sign,
+)
 
 __all__ = ["HostTropicalEngine"]
 
 _TERMS = 1 << 20
-_SEMIRINGS = ("max_plus", "min_plus")
 
 
 class HostTropicalEngine:
@@ -37,142 +45,172 @@ class HostTropicalEngine:
         """``out[i, j] = max over k of a[i, k] + b[k, j]``; the semiring's zero wins over the other infinity.
 
         Args:
-          a: [rows, inner], floating point.
-          b: [inner, columns].
+          a: [*batch, rows, inner], floating point. Leading axes broadcast with those of ``b``.
+          b: [*batch, inner, columns].
           semiring: ``"max_plus"`` or ``"min_plus"``.
+
+        Returns:
+          [*batch, rows, columns] in the operands' common type.
 
         Raises:
           CompressError: shapes that do not fit, numbers that are not floating point, another semiring.
         """
-        sign = _sign(semiring)
-        _check("a", a, 2)
-        _check("b", b, 2)
-        if a.shape[1] != b.shape[0]:
-            raise CompressError(
-                f"b: got shape {tuple(b.shape)}, expected [{a.shape[1]}, …] for a of {tuple(a.shape)}"
-            )
-        if is_torch(a) != is_torch(b):
-            raise CompressError(
-                "b: got another framework's array than a. Remedy: both from PyTorch, or both from NumPy."
-            )
+        sign = get_sign(semiring)
+        check_product(a, b, check_array)
         if is_torch(a):
-            return sign * _torch_product(sign * a, sign * b)
+            return _torch_product(a, b, sign)
         if self.name == "torch":
             import torch
 
             dtype = np.promote_types(a.dtype, b.dtype)
-            left, right = (torch.from_numpy(np.array(sign * x, dtype)) for x in (a, b))
-            return sign * _torch_product(left, right).numpy()
-        return sign * _numpy_product(sign * a, sign * b)
+            left, right = (torch.from_numpy(np.array(x, dtype)) for x in (a, b))
+            return _torch_product(left, right, sign).numpy()
+        return _numpy_product(a, b, sign)
 
     def closure(self, weights: Any, *, semiring: str = "max_plus") -> Any:
-        """The best weight of any walk between two nodes, [n, n] → [n, n]; as :func:`capibara.ops.tropical.closure`.
+        """The best weight of any walk between two nodes, as :func:`capibara.ops.tropical.closure`.
+
+        Args:
+          weights: [*batch, n, n].
+          semiring: ``"max_plus"`` or ``"min_plus"``.
 
         Raises:
-          CompressError: not a square of floating point numbers, or another semiring.
+          CompressError: not squares of floating point numbers, or another semiring.
         """
-        sign = _sign(semiring)
-        _check("weights", weights, 2)
-        n = weights.shape[0]
-        if weights.shape[1] != n:
-            raise CompressError(f"weights: got shape {tuple(weights.shape)}, expected a square")
-        if is_torch(weights):
-            import torch
-
-            # Its numbers in float32 at least; every type of PyTorch's that is smaller fits into that.
-            wide = weights.detach() if weights.dtype == torch.float64 else weights.detach().float()
-            eps = torch.finfo(weights.dtype).eps
-            out = torch.from_numpy(self._closure(wide.cpu().numpy(), sign, eps))
-            return out.to(weights.dtype).to(weights.device)
-        wide = weights if weights.dtype == np.float64 else weights.astype(np.float32)
-        return self._closure(wide, sign, float(np.finfo(weights.dtype).eps)).astype(weights.dtype)
-
-    def _closure(self, weights: np.ndarray, sign: int, eps: float) -> np.ndarray:
-        n = len(weights)
-        if n == 0:
+        sign = get_sign(semiring)
+        check_square(weights, check_array)
+        if weights.shape[-1] == 0:
             return weights
-        best = sign * weights
-        np.fill_diagonal(best, np.maximum(np.diagonal(best), 0))
+        return _torch_closure(weights, sign) if is_torch(weights) else self._numpy_closure(weights, sign)
+
+    def _numpy_closure(self, weights: np.ndarray, sign: int) -> np.ndarray:
+        n = weights.shape[-1]
+        wide = weights.astype(np.promote_types(weights.dtype, np.float32))
+        best = sign * wide
+        best = np.where(np.eye(n, dtype=bool), np.maximum(best, 0), best)
         for _ in range(max(1, (n - 1).bit_length())):
             best = self.matmul(best, best)
-        finite = np.abs(weights[np.isfinite(weights)]).max(initial=0)
-        gains = np.diagonal(best) > 4 * n * eps * finite
+        finite = np.abs(np.where(np.isfinite(wide), wide, 0)).max((-2, -1))
+        slack = 4 * n * np.finfo(weights.dtype).eps * finite
+        gains = np.diagonal(best, axis1=-2, axis2=-1) > slack[..., None]
         there = (best > -np.inf).astype(np.float32)
-        endless = (there * gains.astype(np.float32)) @ there > 0
-        return sign * np.where(endless & ~np.isnan(best), np.inf, best).astype(weights.dtype)
+        endless = (there * gains[..., None, :].astype(np.float32)) @ there > 0
+        with np.errstate(over="ignore"):
+            return (sign * np.where(endless & ~np.isnan(best), np.inf, best)).astype(weights.dtype)
 
     def polyval(self, coefficients: Any, x: Any, *, semiring: str = "max_plus") -> Any:
         """``max over i of coefficients[i] + i * x``: [n], [...] → [...]; for finite numbers.
 
+        Args:
+          coefficients: floating point, the constant term first.
+          x: the points; a number of Python's is of the coefficients' type.
+          semiring: ``"max_plus"`` or ``"min_plus"``.
+
+        Returns:
+          The shape of ``x``, in the common type.
+
         Raises:
           CompressError: no coefficients, numbers that are not floating point, another semiring.
         """
-        sign = _sign(semiring)
-        _check("coefficients", coefficients, 1)
-        _check("x", x, None)
-        if len(coefficients) == 0:
-            raise CompressError("coefficients: got none, expected at least one")
-        # By Horner's rule: a product is a sum here, and a sum the maximum.
-        out: Any = sign * coefficients[-1] + 0 * x
-        for i in range(len(coefficients) - 2, -1, -1):
-            out = (out + sign * x).clip(min=sign * coefficients[i])
-        return sign * out
+        sign = get_sign(semiring)
+        check_array("coefficients", coefficients, 1)
+        x = as_points(x, coefficients)
+        check_polynomial(coefficients, x, check_array)
+        if is_torch(coefficients):
+            # Both of one type: PyTorch gives way to the type of x where a coefficient is a scalar.
+            dtype, wide = _torch_types(coefficients, x)
+            return (sign * _horner(sign * coefficients.to(wide), sign * x.to(wide))).to(dtype)
+        dtype = np.promote_types(coefficients.dtype, x.dtype)
+        wide = np.promote_types(dtype, np.float32)
+        with np.errstate(over="ignore"):
+            return np.asarray(sign * _horner(sign * coefficients.astype(wide), sign * x.astype(wide)), dtype)
 
     def describe(self) -> dict[str, Any]:
         """Plain values for a status."""
         return {"engine": self.name}
 
 
-def _sign(semiring: str) -> int:
-    if semiring not in _SEMIRINGS:
-        raise CompressError(
-            f"semiring: got {semiring!r}, expected 'max_plus' or 'min_plus'.{did_you_mean(str(semiring), _SEMIRINGS)}"
-        )
-    return 1 if semiring == "max_plus" else -1
+def _horner(coefficients: Any, x: Any) -> Any:
+    """By Horner's rule: a product is a sum here, and a sum the maximum."""
+    out = coefficients[-1] + 0 * x
+    for i in range(len(coefficients) - 2, -1, -1):
+        out = (out + x).clip(min=coefficients[i])
+    return out
 
 
-def _check(name: str, array: Any, axes: int | None) -> None:
-    if is_torch(array):
-        good = array.is_floating_point()
-    else:
-        good = isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.floating)
-    if not good or axes not in (None, array.ndim):
-        shape = "" if axes is None else f" with {axes} axes"
-        got = f"{getattr(array, 'dtype', type(array).__name__)} {tuple(getattr(array, 'shape', ()))}"
-        raise CompressError(f"{name}: got {got}, expected floating point numbers of NumPy or PyTorch{shape}")
+def _runs(batch: int, rows: int, terms: int) -> Iterator[tuple[slice, slice]]:
+    """Runs of products, and of their rows, of which each row has so many terms; a run of several takes all rows."""
+    step = max(_TERMS // max(terms, 1), 1)
+    many = max(step // max(rows, 1), 1)
+    for i in range(0, batch, many):
+        for j in range(0, rows, step):
+            yield slice(i, i + many), slice(j, j + step)
 
 
-def _numpy_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _numpy_product(a: np.ndarray, b: np.ndarray, sign: int) -> np.ndarray:
     dtype = np.promote_types(a.dtype, b.dtype)
     wide = np.promote_types(dtype, np.float32)
-    out = np.full((len(a), b.shape[1]), -np.inf, wide)
-    step = max(_TERMS // max(b.size, 1), 1)
-    if b.size:
-        right = b.astype(wide)
-        zero = right == -np.inf
-        for i in range(0, len(a), step):
-            left = a[i : i + step, :, None].astype(wide)
-            with np.errstate(invalid="ignore"):
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    (rows, inner), columns, count = a.shape[-2:], b.shape[-1], math.prod(batch)
+    out = np.full((count, rows, columns), -np.inf, wide)
+    if inner and columns:
+        lefts = (sign * np.broadcast_to(a, (*batch, rows, inner)).astype(wide)).reshape(count, rows, inner)
+        rights = sign * np.broadcast_to(b, (*batch, inner, columns)).astype(wide)
+        rights = rights.reshape(count, inner, columns)
+        for several, some in _runs(count, rows, inner * columns):
+            left, right = lefts[several, some, :, None], rights[several, None]
+            with np.errstate(invalid="ignore", over="ignore"):
                 terms = left + right
             # -inf is the zero: it wins over +inf, and NaN stays NaN.
-            lost = (left == -np.inf) & ~np.isnan(right) | zero & ~np.isnan(left)
+            lost = (left == -np.inf) & ~np.isnan(right) | (right == -np.inf) & ~np.isnan(left)
             terms[lost] = -np.inf
-            out[i : i + step] = terms.max(1)
-    return out.astype(dtype)
+            out[several, some] = terms.max(2)
+    with np.errstate(over="ignore"):
+        return (sign * out.reshape(*batch, rows, columns)).astype(dtype)
 
 
-def _torch_product(a: Any, b: Any) -> Any:
+def _torch_types(a: Any, b: Any) -> tuple[Any, Any]:
+    """The common type, and the one to compute in; PyTorch itself promotes no floats of eight bits."""
     import torch
 
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    right = b.to(wide)
-    step = max(_TERMS // max(b.numel(), 1), 1)
-    if not b.numel() or not len(a):
-        return torch.full((len(a), b.shape[1]), -torch.inf, dtype=dtype, device=a.device)
-    zero, outs = right == -torch.inf, []
-    for i in range(0, len(a), step):
-        left = a[i : i + step, :, None].to(wide)
-        lost = (left == -torch.inf) & ~right.isnan() | zero & ~left.isnan()
-        outs.append((left + right).masked_fill(lost, -torch.inf).amax(1))
-    return torch.cat(outs).to(dtype)
+    dtype = a.dtype if a.dtype == b.dtype else torch.promote_types(a.dtype, b.dtype)
+    return dtype, torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _torch_product(a: Any, b: Any, sign: int) -> Any:
+    import torch
+
+    dtype, wide = _torch_types(a, b)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    (rows, inner), columns, count = a.shape[-2:], b.shape[-1], math.prod(batch)
+    shape = (*batch, rows, columns)
+    if not (count and rows and inner and columns):
+        return torch.full(shape, -sign * torch.inf, dtype=dtype, device=a.device)
+    lefts = (sign * a.to(wide)).expand(*batch, rows, inner).reshape(count, rows, inner)
+    rights = (sign * b.to(wide)).expand(*batch, inner, columns).reshape(count, inner, columns)
+    outs = []
+    for several, some in _runs(count, rows, inner * columns):
+        left, right = lefts[several, some, :, None], rights[several, None]
+        lost = (left == -torch.inf) & ~right.isnan() | (right == -torch.inf) & ~left.isnan()
+        outs.append((left + right).masked_fill(lost, -torch.inf).amax(2).reshape(-1, columns))
+    return (sign * torch.cat(outs).reshape(shape)).to(dtype)
+
+
+def _torch_closure(weights: Any, sign: int) -> Any:
+    import torch
+
+    n = weights.shape[-1]
+    # Its numbers in float32 at least; every type of PyTorch's that is smaller fits into that.
+    wide = weights.to(_torch_types(weights, weights)[1])
+    best = sign * wide
+    best = torch.where(torch.eye(n, dtype=torch.bool, device=weights.device), best.clamp(min=0), best)
+    for _ in range(max(1, (n - 1).bit_length())):
+        best = _torch_product(best, best, 1)
+    with torch.no_grad():
+        finite = torch.where(wide.isfinite(), wide, 0).abs().amax((-2, -1))
+        slack = 4 * n * torch.finfo(weights.dtype).eps * finite
+        gains = best.diagonal(dim1=-2, dim2=-1) > slack[..., None]
+        there = (best > -torch.inf).float()
+        endless = (there * gains[..., None, :].float()) @ there > 0
+        endless &= ~best.isnan()
+    return (sign * torch.where(endless, torch.inf, best)).to(weights.dtype)

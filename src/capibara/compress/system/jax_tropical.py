@@ -8,13 +8,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from capibara.compress.errors import CompressError
 from capibara.compress.models.numbers import is_torch, to_bits, torch_from_bits
 from capibara.compress.system.engines import MissingEngineError, engine_problem
+from capibara.compress.system.host_tropical import HostTropicalEngine
 from capibara.compress.system.jax_compilation import JaxCompilationOptimizer
 from capibara.compress.system.jax_devices import JaxDeviceManager
 from capibara.compress.system.jax_memory import JaxMemoryOptimizer
+from capibara.compress.system.tensors import resolved
+from capibara.compress.system.tropical_arguments import (
+    as_points,
+    check_polynomial,
+    check_product,
+    check_square,
+    get_sign,
+    refuse_unless,
+)
 from capibara.ops import tropical
 
 __all__ = ["JaxTropicalBridge", "JaxTropicalEngine"]
@@ -24,7 +35,8 @@ class JaxTropicalEngine:
     """The component ``jax_tropical_engine``: :mod:`capibara.ops.tropical`, compiled once for each shape.
 
     A product is spread by rows over the system's devices, and over several runs where it would not fit into memory.
-    Arrays of NumPy and JAX go in, JAX's come out; PyTorch's go through :class:`JaxTropicalBridge`.
+    Arrays of NumPy and JAX go in, JAX's come out; PyTorch's go through :class:`JaxTropicalBridge`. Widths are JAX's:
+    NumPy's float64 is cut to float32 unless 64-bit numbers are enabled; an array of JAX's that is float64 stays so.
 
     Args:
       devices: that share the work.
@@ -45,17 +57,23 @@ class JaxTropicalEngine:
         """``out[i, j] = max over k of a[i, k] + b[k, j]``, as :func:`capibara.ops.tropical.matmul`.
 
         Args:
-          a: [rows, inner], floating point.
-          b: [inner, columns].
+          a: [*batch, rows, inner], floating point. Leading axes broadcast with those of ``b``.
+          b: [*batch, inner, columns].
           semiring: ``"max_plus"`` or ``"min_plus"``.
+
+        Raises:
+          CompressError: shapes that do not fit, numbers that are not floating point, another semiring.
         """
-        with self.compiler.scope():
+        get_sign(semiring)
+        check_product(a, b, _check)
+        with self._scope(a, b):
             return self._matmul(a, b, semiring)
 
     def _matmul(self, a: Any, b: Any, semiring: str) -> jax.Array:
-        if getattr(a, "ndim", None) != 2 or len(self.devices.devices) == 1 or len(a) == 0:
+        rows_apart = a.ndim == b.ndim == 2  # else the result's first axis may be one of b's
+        if not rows_apart or len(self.devices.devices) == 1 or len(a) == 0:
             left, right = self.devices.put(a), self.devices.put(b)
-            if left.ndim != 2:
+            if not rows_apart:
                 return self.compiler.call(tropical.matmul, left, right, semiring=semiring)
             return self.memory.run(tropical.matmul, left, right, semiring=semiring)
         outs = []
@@ -66,19 +84,63 @@ class JaxTropicalEngine:
         return jnp.concatenate([self.devices.put(out) for out in outs])
 
     def closure(self, weights: Any, *, semiring: str = "max_plus") -> jax.Array:
-        """The best weight of any walk between two nodes, as :func:`capibara.ops.tropical.closure`: [n, n] → [n, n]."""
-        with self.compiler.scope():
+        """The best weight of any walk between two nodes, as :func:`capibara.ops.tropical.closure`: [*batch, n, n].
+
+        Raises:
+          CompressError: not squares of floating point numbers, or another semiring.
+        """
+        get_sign(semiring)
+        check_square(weights, _check)
+        with self._scope(weights):
             return self.compiler.call(tropical.closure, self.devices.put(weights), semiring=semiring)
 
     def polyval(self, coefficients: Any, x: Any, *, semiring: str = "max_plus") -> jax.Array:
-        """``max over i of coefficients[i] + i * x``, as :func:`capibara.ops.tropical.polyval`: [n], [...] → [...]."""
-        with self.compiler.scope():
+        """``max over i of coefficients[i] + i * x``, as :func:`capibara.ops.tropical.polyval`: [n], [...] → [...].
+
+        Raises:
+          CompressError: no coefficients, numbers that are not floating point, another semiring.
+        """
+        get_sign(semiring)
+        _check("coefficients", coefficients, 1)
+        x = as_points(x, coefficients)
+        check_polynomial(coefficients, x, _check)
+        with self._scope(coefficients, x):
             left, right = self.devices.put(coefficients), self.devices.put(x)
             return self.compiler.call(tropical.polyval, left, right, semiring=semiring)
 
+    def _scope(self, *arrays: Any) -> Any:
+        """The programs' width of numbers, and 64 bits where an array of JAX's has them: it is no other one's to cut."""
+        wide = any(isinstance(array, jax.Array) and array.dtype == np.float64 for array in arrays)
+        return jax.enable_x64(True) if wide else self.compiler.scope()
+
+
+def _check(name: str, array: Any, axes: int, *, more: bool = False) -> None:
+    """Whether JAX's engine takes it."""
+    if is_torch(array):
+        raise CompressError(
+            f"{name}: got a tensor of PyTorch's, expected an array of NumPy or JAX. "
+            "Remedy: the component jax_tropical_bridge, which takes both."
+        )
+    _check_any(name, array, axes, more=more)
+
+
+def _check_any(name: str, array: Any, axes: int, *, more: bool = False) -> None:
+    """Whether the bridge takes it: as the host's ``check_array``, with arrays and types of JAX."""
+    if is_torch(array):
+        good = array.is_floating_point()
+    else:  # a long double has no place in JAX
+        good = isinstance(array, np.ndarray | jax.Array) and jnp.issubdtype(array.dtype, jnp.floating)
+        good = good and array.dtype.itemsize <= 8
+    refuse_unless(good, name, array, axes, more, "NumPy, PyTorch or JAX")
+
 
 class JaxTropicalBridge:
-    """The component ``jax_tropical_bridge``: PyTorch's tensors for JAX's functions, by DLPack.
+    """The component ``jax_tropical_bridge``: PyTorch's tensors for JAX's functions, by DLPack, and NumPy's arrays.
+
+    Its operations give what :class:`~capibara.compress.system.host_tropical.HostTropicalEngine` gives: results are of
+    the kind of the arguments, in their common type, and float64 is computed as float64 whatever the settings. PyTorch's
+    gradients do not pass through JAX: a tensor that asks for one is computed by that engine instead, and so are floats
+    of eight bits, which JAX does not promote.
 
     Memory is shared where both can use it as it lies, and copied where not; :attr:`copies` counts those. A shared
     tensor must not be written to while JAX uses it.
@@ -94,6 +156,7 @@ class JaxTropicalBridge:
     def __init__(self, engine: JaxTropicalEngine) -> None:
         self.engine = engine
         self.copies = self.shared = 0
+        self._host = HostTropicalEngine("torch")
 
     def to_jax(self, tensor: Any) -> jax.Array:
         """The tensor's numbers as a JAX array of the same type; gradients do not pass.
@@ -105,7 +168,7 @@ class JaxTropicalBridge:
             raise CompressError(f"tensor: got {type(tensor).__name__}, expected one of PyTorch's")
         wide = tensor.element_size() == 8
         with jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
-            plain = tensor.detach()
+            plain = resolved(tensor.detach())
             try:
                 if plain.numel() == 0 or not plain.is_contiguous():
                     raise BufferError("JAX takes compact tensors only")
@@ -141,26 +204,67 @@ class JaxTropicalBridge:
         return tensor
 
     def call(self, function: Callable[..., Any], *tensors: Any, **static: Hashable) -> Any:
-        """A function of JAX arrays, with tensors of PyTorch's in and out."""
-        return self.to_torch(function(*map(self.to_jax, tensors), **static))
+        """A function of JAX arrays, with tensors of PyTorch's in and out; in 64 bits where one of them has these."""
+        wide = any(is_torch(tensor) and tensor.element_size() == 8 for tensor in tensors)
+        with jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
+            return self.to_torch(function(*map(self.to_jax, tensors), **static))
 
-    def _any(self, function: Callable[..., Any], *tensors: Any, **static: Hashable) -> Any:
-        if any(map(is_torch, tensors)):
-            return self.call(function, *tensors, **static)
-        return function(*tensors, **static)
+    def _any(self, name: str, *tensors: Any, semiring: str) -> Any:
+        function = getattr(self.engine, name)
+        if is_torch(tensors[0]):
+            if any(map(_is_the_hosts, tensors)):
+                return getattr(self._host, name)(*tensors, semiring=semiring)
+            return self.call(function, *tensors, semiring=semiring)
+        wide = any(tensor.dtype == np.float64 for tensor in tensors)
+        with jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
+            out = function(*map(_native, tensors), semiring=semiring)
+            if any(isinstance(tensor, jax.Array) for tensor in tensors):
+                return out
+            return np.array(out)  # with memory of its own, that can be written to
 
     def matmul(self, a: Any, b: Any, *, semiring: str = "max_plus") -> Any:
-        """:meth:`JaxTropicalEngine.matmul`; PyTorch's tensors come back as such."""
-        return self._any(self.engine.matmul, a, b, semiring=semiring)
+        """:meth:`JaxTropicalEngine.matmul`; arrays of PyTorch, NumPy and JAX come back as such.
+
+        Raises:
+          CompressError: shapes that do not fit, numbers that are not floating point, another semiring.
+        """
+        check_product(a, b, _check_any)
+        return self._any("matmul", a, b, semiring=semiring)
 
     def closure(self, weights: Any, *, semiring: str = "max_plus") -> Any:
-        """:meth:`JaxTropicalEngine.closure`; a tensor of PyTorch's comes back as such."""
-        return self._any(self.engine.closure, weights, semiring=semiring)
+        """:meth:`JaxTropicalEngine.closure`; an array of PyTorch, NumPy or JAX comes back as such.
+
+        Raises:
+          CompressError: not squares of floating point numbers, or another semiring.
+        """
+        check_square(weights, _check_any)
+        return self._any("closure", weights, semiring=semiring)
 
     def polyval(self, coefficients: Any, x: Any, *, semiring: str = "max_plus") -> Any:
-        """:meth:`JaxTropicalEngine.polyval`; PyTorch's tensors come back as such."""
-        return self._any(self.engine.polyval, coefficients, x, semiring=semiring)
+        """:meth:`JaxTropicalEngine.polyval`; arrays of PyTorch, NumPy and JAX come back as such.
+
+        Raises:
+          CompressError: no coefficients, numbers that are not floating point, another semiring.
+        """
+        _check_any("coefficients", coefficients, 1)
+        x = as_points(x, coefficients)
+        check_polynomial(coefficients, x, _check_any)
+        return self._any("polyval", coefficients, x, semiring=semiring)
 
     def describe(self) -> dict[str, Any]:
         """Plain values for a status."""
         return {"shared": self.shared, "copies": self.copies, "torch_imported": "torch" in sys.modules}
+
+
+def _is_the_hosts(tensor: Any) -> bool:
+    """Whether a tensor of PyTorch's is one for which JAX does not give what PyTorch gives."""
+    import torch
+
+    return (torch.is_grad_enabled() and tensor.requires_grad) or tensor.element_size() == 1
+
+
+def _native(array: Any) -> Any:
+    """In this machine's order of bytes, as JAX wants them."""
+    if isinstance(array, np.ndarray) and not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    return array

@@ -13,6 +13,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -98,7 +99,10 @@ class Alert:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Figures of a metric: ``count``, ``total``, ``mean`` and extremes of all values, the rest of the kept ones."""
+    """Figures of a metric: ``count``, ``total``, ``mean`` and extremes of all values, the rest of the kept ones.
+
+    ``last`` is the value that was recorded last, on whichever pipeline.
+    """
 
     count: int
     last: float
@@ -123,17 +127,19 @@ REMEDIES = {
 class _Series:
     def __init__(self, keep: int) -> None:
         self.values: deque[float] = deque(maxlen=keep)
+        self.last, self.turn = math.nan, 0  # the turn says which of several series was added to last
         self.count, self.total, self.minimum, self.maximum = 0, 0.0, math.inf, -math.inf
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, turn: int) -> None:
         self.values.append(value)
+        self.last, self.turn = value, turn
         self.count += 1
         self.total += value
         self.minimum, self.maximum = min(self.minimum, value), max(self.maximum, value)
 
     def statistics(self) -> Statistics:
         kept = np.array(self.values)
-        return Statistics(self.count, self.values[-1], self.total, self.total / self.count, self.minimum, self.maximum,
+        return Statistics(self.count, self.last, self.total, self.total / self.count, self.minimum, self.maximum,
                           float(np.median(kept)), float(np.percentile(kept, 95)))  # fmt: skip
 
 
@@ -145,7 +151,8 @@ class UnifiedPerformanceMonitor:
     Args:
       keep: values of each metric and pipeline that are kept for medians.
       most_alerts: alerts that are kept; the oldest go.
-      on_alert: called with each alert, in the thread that recorded the value.
+      on_alert: called with each alert, in the thread that recorded the value. An exception in it becomes a
+        ``RuntimeWarning``: what is being measured goes on.
 
     Raises:
       CompressError: ``keep`` or ``most_alerts`` is no whole number above 0.
@@ -163,6 +170,7 @@ class UnifiedPerformanceMonitor:
         self._thresholds: dict[tuple[MetricType, bool], Threshold] = {}
         self._alerts: deque[Alert] = deque(maxlen=most_alerts)
         self._sources: dict[str, Callable[[], Any]] = {}
+        self._turn = 0  # counts the values of all series
         self._lock = threading.Lock()
 
     def record(
@@ -179,13 +187,14 @@ class UnifiedPerformanceMonitor:
         kind, where = _one_of(MetricType, "metric", metric), _one_of(PipelineType, "pipeline", pipeline)
         try:
             value = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):  # a whole number that no float holds
             raise CompressError(f"value: got {value!r:.200}, expected a number ({kind})") from None
         if not math.isfinite(value):
             raise CompressError(f"value: got {value!r}, expected a finite number ({kind})")
         with self._lock:
             series = self._series.setdefault((kind, where), _Series(self._keep))
-            series.add(value)
+            self._turn += 1
+            series.add(value, self._turn)
             limits = [t for t in self._thresholds.values() if t.metric == kind and series.count > t.after]
             crossed = [t for t in limits if t.is_crossed(value)]
             remedy = REMEDIES.get(kind, "look at what ran")
@@ -193,7 +202,18 @@ class UnifiedPerformanceMonitor:
             self._alerts.extend(alerts)
         if self._on_alert is not None:
             for alert in alerts:
-                self._on_alert(alert)
+                try:
+                    self._on_alert(alert)
+                except (
+                    Exception
+                ) as error:  # whatever a user's function raises: the work that was measured is done
+                    text = f"{type(error).__name__}: {error}".rstrip(": ")
+                    warnings.warn(
+                        f"on_alert: {_name_of(self._on_alert)} raised {text:.300} at an alert of {alert.metric}. The "
+                        "alert is kept in alerts, and work goes on. Remedy: handle it in on_alert.",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
     @contextlib.contextmanager
     def track(
@@ -218,11 +238,14 @@ class UnifiedPerformanceMonitor:
           after: so many values of a pipeline raise no alert.
 
         Raises:
-          CompressError: no such metric, or the limit is not a number.
+          CompressError: no such metric, or the limit is no finite number: nothing crosses an infinite one, and JSON
+            has no place for it.
         """
         kind = _one_of(MetricType, "metric", metric)
-        if not isinstance(limit, float | int) or isinstance(limit, bool) or math.isnan(limit):
-            raise CompressError(f"limit: got {limit!r}, expected a number")
+        if not isinstance(limit, float | int) or isinstance(limit, bool) or not _is_finite(limit):
+            raise CompressError(
+                f"limit: got {limit!r:.200}, expected a finite number ({kind}). Remedy: remove_threshold, for no limit."
+            )
         if type(after) is not int or after < 0:
             raise CompressError(f"after: got {after!r}, expected a whole number ≥ 0")
         with self._lock:
@@ -264,6 +287,8 @@ class UnifiedPerformanceMonitor:
             merged = _Series(self._keep * len(found))
             for series in found:
                 merged.values.extend(series.values)
+                if series.turn > merged.turn:
+                    merged.last, merged.turn = series.last, series.turn
                 merged.count += series.count
                 merged.total += series.total
                 merged.minimum = min(merged.minimum, series.minimum)
@@ -271,9 +296,11 @@ class UnifiedPerformanceMonitor:
             return merged.statistics()
 
     def latest(self, metric: MetricType | str) -> float | None:
-        """The last value of a metric on any pipeline (of several, the one that was used first)."""
-        found = self.statistics(metric)
-        return None if found is None else found.last
+        """The value of a metric that was recorded last, on whichever pipeline; ``None`` if none was."""
+        metric = _one_of(MetricType, "metric", metric)
+        with self._lock:
+            found = [series for (kind, _), series in self._series.items() if kind == metric]
+            return max(found, key=lambda series: series.turn).last if found else None
 
     def attach(self, name: str, source: Callable[[], Any]) -> None:
         """Have :meth:`report` ask ``source`` for more, under ``name``; it gives plain values."""
@@ -307,6 +334,17 @@ class UnifiedPerformanceMonitor:
           OSError: the folder is missing, the disk is full …
         """
         replace_file(path, json.dumps(self.report(), indent=1))
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def _one_of(kind: type[_Kind], name: str, value: object) -> _Kind:

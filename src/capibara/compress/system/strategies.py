@@ -8,6 +8,7 @@ engine is another question, with the same bytes whatever the answer: the host's 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,8 @@ class CompressionStrategy:
           verify: decode it and compare; without, a lossy codec's error stays unknown.
 
         Raises:
-          CompressError: the ratio cannot be met, or (never yet) an exact codec did not give the numbers back.
+          CompressError: the ratio cannot be met; or (never yet) an exact codec did not give the numbers back, or a
+            lossy one changed a NaN or an infinity, or made one.
         """
         begin = time.perf_counter()
         with use_engine(self.engine):
@@ -125,12 +127,18 @@ class CompressionStrategy:
             made = CompressedTensor(
                 entry, payloads, bits.kind, bits.device, best_executor().name, reason, None, seconds
             )
-            error = 0.0 if codec == "lossless" else None
+            error = 0.0 if codec in EXACT else None
             if verify:
-                error = relative_error(bits.values, made.decode(), bits.form)
-                if codec == "lossless" and error != 0:
+                decoded = made.decode()
+                if codec in EXACT and not np.array_equal(bits.values, decoded):
                     raise CompressError(
                         f"{name}: the exact codec did not give the numbers back. Please report this."
+                    )
+                error = relative_error(bits.values, decoded, bits.form)
+                if not math.isfinite(error):
+                    raise CompressError(
+                        f"{name}: {codec} loses more than can be said: it changed a NaN or an infinity or made one, or "
+                        "changed zeros alone. Remedy: strategy='lossless'. Please report this."
                     )
         return CompressedTensor(entry, payloads, bits.kind, bits.device, made.engine, reason, error, seconds)
 
@@ -155,18 +163,45 @@ def _some_rows(bits: Bits) -> Bits | None:
 
 
 def relative_error(before: np.ndarray, after: np.ndarray, form: NumberFormat) -> float:
-    """‖after - before‖ / ‖before‖ of two tensors' bits [count]; 0 if they are equal, infinite for other integers."""
+    """‖after - before‖ / ‖before‖ of two tensors' bits [count], over the numbers that were finite before.
+
+    0 if these are equal. Infinite for integers that are not, where a finite number is so no more, where zeros alone
+    became something else, and where one that was NaN or infinite did not come back bit by bit.
+    """
     if np.array_equal(before, after):
         return 0.0
     if not form.is_float:
-        return float("inf")
+        return math.inf
+    runs = [slice(i, i + (1 << 20)) for i in range(0, len(before), 1 << 20)]
+    # Squares of float64's largest numbers overflow, and those of its smallest vanish: so they are measured by the
+    # largest. Squares of smaller formats fit into float64.
+    unit = max((_largest(before[run], form) for run in runs), default=0.0) if form.bits == 64 else 1.0
     lost = whole = 0.0
-    for i in range(0, len(before), 1 << 20):
-        old = to_float(before[i : i + (1 << 20)], form).astype(np.float64)
-        new = to_float(after[i : i + (1 << 20)], form).astype(np.float64)
-        lost += float(((new - old) ** 2).sum())
-        whole += float((old**2).sum())
-    return float(np.sqrt(lost / whole)) if whole else float("inf")
+    for run in runs:
+        old, new = _wide(before[run], form), _wide(after[run], form)
+        finite = np.isfinite(old)
+        if not finite.all():
+            if not np.array_equal(before[run][~finite], after[run][~finite]):
+                return math.inf
+            old, new = old[finite], new[finite]
+        if not np.isfinite(new).all():
+            return math.inf
+        with np.errstate(over="ignore"):  # what is so far away is infinitely far
+            lost += float((((new - old) / (unit or 1.0)) ** 2).sum())
+        whole += float(((old / (unit or 1.0)) ** 2).sum())
+    if lost == 0:  # a zero's sign
+        return 0.0
+    return math.sqrt(lost / whole) if whole else math.inf
+
+
+def _wide(bits: np.ndarray, form: NumberFormat) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # quiets NaNs
+        return to_float(bits, form).astype(np.float64)
+
+
+def _largest(bits: np.ndarray, form: NumberFormat) -> float:
+    values = _wide(bits, form)
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0))
 
 
 class StrategySelector:

@@ -13,7 +13,7 @@ from capibara.compress.formats import NumberFormat
 from capibara.compress.models.numbers import is_array, is_torch, numpy_dtype, to_bits, torch_from_bits
 from capibara.compress.system.engines import MissingEngineError, engine_problem
 
-__all__ = ["KINDS", "Bits", "TensorTypeError", "make_tensor", "read_tensor"]
+__all__ = ["KINDS", "Bits", "TensorTypeError", "make_tensor", "read_tensor", "resolved"]
 
 KINDS = ("numpy", "torch", "jax")
 
@@ -41,6 +41,16 @@ class Bits:
     device: str
 
 
+def resolved(tensor: Any) -> Any:
+    """A tensor of PyTorch's with the numbers that it stands for in memory.
+
+    A view may be the negative or the conjugate of what lies there (``tensor.imag`` of a conjugate is), which shows
+    neither in its bits nor over DLPack.
+    """
+    tensor = tensor.resolve_conj() if tensor.is_conj() else tensor
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
 def read_tensor(tensor: Any) -> Bits:
     """The bits of a NumPy array, a PyTorch tensor or a JAX array.
 
@@ -59,6 +69,8 @@ def read_tensor(tensor: Any) -> Bits:
         raise CompressError(
             "tensor: a traced value of JAX, which has no numbers yet. Remedy: compress outside of jit."
         )
+    if is_torch(tensor):
+        tensor = resolved(tensor)
     values, form, shape = to_bits(tensor)
     if is_torch(tensor):
         return Bits(values, form, shape, "torch", str(tensor.device))
