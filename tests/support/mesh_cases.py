@@ -36,7 +36,8 @@ class Case:
     """``function(*arrays)`` inside ``shard_map`` and ``oracle(*arrays)`` on the whole arrays.
 
     With ``own`` the function works on a device's own part or names mesh axes, and has no meaning outside of
-    ``shard_map``; ``whole`` is then, if there is one, the operation for arrays that lie over a mesh.
+    ``shard_map``; ``whole`` is then, if there is one, the operation for arrays that lie over a mesh. Without ``manual``
+    it is not for ``shard_map``: arrays lie there in a way that asks for communication.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     gradient: bool = True
     check_vma: bool = True
     own: bool = False
+    manual: bool = True
     whole: Callable[..., Any] | None = None
 
 
@@ -71,6 +73,11 @@ def same(
 ) -> Case:
     """A case whose oracle is the function itself on one device; its own tests hold that against NumPy."""
     return Case(name, function, function, arrays, specs, out, **more)
+
+
+def over(name: str, function: Callable[..., Any], arrays: Any, specs: Any, **more: Any) -> Case:
+    """A case for explicit axes alone; the oracle is the function itself on one device."""
+    return Case(name, function, function, arrays, specs, manual=False, **more)
 
 
 def attention_cases() -> list[Case]:
@@ -167,6 +174,16 @@ def scan_cases() -> list[Case]:
     matrix, vectors = 0.3 * draw(3, 3), draw(5, 32, 3)
     selective = (draw(32, 7, 2, 3), positive(32, 7, 2), -positive(2), draw(32, 7, 1, 4), draw(32, 7, 1, 4))
     by_batch = (ALL, ALL, EACH, ALL, ALL)
+
+    def a_step(x: Any, dt: Any, a: Any, b: Any, c: Any, state: Any) -> Any:
+        return scan.selective_scan(x, dt, a, b, c, initial_state=state)
+
+    def from_a_state(a: Any, x: Any, state: Any) -> Any:
+        return scan.linear_recurrence(a, x, initial_state=state)
+
+    def decayed(h: Any, x: Any) -> Any:
+        return 0.5 * h + x, h
+
     return [
         *cases,
         simple("linear_recurrence", scan.linear_recurrence, (a, x), (SECOND, SECOND), (SECOND, ALL)),
@@ -189,6 +206,25 @@ def scan_cases() -> list[Case]:
             for name in ("sum_product", "max_plus", "min_plus", "log_sum_exp")
         ),
         same("lif", scan.lif, (2 * draw(6, 32),), (SECOND,), (SECOND, ALL)),
+        over("selective_scan a step", a_step, (*selective, draw(32, 2, 3, 4)), (*by_batch, ALL)),
+        over("selective_scan a state", a_step, (*selective, draw(32, 2, 3, 4)), (EACH,) * 5 + (ALL,)),
+        over("linear_recurrence from a state", from_a_state, (a, x, draw(32)), (EACH, EACH, ALL)),
+        over("semiring_scan over its steps", scan.semiring_scan, (draw(32, 3), positive(32, 3)), (ALL, EACH)),
+        over(
+            "semiring_scan log_sum_exp apart",
+            partial(scan.semiring_scan, semiring="log_sum_exp"),
+            (x, a),
+            (EACH, SECOND),
+        ),
+        *(
+            over(
+                f"parallel_scan {name} of a carry",
+                partial(scan.parallel_scan, decayed, implementation=name),
+                (draw(32), x),
+                (ALL, EACH),
+            )
+            for name in ("auto", "affine")
+        ),
     ]
 
 
@@ -364,6 +400,16 @@ def tropical_cases() -> list[Case]:
         simple("polyval", tropical.polyval, (draw(5), draw(32)), (EACH, ALL)),
         same("pool", partial(tropical.pool, window=2), (line,), (ALL,)),
         same("scan", tropical.scan, (draw(6, 32), draw(6, 32)), (SECOND, SECOND), SECOND),
+        over("scan over its steps", tropical.scan, (draw(32, 3), draw(32, 3)), (ALL, EACH)),
+        over("matmul over what is added", product, (draw(4, 32), draw(32, 3)), (P("data"), P("model"))),
+        over("closure by rows", tropical.closure, (-positive(8, 8),), (P("model"),)),
+        over("shortest_paths by columns", tropical.shortest_paths, (positive(8, 8),), (P(None, "model"),)),
+        over(
+            "pool over its windows",
+            partial(tropical.pool, window=2),
+            (draw(2, 3, 32),),
+            (P(None, None, BOTH),),
+        ),
     ]
 
 
@@ -517,15 +563,17 @@ def run(category: str) -> dict[str, dict[str, float]]:
     assert len(set(names)) == len(names), f"two cases of one name: {names}"
     want = on_devices([c.oracle for c in cases], cases, [c.arrays for c in cases])
 
+    known = dict(zip(names, want, strict=True))
+
     mesh = jax.make_mesh((4, 8), BOTH, axis_types=(AxisType.Auto,) * 2)
+    some = [c for c in cases if c.manual]
     mapped = [
         jax.shard_map(c.function, mesh=mesh, in_specs=c.specs, out_specs=c.out, check_vma=c.check_vma)
-        for c in cases
+        for c in some
     ]
-    got = on_devices(mapped, cases, [c.arrays for c in cases])
-    manual = {name: difference(a, b) for name, a, b in zip(names, got, want, strict=True)}
+    got = on_devices(mapped, some, [c.arrays for c in some])
+    manual = {c.name: difference(a, known[c.name]) for c, a in zip(some, got, strict=True)}
 
-    known = dict(zip(names, want, strict=True))
     cases = [c for c in cases if c.whole or not c.own]
     mesh = jax.make_mesh((4, 8), BOTH, axis_types=(AxisType.Explicit,) * 2)
     specs = [jax.tree.broadcast(c.specs, c.arrays, is_leaf=lambda x: isinstance(x, P)) for c in cases]

@@ -8,6 +8,7 @@ better left to the compiler: :func:`automatic` runs it with automatic axes, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["Dims", "automatic", "explicit_sharding", "join_dims", "over_explicit_axes"]
+__all__ = ["Dims", "automatic", "explicit_sharding", "join_dims", "laid_as", "over_explicit_axes"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Dims = tuple[Any, ...]  # for each dimension of an array the mesh axes that it lies over, or None
@@ -55,6 +57,15 @@ def automatic(function: Callable[..., Any], arrays: Sequence[Any], kept: int) ->
     return _run(function, arrays, PartitionSpec(*_laid(arrays[0])[:kept]))
 
 
+def laid_as(aval: Any, x: jax.Array) -> jax.Array:
+    """``x`` ``[steps, …]``, each step of which (with sizes of 1 where it is the same) then lies as ``aval`` does."""
+    if not any(aval.sharding.spec):
+        return x
+    dims = (*aval.sharding.spec, *[None] * (len(aval.shape) - len(aval.sharding.spec)))
+    spec = [None if n == 1 else axes for n, axes in zip(x.shape[1:], dims, strict=True)]
+    return jax.sharding.reshard(x, NamedSharding(aval.sharding.mesh, PartitionSpec(None, *spec)))
+
+
 def over_explicit_axes(*names: str, out: Callable[..., Any]) -> Callable[[_F], _F]:
     """A function of arrays that also takes those of a mesh with explicit axes.
 
@@ -70,14 +81,20 @@ def over_explicit_axes(*names: str, out: Callable[..., Any]) -> Callable[[_F], _
 
         @functools.wraps(function)
         def over(*args: Any, **options: Any) -> Any:
-            if explicit_sharding(*jax.tree.leaves((args, options))) is None:
+            if not any(map(_is_laid, jax.tree.leaves((args, options)))):
                 return function(*args, **options)
-            given = signature.bind(*args, **options).arguments
+            try:
+                given = signature.bind(*args, **options).arguments
+                laid = _specs(out(*(_laid(given.get(name)) for name in names)))
+            except (AttributeError, KeyError, TypeError, ValueError):  # no arrays where they should be
+                return function(*args, **options)  # says so
             leaves, tree = jax.tree.flatten({name: given[name] for name in names if name in given})
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
             arrays = [leaves[i] for i in places]
-            if explicit_sharding(*arrays) is None:
+            # Of nothing there is nothing to lay out.
+            if not any(map(_is_laid, arrays)) or any(array.size == 0 for array in arrays):
                 return function(*args, **options)
+            given = {name: _free(value) if name not in names else value for name, value in given.items()}
 
             def inner(*traced: Any) -> Any:
                 filled = list(leaves)
@@ -85,15 +102,34 @@ def over_explicit_axes(*names: str, out: Callable[..., Any]) -> Callable[[_F], _
                     filled[i] = array
                 return function(**{**given, **jax.tree.unflatten(tree, filled)})
 
-            try:
-                laid = out(*(_laid(given.get(name)) for name in names))
-            except (AttributeError, KeyError, TypeError):  # no arrays where they should be
-                return function(*args, **options)  # says so
-            return _run(inner, arrays, _specs(laid))
+            return _run(inner, arrays, laid)
 
         return over  # pyright: ignore[reportReturnType]
 
     return mark
+
+
+def _is_laid(array: Any) -> bool:
+    """Whether an array lies over explicit axes; under ``jax.set_mesh`` whole ones are of the mesh, too."""
+    found = explicit_sharding(array)
+    return found is not None and any(found.spec)
+
+
+def _free(value: Any) -> Any:
+    """An option that is a number of JAX's, as one of no mesh: it meets arrays whose axes are automatic."""
+    known = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.ndim == 0
+    return np.asarray(value) if known else value
+
+
+def _on(arrays: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Where no mesh is set, the one that arrays lie on: a result that depends on none of them has to know it."""
+    if jax.sharding.get_abstract_mesh().empty:
+        for array in arrays:
+            sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+                with contextlib.suppress(ValueError):  # a mesh cannot be set while a function is traced
+                    return jax.set_mesh(sharding.mesh)
+    return contextlib.nullcontext()
 
 
 def _laid(tree: Any) -> Any:
@@ -118,6 +154,8 @@ def _spec(dims: Sequence[Any]) -> PartitionSpec:
     free = []
     for axes in dims:
         each = {axes} if isinstance(axes, str) else set(axes or ())
+        if not all(isinstance(name, str) for name in each):
+            raise TypeError(f"got {dims!r}, expected the mesh axes of each dimension of an array")
         free.append(None if each & seen else axes)
         seen |= each
     return PartitionSpec(*free)
@@ -142,4 +180,5 @@ def _run(function: Callable[..., Any], arrays: Sequence[Any], specs: Any) -> Any
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
     run: Any = jax.sharding.auto_axes(inner, axes=axes, out_sharding=laid)
-    return run(*(arrays[i] for i in present))
+    with _on(arrays):
+        return run(*(arrays[i] for i in present))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from capibara.ops.explicit import over_explicit_axes
+from capibara.ops.explicit import Dims, join_dims, over_explicit_axes
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.scan import native, reference, specs, xla
@@ -28,8 +28,12 @@ OP = Op(
 )
 
 
+def _places(x: Dims, dt: Dims, a: Dims, b: Dims, c: Dims, state: Dims) -> list[Dims]:
+    return [x, join_dims((*x[:1], *x[2:], None), state)]
+
+
 @public(OP)
-@over_explicit_axes("x", "dt", "a", "b", "c", out=lambda x, *_: [x, (*x[:1], *x[2:])])
+@over_explicit_axes("x", "dt", "a", "b", "c", "initial_state", out=_places)
 def selective_scan(
     x: jax.Array,
     dt: jax.Array,

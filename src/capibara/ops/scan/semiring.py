@@ -12,6 +12,7 @@ from jax import lax
 from capibara.errors import did_you_mean
 from capibara.ops import tropical
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import join_dims, over_explicit_axes
 from capibara.ops.scan.linear import linear_recurrence
 
 __all__ = ["semiring_scan"]
@@ -44,6 +45,7 @@ def _check(b: Any, a: Any, semiring: Any, axis: Any, reverse: Any) -> None:
         raise OpTypeError(f"{op}: reverse must be True or False, got {reverse!r}")
 
 
+@over_explicit_axes("b", "a", out=join_dims)
 def semiring_scan(
     b: jax.Array,
     a: jax.Array | None = None,

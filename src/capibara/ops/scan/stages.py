@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.ops.explicit import laid_as
 from capibara.ops.scan.affine import Affine, Other, bind, carried, interpret
 from capibara.ops.scan.recurrence import previous, recurrence
 
@@ -176,9 +177,12 @@ def _evaluate(body: Any, inputs: Sequence[Any], known: dict[Any, Any]) -> list[A
 
 def _states(stage: Stage, aval: Any, found: list[Any], first: Any, steps: int, native: bool) -> Any:
     offset = jnp.broadcast_to(found[0], (steps, *aval.shape)).astype(aval.dtype)
+    offset = laid_as(aval, offset)
     if stage.kind == "given":
         return offset
     a = found[1].astype(aval.dtype)
+    if stage.kind == "diagonal":
+        a = laid_as(aval, a)
     if stage.kind == "diagonal":
         return recurrence(a, offset, first, native=native)[0]
     if len(stage.mixed) > 1 or len(aval.shape) == 1:  # the leaf is one vector

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from capibara.ops.errors import OpShapeError
+from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.tropical.matmul import OP, matmul
 from capibara.ops.tropical.problem import check_array, check_semiring
 
 __all__ = ["closure", "shortest_paths"]
 
 
+@over_explicit_axes("weights", out=lambda weights: weights)
 def closure(weights: jax.Array, *, semiring: str = "max_plus", implementation: str = "auto") -> jax.Array:
     """The best weight of any walk from ``i`` to ``j``, the empty one (weight 0) included: ``I ⊕ A ⊕ A² ⊕ …``.
 
@@ -56,6 +58,7 @@ def closure(weights: jax.Array, *, semiring: str = "max_plus", implementation: s
     return (sign * best).astype(given.dtype)
 
 
+@over_explicit_axes("distances", out=lambda distances: distances)
 def shortest_paths(distances: jax.Array, *, implementation: str = "auto") -> jax.Array:
     """The length of the shortest path between every two nodes: :func:`closure` in ``min_plus``.
 

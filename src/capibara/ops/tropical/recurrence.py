@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import join_dims, over_explicit_axes
 from capibara.ops.tropical.problem import check_array, check_semiring, plus, times
 
 __all__ = ["scan"]
 
 
+@over_explicit_axes("a", "b", out=join_dims)
 def scan(
     a: jax.Array, b: jax.Array, *, axis: int = 0, semiring: str = "max_plus", reverse: bool = False
 ) -> jax.Array:

@@ -125,6 +125,7 @@ def conv2d(
     return _conv("tropical.conv2d", x, kernel, strides, padding, semiring, implementation, 2)
 
 
+@over_explicit_axes("x", out=lambda x: x[:2])
 def pool(
     x: jax.Array,
     window: int | Sequence[int],
