@@ -91,6 +91,13 @@ def test_verify_takes_a_folder(folder: Path, capsys: pytest.CaptureFixture[str])
     assert f"damaged: {path}: b" in out
     assert f"{folder / 'one.capi'}: 1 tensors, all as they were written" in out
     assert f"{folder}: 2 archives, 3 tensors, 1 damaged" in out
+    assert main(["verify", str(folder), "--json"]) == 1
+    told = strictly(capsys.readouterr().out)
+    assert told["damaged"] == 1
+    found = {one["file"]: one for one in told["files"]}
+    assert found[str(folder / "one.capi")] == {"file": str(folder / "one.capi"), "tensors": 1, "damaged": []}
+    assert [one["tensor"] for one in found[str(path)]["damaged"]] == ["b"]
+    assert str(path) in found[str(path)]["damaged"][0]["problem"]
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])

@@ -17,13 +17,14 @@ pytestmark = [
 ]
 
 
-def test_ratios_are_met_and_errors_grow(tmp_path):
+@pytest.mark.parametrize("strategy", ["uniform", "auto"])
+def test_ratios_are_met_and_errors_grow(tmp_path, strategy):
     source = weights()
     assert source is not None
     errors = []
     for ratio in (2, 4, 6, 8, 10):
         target = tmp_path / f"{ratio}.capi"
-        (written,) = compress_files(plan_compress(source, target), ratio=ratio, strategy="uniform")
+        (written,) = compress_files(plan_compress(source, target), ratio=ratio, strategy=strategy)
         original = sum(e.original_bytes for e in written.entries)
         assert original / target.stat().st_size == pytest.approx(ratio, rel=0.02)
         errors.append(written.error)

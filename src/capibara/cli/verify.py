@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from capibara.errors import CapibaraError
 
@@ -20,44 +21,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", metavar="FILE", type=Path, nargs="+", help=".capi archives, or folders with some"
     )
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the files; returns the exit code."""
+    from capibara.cli._json import print_json
     from capibara.compress.archive_files import find_archives
 
-    damaged = 0
+    every = []
     try:
         # All names are looked at before anything is decoded: a wrong one should not cost minutes.
-        found = [(given, find_archives(given)) for given in args.files]
-        for given, paths in found:
+        for given, paths in [(given, find_archives(given)) for given in args.files]:
             results = [_verify(path) for path in paths]
-            bad = sum(wrong for _, wrong in results)
-            if given.is_dir():
-                how = f"{bad} damaged" if bad else "all as they were written"
-                print(f"{given}: {len(paths)} archives, {sum(n for n, _ in results)} tensors, {how}")
-            damaged += bad
+            every += results
+            if not args.json:
+                _say(given, results)
     except (CapibaraError, OSError) as error:
         print(f"capibara verify: {error}", file=sys.stderr)
         return 2
+    damaged = sum(len(one["damaged"]) for one in every)
+    if args.json:
+        print_json({"damaged": damaged, "files": every})
     return 1 if damaged else 0
 
 
-def _verify(path: Path) -> tuple[int, int]:
-    """Decode an archive and say what is wrong; how many tensors there are, and how many are damaged."""
+def _verify(path: Path) -> dict[str, Any]:
+    """Decode an archive: its name, how many tensors it has, and what is wrong with those that are damaged."""
     from capibara.cli._archives import progress_bar
     from capibara.compress.container import Archive
 
     with Archive(path) as archive:
-        total = sum(e.original_bytes for e in archive)
-        with progress_bar(f"verifying {path.name}", total) as step:
-            found = []
+        found = []
+        with progress_bar(f"verifying {path.name}", sum(e.original_bytes for e in archive)) as step:
             for entry, problem in archive.verify():
                 step(entry.name, entry.original_bytes)
                 if problem is not None:
-                    found.append(problem)
-    for problem in found:
-        print(f"damaged: {problem}")
-    if not found:
-        print(f"{path}: {len(archive.entries)} tensors, all as they were written")
-    return len(archive.entries), len(found)
+                    found.append({"tensor": entry.name, "problem": problem})
+        return {"file": str(path), "tensors": len(archive.entries), "damaged": found}
+
+
+def _say(given: Path, results: list[dict[str, Any]]) -> None:
+    for one in results:
+        for wrong in one["damaged"]:
+            print(f"damaged: {wrong['problem']}")
+        if not one["damaged"]:
+            print(f"{one['file']}: {one['tensors']} tensors, all as they were written")
+    if given.is_dir():
+        bad = sum(len(one["damaged"]) for one in results)
+        how = f"{bad} damaged" if bad else "all as they were written"
+        print(f"{given}: {len(results)} archives, {sum(one['tensors'] for one in results)} tensors, {how}")
