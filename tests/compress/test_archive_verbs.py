@@ -198,7 +198,8 @@ def test_json_of_errors_that_are_not_defined(
 
 
 STUCK = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have it ignored
 import capibara.compress.archive_files as files
 from capibara.cli import main
 
