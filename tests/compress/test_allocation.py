@@ -45,7 +45,7 @@ class _Nothing:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_choice_of_points_within_the_size_is_better_than_the_hull_allows(data):
-    """Of all combinations (there are few) none with at most the bytes of the last one on the convex hull has less error.
+    """Of all combinations (there are few) none of at most the bytes of the last on the convex hull has less error.
 
     Between that one and the limit a tensor's points have gaps, and what fills them need not be the best.
     """
