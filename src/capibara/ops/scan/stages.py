@@ -176,15 +176,12 @@ def _evaluate(body: Any, inputs: Sequence[Any], known: dict[Any, Any]) -> list[A
 
 
 def _states(stage: Stage, aval: Any, found: list[Any], first: Any, steps: int, native: bool) -> Any:
-    offset = jnp.broadcast_to(found[0], (steps, *aval.shape)).astype(aval.dtype)
-    offset = laid_as(aval, offset)
+    offset = laid_as(aval, jnp.broadcast_to(found[0], (steps, *aval.shape)).astype(aval.dtype))
     if stage.kind == "given":
         return offset
     a = found[1].astype(aval.dtype)
     if stage.kind == "diagonal":
-        a = laid_as(aval, a)
-    if stage.kind == "diagonal":
-        return recurrence(a, offset, first, native=native)[0]
+        return recurrence(laid_as(aval, a), offset, first, native=native)[0]
     if len(stage.mixed) > 1 or len(aval.shape) == 1:  # the leaf is one vector
         size = math.prod(aval.shape)
         a = a.reshape(a.shape[0], size, size)
