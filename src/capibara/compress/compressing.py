@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from capibara.compress.allocation import Allocation, Survey, allocate, everywhere, survey
 from capibara.compress.calibration.layers import layer_moments
 from capibara.compress.codecs.executors import best_executor
@@ -28,7 +26,7 @@ from capibara.compress.merged_models import (
 )
 from capibara.compress.models.adapters import Adapter, TreeAdapter, adapt
 from capibara.compress.models.source import Tensors, find_twins
-from capibara.compress.profile import EXACT, CompressionProfile
+from capibara.compress.profile import EXACT, FIXED, CompressionProfile
 from capibara.compress.sensitivity import by_outputs, by_scale
 from capibara.compress.system.engines import strategy_engine
 from capibara.compress.validation import Measured, Validation
@@ -51,6 +49,7 @@ class Compression:
         self.twins = {**find_twins(adapter.tensors), **adapter.tied}
         self.began = time.perf_counter()
         self._survey: Survey | None = None
+        self._alone_surveys: dict[str, Survey] = {}
         self.weights: dict[str, float] = {}
 
     def surveyed(self) -> Survey:
@@ -63,13 +62,16 @@ class Compression:
                 self.weights = by_outputs(self.adapter, self.validation, self._survey, self.moments)
         return self._survey
 
-    def survey_of(self, source: Tensors, progress: Progress | None = None) -> Survey:
-        """The same of other numbers for these tensors."""
+    def survey_of(
+        self, source: Tensors, progress: Progress | None = None, codecs: list[str] | None = None
+    ) -> Survey:
+        """The same of other numbers for these tensors, or with other codecs than the profile's."""
+        if codecs is None and self.profile.strategy not in ("auto", "jax"):
+            codecs = [self.profile.strategy]
         metadata = len(json.dumps(self.metadata(), separators=(",", ":"))) + _STATS_SIZE
         return survey(
-            source, codecs=None if self.profile.strategy in ("auto", "jax") else [self.profile.strategy],
-            twins=self.twins, exclude=self.profile.exclude, smallest=self.profile.smallest, metadata=metadata,
-            moments=self.moments, progress=progress,
+            source, codecs=codecs, twins=self.twins, exclude=self.profile.exclude, smallest=self.profile.smallest,
+            metadata=metadata, moments=self.moments, progress=progress,
         )  # fmt: skip
 
     @functools.cached_property
@@ -110,19 +112,29 @@ class Compression:
         return made
 
     def _alone(self, codec: str, ratio: float, chosen: Allocation) -> Allocation | None:
-        """What becomes of each tensor with one codec, where that is nearly as good as what was chosen, by estimate."""
-        if codec == "lossless" or all(p.codec == codec for p in chosen.points.values()):
+        """What the codec as a strategy makes of each tensor, where that is nearly as good as what was chosen, by
+        estimate."""
+        if codec in EXACT:
             return None
-        curves = {}
-        for name, curve in self.surveyed().curves.items():
-            points = [p for p in curve.points if p.codec in ("lossless", codec)]
-            none = {} if codec == "uniform" else dict.fromkeys(("log_steps", "sizes", "errors"), np.zeros(0))
-            curves[name] = replace(curve, points=points, **none)
         try:
-            other = allocate(replace(self.surveyed(), curves=curves), ratio, weights=self.weights)
+            other = allocate(self._surveyed_alone(codec), ratio, weights=self.weights)
         except CompressError:
             return None
         return other if other.points and other.error < 1.25 * chosen.error else None
+
+    def _surveyed_alone(self, codec: str) -> Survey:
+        """The survey of one codec as a strategy.
+
+        That of all codecs has no points of a fixed-width one where "uniform" does better, tensor by tensor and as far
+        as is seen there; the whole model may do better with it nevertheless, so that these are surveyed once more.
+        """
+        if codec not in self._alone_surveys:
+            found = self.surveyed()
+            self._alone_surveys[codec] = (
+                self.survey_of(self.adapter.tensors, codecs=[codec]) if codec in FIXED
+                else replace(found, curves={n: c.only(codec) for n, c in found.curves.items()})
+            )  # fmt: skip
+        return self._alone_surveys[codec]
 
     def allocate(self, ratio: float) -> Allocation:
         """What becomes of each tensor at a ratio."""

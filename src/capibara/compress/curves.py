@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,12 @@ class Curve:
     errors: np.ndarray = field(default_factory=lambda: np.zeros(0))
     weight: float = 1.0
     scale: float = 1.0
+
+    def only(self, codec: str) -> Curve:
+        """The ways with one codec, as :func:`measure_curve` makes them for it, and ``lossless``."""
+        points = [p for p in self.points if p.codec in ("lossless", codec)]
+        none = {} if codec == "uniform" else dict.fromkeys(("log_steps", "sizes", "errors"), np.zeros(0))
+        return replace(self, points=points, scale=1.0, **none)
 
     def best(self, price: float) -> Point:
         """The point with the least ``weight · error + price · size``."""
