@@ -50,7 +50,7 @@ def test_jax_parameters():
 @pytest.mark.parametrize("own", [False, True])
 def test_what_tuning_makes_worse_is_left_as_it_was(own):
     x = jax.random.normal(jax.random.key(5), (128, 64))
-    plain = API.compress(params(), x, apply=run)
+    plain = API.compress(params(), None if own else x, apply=run)
     data = (x, run(params(), x)) if own else x
     with pytest.warns(RuntimeWarning, match="without them .*: the result is that without. Remedy: a lower"):
         tuned = API.compress_with_fine_tuning(

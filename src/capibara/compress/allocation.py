@@ -18,7 +18,7 @@ import fnmatch
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -332,7 +332,11 @@ def _shift(
 
     def shifted(by: float) -> dict[str, Point]:
         moved = {
-            n: Point("uniform", {"step": 2.0 ** (s + by)}, chosen[n].size, chosen[n].error * 4.0**by)
+            n: replace(
+                chosen[n],
+                settings={**chosen[n].settings, "step": 2.0 ** (s + by)},
+                error=chosen[n].error * 4.0**by,
+            )
             for n, s in steps.items()
         }
         return _coded(found, {**chosen, **moved}, sizes)
@@ -371,5 +375,5 @@ def _coded(
             sizes[key] = coded_size("uniform", point.settings, found.source.read(name), *forms[name])
         curve = found.curves[name]
         curve.scale *= sizes[key] / max(point.size, 1e-9)
-        out[name] = Point("uniform", point.settings, sizes[key], point.error)
+        out[name] = replace(point, size=sizes[key])
     return out

@@ -22,7 +22,7 @@ import numpy as np
 from capibara.compress.calibration.activations import Metric, as_matrix
 from capibara.compress.codecs.low_rank import remember
 from capibara.compress.codecs.matrices import get_axes
-from capibara.compress.codecs.protocol import CODECS, get_codec, settings_of_rows
+from capibara.compress.codecs.protocol import CODECS, get_codec, settings_of_rows, stored_settings
 from capibara.compress.container.index import CHUNK
 from capibara.compress.container.writer import coded_shape, rows_together
 from capibara.compress.errors import CompressError
@@ -62,6 +62,7 @@ class Curve:
       square: the sum of their squares.
       points: measured on the whole tensor; the first is ``lossless``.
       log_steps, sizes, errors: of ``uniform`` at those log₂ steps, estimated; none where it is not to be used.
+      settings: of ``uniform``, beside its step.
       weight: what a squared error of this tensor counts.
       scale: bytes that ``uniform`` really took, over those that were estimated; learnt while coding.
     """
@@ -72,6 +73,7 @@ class Curve:
     log_steps: np.ndarray = field(default_factory=lambda: np.zeros(0))
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(0))
     errors: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    settings: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     scale: float = 1.0
 
@@ -98,8 +100,8 @@ class Curve:
         return min(points, key=lambda p: p.error, default=None)
 
     def _uniform(self, i: int) -> Point:
-        step = float(2.0 ** self.log_steps[i])
-        return Point("uniform", {"step": step}, float(self.scale * self.sizes[i]), float(self.errors[i]))
+        given = {"step": float(2.0 ** self.log_steps[i]), **self.settings}
+        return Point("uniform", given, float(self.scale * self.sizes[i]), float(self.errors[i]))
 
     @property
     def smallest(self) -> float:
@@ -199,8 +201,8 @@ def _chunks(
     metric: Metric | None,
 ) -> Iterator[tuple[np.ndarray, tuple[int, ...], Mapping[str, Any], Metric | None]]:
     """A tensor as an archive cuts it: numbers, shape, settings and metric of some rows."""
-    if metric is None:  # which is of the tensor's own axes
-        shape = coded_shape(shape, get_codec(codec))
+    if metric is None and (coded := coded_shape(shape, get_codec(codec))) != shape:
+        shape, settings = coded, stored_settings(settings)  # calibration is of the tensor's own axes
     rows, step = shape[0] if shape else 1, rows_together(shape, get_codec(codec))
     flat = bits.reshape(-1)
     if step >= rows:
@@ -269,10 +271,10 @@ def _measure_curve(
     for part, length, _, known in _chunks("lossless", bits, shape, {}, metric):
         values = finite_or_zero(part, form).ravel()
         square += float(np.dot(values, values)) if known is None else known.square(values.reshape(length))
-    curve = Curve(bits.size, square, [Point("lossless", {}, lossless, 0.0)])
+    curve = Curve(bits.size, square, [Point("lossless", {}, lossless, 0.0)], settings=moments or {})
     some = _sample(bits, shape, metric)
     if "uniform" in codecs:
-        _measure_uniform(curve, *some, form, metric)
+        _measure_uniform(curve, *some, form, metric, _settings_of_sample(moments, shape, some[1]))
     for codec in codecs:
         if codec in ("lossless", "uniform"):
             continue
@@ -359,8 +361,28 @@ def _as_rows(
     return as_matrix(values, get_axes({}, shape) if metric is None else metric.axes)
 
 
+def _settings_of_sample(
+    moments: Mapping[str, Any] | None, shape: tuple[int, ...], some: tuple[int, ...]
+) -> Mapping[str, Any]:
+    """The calibration that ``uniform`` has for a sample, as it has it for the whole: chunk by chunk.
+
+    Where inputs run along the rows, a chunk knows only its own; the sample, of some columns, is one chunk.
+    """
+    rows = rows_together(shape, get_codec("uniform"))
+    if moments is None or moments["input_axes"][0] != 0 or rows >= shape[0] or some[0] != shape[0]:
+        return moments or {}
+    second = np.asarray(moments["hessian"], np.float64)
+    chunk = np.arange(len(second)) // (len(second) // shape[0] * rows)
+    return {**moments, "hessian": np.where(chunk[:, None] == chunk, second, 0.0)}
+
+
 def _measure_uniform(
-    curve: Curve, bits: np.ndarray, shape: tuple[int, ...], form: NumberFormat, metric: Metric | None
+    curve: Curve,
+    bits: np.ndarray,
+    shape: tuple[int, ...],
+    form: NumberFormat,
+    metric: Metric | None,
+    given: Mapping[str, Any],
 ) -> None:
     values = to_float(bits, form).astype(np.float64)
     deviation = math.sqrt(float((values**2).mean())) or 1e-30
@@ -370,7 +392,7 @@ def _measure_uniform(
     # Above eight bits the curve is straight.
     middle = max(first, math.floor(top - 8))
     steps = np.array([*range(first, middle, 3), *range(middle, last + 1)], np.float64)
-    points = [measure("uniform", {"step": 2.0**s}, bits, form, shape, metric) for s in steps]
+    points = [measure("uniform", {"step": 2.0**s, **given}, bits, form, shape, metric) for s in steps]
     share = curve.count / bits.size
     # A curve that does not fall would not be one.
     sizes = np.maximum.accumulate(np.array([p.size for p in points])[::-1])[::-1] * share

@@ -11,6 +11,10 @@ Float sums decide here, so this is computed in one place, with NumPy; whoever ex
 
 from __future__ import annotations
 
+import hashlib
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -18,9 +22,67 @@ import numpy as np
 from capibara.compress.codecs.fixed_search import Kind
 from capibara.compress.errors import CompressError
 
-__all__ = ["gptq"]
+__all__ = ["feed_back", "get_factor", "gptq"]
 
-_PANEL = 128  # columns whose errors reach those beyond them in one product
+_PANEL = 32  # columns whose errors reach those beyond them in one product
+
+
+class _Factors:
+    """The factors of hessians that are still there: a tensor is coded again and again while its rate is looked for.
+
+    Args:
+      most: bytes that are kept at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._size, self._lock = (
+            most,
+            0,
+            threading.RLock(),
+        )  # collecting garbage may enter it again
+        self._kept: OrderedDict[tuple[int, float], tuple[weakref.ref[np.ndarray], bytes, np.ndarray]] = (
+            OrderedDict()
+        )
+
+    def get(self, hessian: np.ndarray, damping: float) -> np.ndarray:
+        """The factor of what the hessian holds now."""
+        digest = hashlib.blake2b(np.ascontiguousarray(hessian).data).digest()
+        key = id(hessian), damping
+        with self._lock:
+            if (kept := self._kept.get(key)) is not None and kept[0]() is hessian and kept[1] == digest:
+                self._kept.move_to_end(key)
+                return kept[2]
+        factor = _factor(hessian, damping)
+        with self._lock:
+            self._drop(key)
+            self._kept[key] = weakref.ref(hessian, lambda gone: self._drop(key, gone)), digest, factor
+            self._size += factor.nbytes
+            while self._size > self._most:
+                self._drop(next(iter(self._kept)))
+        return factor
+
+    def _drop(self, key: tuple[int, float], gone: weakref.ref[np.ndarray] | None = None) -> None:
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and (gone is None or gone is kept[0]):
+                del self._kept[key]
+                self._size -= kept[2].nbytes
+
+
+_FACTORS = _Factors(1 << 28)
+
+
+def get_factor(hessian: np.ndarray, damping: float = 0.01) -> np.ndarray:
+    """The upper Cholesky factor U of the inverse of the damped hessian, UᵀU = (H + damping · mean(diag H) · 1)⁻¹.
+
+    Args:
+      hessian: float64 [features, features], E[x xᵀ].
+      damping: share of the mean moment that is added to the diagonal.
+
+    Raises:
+      CompressError: ``hessian`` is not positive.
+    """
+    return _FACTORS.get(hessian, damping)
 
 
 def _factor(hessian: np.ndarray, damping: float) -> np.ndarray:
@@ -37,6 +99,39 @@ def _factor(hessian: np.ndarray, damping: float) -> np.ndarray:
     raise CompressError(
         "hessian: got a matrix that is not positive, even when damped. Remedy: E[x xᵀ] of the layer's inputs."
     )
+
+
+def feed_back(
+    weight: np.ndarray,
+    factor: np.ndarray,
+    rounded: Callable[[int, np.ndarray], np.ndarray],
+    *,
+    panel: int = _PANEL,
+) -> np.ndarray:
+    """Columns as they were when their turn to be rounded came.
+
+    Args:
+      weight: float64 [out, features].
+      factor: of :func:`get_factor`.
+      rounded: of the index j of a column and the columns from there to the end of its panel, float64 [≤ panel, out],
+        what decoding will make of column j: float64 [out].
+      panel: columns whose errors reach those beyond them in one product.
+
+    Returns:
+      float64 [features, out].
+    """
+    columns = np.array(weight.T, np.float64, order="C")
+    length, rows = columns.shape
+    errors = np.empty((min(panel, length), rows))
+    for start in range(0, length, panel):
+        end = min(start + panel, length)
+        for j in range(start, end):
+            error = errors[j - start]
+            np.subtract(columns[j], rounded(j, columns[j:end]), out=error)
+            error /= factor[j, j]
+            columns[j + 1 : end] -= factor[j, j + 1 : end, None] * error
+        columns[end:] -= factor[start:end, end:].T @ errors[: end - start]
+    return columns
 
 
 def gptq(
@@ -68,33 +163,27 @@ def gptq(
     Raises:
       CompressError: ``hessian`` is not positive.
     """
-    factor = _factor(hessian, damping)
-    work = np.array(weight, np.float64)
-    rows, length = work.shape
+    rows, length = weight.shape
     scales = np.empty((rows, -(-length // group)), np.uint8)
     codes = np.empty((rows, length), np.int8)
     signed = np.concatenate([table, -table])
     low, high = -(1 << (kind.bits - 1)), (1 << (kind.bits - 1)) - 1
     edges = None if book is None else (book[1:] + book[:-1]) / 2
-    # Panels end where groups do: a group's scale is chosen from numbers that all errors before it have reached.
-    panel = group * max(_PANEL // group, 1)
     step = np.empty(rows)
-    for start in range(0, length, panel):
-        end = min(start + panel, length)
-        errors = np.empty((rows, end - start))
-        for j in range(start, end):
-            if j % group == 0:
-                stop = min(j + group, end)
-                scales[:, j // group] = scale(work[:, j:stop])
-                step = signed[scales[:, j // group]]
-            ratio = work[:, j] / step
-            if edges is None or book is None:
-                level = np.clip(np.rint(ratio), low, high)
-                codes[:, j] = level
-            else:
-                code = np.searchsorted(edges, ratio)
-                codes[:, j], level = code, book[code]
-            errors[:, j - start] = (work[:, j] - level * step) / factor[j, j]
-            work[:, j + 1 : end] -= np.outer(errors[:, j - start], factor[j, j + 1 : end])
-        work[:, end:] -= errors @ factor[start:end, end:]
+
+    def rounded(j: int, columns: np.ndarray) -> np.ndarray:
+        if j % group == 0:
+            scales[:, j // group] = scale(np.ascontiguousarray(columns[:group].T))
+            step[:] = signed[scales[:, j // group]]
+        ratio = columns[0] / step
+        if edges is None or book is None:
+            level = np.clip(np.rint(ratio), low, high)
+            codes[:, j] = level
+        else:
+            code = np.searchsorted(edges, ratio)
+            codes[:, j], level = code, book[code]
+        return level * step
+
+    # Panels end where groups do: a group's scale is chosen from numbers that all errors before it have reached.
+    feed_back(weight, get_factor(hessian, damping), rounded, panel=group * max(_PANEL // group, 1))
     return scales, codes

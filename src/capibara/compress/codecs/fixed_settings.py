@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from capibara.compress.codecs.engine import wanted_engine
 from capibara.compress.codecs.fixed_search import EXECUTORS, Kind
+from capibara.compress.codecs.matrices import get_moments
 from capibara.compress.errors import CompressError
 from capibara.errors import did_you_mean
 
@@ -78,7 +78,7 @@ def choices(kind: Kind, settings: Mapping[str, Any], shape: tuple[int, ...]) -> 
     turned = number("axis", -1, -1, 0, True) == 0
     if hessian is not None:
         turned = _input_first(settings, shape)
-        hessian = _moments(hessian, shape[0] if turned else shape[-1])
+        hessian = get_moments(hessian, shape[0] if turned else shape[-1])
     if turned and len(shape) < 2:
         raise CompressError(f"axis: got 0 for the shape {shape}, expected two axes or more. Remedy: axis=-1.")
     wanted = wanted_engine()
@@ -108,19 +108,3 @@ def _input_first(settings: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
         f"hessian: got the shape {shape} with input_axes {axes!r}; codes are chosen by a layer's output for "
         "matrices whose input is one of their two axes. Remedy: leave hessian out for this tensor."
     )
-
-
-def _moments(hessian: Any, length: int) -> np.ndarray:
-    found = np.asarray(hessian, np.float64)
-    if found.shape != (length, length):
-        raise CompressError(
-            f"hessian: got the shape {found.shape}, expected {(length, length)}, "
-            "the second moments of the layer's inputs"
-        )
-    if (
-        not np.isfinite(found).all()
-        or not math.isfinite(float(np.trace(found)))
-        or (np.diag(found) < 0).any()
-    ):
-        raise CompressError("hessian: got numbers that second moments cannot be (NaN, infinite or negative)")
-    return found

@@ -21,6 +21,7 @@ __all__ = [
     "finite_matrix",
     "get_axes",
     "get_hessian",
+    "get_moments",
     "get_number",
     "sides",
 ]
@@ -71,6 +72,27 @@ def get_number(settings: Mapping[str, Any], name: str, low: float, high: float) 
     return float(value)
 
 
+def get_moments(hessian: Any, features: int) -> np.ndarray:
+    """Second moments, float64 [features, features].
+
+    Raises:
+      CompressError: another shape, or numbers that they cannot be.
+    """
+    found = np.asarray(hessian, np.float64)
+    if found.shape != (features, features):
+        raise CompressError(
+            f"hessian: got the shape {found.shape}, expected {(features, features)}, "
+            "the second moments of the layer's inputs"
+        )
+    if (
+        not np.isfinite(found).all()
+        or not math.isfinite(float(np.trace(found)))
+        or (np.diag(found) < 0).any()
+    ):
+        raise CompressError("hessian: got one that is no second moment of inputs (NaN, infinite or negative)")
+    return found
+
+
 def get_hessian(settings: Mapping[str, Any], features: int) -> np.ndarray | None:
     """``hessian``: E[x xᵀ] of the inputs, scaled to a mean diagonal of 1 and damped by ``damping`` (0.01) of that.
 
@@ -82,14 +104,10 @@ def get_hessian(settings: Mapping[str, Any], features: int) -> np.ndarray | None
         if damping is not None:
             raise CompressError("damping: got one without a hessian. Remedy: calibrate, or leave it out.")
         return None
-    second = np.array(given, np.float64)
-    if second.shape != (features, features):
-        raise CompressError(
-            f"hessian: got the shape {second.shape}, expected {(features, features)} for the matrix's input_axes"
-        )
+    second = get_moments(given, features).copy()
     mean = float(second.diagonal().mean()) if features else 1.0
-    if not np.isfinite(second).all() or (second.diagonal() < 0).any() or not mean > 0:
-        raise CompressError("hessian: got one that is no second moment of inputs (not finite, or all zero)")
+    if not mean > 0:
+        raise CompressError("hessian: got one that is no second moment of inputs (all zero)")
     if not np.allclose(second, second.T, rtol=1e-6, atol=1e-9 * mean):
         raise CompressError("hessian: got one that is not symmetric, expected E[x xᵀ]")
     second /= mean

@@ -6,6 +6,10 @@ Trans. Inf. Theory, 1968), whatever the numbers' distribution; a coder that know
 lossless one does, keeps that for weights. The least squared error for a number of bits has one step for all numbers
 that count alike; a tensor that counts more takes a smaller one.
 
+Where the second moments of a layer's inputs are known (``hessian``), each input has a step of its own, and what
+rounding does to the output is made up for (:mod:`capibara.compress.codecs.by_features`): a half of the error of
+outputs, or less, in as many bytes.
+
 A decoded number is not the middle of its step but the mean of what fell into it, which lies nearer to zero: that mean
 is kept for the sixteen smallest multiples.
 """
@@ -19,8 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compress.calibration.activations import from_matrix
 from capibara.compress.codecs import lossless
+from capibara.compress.codecs.by_features import pack_steps, read_steps, round_by_outputs
 from capibara.compress.codecs.in_place import DecodesInPlace
+from capibara.compress.codecs.matrices import finite_matrix, get_axes, get_moments, get_number
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, largest, to_float
 
@@ -31,11 +38,18 @@ _BLOCK = 1 << 14
 _HEAD = struct.Struct(
     f"<d{_MEANS}bB"
 )  # the step, the means' offsets in 1/256 of it, and the bytes of a multiple
+_BY_FEATURES = 0x80  # beside those bytes: steps of inputs follow
 _WHOLE = {2: "I16", 4: "I32", 8: "I64"}
 
 
 class Uniform(DecodesInPlace):
-    """The codec ``"uniform"``. Settings: ``step``, a finite number above 0.
+    """The codec ``"uniform"``.
+
+    Settings:
+      step: a finite number above 0; with a hessian, the geometric mean of the inputs' steps.
+      hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs; used in encoding and not stored.
+      input_axes: those of the tensor along which the inputs run; all but the first by default.
+      damping: share of the mean moment that is added to the hessian's diagonal; 0.01 by default.
 
     Attributes:
       chunk: numbers of a tensor that an archive codes together.
@@ -60,35 +74,57 @@ class Uniform(DecodesInPlace):
             or not 1e-300 < step < 1e300
         ):
             raise CompressError(f"step: got {step!r}, expected a number between 1e-300 and 1e300")
-        step = float(step)
-        flat, top = bits.reshape(-1), 0.0
-        for part in _blocks(flat):
-            values = to_float(part, form).astype(np.float64)
-            if not np.isfinite(values).all():
+        step, flat = float(step), bits.reshape(-1)
+        if settings.get("hessian") is not None and flat.size:
+            return self._encode_by_outputs(flat, form, shape, settings, step)
+        top = 0.0
+        for part in _floats(flat, form):
+            if not np.isfinite(part).all():
                 raise CompressError("values: NaN or infinite. Remedy: codec='lossless' for this tensor.")
             with np.errstate(over="ignore"):
-                top = max(top, float(np.abs(np.rint(values / step)).max()))
-        size = 2 if top < 1 << 15 else 4 if top < 1 << 31 else 8
-        if not top < 1 << 62:
-            most = max(float(np.abs(to_float(part, form)).max()) for part in _blocks(flat))
-            raise CompressError(f"step: got {step!r}, which is too small for numbers up to {most!r}")
-        whole = np.empty(flat.size, f"<i{size}")
-        counts, offsets = np.zeros(_MEANS, np.int64), np.zeros(_MEANS)
-        for part, multiples in zip(_blocks(flat), _blocks(whole), strict=True):
-            values = to_float(part, form).astype(np.float64)
-            multiples[:] = np.rint(values / step)
-            magnitude = np.abs(multiples)
-            small = magnitude < _MEANS
-            offset = np.abs(values[small]) / step - magnitude[small]
-            counts += np.bincount(magnitude[small], minlength=_MEANS)
-            offsets += np.bincount(magnitude[small], offset, minlength=_MEANS)
-        # Where nothing fell there is nothing to move; 0 has two sides.
-        means = offsets / np.maximum(counts, 1)
-        means[0] = 0
-        means = np.clip(np.rint(means * 256), -127, 127).astype(int)
-        head = _HEAD.pack(step, *means.tolist(), size)
-        inner = get_format(_WHOLE[size])
-        return head + lossless.encode(whole.view(inner.unsigned), inner, shape)
+                top = max(top, float(np.abs(np.rint(part / step)).max()))
+        whole = np.empty(flat.size, _type_for(top, step, flat, form))
+        sums = _Means()
+        for part, multiples in zip(_floats(flat, form), _blocks(whole), strict=True):
+            ratio = part / step
+            multiples[:] = np.rint(ratio)
+            sums.add(ratio)
+        return _packed(step, sums.result(), whole, shape)
+
+    def _encode_by_outputs(
+        self,
+        flat: np.ndarray,
+        form: NumberFormat,
+        shape: tuple[int, ...],
+        settings: Mapping[str, Any],
+        step: float,
+    ) -> bytes:
+        axes = get_axes(settings, shape)
+        matrix = finite_matrix(flat, form, shape, axes)
+        hessian = get_moments(settings["hessian"], matrix.shape[1])
+        damping = get_number(settings, "damping", 0.0, 1.0)
+
+        def means_of(blocks: Iterator[np.ndarray]) -> np.ndarray:
+            sums = _Means()
+            for ratio in blocks:
+                sums.add(ratio)
+            return sums.result()
+
+        best: tuple[float, bytes] | None = None
+        found = round_by_outputs(matrix, hessian, step, means_of, 0.01 if damping is None else damping)
+        for one in found:
+            whole = one.multiples.astype(_type_for(float(np.abs(one.multiples).max()), step, flat, form))
+            if one.codes is None:
+                whole = np.ascontiguousarray(from_matrix(whole.T, shape, axes))
+                payload = _packed(step, one.means, whole, shape)
+            else:
+                payload = _packed(step, one.means, whole, whole.shape, pack_steps(one.codes, axes))
+            # A bit for each number halves the error.
+            cost = 8 * len(payload) / flat.size + math.log2(max(one.error, 1e-300)) / 2
+            if best is None or cost < best[0]:
+                best = cost, payload
+        assert best is not None
+        return best[1]
 
     def decode_into(
         self,
@@ -102,20 +138,30 @@ class Uniform(DecodesInPlace):
         if len(payload) < _HEAD.size:
             raise DamagedError("a tensor's payload ends too early: the file is damaged")
         step, *means, size = _HEAD.unpack(payload[: _HEAD.size])
+        by_features, size = bool(size & _BY_FEATURES), size & ~_BY_FEATURES
         # Of no numbers the type does not matter: what has none of any type is encoded.
         if not 0 < step < math.inf or size not in _WHOLE or not (form.is_float or not out.size):
             raise DamagedError("a tensor's step or type is none: the file is damaged")
+        rest, offsets = payload[_HEAD.size :], np.append(np.array(means) / 256, 0.0)
+        if by_features:
+            axes, steps, rest = read_steps(rest, step, shape)
+            features = len(steps)
+            length = out.size // max(features, 1)
+            whole = _multiples(np.empty(out.size * size, np.uint8), size, rest, (features, length))
+            numbers, most = np.empty((features, length), form.unsigned), max(_BLOCK // max(length, 1), 1)
+            for first in range(0, features, most):
+                some = slice(first, first + most)
+                block = whole.reshape(features, length)[some]
+                numbers[some] = _restored(block, steps[some, None], offsets, form)
+            out.reshape(shape)[...] = from_matrix(numbers.T, shape, axes)
+            return
         # Multiples that are no longer than the numbers lie where these come to be, at the end: each is read before
         # a number takes its place.
         unused = out.nbytes - out.size * size
-        inner = get_format(_WHOLE[size])
         room = np.empty(out.size * size, np.uint8) if unused < 0 else out.view(np.uint8)[unused:]
-        lossless.LOSSLESS.decode_into(room.view(inner.unsigned), payload[_HEAD.size :], inner, shape, {})
-        whole = room.view(f"<i{size}")
-        if whole.size and int(whole.min()) == np.iinfo(whole.dtype).min:
-            raise DamagedError("a multiple is out of range: the file is damaged")
-        if out.size:
-            _restore(out, step, np.append(np.array(means) / 256, 0.0), whole, form)
+        whole = _multiples(room, size, rest, shape)
+        for part, block in zip(_blocks(out), _blocks(whole), strict=True):
+            part[:] = _restored(block, step, offsets, form)
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
         """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
@@ -123,7 +169,12 @@ class Uniform(DecodesInPlace):
         return any(lossless.LOSSLESS.may_hold(size - _HEAD.size, inner, count) for inner in whole)
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
-        return _HEAD.size + 1 + 8 * count
+        steps = (
+            0
+            if settings.get("hessian") is None
+            else 1 + 255 + 4 + lossless.size_bound(get_format("I8"), count)
+        )
+        return _HEAD.size + steps + 1 + 8 * count
 
     def error_bound(self, settings: Mapping[str, Any]) -> float | None:
         """Relative errors are not bounded: a number below half a step becomes 0. The absolute one is a step."""
@@ -136,18 +187,73 @@ def _blocks(flat: np.ndarray) -> Iterator[np.ndarray]:
         yield flat[first : first + _BLOCK]
 
 
-def _restore(
-    out: np.ndarray, step: float, offsets: np.ndarray, whole: np.ndarray, form: NumberFormat
-) -> None:
-    """Numbers of multiples, from the first on; ``offsets`` [17]: by how many steps they lie off them."""
+def _floats(flat: np.ndarray, form: NumberFormat) -> Iterator[np.ndarray]:
+    """The numbers as float64, a few at a time."""
+    for part in _blocks(flat):
+        yield to_float(part, form).astype(np.float64)
+
+
+def _type_for(top: float, step: float, flat: np.ndarray, form: NumberFormat) -> str:
+    """The type of multiples up to ``top``."""
+    if not top < 1 << 62:
+        most = max(float(np.abs(part).max()) for part in _floats(flat, form))
+        raise CompressError(f"step: got {step!r}, which is too small for numbers up to {most!r}")
+    return "<i2" if top < 1 << 15 else "<i4" if top < 1 << 31 else "<i8"
+
+
+class _Means:
+    """By how many 256ths of a step the means of what falls to the smallest multiples lie off these."""
+
+    def __init__(self) -> None:
+        self._counts, self._offsets = np.zeros(_MEANS, np.int64), np.zeros(_MEANS)
+
+    def add(self, ratio: np.ndarray) -> None:
+        """Take in numbers, in steps."""
+        magnitude = np.rint(ratio := np.abs(ratio))
+        small = magnitude < _MEANS
+        multiples = magnitude[small].astype(np.int64)
+        self._counts += np.bincount(multiples, minlength=_MEANS)
+        self._offsets += np.bincount(multiples, ratio[small] - multiples, minlength=_MEANS)
+
+    def result(self) -> np.ndarray:
+        """int [16]."""
+        # Where nothing fell there is nothing to move; 0 has two sides.
+        means = self._offsets / np.maximum(self._counts, 1)
+        means[0] = 0
+        return np.clip(np.rint(means * 256), -127, 127).astype(int)
+
+
+def _packed(
+    step: float, means: np.ndarray, whole: np.ndarray, shape: tuple[int, ...], steps: bytes = b""
+) -> bytes:
+    size = whole.dtype.itemsize
+    inner = get_format(_WHOLE[size])
+    head = _HEAD.pack(step, *means.tolist(), size | (_BY_FEATURES if steps else 0))
+    return head + steps + lossless.encode(whole.reshape(-1).view(inner.unsigned), inner, shape)
+
+
+def _multiples(room: np.ndarray, size: int, payload: memoryview, shape: tuple[int, ...]) -> np.ndarray:
+    """Decoded, in ``room``, uint8."""
+    inner = get_format(_WHOLE[size])
+    lossless.LOSSLESS.decode_into(room.view(inner.unsigned), payload, inner, shape, {})
+    whole = room.view(f"<i{size}")
+    if whole.size and int(whole.min()) == np.iinfo(whole.dtype).min:
+        raise DamagedError("a multiple is out of range: the file is damaged")
+    return whole
+
+
+def _restored(
+    multiples: np.ndarray, step: float | np.ndarray, offsets: np.ndarray, form: NumberFormat
+) -> np.ndarray:
+    """Bits of multiples; ``offsets`` [17]: by how many steps numbers lie off them."""
     most = largest(form)
-    for part, multiples in zip(_blocks(out), _blocks(whole), strict=True):
-        magnitude = np.abs(multiples)
-        with np.errstate(over="ignore"):
-            values = np.copysign((magnitude + offsets[np.minimum(magnitude, _MEANS)]) * step, multiples)
-            # Only finite numbers were rounded: what rounding took past the largest one comes back as that.
-            values = np.clip(values, -most, most)
-            part[:] = from_float(values if form.bits == 64 else values.astype(np.float32), form)
+    magnitude = np.abs(multiples)
+    with np.errstate(over="ignore"):
+        values = np.copysign((magnitude + offsets[np.minimum(magnitude, _MEANS)]) * step, multiples)
+        # Only finite numbers were rounded: what rounding took past the largest one comes back as that.
+        values = np.clip(values, -most, most)
+        bits = from_float((values if form.bits == 64 else values.astype(np.float32)).reshape(-1), form)
+    return bits.reshape(multiples.shape)
 
 
 UNIFORM = Uniform()
