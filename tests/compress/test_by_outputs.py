@@ -233,7 +233,7 @@ def test_tampered_steps() -> None:
         with pytest.raises(DamagedError):
             UNIFORM.decode(memoryview(payload[:end]), F32, shape, {})
     # A step beyond all numbers.
-    far = struct.pack("<d", 1e308) + payload[8:]
+    far = struct.pack("<d", 1.7e308) + payload[8:]
     with pytest.raises(DamagedError, match="steps are none"):
         UNIFORM.decode(memoryview(far), F32, shape, {})
     # Inputs along axes that the tensor has not.
