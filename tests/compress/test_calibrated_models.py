@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import capibara.compose as ml
+from capibara.compress import samples
 from capibara.compress.allocation import Allocation, allocate
-from capibara.compress.calibration.activations import Metric
+from capibara.compress.calibration.activations import Metric, as_matrix
 from capibara.compress.calibration.layers import layer_moments
+from capibara.compress.codecs.uniform import UNIFORM
 from capibara.compress.compressing import Compression
 from capibara.compress.container import Archive
 from capibara.compress.curves import Point, squared_error
@@ -23,6 +28,7 @@ from capibara.compress.formats import get_format
 from capibara.compress.model_api import ModelCompressionAPI
 from capibara.compress.models.adapters import adapt
 from capibara.compress.profile import CompressionProfile
+from capibara.compress.samples import settings_of_sample, take_sample
 
 torch = pytest.importorskip("torch")
 SIZES = (96, 128, 64)
@@ -224,3 +230,100 @@ def test_inputs_that_were_not_seen_come_out_nearer_too(layout: str) -> None:
     expected = run(original)
     errors = [np.linalg.norm(run(m.model) - expected) for m in (blind, made)]
     assert errors[1] < 0.65 * errors[0]
+
+
+def images(count: int, seed: int) -> Any:
+    """Smooth ones."""
+    x = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.avg_pool2d(x, 5, stride=1, padding=2) * 4
+
+
+def convolutions() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(64 * 36, 10),
+    )  # fmt: skip
+
+
+def test_convolutions_know_their_inputs_too() -> None:
+    net, seen, others = convolutions(), images(48, 1), images(48, 2)
+    found = layer_moments(adapt(net), [seen])
+    assert [m["input_axes"] for m in found.values()] == [[1, 2, 3], [1, 2, 3], [1]]
+    profile = {"strategy": "uniform", "target_compression_ratio": 6.0, "smallest": 500}
+    blind, made = api(**profile).compress(net), api(**profile).compress(net, seen)
+    with torch.no_grad():
+        errors = [float((m.model(others) - net(others)).norm()) for m in (blind, made)]
+    assert errors[1] < 0.5 * errors[0]
+    assert made.stats.compression_ratio == pytest.approx(6, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["int8", "int4", "nf4"])
+def test_codes_of_fixed_width_feed_back_in_matrices_and_not_in_convolutions(strategy: str) -> None:
+    net, seen = convolutions(), images(48, 1)
+    for profile in ({}, {"target_compression_ratio": 3.2}):
+        made = api(strategy=strategy, smallest=500, **profile).compress(net, seen)
+        blind = api(strategy=strategy, smallest=500, **profile).compress(net)
+        codecs = {t.name: t.codec for t in made.stats.tensors}
+        assert strategy in codecs.values()
+        assert made.stats.output_error is not None
+        with torch.no_grad():
+            apart = float((blind.model(seen) - net(seen)).norm() / net(seen).norm())
+        assert made.stats.output_error < 1.05 * apart
+
+
+def test_weights_of_three_axes_in_jax() -> None:
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "in": jax.random.normal(keys[0], (64, 4, 24)) / 8,
+        "out": jax.random.normal(keys[1], (4, 24, 64)) / 10,
+    }
+
+    def attend(p: Any, x: Any) -> Any:
+        hidden = jnp.tanh(jnp.einsum("bd,dhk->bhk", x, p["in"]))
+        return jnp.einsum("bhk,hkd->bd", hidden, p["out"])
+
+    mixing = jax.random.normal(keys[2], (64, 64)) * 0.9 ** jnp.arange(64)
+    seen, others = (jax.random.normal(k, (512, 64)) @ mixing.T for k in keys[3:])
+    found = layer_moments(adapt(params, attend), [seen])
+    assert {n: m["input_axes"] for n, m in found.items()} == {"in": [0], "out": [0, 1]}
+    profile = {"strategy": "uniform", "target_compression_ratio": 5.5, "smallest": 1000}
+    models = [
+        api(**profile).compress(params, apply=attend),
+        api(**profile).compress(params, seen, apply=attend),
+    ]
+    expected = attend(params, others)
+    blind, made = (float(jnp.linalg.norm(attend(m.model, others) - expected)) for m in models)
+    assert made < 0.65 * blind
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    first=st.integers(0, 3),
+    count=st.integers(1, 3),
+)
+def test_samples_have_all_inputs_of_some_outputs(shape: list[int], first: int, count: int) -> None:
+    axes = tuple(range(first, min(first + count, len(shape))))
+    if not 0 < len(axes) < len(shape):
+        return
+    sizes = tuple(shape)
+    features = math.prod(sizes[a] for a in axes)
+    metric = Metric(np.diag(np.arange(1.0, features + 1)), axes)
+    numbers = np.arange(math.prod(sizes), dtype=np.uint32)
+    with mock.patch.object(samples, "_SAMPLE", 20):
+        some, found = take_sample(numbers, sizes, metric)
+    rows, whole = (as_matrix(x.reshape(s), axes) for x, s in ((some, found), (numbers, sizes)))
+    assert rows.shape[1] == features
+    assert {tuple(r) for r in rows} <= {tuple(r) for r in whole}
+
+
+def test_chunks_of_a_sample_are_those_of_the_whole() -> None:
+    hessian = np.ones((60, 60))
+    known = {"hessian": hessian, "input_axes": [0]}
+    with mock.patch.object(type(UNIFORM), "chunk", 10 * 400):
+        cut = settings_of_sample(known, (60, 400), (60, 30))["hessian"]
+        assert settings_of_sample({**known, "input_axes": [1]}, (400, 60), (30, 60))["hessian"] is hessian
+    expected = np.kron(np.eye(6), np.ones((10, 10)))
+    np.testing.assert_array_equal(cut, expected)
+    assert settings_of_sample(known, (60, 400), (60, 30))["hessian"] is hessian
+    assert settings_of_sample(None, (60, 400), (60, 30)) == {}

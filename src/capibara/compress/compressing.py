@@ -17,6 +17,7 @@ from capibara.compress.codecs.executors import best_executor
 from capibara.compress.codecs.protocol import CODECS
 from capibara.compress.compressed import PROFILE, STATS, CompressedModel, make_folder, open_compressed
 from capibara.compress.container import Archive, ArchiveWriter
+from capibara.compress.curves import moments_for
 from capibara.compress.errors import CompressError, TargetError
 from capibara.compress.merged_models import (
     MERGED,
@@ -76,7 +77,7 @@ class Compression:
 
     @functools.cached_property
     def moments(self) -> dict[str, dict[str, Any]]:
-        """Second moments of the inputs of linear layers, on the validation data."""
+        """Second moments of the inputs of layers, on the validation data."""
         if self.validation is None:
             return {}
         return layer_moments(self.adapter, (x for x, _ in self.validation.batches))
@@ -145,7 +146,11 @@ class Compression:
         codec = self.profile.strategy
         options: dict[str, Any] = {"exclude": self.profile.exclude, "smallest": self.profile.smallest}
         found = everywhere(self.adapter.tensors, codec, **options)
-        points = {n: replace(p, settings=self.moments.get(n, {})) for n, p in found.points.items()}
+        forms = self.adapter.tensors.forms
+        points = {
+            n: replace(p, settings=moments_for(codec, self.moments.get(n), forms[n][1]))
+            for n, p in found.points.items()
+        }
         return replace(found, points=points)
 
     def good(self, made: CompressedModel) -> bool:

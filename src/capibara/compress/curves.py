@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.calibration.activations import Metric, as_matrix
+from capibara.compress.codecs.fixed import Fixed
+from capibara.compress.codecs.fixed_settings import feeds_back
 from capibara.compress.codecs.low_rank import remember
 from capibara.compress.codecs.matrices import get_axes
 from capibara.compress.codecs.protocol import CODECS, get_codec, settings_of_rows, stored_settings
@@ -27,10 +29,10 @@ from capibara.compress.container.index import CHUNK
 from capibara.compress.container.writer import coded_shape, rows_together
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
+from capibara.compress.samples import settings_of_sample, take_sample
 
-__all__ = ["Curve", "Point", "candidates", "coded_size", "measure", "measure_curve"]
+__all__ = ["Curve", "Point", "candidates", "coded_size", "measure", "measure_curve", "moments_for"]
 
-_SAMPLE = 1 << 16  # numbers of a tensor on which the codec "uniform" is measured
 _FINE = 16  # steps to choose from in an octave
 _MOST = 6  # settings of a codec that are tried where it competes with others
 _RATES = (0.1, 18.0)  # bits of a number between which that is done, at most
@@ -220,23 +222,6 @@ def _chunks(
         yield part, (stop - start, *shape[1:]), settings_of_rows(settings, shape, start, stop), known
 
 
-def _sample(
-    bits: np.ndarray, shape: tuple[int, ...], metric: Metric | None
-) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows from all over the tensor, as another tensor; columns, where inputs run along the rows."""
-    if bits.size <= 2 * _SAMPLE or len(shape) < 2:
-        return bits, shape
-    if metric is not None and metric.axes == (0,):
-        every = max(bits.size // _SAMPLE, 1)
-        some = np.ascontiguousarray(bits.reshape(shape[0], -1)[:, ::every])
-        return some.reshape(-1), some.shape
-    length = shape[-1] if shape[-1] >= 32 else bits.size // shape[0]
-    rows = bits.reshape(-1, length)
-    every = max(len(rows) * length // _SAMPLE, 1)
-    some = np.ascontiguousarray(rows[::every])
-    return some.reshape(-1), some.shape
-
-
 def measure_curve(
     bits: np.ndarray,
     form: NumberFormat,
@@ -272,9 +257,9 @@ def _measure_curve(
         values = finite_or_zero(part, form).ravel()
         square += float(np.dot(values, values)) if known is None else known.square(values.reshape(length))
     curve = Curve(bits.size, square, [Point("lossless", {}, lossless, 0.0)], settings=moments or {})
-    some = _sample(bits, shape, metric)
+    some = take_sample(bits, shape, metric)
     if "uniform" in codecs:
-        _measure_uniform(curve, *some, form, metric, _settings_of_sample(moments, shape, some[1]))
+        _measure_uniform(curve, *some, form, metric, settings_of_sample(moments, shape, some[1]))
     for codec in codecs:
         if codec in ("lossless", "uniform"):
             continue
@@ -283,20 +268,21 @@ def _measure_curve(
         if "uniform" in codecs and not _gains(codec, bits, form, shape, metric):
             continue
         tried = candidates(codec, form, shape)
+        known = moments_for(codec, moments, shape)
         # What rows share is not seen in some of them: a codec that lives on it is looked at as a whole.
         seen = (bits, shape) if _looks_ahead(codec) else some
         if "uniform" in codecs and len(tried) > _MOST:
             tried = tried[:: -(-len(tried) // _MOST)]
         if "uniform" in codecs and len(tried) > 1:
             # One look at the middle first: a codec that is far off there is not the best at its ends.
-            middle = {**tried[len(tried) // 2], **(moments or {})}
+            middle = {**tried[len(tried) // 2], **known}
             try:
                 if not _competes(curve, codec, middle, *seen, form, metric, slack=0.5):
                     continue
             except CompressError:
                 pass  # its other settings may do
         for settings in tried:
-            given = {**settings, **(moments or {})}
+            given = {**settings, **known}
             try:
                 if "uniform" in codecs and not _competes(curve, codec, given, *seen, form, metric):
                     continue
@@ -304,6 +290,13 @@ def _measure_curve(
             except CompressError:
                 continue  # this codec is not for this tensor
     return curve
+
+
+def moments_for(codec: str, moments: Mapping[str, Any] | None, shape: tuple[int, ...]) -> Mapping[str, Any]:
+    """The moments, if the codec can use them for such a tensor."""
+    if moments is None or (isinstance(CODECS[codec], Fixed) and not feeds_back(moments["input_axes"], shape)):
+        return {}
+    return moments
 
 
 def _gains(
@@ -359,21 +352,6 @@ def _as_rows(
     """The matrix [out, features] of a tensor."""
     values = to_float(bits, form).astype(np.float64).reshape(shape)
     return as_matrix(values, get_axes({}, shape) if metric is None else metric.axes)
-
-
-def _settings_of_sample(
-    moments: Mapping[str, Any] | None, shape: tuple[int, ...], some: tuple[int, ...]
-) -> Mapping[str, Any]:
-    """The calibration that ``uniform`` has for a sample, as it has it for the whole: chunk by chunk.
-
-    Where inputs run along the rows, a chunk knows only its own; the sample, of some columns, is one chunk.
-    """
-    rows = rows_together(shape, get_codec("uniform"))
-    if moments is None or moments["input_axes"][0] != 0 or rows >= shape[0] or some[0] != shape[0]:
-        return moments or {}
-    second = np.asarray(moments["hessian"], np.float64)
-    chunk = np.arange(len(second)) // (len(second) // shape[0] * rows)
-    return {**moments, "hessian": np.where(chunk[:, None] == chunk, second, 0.0)}
 
 
 def _measure_uniform(

@@ -16,15 +16,15 @@ __all__ = ["layer_moments"]
 
 
 def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[str, Any]]:
-    """Settings of calibration, ``hessian`` and ``input_axes``, by the names of a model's matrices.
+    """Settings of calibration, ``hessian`` and ``input_axes``, by the names of a model's weights.
 
     Args:
       adapter: of a ``torch.nn.Module``, or of arrays of JAX and a function of theirs; of others nothing is known.
       batches: what it is run on.
 
     Returns:
-      Of matrices that met inputs along one of their two axes. With a warning none at all, where JAX cannot trace the
-      function.
+      Of weights of which some axes are those of inputs and others those of outputs: matrices, convolutions, stacks.
+      With a warning none at all, where JAX cannot trace the function.
     """
     if adapter.kind == "torch":
         found = collect(adapter.model, batches)
@@ -34,7 +34,7 @@ def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[st
     return {
         name: _shrunk(m)
         for name, m in found.items()
-        if name in forms and len(forms[name][1]) == 2 and m.axes in ((0,), (1,))
+        if name in forms and 0 < len(m.axes) < len(forms[name][1])
     }
 
 

@@ -14,7 +14,7 @@ from capibara.compress.codecs.matrices import get_moments
 from capibara.compress.errors import CompressError
 from capibara.errors import did_you_mean
 
-__all__ = ["Choices", "choices"]
+__all__ = ["Choices", "choices", "feeds_back"]
 
 _KNOWN = (
     "group",
@@ -98,11 +98,16 @@ def choices(kind: Kind, settings: Mapping[str, Any], shape: tuple[int, ...]) -> 
     )
 
 
+def feeds_back(axes: list[int], shape: tuple[int, ...]) -> bool:
+    """Whether codes can be chosen by the output of a layer whose inputs run along these axes of its weight."""
+    return len(shape) == 2 and axes in ([0], [1])
+
+
 def _input_first(settings: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
     """Whether the layer's input runs along the weight's first axis rather than its last."""
     axes = settings.get("input_axes", [len(shape) - 1])
     axes = [a + len(shape) if a < 0 else a for a in axes] if isinstance(axes, list | tuple) else axes
-    if len(shape) == 2 and axes in ([0], [1]):
+    if isinstance(axes, list) and feeds_back(axes, shape):
         return axes == [0]
     raise CompressError(
         f"hessian: got the shape {shape} with input_axes {axes!r}; codes are chosen by a layer's output for "
