@@ -327,3 +327,16 @@ def test_chunks_of_a_sample_are_those_of_the_whole() -> None:
     np.testing.assert_array_equal(cut, expected)
     assert settings_of_sample(known, (60, 400), (60, 30))["hessian"] is hessian
     assert settings_of_sample(None, (60, 400), (60, 30)) == {}
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "auto", "int4"])
+def test_layers_whose_inputs_never_occur(strategy: str) -> None:
+    net = as_torch()
+    with torch.no_grad():
+        net[0].bias.fill_(-1e6)  # nothing gets through
+        made = api(strategy=strategy, target_compression_ratio=5.0, smallest=1000).compress(
+            net, torch.from_numpy(data())
+        )
+    assert made.stats.output_error == 0
+    assert made.stats.compression_ratio > 4.9
+    assert made.stats.weight_error < 0.5

@@ -203,8 +203,9 @@ def _chunks(
     metric: Metric | None,
 ) -> Iterator[tuple[np.ndarray, tuple[int, ...], Mapping[str, Any], Metric | None]]:
     """A tensor as an archive cuts it: numbers, shape, settings and metric of some rows."""
-    if metric is None and (coded := coded_shape(shape, get_codec(codec))) != shape:
-        shape, settings = coded, stored_settings(settings)  # calibration is of the tensor's own axes
+    if (coded := coded_shape(shape, get_codec(codec))) != shape:
+        settings = stored_settings(settings)  # calibration is of the tensor's own axes, as a metric is
+        shape = coded if metric is None else shape
     rows, step = shape[0] if shape else 1, rows_together(shape, get_codec(codec))
     flat = bits.reshape(-1)
     if step >= rows:

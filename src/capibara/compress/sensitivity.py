@@ -81,4 +81,4 @@ def by_outputs(
             progress(name, original.nbytes)
     # A tensor that this data does not reach still has numbers: the least sensitive ones count a little.
     floor = 1e-6 * max((w * found.curves[n].square for n, w in weights.items()), default=0.0)
-    return {n: max(w, floor / found.curves[n].square, 1e-300) for n, w in weights.items()}
+    return {n: max(w, floor / (found.curves[n].square or 1.0), 1e-300) for n, w in weights.items()}

@@ -73,7 +73,9 @@ _FACTORS = _Factors(1 << 28)
 
 
 def get_factor(hessian: np.ndarray, damping: float = 0.01) -> np.ndarray:
-    """The upper Cholesky factor U of the inverse of the damped hessian, UᵀU = (H + damping · mean(diag H) · 1)⁻¹.
+    """The upper Cholesky factor U of the inverse of the damped hessian, UᵀU = (H / mean(diag H) + damping · 1)⁻¹.
+
+    Damping is at least 1e-8, and up to 1000 times as much where the hessian is not positive without.
 
     Args:
       hessian: float64 [features, features], E[x xᵀ].
@@ -87,9 +89,9 @@ def get_factor(hessian: np.ndarray, damping: float = 0.01) -> np.ndarray:
 
 def _factor(hessian: np.ndarray, damping: float) -> np.ndarray:
     """The upper Cholesky factor of the inverse; inputs that never occur count like rare ones."""
-    mean = float(np.mean(np.diag(hessian))) or 1.0
+    second = hessian / (float(np.mean(np.diag(hessian))) or 1.0)
     for more in (1, 10, 100, 1000):
-        damped = hessian + np.eye(len(hessian)) * mean * max(damping, 1e-8) * more
+        damped = second + np.eye(len(second)) * max(damping, 1e-8) * more
         try:
             # The inverse by its own factor: H = L Lᵀ, H⁻¹ = L⁻ᵀ L⁻¹.
             low = np.linalg.inv(np.linalg.cholesky(damped))

@@ -23,7 +23,8 @@ def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[st
       batches: what it is run on.
 
     Returns:
-      Of weights of which some axes are those of inputs and others those of outputs: matrices, convolutions, stacks.
+      Of weights of which some axes are those of inputs and others those of outputs (matrices, convolutions, stacks), and
+      whose inputs are not all zero.
       With a warning none at all, where JAX cannot trace the function.
     """
     if adapter.kind == "torch":
@@ -34,7 +35,7 @@ def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[st
     return {
         name: _shrunk(m)
         for name, m in found.items()
-        if name in forms and 0 < len(m.axes) < len(forms[name][1])
+        if name in forms and 0 < len(m.axes) < len(forms[name][1]) and m.second.any()
     }
 
 

@@ -22,7 +22,7 @@ from capibara.compress.codecs.matrices import BLOCK, check_axes, sides
 from capibara.compress.errors import DamagedError
 from capibara.compress.formats import get_format
 
-__all__ = ["Rounded", "pack_steps", "read_steps", "round_by_outputs"]
+__all__ = ["Rounded", "most_of_steps", "pack_steps", "read_steps", "round_by_outputs"]
 
 _QUARTERS = 4  # steps are powers of two to the fourth: their bits count where matrices are small
 _MOST = 80  # quarters of an octave between a step and the typical one
@@ -36,8 +36,8 @@ class Rounded:
     Attributes:
       codes: of the steps, int8 [features]; ``None`` where all are the same.
       means: by how many 256ths of a step decoded numbers lie off multiples of 0, 1, 2 …
-      multiples: float64 [features, out].
-      error: the squared error of the outputs, tr(D H Dᵀ).
+      multiples: float64 [features, out]; not all are finite where steps are too small for the numbers.
+      error: the squared error of the outputs, tr(D H Dᵀ), for moments of 1 in the mean.
     """
 
     codes: np.ndarray | None
@@ -51,55 +51,57 @@ def round_by_outputs(
     hessian: np.ndarray,
     step: float,
     means_of: Callable[[Iterator[np.ndarray]], np.ndarray],
+    stored: Callable[[np.ndarray], np.ndarray],
     damping: float,
-) -> list[Rounded]:
-    """A matrix with the same step for all features, and with a step for each.
+) -> Iterator[Rounded]:
+    """A matrix with one step, which loses nothing where all numbers are multiples; the same with errors made up for;
+    and that with a step for each feature.
 
     Args:
       matrix: float64 [out, features].
-      hessian: float64 [features, features], E[x xᵀ] of the inputs.
+      hessian: float64 [features, features], E[x xᵀ] of the inputs; its scale does not matter.
       step: the geometric mean of the steps.
       means_of: of numbers in steps, a few at a time, the ``means``.
+      stored: what becomes of float64 numbers in the type of the tensor.
       damping: share of the mean moment that is added to the diagonal.
 
     Raises:
       CompressError: ``hessian`` is not positive.
     """
-    from capibara.compress.calibration.gptq import get_factor
+    from capibara.compress.calibration.gptq import feed_back, get_factor
 
     factor = get_factor(hessian, damping)
     free = np.log2(factor.diagonal())
     codes = np.clip(np.rint(_QUARTERS * (free - free.mean())), -_MOST, _MOST).astype(np.int8)
-    some = [None, codes] if codes.any() else [None]
-    return [_round(matrix, hessian, factor, step, one, means_of) for one in some]
+    second = hessian / (float(np.mean(np.diag(hessian))) or 1.0)
 
+    # Steps that are too small for the numbers are seen by multiples that are too large, or not finite.
+    @np.errstate(all="ignore")
+    def one(codes: np.ndarray | None, fed_back: bool) -> Rounded:
+        steps = _steps(step, np.zeros(matrix.shape[1]) if codes is None else codes)
+        rows = max(BLOCK // matrix.shape[1], 1)
+        means = means_of(matrix[i : i + rows] / steps for i in range(0, len(matrix), rows))
+        offsets = np.append(means / 256, 0.0)
+        multiples = np.rint(matrix.T / steps[:, None])
 
-def _round(
-    matrix: np.ndarray,
-    hessian: np.ndarray,
-    factor: np.ndarray,
-    step: float,
-    codes: np.ndarray | None,
-    means_of: Callable[[Iterator[np.ndarray]], np.ndarray],
-) -> Rounded:
-    from capibara.compress.calibration.gptq import feed_back
+        def restored(multiples: np.ndarray, steps: np.ndarray | float) -> np.ndarray:
+            magnitude = np.abs(multiples)
+            off = offsets[np.fmin(magnitude, len(means)).astype(np.int64)]
+            return stored(np.copysign((magnitude + off) * steps, multiples))
 
-    steps = _steps(step, np.zeros(matrix.shape[1]) if codes is None else codes)
-    rows = max(BLOCK // matrix.shape[1], 1)
-    means = means_of(matrix[i : i + rows] / steps for i in range(0, len(matrix), rows))
-    offsets = np.append(means / 256, 0.0)
+        def rounded(j: int, columns: np.ndarray) -> np.ndarray:
+            multiples[j] = np.rint(columns[0] / steps[j])
+            return restored(multiples[j], steps[j])
 
-    def restored(multiples: np.ndarray, steps: np.ndarray | float) -> np.ndarray:
-        magnitude = np.abs(multiples)
-        off = offsets[np.minimum(magnitude, len(means)).astype(np.int64)]
-        return np.copysign((magnitude + off) * steps, multiples)
+        if fed_back:
+            feed_back(matrix, factor, rounded)
+        lost = restored(multiples, steps[:, None]) - matrix.T
+        return Rounded(codes, means, multiples, float(np.vdot(lost, second @ lost)))
 
-    def rounded(j: int, columns: np.ndarray) -> np.ndarray:
-        return restored(np.rint(columns[0] / steps[j]), steps[j])
-
-    multiples = np.rint(feed_back(matrix, factor, rounded) / steps[:, None])
-    lost = restored(multiples, steps[:, None]) - matrix.T
-    return Rounded(codes, means, multiples, float(np.vdot(lost, hessian @ lost)))
+    yield one(None, False)
+    yield one(None, True)
+    if codes.any():
+        yield one(codes, True)
 
 
 def _steps(step: float, codes: np.ndarray) -> np.ndarray:
@@ -111,6 +113,11 @@ def pack_steps(codes: np.ndarray, axes: tuple[int, ...]) -> bytes:
     """The axes along which inputs run, and the steps."""
     packed = lossless.encode(codes.view(np.uint8), _CODES, codes.shape)
     return struct.pack("<B", len(axes)) + bytes(axes) + struct.pack("<I", len(packed)) + packed
+
+
+def most_of_steps(count: int) -> int:
+    """The most bytes that the axes and steps of a tensor of ``count`` numbers take."""
+    return 1 + 255 + 4 + lossless.size_bound(_CODES, count)
 
 
 def read_steps(

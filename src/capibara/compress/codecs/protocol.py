@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from capibara.compress.codecs import exponent, fixed, lossless, low_rank, sparse, uniform
+from capibara.compress.codecs.matrices import get_axes
 from capibara.compress.errors import ArchiveError
 from capibara.compress.formats import NumberFormat
 
@@ -66,9 +67,13 @@ def settings_of_rows(
     Where a layer's inputs run along that axis, only the block of ``hessian`` that belongs to these rows remains: what
     they have to do with inputs of other rows is left out.
     """
-    axes, second = settings.get("input_axes"), settings.get("hessian")
-    if second is None or not shape or stop - start == shape[0] or 0 not in (axes or ()):
+    second = settings.get("hessian")
+    if second is None or not shape or stop - start == shape[0]:
         return settings
+    axes = get_axes(settings, shape)
+    if 0 not in axes:
+        return settings
+    second = np.asarray(second)
     inner = max(len(second) // shape[0], 1)
     block = slice(start * inner, stop * inner)
     return {**settings, "hessian": second[block, block]}

@@ -25,7 +25,7 @@ import numpy as np
 
 from capibara.compress.calibration.activations import from_matrix
 from capibara.compress.codecs import lossless
-from capibara.compress.codecs.by_features import pack_steps, read_steps, round_by_outputs
+from capibara.compress.codecs.by_features import most_of_steps, pack_steps, read_steps, round_by_outputs
 from capibara.compress.codecs.in_place import DecodesInPlace
 from capibara.compress.codecs.matrices import finite_matrix, get_axes, get_moments, get_number
 from capibara.compress.errors import CompressError, DamagedError
@@ -39,6 +39,7 @@ _HEAD = struct.Struct(
     f"<d{_MEANS}bB"
 )  # the step, the means' offsets in 1/256 of it, and the bytes of a multiple
 _BY_FEATURES = 0x80  # beside those bytes: steps of inputs follow
+_TOP = 1 << 62
 _WHOLE = {2: "I16", 4: "I32", 8: "I64"}
 
 
@@ -48,7 +49,7 @@ class Uniform(DecodesInPlace):
     Settings:
       step: a finite number above 0; with a hessian, the geometric mean of the inputs' steps.
       hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs; used in encoding and not stored.
-      input_axes: those of the tensor along which the inputs run; all but the first by default.
+      input_axes: those of the tensor along which the inputs run; by default all but the first, or a vector's one.
       damping: share of the mean moment that is added to the hessian's diagonal; 0.01 by default.
 
     Attributes:
@@ -110,10 +111,15 @@ class Uniform(DecodesInPlace):
                 sums.add(ratio)
             return sums.result()
 
+        def stored(values: np.ndarray) -> np.ndarray:
+            return to_float(_bits_of(values, form), form).astype(np.float64)
+
+        damping = 0.01 if damping is None else damping
         best: tuple[float, bytes] | None = None
-        found = round_by_outputs(matrix, hessian, step, means_of, 0.01 if damping is None else damping)
-        for one in found:
-            whole = one.multiples.astype(_type_for(float(np.abs(one.multiples).max()), step, flat, form))
+        for one in round_by_outputs(matrix, hessian, step, means_of, stored, damping):
+            if not (top := float(np.abs(one.multiples).max())) < _TOP:
+                continue
+            whole = one.multiples.astype(_type_for(top, step, flat, form))
             if one.codes is None:
                 whole = np.ascontiguousarray(from_matrix(whole.T, shape, axes))
                 payload = _packed(step, one.means, whole, shape)
@@ -123,6 +129,8 @@ class Uniform(DecodesInPlace):
             cost = 8 * len(payload) / flat.size + math.log2(max(one.error, 1e-300)) / 2
             if best is None or cost < best[0]:
                 best = cost, payload
+        if best is None:
+            _type_for(math.inf, step, flat, form)
         assert best is not None
         return best[1]
 
@@ -165,8 +173,13 @@ class Uniform(DecodesInPlace):
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
         """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
-        whole = map(get_format, _WHOLE.values())
-        return any(lossless.LOSSLESS.may_hold(size - _HEAD.size, inner, count) for inner in whole)
+        rest = size - _HEAD.size
+        for inner in map(get_format, _WHOLE.values()):
+            # Before multiples that are not coded there may be steps.
+            unused = rest - lossless.size_bound(inner, count)
+            if lossless.LOSSLESS.may_hold(rest, inner, count) or 0 <= unused <= most_of_steps(count):
+                return True
+        return False
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
         steps = (
@@ -195,7 +208,7 @@ def _floats(flat: np.ndarray, form: NumberFormat) -> Iterator[np.ndarray]:
 
 def _type_for(top: float, step: float, flat: np.ndarray, form: NumberFormat) -> str:
     """The type of multiples up to ``top``."""
-    if not top < 1 << 62:
+    if not top < _TOP:
         most = max(float(np.abs(part).max()) for part in _floats(flat, form))
         raise CompressError(f"step: got {step!r}, which is too small for numbers up to {most!r}")
     return "<i2" if top < 1 << 15 else "<i4" if top < 1 << 31 else "<i8"
@@ -246,14 +259,17 @@ def _restored(
     multiples: np.ndarray, step: float | np.ndarray, offsets: np.ndarray, form: NumberFormat
 ) -> np.ndarray:
     """Bits of multiples; ``offsets`` [17]: by how many steps numbers lie off them."""
-    most = largest(form)
     magnitude = np.abs(multiples)
     with np.errstate(over="ignore"):
         values = np.copysign((magnitude + offsets[np.minimum(magnitude, _MEANS)]) * step, multiples)
-        # Only finite numbers were rounded: what rounding took past the largest one comes back as that.
-        values = np.clip(values, -most, most)
-        bits = from_float((values if form.bits == 64 else values.astype(np.float32)).reshape(-1), form)
-    return bits.reshape(multiples.shape)
+        return _bits_of(values, form)
+
+
+def _bits_of(values: np.ndarray, form: NumberFormat) -> np.ndarray:
+    """Numbers, float64, as bits of a type; what is past its largest one as that: only finite numbers are rounded."""
+    values = np.clip(values, -largest(form), largest(form))
+    bits = from_float((values if form.bits == 64 else values.astype(np.float32)).reshape(-1), form)
+    return bits.reshape(values.shape)
 
 
 UNIFORM = Uniform()
