@@ -23,9 +23,8 @@ def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[st
       batches: what it is run on.
 
     Returns:
-      Of weights of which some axes are those of inputs and others those of outputs (matrices, convolutions, stacks), and
-      whose inputs are not all zero.
-      With a warning none at all, where JAX cannot trace the function.
+      Of weights of which some axes are those of inputs and others those of outputs (matrices, convolutions, stacks),
+      and whose inputs are not all zero. With a warning none at all, where JAX cannot trace the function.
     """
     if adapter.kind == "torch":
         found = collect(adapter.model, batches)
