@@ -342,3 +342,7 @@ def test_factors_are_of_what_a_hessian_holds_and_go_with_it(monkeypatch) -> None
         small.get(one, 0.01)
     assert 0 < small._size <= 2000
     assert small._size == sum(f.nbytes for *_, f in small._kept.values())
+    large = skewed(20)
+    kept_one = small.get(large, 0.01)
+    assert small.get(large, 0.01) is kept_one
+    assert len(small._kept) == 1

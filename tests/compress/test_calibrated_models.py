@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import capibara.compose as ml
 from capibara.compress import samples
 from capibara.compress.allocation import Allocation, allocate
+from capibara.compress.calibration import layers
 from capibara.compress.calibration.activations import Metric, as_matrix
 from capibara.compress.calibration.layers import layer_moments
 from capibara.compress.codecs.uniform import UNIFORM
@@ -134,6 +135,12 @@ def test_a_tied_matrix_that_is_used_along_both_axes_has_none() -> None:
 
     found = layer_moments(adapt(params, both), [jnp.asarray(data())])
     assert list(found) == ["c"]
+
+
+def test_moments_of_very_many_inputs_are_not_used() -> None:
+    with mock.patch.object(layers, "_MOST", 100):
+        found = layer_moments(adapt(as_torch()), [torch.from_numpy(data())])
+    assert list(found) == ["0.weight"]
 
 
 def test_functions_that_jax_cannot_trace_are_named() -> None:

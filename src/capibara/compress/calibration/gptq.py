@@ -31,7 +31,7 @@ class _Factors:
     """The factors of hessians that are still there: a tensor is coded again and again while its rate is looked for.
 
     Args:
-      most: bytes that are kept at once.
+      most: bytes that are kept at once, if that is more than one.
     """
 
     def __init__(self, most: int) -> None:
@@ -57,7 +57,7 @@ class _Factors:
             self._drop(key)
             self._kept[key] = weakref.ref(hessian, lambda gone: self._drop(key, gone)), digest, factor
             self._size += factor.nbytes
-            while self._size > self._most:
+            while self._size > self._most and len(self._kept) > 1:
                 self._drop(next(iter(self._kept)))
         return factor
 

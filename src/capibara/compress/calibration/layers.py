@@ -14,6 +14,8 @@ from capibara.compress.models.adapters import Adapter, AppliedAdapter, TreeAdapt
 
 __all__ = ["layer_moments"]
 
+_MOST = 1 << 14  # features: their moments take 2 GiB, and as much again what is made of them
+
 
 def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[str, Any]]:
     """Settings of calibration, ``hessian`` and ``input_axes``, by the names of a model's weights.
@@ -24,18 +26,20 @@ def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[st
 
     Returns:
       Of weights of which some axes are those of inputs and others those of outputs (matrices, convolutions, stacks),
-      and whose inputs are not all zero. With a warning none at all, where JAX cannot trace the function.
+      and whose inputs are at most 16,384 and not all zero. With a warning none at all, where JAX cannot trace the
+      function.
     """
     if adapter.kind == "torch":
         found = collect(adapter.model, batches)
     else:
         found = _watched(adapter, batches)
     forms = adapter.tensors.forms
-    return {
-        name: _shrunk(m)
-        for name, m in found.items()
-        if name in forms and 0 < len(m.axes) < len(forms[name][1]) and m.second.any()
-    }
+    out = {}
+    for name, moments in found.items():
+        some_axes = name in forms and 0 < len(moments.axes) < len(forms[name][1])
+        if some_axes and len(moments.second) <= _MOST and moments.second.any():
+            out[name] = _shrunk(moments)
+    return out
 
 
 def _watched(adapter: Adapter, batches: Iterable[Any]) -> dict[str, Moments]:
