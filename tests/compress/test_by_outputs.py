@@ -128,9 +128,7 @@ def test_any_matrix(
     found = to_float(back, form).astype(np.float64).reshape(shape)
     assert np.isfinite(found).all()
     if name in ("F32", "F64"):
-        # What is rounded last has nothing to be made up for in: a half step (or the mean of what fell there) is its
-        # error, of the numbers as they are by then; all that came before has been made up for as well as it can be,
-        # so that the outputs are nearer than without anything at all, where steps are no longer than numbers.
+        # With steps that are short beside the numbers the outputs are nearer than without any numbers at all.
         lost = Moments(hessian, 1, (axis,)).error(values, found)
         assert lost <= 1 or step > 0.1
 

@@ -35,14 +35,10 @@ class _Factors:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._size, self._lock = (
-            most,
-            0,
-            threading.RLock(),
-        )  # collecting garbage may enter it again
-        self._kept: OrderedDict[tuple[int, float], tuple[weakref.ref[np.ndarray], bytes, np.ndarray]] = (
-            OrderedDict()
-        )
+        self._most, self._size = most, 0
+        self._lock = threading.RLock()  # collecting garbage may enter it again
+        self._kept: OrderedDict[tuple[int, float], tuple[weakref.ref[np.ndarray], bytes, np.ndarray]]
+        self._kept = OrderedDict()
 
     def get(self, hessian: np.ndarray, damping: float) -> np.ndarray:
         """The factor of what the hessian holds now."""
@@ -109,8 +105,8 @@ def feed_back(
     rounded: Callable[[int, np.ndarray], np.ndarray],
     *,
     panel: int = _PANEL,
-) -> np.ndarray:
-    """Columns as they were when their turn to be rounded came.
+) -> None:
+    """Round columns one after another, and make up for what each did in those after it.
 
     Args:
       weight: float64 [out, features].
@@ -118,9 +114,6 @@ def feed_back(
       rounded: of the index j of a column and the columns from there to the end of its panel, float64 [≤ panel, out],
         what decoding will make of column j: float64 [out].
       panel: columns whose errors reach those beyond them in one product.
-
-    Returns:
-      float64 [features, out].
     """
     columns = np.array(weight.T, np.float64, order="C")
     length, rows = columns.shape
@@ -133,7 +126,6 @@ def feed_back(
             error /= factor[j, j]
             columns[j + 1 : end] -= factor[j, j + 1 : end, None] * error
         columns[end:] -= factor[start:end, end:].T @ errors[: end - start]
-    return columns
 
 
 def gptq(

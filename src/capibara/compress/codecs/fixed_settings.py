@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,9 +98,9 @@ def choices(kind: Kind, settings: Mapping[str, Any], shape: tuple[int, ...]) -> 
     )
 
 
-def feeds_back(axes: list[int], shape: tuple[int, ...]) -> bool:
+def feeds_back(axes: Sequence[int], shape: tuple[int, ...]) -> bool:
     """Whether codes can be chosen by the output of a layer whose inputs run along these axes of its weight."""
-    return len(shape) == 2 and axes in ([0], [1])
+    return len(shape) == 2 and list(axes) in ([0], [1])
 
 
 def _input_first(settings: Mapping[str, Any], shape: tuple[int, ...]) -> bool:

@@ -6,7 +6,7 @@ Trans. Inf. Theory, 1968), whatever the numbers' distribution; a coder that know
 lossless one does, keeps that for weights. The least squared error for a number of bits has one step for all numbers
 that count alike; a tensor that counts more takes a smaller one.
 
-Where the second moments of a layer's inputs are known (``hessian``), each input has a step of its own, and what
+Where the second moments of a layer's inputs are known (``hessian``), each input may have a step of its own, and what
 rounding does to the output is made up for (:mod:`capibara.compress.codecs.by_features`): a half of the error of
 outputs, or less, in as many bytes.
 
@@ -66,7 +66,7 @@ class Uniform(DecodesInPlace):
         """The payload.
 
         Raises:
-          CompressError: no ``step``, integers, or numbers that are not finite.
+          CompressError: no ``step``, integers, numbers that are not finite, or a hessian that does not fit.
         """
         step = settings.get("step")
         if (
@@ -182,11 +182,7 @@ class Uniform(DecodesInPlace):
         return False
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
-        steps = (
-            0
-            if settings.get("hessian") is None
-            else 1 + 255 + 4 + lossless.size_bound(get_format("I8"), count)
-        )
+        steps = 0 if settings.get("hessian") is None else most_of_steps(count)
         return _HEAD.size + steps + 1 + 8 * count
 
     def error_bound(self, settings: Mapping[str, Any]) -> float | None:
