@@ -21,7 +21,7 @@ def fsync_folder(folder: str | os.PathLike[str]) -> None:
     """Make the names in a folder durable.
 
     Raises:
-      OSError: it is no folder, or cannot be read.
+      OSError: it is not a folder, or cannot be read.
     """
     descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:

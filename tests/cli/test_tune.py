@@ -104,7 +104,7 @@ def test_a_wrong_implementation_is_exit_code_1(measured, tmp_path, capsys, monke
         (["flash_atention"], "Did you mean 'flash_attention'"),
         (["cached_attention"], "no operation 'cached_attention' that can be tuned"),
         (["q_len=64"], "sizes are those of an operation"),
-        (["flash_attention", "q_len=many"], "q_len must be a whole number, got 'many'"),
+        (["flash_attention", "q_len=many"], "q_len must be an integer, got 'many'"),
         (["flash_attention", "q_len=-1"], "must be at least 0"),
         (["flash_attention", "lenght=3"], "no field 'lenght'"),
         (["flash_attention", "q_len=1", "q_len=2"], "q_len was given twice"),

@@ -258,7 +258,7 @@ def test_nothing_is_kept_of_a_model_that_is_gone() -> None:
         ({"debug": 1}, "debug=1"),
         ({"device_mesh": 5}, "device_mesh=5"),
         ({"device_mesh": "ab"}, "device_mesh='ab'"),
-        ({"device_mesh": (1.5,)}, "whole number"),
+        ({"device_mesh": (1.5,)}, "integer"),
         ({"device_mesh": (1,), "mesh_axes": 5}, "mesh_axes=5"),
         ({"device_mesh": (1, 1), "mesh_axes": ("a", "a")}, "different names"),
         ({"device_mesh": (1, 1), "mesh_axes": "ab"}, "mesh_axes='ab'"),

@@ -66,10 +66,10 @@ def test_constants_have_the_compute_dtype() -> None:
     [
         ({"z": 1.0}, "constant_keys names 'z'"),
         ({"a": "text"}, "of dtype"),
-        ({"a": [[1.0], [1.0, 2.0]]}, "is no array|of dtype"),
+        ({"a": [[1.0], [1.0, 2.0]]}, "is not an array|of dtype"),
         ({"a": object()}, "of dtype"),
         ([1], "must be a dict"),
-        ({"output": 1.0}, "is no input"),
+        ({"output": 1.0}, "is not an input"),
         ({"a": [2**40]}, "int32"),
         ({3: 1.0}, "give a name"),
     ],
@@ -106,7 +106,7 @@ def test_trainable_by_port() -> None:
 
 
 def test_trainable_must_be_an_input_of_floats() -> None:
-    with pytest.raises(ml.CompileError, match="'r', which is no input"):
+    with pytest.raises(ml.CompileError, match="'r', which is not an input"):
         ml.compile(two_layers(), trainable_keys="r")
     model = ml.Model()
     model |= ml.Embedding(3, 2)(input="tokens", output="y")
@@ -135,7 +135,7 @@ def test_discarded_outputs_take_with_them_what_only_they_need() -> None:
     assert "relu" not in compiled.source
     with pytest.raises(ml.CompileError, match="nothing would be left"):
         ml.compile(model, discard_keys=["y", "h"])
-    with pytest.raises(ml.CompileError, match=r"'yy', which is no output.*Did you mean"):
+    with pytest.raises(ml.CompileError, match=r"'yy', which is not an output.*Did you mean"):
         ml.compile(model, discard_keys=["yy"])
 
 

@@ -234,7 +234,7 @@ def test_fresh_parameters_do_not_depend_on_others() -> None:
         (lambda c, p: c.apply(p, {"x": 3}), "not an array"),
         (lambda c, p: c.apply(p, {"x": jnp.ones(3)}), r"shape \(3,\), expected"),
         (lambda c, p: c.apply(p, {"x": jnp.ones((2, 4))}), r"shape \(2, 4\), expected \(size, 3\)"),
-        (lambda c, p: c.evaluate(p, {"x": jnp.ones((2, 3))}, {"z": 1}), "'z', which is no output"),
+        (lambda c, p: c.evaluate(p, {"x": jnp.ones((2, 3))}, {"z": 1}), "'z', which is not an output"),
         (lambda c, p: c.init(jax.random.key(0), bach=3), "'bach' is no free size"),
     ],
 )
@@ -253,7 +253,7 @@ def test_wrong_calls(call, words: str) -> None:
         ({"device": "cpu:x"}, "write a platform and a number"),
         ({"device_mesh": (64, 2)}, "needs 128 devices.*XLA_FLAGS"),
         ({"device_mesh": (0,)}, "at least 1"),
-        ({"dtype": "float31"}, "no floating dtype.*Did you mean"),
+        ({"dtype": "float31"}, "not a floating dtype.*Did you mean"),
         ({"policy": ("a",)}, "."),
     ],
 )
@@ -270,7 +270,7 @@ def test_compile_refuses_what_is_no_model() -> None:
     model = ml.Model()
     with pytest.raises(ml.UnconnectedError, match="no output"):
         ml.compile(model)
-    with pytest.raises(ml.CompileError, match="no model"):
+    with pytest.raises(ml.CompileError, match="is not a model"):
         ml.compile("model")  # type: ignore[arg-type]
     with pytest.raises(ml.CompileError, match=r"shapes names 'inputt'.*Did you mean 'input'"):
         ml.compile(ml.Linear(3), shapes={"inputt": [1, 2]})

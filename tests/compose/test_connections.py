@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "truth": (lambda x: bool(x > 1), "neither true nor false"),
     "a name": (lambda x: x + "y", r"IOKey\('y'\)"),
     "an object": (lambda x: x * object(), "cannot stand in an expression"),
-    "an index": (lambda x: x[1.5], "whole number"),
+    "an index": (lambda x: x[1.5], "integer"),
     "two arrays": (lambda x: x[[0], [1]], "others must be ':'"),
     "an axis": (lambda x: x.sum("a"), "axis"),
     "a size": (lambda x: x.reshape(x.shape[0], -1), "must be known"),
@@ -250,9 +250,9 @@ def test_shape_errors_name_the_line_of_the_expression() -> None:
 
 def test_truth_values_are_no_numbers() -> None:
     x = ml.IOKey("x")
-    with pytest.raises(ml.KindError, match="no numbers to compute with"):
+    with pytest.raises(ml.KindError, match="does not support arithmetic"):
         ml.Model.create(y=(x > 1) + (x < 2))
-    with pytest.raises(ml.KindError, match="truth value"):
+    with pytest.raises(ml.KindError, match="boolean"):
         ml.Model.create(y=(x > 1).eq(1))
 
 

@@ -96,7 +96,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
             call(tmp_path / "nothing")
         assert isinstance(caught.value, FileNotFoundError)
         for wrong in (tmp_path, None, 3.5, "", "a\0b"):
-            with pytest.raises(ml.InputError, match=r"is no file|must be the name|is no name"):
+            with pytest.raises(ml.InputError, match=r"is not a file|must be the name|is not a name"):
                 call(wrong)  # type: ignore[arg-type]
     with pytest.raises(ml.MissingFileError, match="there is no folder"):
         compiled.save_params(tmp_path / "a" / "b", params)

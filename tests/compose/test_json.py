@@ -121,7 +121,7 @@ class Own(ml.Primitive):
     [
         (lambda: Own(), "none of the library's own"),
         (lambda: ml.Linear(3, init=jax.nn.initializers.ones), "initialiser of 'weight'"),
-        (lambda: "model", "no model"),
+        (lambda: "model", "is not a model"),
     ],
 )
 def test_what_cannot_be_written(make: Any, words: str) -> None:
@@ -288,5 +288,5 @@ def test_an_initialiser_that_cannot_be_is_refused_where_it_stands() -> None:
     model.expose("y")
     text = ml.to_json(model)
     assert '"fan_in": 1' in text
-    with pytest.raises(ml.ModelFormatError, match=r"weight.*fan_in=1\.5 must be a whole number"):
+    with pytest.raises(ml.ModelFormatError, match=r"weight.*fan_in=1\.5 must be an integer"):
         ml.from_json(text.replace('"fan_in": 1', '"fan_in": 1.5'))

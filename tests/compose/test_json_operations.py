@@ -112,5 +112,5 @@ def test_an_operation_by_its_own_words_is_read() -> None:
 )
 def test_op_refuses_what_cannot_stand_in_source(arguments: dict[str, Any]) -> None:
     attributes = arguments.pop("attributes", {})
-    with pytest.raises(ml.WiringError, match=r"is no name for an argument|must be 'float'"):
+    with pytest.raises(ml.WiringError, match=r"is not a name for an argument|must be 'float'"):
         ml.op("squash", **arguments, **attributes)

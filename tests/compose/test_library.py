@@ -288,7 +288,7 @@ def test_vector_quantiser() -> None:
 # ---- what is refused -------------------------------------------------------------------------------------
 
 BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: ml.Linear(0), r"dimension=0 must be a whole number of at least 1"),
+    (lambda: ml.Linear(0), r"dimension=0 must be an integer of at least 1"),
     (lambda: ml.Linear(2.5), r"dimension=2\.5"),  # type: ignore[arg-type]
     (lambda: ml.Linear(True), r"dimension=True"),
     (lambda: ml.Linear(4, init=5), r"init=5 must be a function"),  # type: ignore[arg-type]
@@ -335,7 +335,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: ml.RotaryTable(3), r"dim=3.*even"),
     (lambda: ml.RotaryTable(4, 0.0), r"theta=0\.0"),
     (lambda: ml.Cast("float23"), r"dtype='float23' must be one of .*float32"),
-    (lambda: ml.Sum("0"), r"axis='0' must be a whole number or None"),  # type: ignore[arg-type]
+    (lambda: ml.Sum("0"), r"axis='0' must be an integer or None"),  # type: ignore[arg-type]
     (lambda: ml.Concat(0), r"count=0"),
     (lambda: ml.Repeat(ml.Linear(2), 0), r"count=0"),
     (lambda: ml.Remat(ml.Relu(), "some"), r"remat='some'"),
@@ -343,14 +343,14 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         lambda: ml.Model().add_input("x", kind="complex"),
         r"kind='complex' must be one of 'float', 'int', 'bool'",
     ),
-    (lambda: ml.Model().add_input("x", 3), r"shape 3 is no row of sizes"),
+    (lambda: ml.Model().add_input("x", 3), r"shape 3 is not a row of sizes"),
     (
         lambda: ml.Model().add(ml.Relu(), "x; import os", input="x"),
-        r"name='x; import os' is no name for a block",
+        r"name='x; import os' is not a name for a block",
     ),
     (lambda: ml.compile(ml.Relu(), "cpu"), r"backend='cpu' must be a JaxBackend"),  # type: ignore[arg-type]
     (lambda: ml.compile(ml.Relu(), shapes=[3]), r"shapes=\[3\] must be a dict"),  # type: ignore[arg-type]
-    (lambda: ml.compile(ml.Relu(), shapes={"input": 3}), r"shape 3 is no row of sizes"),
+    (lambda: ml.compile(ml.Relu(), shapes={"input": 3}), r"shape 3 is not a row of sizes"),
 ]
 
 

@@ -217,13 +217,13 @@ def test_arrays_from_nothing_have_the_compute_dtype() -> None:
 
 BAD = [
     (lambda: p.Reshape((-1, -1)), r"more than one -1"),
-    (lambda: p.Reshape((2, -2)), r"-2 must be a whole number of at least -1"),
+    (lambda: p.Reshape((2, -2)), r"-2 must be an integer of at least -1"),
     (lambda: p.Reshape(3), r"shape=3 must be a row of sizes"),
     (lambda: p.Transpose((0, 0)), r"names a dimension twice"),
     (lambda: p.Pad(((1,),)), r"two numbers, before and after"),
-    (lambda: p.Pad(((1, -1),)), r"-1 must be a whole number"),
+    (lambda: p.Pad(((1, -1),)), r"-1 must be an integer"),
     (lambda: p.Split(0), r"count=0"),
-    (lambda: p.Indexer(1.5), r"1\.5 is none of a whole number, a slice"),
+    (lambda: p.Indexer(1.5), r"1\.5 is none of an integer, a slice"),
     (lambda: p.Indexer((..., ...)), r"more than one '\.\.\.'"),
     (lambda: p.Indexer(slice(0, 4, 0)), r"step of 0"),
     (lambda: p.Indexer("a; b"), r"'a; b' is none of"),

@@ -123,15 +123,15 @@ def test_two_producers() -> None:
     ("wrong", "words"),
     [
         (lambda m: m.__ior__(ml.Linear(3)(inputs="x")), "no port 'inputs'.*Did you mean 'input'"),
-        (lambda m: m.__ior__("gelu"), "is no block"),
+        (lambda m: m.__ior__("gelu"), "is not a block"),
         (lambda m: m.__ior__(m), "to itself"),
-        (lambda m: m.__ior__(ml.Relu()(input="not a name")), "no connection name"),
+        (lambda m: m.__ior__(ml.Relu()(input="not a name")), "not a connection name"),
         (lambda m: m.__ior__(ml.Relu()(input=object())), "cannot be connected"),
         (lambda m: m.__ior__(ml.Relu()(input=ml.Relu().output)), "not part of"),
         (lambda m: m.__ior__(m.children[0].block), "already part of"),
         (lambda m: m.set_shapes(nothing=(1,)), "no port 'nothing'"),
         (lambda m: m.add(ml.Relu(), "relu", input="h"), "already has a block named 'relu'"),
-        (lambda m: m.update_state("h", "h"), "is no state"),
+        (lambda m: m.update_state("h", "h"), "is not a state"),
         (lambda m: ml.Linear(0), "dimension=0"),
         (lambda m: ml.Linear(2.5), "dimension=2.5"),  # pyright: ignore[reportArgumentType]
         (lambda m: ml.Repeat(ml.Linear(3), 0), "count=0"),
@@ -208,7 +208,7 @@ def test_exposed_and_unused_names_are_outputs() -> None:
 def test_a_block_refused_for_its_name_can_still_grow() -> None:
     block = ml.Model()
     block |= ml.Linear(4)(input="x", output="h")
-    with pytest.raises(ml.WiringError, match="no name for a block"):
+    with pytest.raises(ml.WiringError, match="is not a name for a block"):
         ml.Model().add(block, name="not a name")
     block |= ml.Relu()(input="h", output="y")
     assert block.output_keys == ["y"]

@@ -1,4 +1,4 @@
-"""Operators of connections follow NumPy on all three backends: indices, signs, empty arrays, NaN, whole numbers."""
+"""Operators of connections follow NumPy on all three backends: indices, signs, empty arrays, NaN, integers."""
 
 from __future__ import annotations
 

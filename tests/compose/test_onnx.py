@@ -280,7 +280,7 @@ GOOD = {"weight": np.zeros((3, 2), "float32"), "bias": np.zeros(2, "float32")}
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: export_onnx(lambda x: x, {}), ml.CompileError, "is no compiled model"),
+        (lambda: export_onnx(lambda x: x, {}), ml.CompileError, "is neither a compiled model"),
         (lambda: export_onnx(linear(), GOOD, time=3), ml.CompileError, "free sizes are"),
         (lambda: export_onnx(linear(), GOOD, batch=0), ml.CompileError, "batch=0"),
         (lambda: export_onnx(linear(), GOOD, opset=True), ml.CompileError, "opset=True"),

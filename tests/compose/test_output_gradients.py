@@ -59,8 +59,8 @@ def test_cotangents_take_the_dtype_of_their_output() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"z": np.ones((4, 3), "float32")}, r"'z', which is no output.*\['y', 'total', 'places'\]"),
-        ({"Y": np.ones((4, 3), "float32")}, "'Y', which is no output"),
+        ({"z": np.ones((4, 3), "float32")}, r"'z', which is not an output.*\['y', 'total', 'places'\]"),
+        ({"Y": np.ones((4, 3), "float32")}, "'Y', which is not an output"),
         (np.ones((4, 3), "float32"), "output_gradients must be a dict.*not ndarray"),
         (1.0, "output_gradients must be a dict"),
         ([("y", 1)], "output_gradients must be a dict.*not list"),

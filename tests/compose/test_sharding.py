@@ -83,7 +83,7 @@ if shape == (2, 2):
     out["explicit"] = study("mlp", mesh)
     with jax.set_mesh(mesh):
         out["surrounding"] = study("mlp", mesh)
-    # A backend without a mesh, given arrays that lie over one.
+    # A backend without a mesh, given arrays that are sharded over one.
     plain = ml.compile(sharded_models.mlp(), ml.JaxBackend())
     params, inputs = plain.randomize_params(0), values("mlp", 4)
     laid = jax.device_put(inputs["x"], NamedSharding(mesh, P("data")))

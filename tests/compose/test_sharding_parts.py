@@ -58,9 +58,9 @@ def test_batch_and_heads_go_where_the_rules_say(
 
 def test_what_cannot_be_divided_is_left_to_xla_with_the_reason() -> None:
     assert "neither its batch nor its 3 heads" in attention(1, 3, 3, mesh_of(data=2, model=2))
-    assert "its sequence lies over sequence" in attention(4, 4, 4, mesh_of(data=2, sequence=2))
+    assert "its sequence is sharded over sequence" in attention(4, 4, 4, mesh_of(data=2, sequence=2))
     own = AxisRules(activations={**AxisRules().activations, "head_dim": ("columns",)})
-    assert "its head_dim lies over columns" in attention(4, 4, 4, mesh_of(data=2, columns=2), own)
+    assert "its head_dim is sharded over columns" in attention(4, 4, 4, mesh_of(data=2, columns=2), own)
     # An axis of one device splits nothing.
     assert isinstance(attention(4, 4, 4, mesh_of(data=2, sequence=1)), Division)
 

@@ -113,9 +113,9 @@ def test_without_a_connection_it_is_an_unconnected_input() -> None:
         (lambda m, w: ml.Repeat(ml.Linear(4), 3)(wieght=w), "no port 'wieght'"),
         (
             lambda m, w: ml.Repeat(ml.Linear(4), 3, shared=["wieght"]),
-            "no parameter of Linear.*Did you mean 'weight'",
+            "not a parameter of Linear.*Did you mean 'weight'",
         ),
-        (lambda m, w: ml.Repeat(ml.Linear(4), 3, shared=["input"]), "'input', which is no parameter"),
+        (lambda m, w: ml.Repeat(ml.Linear(4), 3, shared=["input"]), "'input', which is not a parameter"),
         (
             lambda m, w: ml.Repeat(ml.Linear(4), 3, shared="weight"),
             r"must be a list of names, as shared=\['weight'\]",

@@ -260,7 +260,9 @@ def test_a_folder_keeps_its_other_files(tmp_path: Path, capsys: pytest.CaptureFi
 )
 def test_rows_that_are_none(archive: Path, rows: Any, remedy: str) -> None:
     with Archive(archive) as opened:
-        message = f"rows: got {rows!r} for the shape (40, 8), expected a slice of whole numbers with step 1. {remedy}"
+        message = (
+            f"rows: got {rows!r} for the shape (40, 8), expected a slice of integers with step 1. {remedy}"
+        )
         with pytest.raises(ArchiveError, match=re.escape(message)):
             opened.read("half", rows)
 

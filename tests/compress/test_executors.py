@@ -211,7 +211,7 @@ def test_every_instruction_set_that_is_here(isa: str) -> None:
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two processors"
 )
 def test_callers_may_run_where_they_could_before() -> None:
-    """Threads that help are sent away; one that has ended before that is no name for the caller."""
+    """Threads that help are sent away; one that has ended before that is not a name for the caller."""
     before, form = os.sched_getaffinity(0), get_format("BF16")
     rows = (np.random.default_rng(0).normal(size=(2, 256)).astype(np.float32).view(np.uint32) >> 16).astype(
         "u2"

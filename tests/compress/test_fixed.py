@@ -171,7 +171,7 @@ def test_the_search_finds_the_best_of_the_scales() -> None:
     codes = np.clip(np.rint(x[:, None].astype(np.float64) / candidates[:, None]), -8, 7)
     errors = np.square(codes * candidates[:, None] - x[:, None]).sum(-1)
     found = np.square(parts.dequantise() - x.astype(np.float64)).sum(-1)
-    # Whole numbers of fifteen bits decide.
+    # Integers of fifteen bits decide.
     assert (found <= errors.min(1) * 1.002).all()
 
 
@@ -231,7 +231,7 @@ def test_inputs_that_never_occur() -> None:
 @pytest.mark.parametrize(
     ("codec", "chosen", "message"),
     [
-        (INT8, {"group": 3}, "group: got 3, expected a whole number from 4 to 1024"),
+        (INT8, {"group": 3}, "group: got 3, expected an integer from 4 to 1024"),
         (INT8, {"group": True}, "group: got True"),
         (INT4, {"group": 32.0}, "group: got 32.0"),
         (INT4, {"gruop": 32}, "Did you mean 'group'"),

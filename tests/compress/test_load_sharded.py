@@ -72,7 +72,7 @@ def test_models_come_back_nested(tmp_path):
 def test_shardings_that_do_not_fit():
     tree = {"weight": np.ones((70, 70), np.float32), "bias": np.ones(3, np.float32)}
     made = ModelCompressionAPI(CompressionProfile(mode="lossless")).compress(tree)
-    with pytest.raises(CompressError, match=r"'wieght' is no tensor of .* Did you mean 'weight'"):
+    with pytest.raises(CompressError, match=r"'wieght' is not a tensor of .* Did you mean 'weight'"):
         load_sharded(made.path, {"wieght": HERE, "bias": HERE})
     with pytest.raises(CompressError, match="there is none for 'bias'"):
         load_sharded(made.path, {"weight": HERE})

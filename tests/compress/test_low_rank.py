@@ -155,7 +155,7 @@ def test_factors_by_another_codec() -> None:
         ({"step": -1.0}, "step: got -1.0"),
         ({"step": "1"}, "step: got '1'"),
         ({"step": 1.0, "relative_step": 1.0}, "expected one of them"),
-        ({"rank": 1, "rnk": 2}, "rnk: is no setting"),
+        ({"rank": 1, "rnk": 2}, "rnk: is not a setting"),
         ({"rank": 1, "damping": 0.1}, "damping: got one without"),
         ({"rank": 1, "hessian": np.eye(5)}, "hessian: got the shape"),
         ({"rank": 1, "hessian": np.zeros((6, 6))}, "no second moment"),

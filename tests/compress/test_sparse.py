@@ -149,7 +149,7 @@ def test_parts_for_kernels() -> None:
         ({"pattern": 24}, "pattern: got 24"),
         ({"pattern": "2:5"}, "expected a multiple of 5"),
         ({"pattern": "2:4", "density": 0.5}, "expected one of them"),
-        ({"densty": 0.5}, "densty: is no setting"),
+        ({"densty": 0.5}, "densty: is not a setting"),
         ({"hessian": np.eye(8)}, "without a density"),
         ({"refit": True, "density": 0.5}, "refit: got True"),
         ({"density": 0.5, "hessian": np.eye(7)}, "hessian: got the shape"),

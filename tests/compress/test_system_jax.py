@@ -176,7 +176,7 @@ with SystemIntegrationCoordinator(SystemConfiguration(jax_backend="cpu", jax_par
     assert system.get_component("jax_compilation_optimizer").misses == 3
     one = system.get_component("jax_tropical_engine").matmul(a[:1], a.T)
     assert np.allclose(one, out[:1])
-    several = system.get_component("jax_tropical_engine").matmul(a, np.stack([a.T, -a.T]))  # its rows are no first axis
+    several = system.get_component("jax_tropical_engine").matmul(a, np.stack([a.T, -a.T]))
     assert several.shape == (2, 8, 8) and np.allclose(several[0], out)
 """
     environment = {

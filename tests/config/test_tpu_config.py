@@ -80,7 +80,7 @@ def test_errors_are_of_every_fitting_kind():
         ({"topology": "4,8"}, ["'4,8'"]),
         ({"topology": (4, 8)}, ["(4, 8)", "string"]),
         ({"num_chips": 0}, ["num_chips", "0"]),
-        ({"num_chips": 32.0}, ["num_chips", "whole number"]),
+        ({"num_chips": 32.0}, ["num_chips", "integer"]),
         ({"num_chips": True}, ["num_chips", "True"]),
         ({"memory_per_chip": 0}, ["memory_per_chip"]),
         ({"flops_per_chip": math.nan}, ["flops_per_chip", "nan"]),
@@ -227,7 +227,7 @@ def test_optimize_sharding_for_a_tensor():
     load[:, 0] = 1.0
     config = TPUConfig()
     assert config.optimize_sharding(load, (64, 5, 16)) == PartitionSpec(("data", "model"), None, None)
-    # 40 rows are no multiple of 32 chips: the regular layout.
+    # 40 rows are not a multiple of 32 chips: the regular layout.
     assert config.optimize_sharding(load, (40, 5, 16)) == PartitionSpec("data", None, "model")
     with pytest.raises(TPUError, match="two dimensions"):
         config.optimize_sharding(load, (64,))

@@ -243,5 +243,5 @@ def test_loss_needs_the_state_that_the_model_has() -> None:
 
 @pytest.mark.parametrize("wrong", ["a", 1.5, True, -1, 2**32])
 def test_what_is_no_seed_is_refused(wrong: Any) -> None:
-    with pytest.raises(InputError, match=r"seed=.* must be a whole number"):
+    with pytest.raises(InputError, match=r"seed=.* must be an integer"):
         ModularCapibaraModel(small_config("ssm")).init(wrong)

@@ -288,7 +288,7 @@ class Checks:
             self.same(every(partial(ours, axis_name="model")), every(theirs), pairs)
 
     def placed(self) -> None:
-        """On arrays that lie over a mesh, outside shard_map."""
+        """On arrays that are sharded over a mesh, outside shard_map."""
         n, columns = self.rows * self.columns, self.columns
         height, width = MOVES[0].part[:2]
         x = self.numbers(n * height, columns * width, *MOVES[0].part[2:])

@@ -318,7 +318,7 @@ def test_lengths_past_what_is_counted_are_left_to_xla():
         ({"axis": 2}, OpShapeError, "dimensions of signal"),
         ({"axis": (0, -2)}, OpValueError, "each dimension once"),
         ({"axis": ()}, OpValueError, "at least one dimension"),
-        ({"axis": 1.0}, OpTypeError, "axis must be a whole number"),
+        ({"axis": 1.0}, OpTypeError, "axis must be an integer"),
         ({"length": 0}, OpShapeError, "at least one number"),
         ({"length": (3, 4)}, OpValueError, "for each of the 1 axes"),
         ({"inverse": "yes"}, OpTypeError, "inverse must be"),

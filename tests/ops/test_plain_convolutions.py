@@ -153,10 +153,10 @@ def test_types_precision_and_transformations():
         ({"filters": np.zeros((3, 3, 2))}, OpShapeError, "must have 4 in their last axis but one"),
         ({"filters": np.zeros((0, 4, 2))}, OpShapeError, "no taps"),
         ({"groups": 3}, OpValueError, "groups must divide the 4 channels"),
-        ({"groups": True}, OpTypeError, "groups must be a whole number"),
-        ({"dilation": 0}, OpValueError, "dilation must be 1 whole numbers of at least 1"),
+        ({"groups": True}, OpTypeError, "groups must be an integer"),
+        ({"dilation": 0}, OpValueError, "dilation must be 1 integers of at least 1"),
         ({"padding": "FULL"}, OpValueError, "'SAME', 'VALID' or 1 pairs"),
-        ({"padding": (1, 2, 3)}, OpValueError, "padding must be 2 whole numbers"),
+        ({"padding": (1, 2, 3)}, OpValueError, "padding must be 2 integers"),
     ],
 )
 def test_bad_input(change, error, match):

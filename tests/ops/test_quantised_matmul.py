@@ -95,7 +95,7 @@ def test_what_runs(bits: int, spec: QuantisedSpec) -> None:
     assert (out.shape, out.dtype) == ((*spec.batch, spec.rows), jnp.bfloat16)
     for platform in ("cpu", "tpu", "cuda"):
         answer = explain(quantised_matmul, *arrays, group=spec.group, platform=platform)
-        # A prompt's product is worth the whole numbers; sizes that no tile has are XLA's.
+        # A prompt's product is worth the integers; sizes that no tile has are XLA's.
         assert answer.chosen == ("pallas_tpu" if (platform, spec.name) == ("tpu", "token") else "xla")
 
 

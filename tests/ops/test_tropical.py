@@ -140,7 +140,7 @@ def test_few_columns_with_ties_and_what_is_not_finite(dtype, implementation):
         # Only the compiled kernel has forms of its own for each number of columns.
         sizes = ((1, 2, 7, 8), (1, 31, 64, 333)) if implementation == "native" else ((1, 7), (1, 64))
         for columns, depth in itertools.product(*sizes):
-            a = rng.integers(-3, 3, (9, depth)).astype(dtype)  # small whole numbers: many ties
+            a = rng.integers(-3, 3, (9, depth)).astype(dtype)  # small integers: many ties
             b = rng.integers(-3, 3, (depth, columns)).astype(dtype)
             a[1], a[2, depth // 2], a[3, -1], a[4, 0] = -np.inf, np.inf, np.nan, -0.0
             b[-1, -1] = -np.inf

@@ -36,7 +36,7 @@ def test_nearest_is_the_definition(shape, implementation):
 @given(tokens=st.integers(1, 40), codes=st.integers(1, 12), limit=st.integers(1, 60), seed=st.integers(0, 99))
 def test_blocks_of_any_size(tokens, codes, limit, seed):
     rng = np.random.default_rng(seed)
-    # Whole numbers: distances are exact, so that ties are ties.
+    # Integers: distances are exact, so that ties are ties.
     x = rng.integers(-2, 3, (tokens, 2)).astype(np.float32)
     codebook = rng.integers(-2, 3, (codes, 2)).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
@@ -224,5 +224,5 @@ def test_bad_state():
     state = initial_codebook_state(jax.random.key(0), 8, 4)
     with pytest.raises(OpShapeError, match="cluster_size"):
         vector_quantise({**state, "cluster_size": jnp.ones(7)}, jnp.zeros((3, 4)), train=True)
-    with pytest.raises(OpValueError, match="codebook_size must be a whole number from 1"):
+    with pytest.raises(OpValueError, match="codebook_size must be an integer from 1"):
         initial_codebook_state(jax.random.key(0), 0, 4)

@@ -222,7 +222,7 @@ def test_indices_stand_for_vectors():
         (
             lambda s, x: initial_codebook_state(jax.random.key(0), 3, 4, codebooks=0),
             OpValueError,
-            "codebooks must be a whole number",
+            "codebooks must be an integer",
         ),
     ],
 )

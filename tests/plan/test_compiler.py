@@ -180,7 +180,7 @@ def test_damaged_results_are_not_used(tmp_path):
     for text in ("", "[]", "{", whole.replace('"oom"', '"fine"'), json.dumps({"status": "ok"}), "1" * 100):
         path.write_text(text)
         assert store.get("k") is None
-    # A compiled program whose text is gone is no result either.
+    # A compiled program whose text is gone is not a result either.
     path.write_text(whole.replace('"oom"', '"ok"'))
     assert store.get("k") is None
 

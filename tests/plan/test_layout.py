@@ -66,7 +66,7 @@ def test_json_and_back(layout):
         ({"microbatches": 0}, "microbatches=0"),
         ({"mesh": ()}, "mesh="),
         ({"mesh": (("data", 2), ("data", 2))}, "each of its axes once"),
-        ({"mesh": (("data", 0),)}, "whole number from 1"),
+        ({"mesh": (("data", 0),)}, "integer from 1"),
         ({"parameters": "shard"}, "Did you mean 'sharded'"),
     ],
 )

@@ -237,7 +237,7 @@ def test_changes_are_compiled_side_by_side_and_only_as_long_as_wanted(compiler, 
 
 
 def test_remedies_keep_to_a_lower_limit(compiler, tmp_path):
-    """What fits the device, and not what it may use of it, is explained; and is no remedy."""
+    """What fits the device, and not what it may use of it, is explained; and is not a remedy."""
     given = {"remedies": 1, "max_compiles": 2, "cache": tmp_path}
     with pytest.raises(PlanError, match=r"takes 3\.00 GiB of 4\.00 GiB"):
         explain_oom(config(), layout(remat="full"), TARGET, memory_limit_gb=4, **given)

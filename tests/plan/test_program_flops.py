@@ -126,7 +126,7 @@ def test_a_windowed_matrix_product_counts_its_loop() -> None:
             "dim_labels=bf_io->bf0",
             "dim_labels do not fit",
         ),
-        ("  ROOT %c = f32[2,2]{1,0} dot(%a, %b), lhs_contracting_dims={1}", "no array of the program"),
+        ("  ROOT %c = f32[2,2]{1,0} dot(%a, %b), lhs_contracting_dims={1}", "not an array of the program"),
         (
             "  %a = f32[2,3,4]{2,1,0} parameter(0)\n  ROOT %c = f32[2,4,4]{2,1,0} convolution(%a, %a), "
             "window={size=2x2}, dim_labels=b0f_0io->b0f",

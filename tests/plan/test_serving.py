@@ -375,14 +375,14 @@ def test_the_programs_give_the_tokens_of_the_plain_model(arguments):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_length": 0}, "prompt_length=0 must be a whole number of tokens"),
-        ({"output_length": 1.5}, "output_length=1.5 must be a whole number of tokens"),
+        ({"prompt_length": 0}, "prompt_length=0 must be an integer of tokens"),
+        ({"output_length": 1.5}, "output_length=1.5 must be an integer of tokens"),
         ({"prompt_length": 2048, "output_length": 1}, "max_sequence_length=2048"),
         ({"dtype": "bfloat61"}, "dtype='bfloat61' must be one of.*Did you mean"),
         ({"latency_ms_per_token": 0}, "latency_ms_per_token=0 must be"),
         ({"time_to_first_token_ms": float("nan")}, "time_to_first_token_ms=nan must be"),
-        ({"max_compiles": 3}, "max_compiles=3 must be a whole number of at least 4"),
-        ({"workers": 0}, "workers=0 must be a whole number of at least 1"),
+        ({"max_compiles": 3}, "max_compiles=3 must be an integer of at least 4"),
+        ({"workers": 0}, "workers=0 must be an integer of at least 1"),
         ({"mesh": {"data": 4}}, "sizes of 'data' and 'model'"),
         ({"mesh": {"data": 3, "model": 1}}, "data × model = 4 × 1, 2 × 2, 1 × 4"),
         ({"topology": []}, "names no slice"),

@@ -40,8 +40,8 @@ class Case:
     """``function(*arrays)`` inside ``shard_map`` and ``oracle(*arrays)`` on the whole arrays.
 
     With ``own`` the function works on a device's own part or names mesh axes, and has no meaning outside of
-    ``shard_map``; ``whole`` is then, if there is one, the operation for arrays that lie over a mesh. Without ``manual``
-    it is not for ``shard_map``: arrays lie there in a way that asks for communication.
+    ``shard_map``; ``whole`` is then the operation, if there is one, for arrays sharded over a mesh. Without
+    ``manual`` it is not meant for ``shard_map``: the arrays' sharding needs communication.
     """
 
     name: str

@@ -138,8 +138,8 @@ def test_as_block_carries_the_settings():
     ("arguments", "error", "match"),
     [
         ({"codebook_size": 0}, VQConfigError, "codebook_size must be at least 1"),
-        ({"codebook_size": 2.0}, VQInputError, "codebook_size must be a whole number"),
-        ({"embedding_dim": True}, VQInputError, "embedding_dim must be a whole number"),
+        ({"codebook_size": 2.0}, VQInputError, "codebook_size must be an integer"),
+        ({"embedding_dim": True}, VQInputError, "embedding_dim must be an integer"),
         ({"decay": 1.1}, VQConfigError, "decay must lie in"),
         ({"epsilon": "small"}, VQInputError, "epsilon must be a number"),
         ({"commitment_weight": -0.1}, VQConfigError, "commitment_weight must lie in"),

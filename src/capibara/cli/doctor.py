@@ -1,7 +1,7 @@
 """``capibara doctor``: what is installed, which devices, which implementations run and why the others do not.
 
 Exit code 0 when everything that Capibara needs works, 1 when a required check failed. An optional package that
-is missing, or an accelerator that JAX does not use, is shown but is no failure.
+is missing, or an accelerator that JAX does not use, is shown but is not a failure.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "List the tensors of a .capi archive, or of all those in a folder, with their types, shapes, codecs and sizes. "
         "Only the index is read. "
-        "Exit code: 0, or 2 for a file that is no archive or a damaged one, and a folder without any."
+        "Exit code: 0, or 2 for a file that is not an archive or a damaged one, and a folder without any."
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="a .capi archive, or a folder with some")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")

@@ -116,7 +116,7 @@ def _number(name: str, value: str) -> int:
     try:
         number = int(value)
     except ValueError:
-        raise ConfigError(f"{name} must be a whole number, got {value!r}") from None
+        raise ConfigError(f"{name} must be an integer, got {value!r}") from None
     if not 0 <= number < 1 << 31:
         raise ConfigError(f"{name} must be at least 0 and below 2**31, got {value}")
     return number
@@ -155,7 +155,7 @@ def _keep(cache: str | None, outcome: Outcome, implementation: str | None) -> No
 
 @contextlib.contextmanager
 def _progress(total: int, *, quiet: bool) -> Iterator[Callable[..., None]]:
-    """A bar on standard error; nothing where that is no terminal."""
+    """A bar on standard error; nothing where that is not a terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

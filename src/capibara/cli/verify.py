@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``capibara verify``."""
     parser.description = (
         "Decode every tensor of .capi archives; of a folder, of all those in it. Exit code: 0 all is well, 1 a tensor "
-        "is damaged (each is named), 2 a file is no archive, or a folder has none."
+        "is damaged (each is named), 2 a file is not an archive, or a folder has none."
     )
     parser.add_argument(
         "files", metavar="FILE", type=Path, nargs="+", help=".capi archives, or folders with some"

@@ -85,7 +85,7 @@ def dtype_name(dtype: Any, name: str = "dtype") -> str:
         text = _BUILT_IN.get(text, text)
     if text not in DTYPES:
         raise InputError(
-            f"{name}={dtype!r} is no dtype that backends have: use one of "
+            f"{name}={dtype!r} is not a dtype that backends have: use one of "
             f"{', '.join(f'ml.{n}' for n in DTYPES)}, or its name as a string.{did_you_mean(str(text), DTYPES)}"
         )
     return str(text)

@@ -79,7 +79,7 @@ class Uniform:
 
 
 class Given:
-    """The array itself, or nested tuples of numbers. It is no dataclass: arrays are not compared."""
+    """The array itself, or nested tuples of numbers. It is not a dataclass: arrays are not compared."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

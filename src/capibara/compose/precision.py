@@ -31,7 +31,7 @@ class Precision:
             value = getattr(self, key)
             if value not in FLOAT_DTYPES:
                 raise CompileError(
-                    f"{key}={value!r} is no floating dtype: choose one of {', '.join(FLOAT_DTYPES)}."
+                    f"{key}={value!r} is not a floating dtype: choose one of {', '.join(FLOAT_DTYPES)}."
                     f"{did_you_mean(str(value), FLOAT_DTYPES)}"
                 )
         width = FLOAT_DTYPES.index

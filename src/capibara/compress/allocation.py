@@ -255,7 +255,7 @@ def allocate(found: Survey, ratio: float, *, weights: Mapping[str, float] | None
       weights: what a squared error of a tensor counts; the same everywhere by default.
 
     Raises:
-      CompressError: ``ratio`` is no number above 1, or cannot be met with these codecs.
+      CompressError: ``ratio`` is not a number above 1, or cannot be met with these codecs.
     """
     target = found.total / check_ratio(ratio)
     _weigh(found, weights)

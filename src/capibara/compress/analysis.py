@@ -58,7 +58,7 @@ class Compressibility:
         """The largest ratio whose expected error is at most this; between the frontier's points, by interpolation.
 
         Raises:
-          CompressError: ``error`` is no number from 0 up.
+          CompressError: ``error`` is not a number from 0 up.
         """
         if not isinstance(error, float | int) or isinstance(error, bool) or not error >= 0:
             raise CompressError(f"error: got {error!r}, expected a number, 0 or more")

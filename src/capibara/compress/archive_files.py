@@ -228,7 +228,7 @@ def compress_files(
     Raises:
       CompressError: ``ratio`` is not a number above 1, or more than these tensors can be shrunk by; a strategy that
         is none, or that has nothing to do without a ratio.
-      ArchiveError: a source is no safetensors file, or a damaged one.
+      ArchiveError: a source is not a safetensors file, or a damaged one.
       OSError: reading or writing failed; files that were there stand.
     """
     if strategy == "tropical":
@@ -271,7 +271,7 @@ def decompress_files(jobs: list[Job], *, progress: Progress | None = None) -> No
     """Write safetensors files from archives.
 
     Raises:
-      ArchiveError: a source is no archive, or a damaged one; nothing of it is written then.
+      ArchiveError: a source is not an archive, or a damaged one; nothing of it is written then.
       OSError: reading or writing failed; files that were there stand.
     """
     for job in _jobs(jobs):

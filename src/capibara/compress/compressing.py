@@ -99,7 +99,7 @@ class Compression:
 
     def at_ratio(self, ratio: float) -> CompressedModel:
         """The model at a ratio. A choice from all codecs is compared with those of single ones, where there are data:
-        the error of outputs is no exact sum of what was measured tensor by tensor."""
+        the error of outputs is not an exact sum of what was measured tensor by tensor."""
         chosen = self.allocate(ratio)
         made = self.write(chosen, progress=self.progress)
         if self.validation is None or self.profile.strategy not in ("auto", "jax"):

@@ -16,7 +16,7 @@ class FolderError(CompressError, IsADirectoryError):
 
 
 class ArchiveError(CapibaraError, ValueError):
-    """A file that is no archive of Capibara's, or one that is written by rules which this version does not know."""
+    """A file that is not an archive of Capibara's, or one that is written by rules which this version does not know."""
 
 
 class DamagedError(ArchiveError):

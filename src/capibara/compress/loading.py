@@ -111,7 +111,8 @@ def _finder(
         flat = dict(_flatten(shardings, (), jax))
         if unknown := [n for n in flat if n not in archive.entries]:
             raise CompressError(
-                f"shardings: {unknown[0]!r} is no tensor of {archive.path}.{did_you_mean(unknown[0], archive.entries)}"
+                f"shardings: {unknown[0]!r} is not a tensor of {archive.path}."
+                f"{did_you_mean(unknown[0], archive.entries)}"
             )
         if missing := [n for n in archive.entries if n not in flat]:
             raise CompressError(f"shardings: there is none for {missing[0]!r}, and {len(missing) - 1} others")

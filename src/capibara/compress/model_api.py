@@ -190,7 +190,7 @@ class ModelCompressionAPI:
         if self.profile.ratio is None and not self.profile.own_width:
             raise CompressError("profile: it loses nothing, so that there is nothing to tune for")
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise CompressError(f"steps: got {steps!r}, expected a whole number above 0")
+            raise CompressError(f"steps: got {steps!r}, expected an integer above 0")
         if not isinstance(learning_rate, float | int) or not 0 < learning_rate < math.inf:
             raise CompressError(f"learning_rate: got {learning_rate!r}, expected a number above 0")
         if self.profile.strategy == "tropical":

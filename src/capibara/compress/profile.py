@@ -87,7 +87,7 @@ class CompressionProfile:
                 "Remedy: leave exclude, smallest and mode='lossless' out."
             )
         if not isinstance(self.smallest, int) or isinstance(self.smallest, bool) or self.smallest < 0:
-            raise CompressError(f"smallest: got {self.smallest!r}, expected a whole number, 0 or more")
+            raise CompressError(f"smallest: got {self.smallest!r}, expected an integer, 0 or more")
 
     @property
     def ratio(self) -> float | None:

@@ -70,7 +70,7 @@ class SafetensorsFile:
             metadata = header.pop("__metadata__", {}) or {}
             found = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-            raise ArchiveError(f"{self.path}: the header is no safetensors header ({error!r})") from None
+            raise ArchiveError(f"{self.path}: the header is not a safetensors header ({error!r})") from None
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise DamagedError(f"{self.path}: the header's metadata is not text by text")
         out, at = {}, begin

@@ -3,7 +3,7 @@
 :func:`coded_module` copies a module with its linear layers, embeddings and convolutions as :class:`CodedLinear`,
 :class:`CodedEmbedding` and :class:`CodedConvolution`: codes and scales are buffers, of which a slab at a time becomes
 numbers inside of the product, and again for the gradient of the inputs. A convolution's weight becomes numbers for each
-call, and goes with it. Scales and levels are kept as whole numbers that have a float32's bits: ``module.half()`` and
+call, and goes with it. Scales and levels are kept as integers that have a float32's bits: ``module.half()`` and
 ``to(dtype)`` change what the layer computes in, and leave the codes what they are.
 """
 

@@ -1,7 +1,7 @@
 """How far a compressed model's outputs are from the original's, on data that somebody gives.
 
 Data are batches: an array, or a dict of inputs by name; or such a batch with targets, as a pair ``(inputs, targets)``;
-or a list, a loader or another iterable of these. Targets are classes, whole numbers in the shape of the outputs without
+or a list, a loader or another iterable of these. Targets are classes, integers in the shape of the outputs without
 their last axis; with them accuracy is measured too.
 """
 
@@ -140,7 +140,7 @@ class Validation:
         array = np.asarray(targets.detach().cpu() if hasattr(targets, "detach") else targets)
         if array.dtype.kind not in "iu" or array.shape != output.shape[:-1]:
             raise CompressError(
-                f"validation_data: targets are {array.dtype} {array.shape}, expected classes: whole numbers of "
+                f"validation_data: targets are {array.dtype} {array.shape}, expected classes: integers of "
                 f"the shape {output.shape[:-1]}. Remedy: leave them out; outputs are then compared with the original's."
             )
         classes = output.shape[-1]

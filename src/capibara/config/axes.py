@@ -112,7 +112,7 @@ class AxisRules:
             place: what has these names, for the error; may be empty.
 
         Raises:
-            ConfigError: for a name that is no logical axis, in neither table, and no axis of the mesh.
+            ConfigError: for a name that is not a logical axis, in neither table, and no axis of the mesh.
         """
         mesh_axes = tuple(mesh_axes)
         for name in names:

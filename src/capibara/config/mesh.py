@@ -238,7 +238,7 @@ def _checked_shape(mesh_shape: Any) -> tuple[int, ...]:
         shape = ()
     if not shape or min(shape) < 1:
         raise ConfigError(
-            f"mesh_shape={mesh_shape!r}: expected a sequence of whole numbers of at least 1, such as (4, 8)"
+            f"mesh_shape={mesh_shape!r}: expected a sequence of integers of at least 1, such as (4, 8)"
         )
     return shape
 

@@ -45,7 +45,7 @@ def _number(name: str, value: Any, low: float, high: float, *, whole: bool = Fal
         and low <= value <= high
     )
     if not ok:
-        what = "a whole number" if whole else "a number"
+        what = "an integer" if whole else "a number"
         raise TPUConfigError(f"{name}: got {value!r}, expected {what} from {low:g} to {high:g}")
 
 
@@ -177,13 +177,13 @@ class TPUConfig:
 
         A dimension that its mesh axis does not divide, or whose axis the mesh lacks, stays whole (None), so
         that the result is always valid for ``jax.NamedSharding``. A vector counts as a last dimension (a bias
-        or scale lies along the hidden axis); a scalar gives ``PartitionSpec()``.
+        or scale is sharded along the hidden axis); a scalar gives ``PartitionSpec()``.
 
         Equivalent plain JAX, for a divisible tensor of rank 2 or more:
         ``PartitionSpec("data", *[None] * (len(tensor_shape) - 2), "model")``.
 
         Raises:
-          TPUError: the shape is not a sequence of whole numbers of at least 0.
+          TPUError: the shape is not a sequence of integers of at least 0.
         """
         from jax.sharding import PartitionSpec
 
@@ -357,6 +357,6 @@ def _checked_shape(shape: Sequence[int]) -> list[int]:
         sizes = [-1]
     if any(size < 0 for size in sizes):
         raise TPUError(
-            f"tensor_shape: got {shape!r}, expected whole numbers of at least 0, such as (32, 512, 768)"
+            f"tensor_shape: got {shape!r}, expected integers of at least 0, such as (32, 512, 768)"
         )
     return sizes

@@ -83,7 +83,7 @@ class ModularCapibaraModel:
         """Fresh ``(params, state)``: nested dicts of arrays.
 
         Args:
-            seed: a whole number from 0 to 2³² − 1, or a JAX key.
+            seed: an integer from 0 to 2³² − 1, or a JAX key.
 
         Raises:
             InputError: ``seed`` is neither.
@@ -232,7 +232,7 @@ class ModularCapibaraModel:
         states and the position."""
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name}={value!r} must be a whole number of at least 1")
+                raise InputError(f"{name}={value!r} must be an integer of at least 1")
         free = {n for s in self.decoder.states.values() for n in s.shape or () if isinstance(n, str)}
         sizes = {"batch": batch_size, "cache": max_length}
         full = self.decoder.init_state(**{k: v for k, v in sizes.items() if k in free})
@@ -306,7 +306,7 @@ def _tokens(inputs: Any) -> Any:
     try:
         tokens = inputs if hasattr(inputs, "dtype") else np.asarray(inputs)
     except ValueError as error:  # rows of unequal length
-        raise InputError(f"tokens is no array: {error}; expected int32 [batch, sequence]") from None
+        raise InputError(f"tokens is not an array: {error}; expected int32 [batch, sequence]") from None
     if not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(f"tokens has dtype {tokens.dtype}, expected an integer: int32 [batch, sequence]")
     if len(tokens.shape) != 2:

@@ -85,7 +85,7 @@ def pjit(
       mesh: the mesh; without it that of the enclosing ``with mesh:`` or ``jax.set_mesh(mesh)`` at the call.
 
     Raises:
-      PjitError: no mesh at the call, an axis name the mesh does not have, or a leaf that is no spec.
+      PjitError: no mesh at the call, an axis name the mesh does not have, or a leaf that is not a spec.
     """
     warnings.warn(
         "pjit(in_axis_resources=…, out_axis_resources=…) is deprecated; use "

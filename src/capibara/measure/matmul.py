@@ -41,7 +41,7 @@ def matmul_rate(
       2 · size³ / median seconds.
 
     Raises:
-      MeasureError: (a ``ValueError``) an unknown dtype or a size that is not a whole number from 1 to 65536.
+      MeasureError: (a ``ValueError``) an unknown dtype or a size that is not an integer from 1 to 65536.
     """
     import jax
     import jax.numpy as jnp
@@ -56,7 +56,7 @@ def matmul_rate(
     if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
         raise MeasureError(f"dtype: got {dtype!r}, expected a floating-point or integer type")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 65_536):
-        raise MeasureError(f"size: got {size!r}, expected a whole number from 1 to 65536")
+        raise MeasureError(f"size: got {size!r}, expected an integer from 1 to 65536")
     if jax.dtypes.canonicalize_dtype(kind) != kind:
         raise MeasureError(
             f"dtype: {dtype!r} needs 64-bit numbers; jax.config.update('jax_enable_x64', True)"

@@ -171,7 +171,7 @@ def interleaved(
             )
     for name, value, low in (("rounds", rounds, 1), ("warmup", warmup, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise MeasureError(f"{name}: got {value!r}, expected a whole number of at least {low}")
+            raise MeasureError(f"{name}: got {value!r}, expected an integer of at least {low}")
     for function in functions.values():
         for _ in range(warmup):
             _wait(function())

@@ -31,7 +31,7 @@ _CATCHES: dict[str, frozenset[str]] = {
 }
 _EVERYTHING = frozenset({"module", "name", "attribute", "call"})
 _VERSION_PARSERS = {"parse", "version", "looseversion", "parse_version"}
-_DEEPEST_TEST = 20  # nested deeper, a test is no version test
+_DEEPEST_TEST = 20  # nested deeper, a test is not a version test
 _BROAD = {"Exception", "BaseException"}
 _SWALLOWING_BLOCKS = {"suppress", "raises", "assertRaises", "assertRaisesRegex"}
 
@@ -63,7 +63,7 @@ def try_guards(node: ast.Try | ast.TryStar) -> tuple[tuple[Guard, ...], tuple[Gu
         names = _exception_names(handler.type)
         for name in names:
             catches |= _CATCHES.get(name, frozenset())
-        # `except Exception` around a training run is no version fallback; around a few imports it is.
+        # `except Exception` around a training run is not a version fallback; around a few imports it is.
         if (handler.type is None or names & _BROAD) and all(map(_is_import_like, node.body)):
             catches |= _EVERYTHING
     if not catches:

@@ -45,7 +45,7 @@ _after_bare_import: dict[str, bool] = {}
 
 
 def unreachable(imports: Iterable[str], modules: Iterable[str]) -> set[str]:
-    """Those of ``modules`` that are no attribute after ``import jax`` and the given imports.
+    """Those of ``modules`` that are not attributes after ``import jax`` and the given imports.
 
     Empty as well when no interpreter can be started: then nothing is known, and nothing shall be reported.
     """

@@ -284,7 +284,7 @@ def find_files(path: str | os.PathLike[str]) -> list[Path]:
     Hidden folders, virtual environments and build output are left out, links to folders are not followed.
 
     Raises:
-        MigrationPathError: the path does not exist, or is no path (empty, too long).
+        MigrationPathError: the path does not exist, or is not a path (empty, too long).
     """
     if not os.fspath(path):
         raise MigrationPathError("path: got an empty one; name a file or a folder ('.' is the current one)")

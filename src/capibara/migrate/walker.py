@@ -1,7 +1,7 @@
 """One pass over a syntax tree that records the scopes and, for every node, where it stands.
 
 The walk keeps its own stack instead of recursing, so that a source nested (or chained: ``a + b + c + …``) a
-thousand deep is no trouble. Rules run afterwards over the recorded nodes, when every scope is complete.
+thousand deep is fine. Rules run afterwards over the recorded nodes, when every scope is complete.
 """
 
 from __future__ import annotations

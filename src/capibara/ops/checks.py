@@ -65,7 +65,7 @@ def _number(op: str, name: str, value: Any, remedy: str) -> float:
         raise OpTypeError(f"{op}: {name} must be a number or None, got {value!r}")
     try:
         return float(value)
-    except OverflowError:  # a whole number beyond all floats, which is as little of use
+    except OverflowError:  # an integer beyond all floats, which is as little of use
         return math.inf
 
 

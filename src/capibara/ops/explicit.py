@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 __all__ = ["Dims", "automatic", "explicit_sharding", "join_dims", "laid_as", "over_explicit_axes"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-Dims = tuple[Any, ...]  # for each dimension of an array the mesh axes that it lies over, or None
+Dims = tuple[Any, ...]  # for each dimension of an array the mesh axes that it is sharded over, or None
 
 
 def explicit_sharding(*arrays: Any) -> NamedSharding | None:
@@ -110,7 +110,7 @@ def over_explicit_axes(*names: str, out: Callable[..., Any]) -> Callable[[_F], _
 
 
 def _is_laid(array: Any) -> bool:
-    """Whether an array lies over explicit axes; under ``jax.set_mesh`` whole ones are of the mesh, too."""
+    """Whether an array is sharded over explicit axes; under ``jax.set_mesh`` whole ones are of the mesh, too."""
     found = explicit_sharding(array)
     return found is not None and any(found.spec)
 

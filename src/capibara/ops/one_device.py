@@ -3,7 +3,7 @@
 A Mosaic kernel in a program for several devices is an error unless it stands inside ``jax.shard_map``. Whether it will
 is known only when the program is lowered. :func:`on_one_device` therefore carries two forms of the same mathematics:
 the kernel, lowered where each device has its own arrays (a program for one device, or the inside of ``shard_map``), and
-one made of XLA operations, lowered where the arrays lie over several devices and XLA has to split the work.
+one made of XLA operations, lowered where the arrays are sharded over several devices and XLA has to split the work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def on_one_device(kernel: Callable[..., Any], otherwise: Callable[..., Any], *ar
     if mesh.manual_axes:  # inside shard_map
         whole = set(mesh.manual_axes) == set(mesh.axis_names)
         return (kernel if whole else otherwise)(*arrays)
-    # Along explicit axes of a mesh arrays lie over several devices already now, and a kernel cannot be traced there.
+    # Arrays along explicit mesh axes are already sharded over several devices; a kernel cannot be traced there.
     if any(any(jax.typeof(x).sharding.spec) for x in arrays):
         return otherwise(*arrays)
     jaxpr, shape = jax.make_jaxpr(kernel, return_shape=True)(*arrays)

@@ -115,7 +115,7 @@ def cases(
             for number in (value, getattr(spec, name)):
                 if isinstance(number, bool) or not isinstance(number, int | None):
                     raise OpTypeError(
-                        f"{op.name}: the field {name} of its specs can be changed from one whole number to another, "
+                        f"{op.name}: the field {name} of its specs can be changed from one integer to another, "
                         f"got {number!r}"
                     )
         changed = dataclasses.replace(spec, **(changes or {}))

@@ -85,7 +85,7 @@ class Tuning:
         ``capibara tune OP field=value`` can replace.
       arguments: ``(spec, random generator) → (positional arguments, keyword arguments)`` of the public function.
         NumPy arrays of floats are cast to the dtype that is tuned.
-      bucket: The sizes and options of a problem that decide which parameters are fast; whole numbers are rounded up to
+      bucket: The sizes and options of a problem that decide which parameters are fast; integers are rounded up to
         powers of two. None: problems like this one (say, with a block size given by the caller) are not tuned.
       differentiable: Also time and check the gradient of the floating-point arguments.
       tolerance: Largest error against the oracle that rounding explains, by dtype, relative to the oracle's largest

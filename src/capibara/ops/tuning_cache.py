@@ -218,7 +218,7 @@ def _entry(key: str, value: Any) -> Entry:
             if isinstance(number, str):
                 names.append(number)
             elif not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 31:
-                raise CacheError(f"{where}: {parameter[:64]!r} must be a name or a whole number below 2³¹")
+                raise CacheError(f"{where}: {parameter[:64]!r} must be a name or an integer below 2³¹")
     for name in names:
         if not _NAME.fullmatch(name):
             raise CacheError(f"{where}: {name[:100]!r} is not a name")

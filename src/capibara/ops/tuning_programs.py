@@ -110,7 +110,7 @@ class Programs:
         for got, want in zip(self._results(program), oracle, strict=True):
             if not np.issubdtype(want.dtype, np.floating):
                 if not np.array_equal(got, want):
-                    return f"{np.sum(got != want)} of {want.size} whole numbers differ from the oracle's"
+                    return f"{np.sum(got != want)} of {want.size} integers differ from the oracle's"
                 continue
             scale = np.max(np.abs(want), initial=0.0, where=np.isfinite(want))
             near = np.isclose(got, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

@@ -23,7 +23,7 @@ def limit_of(target: Slice, memory_limit_gb: Any) -> int:
     """Bytes that a device may use.
 
     Raises:
-      PlanError: the limit is no number of GiB above 0.
+      PlanError: the limit is not a number of GiB above 0.
     """
     if memory_limit_gb is None:
         return target.usable_hbm_bytes
@@ -37,14 +37,14 @@ def limit_of(target: Slice, memory_limit_gb: Any) -> int:
 
 
 def check_counts(**numbers: Any) -> None:
-    """Refuse what is no whole number of at least 1.
+    """Refuse what is not an integer of at least 1.
 
     Raises:
       PlanError: by the argument's name.
     """
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"{name}={value!r} must be a whole number of at least 1")
+            raise PlanError(f"{name}={value!r} must be an integer of at least 1")
 
 
 def price_of(target: Slice, region: str | None, term: str, path: Any, notes: list[str]) -> Price | None:

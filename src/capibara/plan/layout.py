@@ -69,14 +69,14 @@ class Layout:
         for axis, size in self.mesh:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise PlanError(
-                    f"layout: the mesh axis {axis!r} has the size {size!r}, expected a whole number from 1"
+                    f"layout: the mesh axis {axis!r} has the size {size!r}, expected an integer from 1"
                 )
         if (
             isinstance(self.microbatches, bool)
             or not isinstance(self.microbatches, int)
             or self.microbatches < 1
         ):
-            raise PlanError(f"layout: microbatches={self.microbatches!r} must be a whole number from 1")
+            raise PlanError(f"layout: microbatches={self.microbatches!r} must be an integer from 1")
 
     @property
     def num_devices(self) -> int:

@@ -66,7 +66,7 @@ class LockCheck:
 
     Attributes:
       drifts: the figures.
-      changed: what else differs and is no failure: versions, the program's hash.
+      changed: what else differs and is not a failure: versions, the program's hash.
       failure: why it does not compile or fit any more; empty if it does.
     """
 
@@ -174,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise PlanError(f"{path}: the lockfile cannot be read: {error.strerror}") from None
     if len(data) > _MOST_BYTES:
-        raise PlanError(f"{path} is larger than {_MOST_BYTES} bytes, so it is no lockfile of capibara plan")
+        raise PlanError(f"{path} is not a valid plan lockfile: it is larger than {_MOST_BYTES:,} bytes")
     try:
         found = json.loads(data)
         if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -197,11 +197,9 @@ def _read(path: Path) -> dict[str, Any]:
             "step_seconds": _number(found["step_seconds"]),
         }
     except KeyError as error:
-        raise PlanError(
-            f"{path} is no lockfile of capibara plan, or a damaged one: it has no {error}"
-        ) from None
+        raise PlanError(f"{path} is not a valid plan lockfile: missing {error}") from None
     except (ValueError, TypeError, RecursionError, ConfigError) as error:
-        raise PlanError(f"{path} is no lockfile of capibara plan, or a damaged one: {error}") from None
+        raise PlanError(f"{path} is not a valid plan lockfile: {error}") from None
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

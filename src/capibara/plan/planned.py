@@ -44,7 +44,7 @@ class Planned:
 
     Attributes:
       config: the configuration that was planned, with the layout's settings in it.
-      layout: how its step lies over the slice.
+      layout: how its step is sharded over the slice.
       topology: for which slice, as the file names it.
     """
 
@@ -78,7 +78,7 @@ def read_planned(path: str | os.PathLike[str]) -> Planned:
         reason = getattr(error, "strerror", None) or error
         raise PlanError(f"the plan {str(path)[:200]!r} cannot be read: {reason}") from None
     if len(data) > _MOST_BYTES:
-        raise PlanError(f"{path} is larger than {_MOST_BYTES:,} bytes, so it is no plan")
+        raise PlanError(f"{path} is not a valid plan file: it is larger than {_MOST_BYTES:,} bytes")
     try:
         found = json.loads(data)
         if not isinstance(found, dict):
@@ -100,11 +100,11 @@ def read_planned(path: str | os.PathLike[str]) -> Planned:
         config = ModularModelConfig.from_dict(_table(found["config"]), layout.settings())
         return Planned(config, layout, parse_slice(found["topology"]).text)
     except KeyError as error:
-        raise PlanError(f"{path} is no plan of capibara plan, or a damaged one: it has no {error}") from None
+        raise PlanError(f"{path} is not a valid plan file: missing {error}") from None
     except (ValueError, TypeError, RecursionError, ConfigError) as error:
         raise PlanError(
-            f"{path} is no plan of capibara plan, or a damaged one: {error}. capibara plan --lock FILE writes one, "
-            "and so does capibara plan --json > FILE"
+            f"{path} is not a valid plan file: {error}. Write one with capibara plan --lock FILE, or with "
+            "capibara plan --json > FILE"
         ) from None
 
 

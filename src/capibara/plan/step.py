@@ -211,7 +211,7 @@ def step_work(
         else _argnums("batch_argnums", batch_argnums, len(args))
     )
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
-        raise PlanError(f"tokens={tokens!r} must be a whole number of at least 1")
+        raise PlanError(f"tokens={tokens!r} must be an integer of at least 1")
     described = [jax.tree.map(_described, argument) for argument in args]
     leaves: list[Any] = []
     owner: list[int] = []

@@ -140,7 +140,7 @@ class Generator:
         if max_tokens < 1:
             raise ConfigError(f"max_tokens={max_tokens!r} must be at least 1.")
         if not 0 <= seed < _MAX_SEED:
-            raise ConfigError(f"seed={seed!r} must be a whole number from 0 to {_MAX_SEED - 1}.")
+            raise ConfigError(f"seed={seed!r} must be an integer from 0 to {_MAX_SEED - 1}.")
         return self._tokens([int(token) for token in history], max_tokens, jax.random.key(seed))
 
     def text(self, prompt: str, *, max_tokens: int, seed: int = 0) -> Iterator[str]:

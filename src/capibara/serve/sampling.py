@@ -43,9 +43,7 @@ class Sampling:
                 "likeliest token, 1 samples from the model's own distribution."
             )
         if isinstance(self.top_k, bool) or int(self.top_k) != self.top_k or self.top_k < 0:
-            raise ConfigError(
-                f"top_k={self.top_k!r} must be a whole number of at least 0; 0 keeps every token."
-            )
+            raise ConfigError(f"top_k={self.top_k!r} must be an integer of at least 0; 0 keeps every token.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p!r} must be above 0 and at most 1; 1 keeps every token.")
 

@@ -40,7 +40,7 @@ class Placement:
     Attributes:
       devices: all of them.
       mesh: the same as a mesh; None for one device.
-      layout: how the state lies over the mesh; None: whole on every device.
+      layout: how the state is sharded over the mesh; None: whole on every device.
     """
 
     devices: tuple[Any, ...]

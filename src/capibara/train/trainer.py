@@ -131,7 +131,7 @@ def train(
       reporter: told what happens; silent by default.
       stop: polled between steps; see :func:`capibara.train.signals.stop_on_signals`.
       devices: what to train on, by default all local devices. With ``tpu.enabled`` the mesh of ``[tpu]`` is laid over
-        the first of them; the state lies over it as those settings say.
+        the first of them; the state is sharded over it as those settings say.
       measure_utilisation: measure the matrix-multiply rate first.
 
     Raises:

@@ -62,7 +62,7 @@ class Backend(Methods):
             name = None
         if name not in FLOAT_DTYPES:
             raise CompileError(
-                f"dtype={dtype!r} is no floating dtype: use 'float32', 'bfloat16', 'float16' or 'float64'."
+                f"dtype={dtype!r} is not a floating dtype: use 'float32', 'bfloat16', 'float16' or 'float64'."
                 f"{did_you_mean(str(dtype), FLOAT_DTYPES)}"
             )
         return Precision(name, name, "float64" if name == "float64" else "float32")
@@ -136,7 +136,7 @@ class Backend(Methods):
             options: on NumPy, ``vjp``: its derivative, see :class:`~.numpy_backend.NumpyBackend`.
 
         Raises:
-            WiringError: the name is no identifier, or what is registered cannot be called.
+            WiringError: the name is not an identifier, or what is registered cannot be called.
         """
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
             raise WiringError(

@@ -57,7 +57,7 @@ def place_of(axis: int, rank: int) -> int:
         InputError: there is no such axis.
     """
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-        raise InputError(f"axis={axis!r:.80} must be a whole number")
+        raise InputError(f"axis={axis!r:.80} must be an integer")
     if not -rank <= axis < rank:
         raise InputError(f"axis={axis}: an array of {rank} dimensions has no such axis")
     return axis.__index__() % rank

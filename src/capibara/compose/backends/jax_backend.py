@@ -278,7 +278,7 @@ def _precision(precision: Any) -> Any:
             return name
     except (ValueError, TypeError):
         raise CompileError(
-            f"precision={precision!r} is no precision of matrix products: use a jax.lax.Precision such as "
+            f"precision={precision!r} is not a precision of matrix products: use a jax.lax.Precision such as "
             "jax.lax.Precision.HIGHEST, or one of 'default', 'high', 'highest'"
         ) from None
 
@@ -327,7 +327,7 @@ def make_mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
     if isinstance(mesh, str) or not isinstance(mesh, Sequence):
         raise CompileError(f"device_mesh={mesh!r} must be a jax.sharding.Mesh or a shape such as (2, 4)")
     if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in mesh):
-        raise CompileError(f"device_mesh={mesh!r}: every size must be a whole number")
+        raise CompileError(f"device_mesh={mesh!r}: every size must be an integer")
     shape = tuple(int(n) for n in mesh)
     if not shape or any(n < 1 for n in shape):
         raise CompileError(f"device_mesh={mesh!r}: every size must be at least 1")

@@ -107,7 +107,7 @@ def divide(layout: Layout, shapes: Sequence[Sequence[int]], mesh: Any, rules: Ax
         axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
         axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
         if axes and name not in ("batch", "heads"):
-            return f"its {name} lies over {'+'.join(axes)}, and it needs all of it"
+            return f"its {name} is sharded over {'+'.join(axes)}, and it needs all of it"
         found[name] = axes
     axes = {name: found[name] for name in ("batch", "heads")}
     if not any(axes.values()):

@@ -24,7 +24,7 @@ class Row:
 
     Args:
         stack: ``[count, …]``.
-        index: a whole number, or ``int32 []``; from 0 on.
+        index: an integer, or ``int32 []``; from 0 on.
     """
 
     def __init__(self, stack: jax.Array, index: jax.Array | int) -> None:

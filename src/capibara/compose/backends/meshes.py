@@ -50,7 +50,7 @@ def split_over(
         if place is None:
             continue
         if isinstance(place, bool) or not isinstance(place, int) or not -len(shape) <= place < len(shape):
-            raise InputError(f"tensor_split: {place!r} is no dimension of an array of shape {shape}")
+            raise InputError(f"tensor_split: {place!r} is not a dimension of an array of shape {shape}")
         place %= len(shape)
         if spec[place] is not None:
             raise InputError(f"tensor_split={tuple(places)!r} splits dimension {place} twice")

@@ -43,7 +43,7 @@ def as_key(seed: Any, name: str = "seed") -> np.ndarray:
         number = None
     if number is None or not 0 <= number < 2**32:
         raise InputError(
-            f"{name}={seed!r} must be a whole number from 0 to {2**32 - 1} (2**32 - 1), or a key of this backend "
+            f"{name}={seed!r} must be an integer from 0 to {2**32 - 1} (2**32 - 1), or a key of this backend "
             "such as backend.get_random_key()"
         )
     return np.array([number, 0], np.uint64)

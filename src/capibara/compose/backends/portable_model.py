@@ -111,7 +111,7 @@ class PortableModel(CompiledModel):
         return self.backend.run_forward(self, *args)
 
     def _arrays(self, inputs: Any) -> Any:
-        """NumPy arrays become the backend's; what is no array is left for the check to name."""
+        """NumPy arrays become the backend's; what is not an array is left for the check to name."""
         if not isinstance(inputs, Mapping):
             return inputs
         arrays = {k: self.backend.as_input(v) for k, v in inputs.items()}
@@ -150,7 +150,7 @@ def _checked(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, Any]:
     """The cotangents of a call.
 
     Raises:
-        InputError: for keys that are no outputs, values that are no floats, and outputs without a gradient.
+        InputError: for keys that are not outputs, values that are not floats, and outputs without a gradient.
     """
     if not isinstance(given, Mapping):
         raise InputError(
@@ -160,7 +160,7 @@ def _checked(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in specs:
             raise InputError(
-                f"output_gradients names {name!r}, which is no output; the outputs are {list(specs)}."
+                f"output_gradients names {name!r}, which is not an output; the outputs are {list(specs)}."
                 f"{did_you_mean(str(name), specs)}"
             )
         if specs[name].dtype in ("int32", "bool"):

@@ -58,7 +58,7 @@ def export(
     from capibara.ops.registry import portable
 
     if not isinstance(compiled, CompiledModel) or not compiled._in_jax:
-        raise CompileError(f"export: {compiled!r:.200} is no model compiled on a JaxBackend")
+        raise CompileError(f"export: {compiled!r:.200} is not a model compiled on a JaxBackend")
     backend = compiled.backend
     if backend.mesh is not None:
         raise CompileError("export: the model is laid over a mesh; compile it for a JaxBackend without one")

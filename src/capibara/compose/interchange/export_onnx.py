@@ -61,7 +61,7 @@ def export_onnx(
         sizes: values for free sizes, by name; the others stay open.
 
     Returns:
-        The ``onnx.ModelProto``. Whole numbers are int32 in it, floats have the backend's compute dtype.
+        The ``onnx.ModelProto``. Integers are int32 in it, floats have the backend's compute dtype.
 
     Raises:
         MissingExtraError: torch, onnx or onnxscript is missing.
@@ -98,7 +98,7 @@ def _in_torch(model: Any) -> CompiledModel:
         return compile(model, TorchBackend(), inference=True, jit=False)
     if not isinstance(model, CompiledModel):
         raise CompileError(
-            f"export_onnx: {model!r:.200} ({type(model).__name__}) is no compiled model and no Model"
+            f"export_onnx: {model!r:.200} ({type(model).__name__}) is neither a compiled model nor a Model"
         )
     backend = model.backend
     if backend.type == "torch" and backend.device.type == "cpu":
@@ -158,7 +158,7 @@ class _Job:
             if name not in free:
                 raise CompileError(f"{name!r} is no free size of the model; the free sizes are {list(free)}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise CompileError(f"{name}={size!r} must be a whole number above 0")
+                raise CompileError(f"{name}={size!r} must be an integer above 0")
         for path, spec in compiled.states.items():  # of arrays that are here, all sizes are known
             for name, size in zip(spec.shape or (), states[path].shape, strict=True):
                 if isinstance(name, str) and sizes.get(name, size) == size:
@@ -307,7 +307,7 @@ class _Job:
         try:
             onnx.checker.check_model(proto)
         except onnx.checker.ValidationError as error:
-            raise CompileError(f"export_onnx: what torch wrote is no valid ONNX: {error}") from error
+            raise CompileError(f"export_onnx: what torch wrote is not valid ONNX: {error}") from error
         return proto
 
 

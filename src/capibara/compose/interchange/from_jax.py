@@ -167,7 +167,7 @@ def _leaves(params: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], An
     found: dict[tuple[str, ...], Any] = {}
     for key, value in params.items():
         if not isinstance(key, str) or not key.isidentifier():
-            raise WiringError(f"params: {key!r} is no name for a parameter")
+            raise WiringError(f"params: {key!r} is not a name for a parameter")
         if isinstance(value, Mapping):
             found |= _leaves(value, (*path, key))
             continue
@@ -176,7 +176,7 @@ def _leaves(params: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], An
         except (TypeError, ValueError):
             place = ".".join((*path, key))
             raise WiringError(
-                f"params[{place!r}] is {type(value).__name__}, which is no array: give dicts of arrays"
+                f"params[{place!r}] is {type(value).__name__}, which is not an array: give dicts of arrays"
             ) from None
         if data.dtype.kind != "f" and "float" not in data.dtype.name:
             place = ".".join((*path, key))

@@ -69,7 +69,7 @@ def from_torch(
     """A model that computes what a torch module computes in evaluation mode, and the module's weights.
 
     Equivalent torch: ``torch.export.export(module.eval(), example_inputs, …).run_decompositions()``. The module is
-    not changed. Dtypes are those of the compiled model: floats are computed in the backend's dtype, whole numbers
+    not changed. Dtypes are those of the compiled model: floats are computed in the backend's dtype, integers
     as int32. A parameter that the module has under several names is one parameter, under one of them.
 
     Args:
@@ -87,7 +87,7 @@ def from_torch(
         MissingExtraError: torch is not installed.
         UnsupportedTorchError: operations without a counterpart, all of them, the modules that use them and the
             lines of code that call them; or ``forward`` changes other buffers than running statistics.
-        WiringError: ``module`` is no module, or ``torch.export`` cannot trace it.
+        WiringError: ``module`` is not a module, or ``torch.export`` cannot trace it.
     """
     try:
         import torch
@@ -219,7 +219,7 @@ class _Importer:
                 constants[name] = array.astype("float64") if array.dtype.kind == "f" else array
             else:
                 raise UnsupportedTorchError(
-                    f"from_torch: the module reads {name} ({kind}), which is no array"
+                    f"from_torch: the module reads {name} ({kind}), which is not an array"
                 )
         self._hold(held)
         for node in self.program.graph.nodes:

@@ -116,7 +116,7 @@ def _gelu(step: Any, x: Any, *, approximate: str = "none") -> Any:
 
 
 def _or_bools(run: Any, make: Any) -> Any:
-    """``a + b`` and ``a * b`` of truth values are "or" and "and"."""
+    """``a + b`` and ``a * b`` of booleans are "or" and "and"."""
 
     def choose(step: Any, left: Any, right: Any, **options: Any) -> Any:
         if step.kind != "bool":
@@ -194,7 +194,7 @@ def _trunc(step: Any, x: Any) -> Any:
 
 
 def _round(step: Any, x: Any, *, decimals: int = 0) -> Any:
-    """To the nearest whole number, halves to the even one."""
+    """To the nearest integer, halves to the even one."""
     if decimals:
         raise Refused(f"decimals={decimals}; 0 is known")
     if step.kind != "float":
@@ -222,7 +222,7 @@ def _hypot(step: Any, x: Any, y: Any) -> Any:
 
 def _infinite(step: Any, x: Any) -> Any:
     if step.kind_at(0) != "float":
-        raise Refused("of whole numbers")
+        raise Refused("of integers")
     return step.put(p.Equal(), left=step.put(p.Absolute(), input=x), right=math.inf)
 
 

@@ -69,7 +69,7 @@ def _batch_norm(
     step: Any, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, _momentum: Any, epsilon: float
 ) -> Any:
     if not isinstance(mean, np.ndarray) or not isinstance(variance, np.ndarray):
-        raise Refused("statistics that are no buffers")
+        raise Refused("statistics that are not buffers")
     x = step.put(p.ChannelAdd(), input=x, values=-mean)
     x = step.put(p.ChannelMultiply(), input=x, values=1 / np.sqrt(variance + epsilon))
     return _affine(step, x, weight, bias), None, None
@@ -175,7 +175,7 @@ def _logic(make: Callable[[], Any]) -> Any:
 def _bitwise(make: Callable[[], Any]) -> Any:
     def run(step: Any, *values: Any) -> Any:
         if step.kind != "bool":
-            raise Refused("bits of whole numbers; truth values are known")
+            raise Refused("bits of integers; booleans are known")
         return _logic(make)(step, *values)
 
     return run

@@ -17,7 +17,7 @@ FORMAT = "capibara.compose.model"
 MAX_TEXT = 64 << 20
 MAX_DEPTH = 64  # of models in models
 MAX_BLOCKS = 200_000
-MAX_SIZE = 10**8  # of one dimension, and of whole numbers in arguments
+MAX_SIZE = 10**8  # of one dimension, and of integers in arguments
 MAX_PORTS = 1024  # that one block is told to have
 MAX_REPEATS = 100_000
 MAX_DEGREE = 64
@@ -34,4 +34,4 @@ DTYPES = (*FLOAT_DTYPES, "int8", "int16", "int32", "int64", "uint8", "uint16", "
 
 
 class ModelFormatError(ComposeError, ValueError):
-    """A model cannot be written as JSON, or a text is no model that may be read."""
+    """A model cannot be written as JSON, or a text is not a model that may be read."""

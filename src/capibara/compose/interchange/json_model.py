@@ -69,7 +69,7 @@ def to_json(model: Block, *, indent: int | None = None) -> str:
         ModelFormatError: something in it has no written form: a primitive or an initialiser of one's own.
     """
     if not isinstance(model, Block):
-        raise ModelFormatError(f"model={model!r} is no model: pass a capibara.compose Model")
+        raise ModelFormatError(f"model={model!r} is not a model: pass a capibara.compose Model")
     writer = _Writer()
     body = writer.block(model, {}, 0)
     document = {"format": FORMAT, "version": VERSION, "symbols": writer.symbols, "model": body}

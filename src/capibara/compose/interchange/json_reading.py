@@ -51,7 +51,7 @@ def from_json(text: str | bytes | Mapping[str, Any]) -> Any:
         text: JSON text (at most 64 MiB), or what :func:`json.loads` made of it.
 
     Raises:
-        ModelFormatError: it is no model of a version that this release reads, or is larger than is allowed.
+        ModelFormatError: it is not a model of a version that this release reads, or is larger than is allowed.
         ComposeError: the model that it describes is wrong, as it would be wrong in Python.
     """
     document = _parsed(text) if isinstance(text, str | bytes) else text
@@ -66,7 +66,7 @@ def from_json(text: str | bytes | Mapping[str, Any]) -> Any:
     except ComposeError:
         raise
     except Exception as error:  # whatever a constructor makes of wrong arguments
-        raise ModelFormatError(f"this is no model: {type(error).__name__}: {error}") from None
+        raise ModelFormatError(f"this is not a model: {type(error).__name__}: {error}") from None
 
 
 def _parsed(text: str | bytes) -> Any:
@@ -80,7 +80,7 @@ def _parsed(text: str | bytes) -> Any:
         return found
 
     def constant(name: str) -> Any:
-        raise ModelFormatError(f"{name} is no number that a model may hold")
+        raise ModelFormatError(f"{name} is not a number that a model may hold")
 
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
@@ -114,7 +114,7 @@ def _list(value: Any, what: str) -> list[Any]:
 
 def _whole(value: Any, what: str, high: int = MAX_SIZE) -> int:
     if type(value) is not int or not -high <= value <= high:
-        raise ModelFormatError(f"{what} is {_short(value)}, not a whole number of at most {high}")
+        raise ModelFormatError(f"{what} is {_short(value)}, not an integer of at most {high}")
     return value
 
 
@@ -135,7 +135,7 @@ class _Reader:
         self.elements = 0
         self.symbols: dict[str, Dim | Rest] = {}
         if not isinstance(symbols, Mapping) or len(symbols) > 10 * MAX_BLOCKS:
-            raise ModelFormatError("symbols is no object, or has too many entries")
+            raise ModelFormatError("symbols is not an object, or has too many entries")
         for key, entry in symbols.items():
             what = f"the symbol {_short(key)}"
             found = _fields(entry, what, ("name",), ("axis", "size"))
@@ -160,10 +160,10 @@ class _Reader:
             return self._model(node, depth)
         kind: Any = _KNOWN.get(name) if isinstance(name, str) else None
         if kind is None or not isinstance(name, str):
-            raise ModelFormatError(f"{_short(name)} is no class of blocks that a model may hold")
+            raise ModelFormatError(f"{_short(name)} is not a class of blocks that a model may hold")
         given = _fields(node, name, ("class", "arguments"))["arguments"]
         if not isinstance(given, Mapping):
-            raise ModelFormatError(f"the arguments of {name} are no object")
+            raise ModelFormatError(f"the arguments of {name} are not an object")
         arguments: dict[str, Any] = {}
         rest: list[Any] = []
         for key, value in given.items():
@@ -197,13 +197,13 @@ class _Reader:
             child = _fields(entry, "a block", ("name", "block", "connections"))
             block = self.block(child["block"], depth + 1)
             if not isinstance(child["connections"], Mapping):
-                raise ModelFormatError("connections is no object")
+                raise ModelFormatError("connections is not an object")
             ends = {_text(k, "a port"): self._end(model, v) for k, v in child["connections"].items()}
             model._add(block, ends, _name(child["name"], "a block's name"))
         exposed = [_name(key, "an exposed name") for key in _list(parts["exposed"], "exposed")]
         model.expose(*exposed)
         if not isinstance(parts["updates"], Mapping):
-            raise ModelFormatError("updates is no object")
+            raise ModelFormatError("updates is not an object")
         for key, end in parts["updates"].items():
             model.update_state(_name(key, "a state"), self._end(model, end, values=False))
         return model
@@ -252,7 +252,7 @@ class _Reader:
         name = node.get("class") if isinstance(node, Mapping) else None
         kind = INITIALISERS.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise ModelFormatError(f"{what}: {_short(name)} is no initialiser")
+            raise ModelFormatError(f"{what}: {_short(name)} is not an initialiser")
         if kind is Given:
             value = self._value(_fields(node, what, ("class", "value"))["value"], what)
             return Given(value) if isinstance(value, np.ndarray) else self._refuse(what, value)
@@ -277,13 +277,13 @@ class _Reader:
             raise ModelFormatError(f"{what}: {error}") from None
 
     def _refuse(self, what: str, value: Any) -> Any:
-        raise ModelFormatError(f"{what}: {_short(value)} is no value that may stand here")
+        raise ModelFormatError(f"{what}: {_short(value)} is not a value that may stand here")
 
     def _dim(self, item: Any, what: str) -> Any:
         if isinstance(item, str):
             found = self.symbols.get(item[1:] if item.startswith("*") else item)
             if found is None or isinstance(found, Rest) != item.startswith("*"):
-                raise ModelFormatError(f"{what}: {_short(item)} is no symbol of a size")
+                raise ModelFormatError(f"{what}: {_short(item)} is not a symbol of a size")
             return found
         if _whole(item, what) < 0:
             raise ModelFormatError(f"{what} has the negative size {item}")
@@ -302,7 +302,7 @@ class _Reader:
             return Port(block, key)
         if values and isinstance(value, Mapping) and set(value) == {"value"}:
             return self._value(value["value"], "a connection")
-        raise ModelFormatError(f"{_short(value)} is no connection")
+        raise ModelFormatError(f"{_short(value)} is not a connection")
 
     def _value(self, value: Any, what: str, depth: int = 0) -> Any:
         if depth > 16:
@@ -315,7 +315,7 @@ class _Reader:
             return _whole(value, what, 2**31 if depth == 0 and what == "a connection" else MAX_SIZE)
         if isinstance(value, float):
             if not math.isfinite(value):
-                raise ModelFormatError(f"{what} is {value}, which is no number that may stand here")
+                raise ModelFormatError(f"{what} is {value}, which is not a number that may stand here")
             return value
         if isinstance(value, Mapping) and len(value) == 1:
             ((tag, inner),) = value.items()

@@ -53,7 +53,7 @@ class PolynomialKernel(Model):
     """``(input1 input2ᵀ + poly_coef)^degree``: ``input1 [n, d]``, ``input2 [m, d]`` → ``output [n, m]``.
 
     ``poly_coef`` is trained, and starts at the given value. ``robust`` takes the base's absolute value, so that
-    degrees that are no whole number have a value everywhere.
+    degrees that are not integers have a value everywhere.
     """
 
     def __init__(

@@ -180,7 +180,7 @@ class TrainModel(Model):
         """How several losses, side by side as ``[losses]``, become one: by default ``Sum()``."""
         self._open()
         if not isinstance(loss_combiner, Block):
-            raise WiringError(f"loss_combiner={loss_combiner!r} is no block")
+            raise WiringError(f"loss_combiner={loss_combiner!r} is not a block")
         self._combine = loss_combiner
 
     def finalize(self) -> None:
@@ -202,7 +202,7 @@ class TrainModel(Model):
             joined = p.Concat(len(losses), None)
             super()._add(joined, {f"input_{i}": port for i, port in enumerate(losses)}, None)
             at = self._chained(self._combine, Port(joined, "output"))
-        at = self._chained(p.Item(), at)  # refuses a loss that is no scalar
+        at = self._chained(p.Item(), at)  # refuses a loss that is not a scalar
         self._named(at, "loss")
         parts = [at]
         for penalty, coef, wire in self._penalties:
@@ -236,7 +236,7 @@ class TrainModel(Model):
     def _attached(self, block: Block, connections: dict[str, Any], what: str) -> Port:
         """Add a block and give its output back."""
         if not isinstance(block, Block):
-            raise WiringError(f"the {what} {block!r} is no block, such as SquaredError()")
+            raise WiringError(f"the {what} {block!r} is not a block, such as SquaredError()")
         given = dict(connections)
         for key in given:
             block._check_port(key)
@@ -291,7 +291,7 @@ class TrainModel(Model):
             return value
         if value not in params:
             raise WiringError(
-                f"{value!r} is no parameter of the model; the parameters are {', '.join(params)}."
+                f"{value!r} is not a parameter of the model; the parameters are {', '.join(params)}."
                 f"{did_you_mean(value, params)}"
             )
         return params[value]
@@ -339,7 +339,7 @@ def _made(steps: Sequence[Maker] | None, default: list[Block]) -> list[Block]:
     made = [s if isinstance(s, Block) else s() if callable(s) else s for s in steps]
     for block in made:
         if not isinstance(block, Block):
-            raise WiringError(f"reduce_steps: {block!r} is no block, such as Mean()")
+            raise WiringError(f"reduce_steps: {block!r} is not a block, such as Mean()")
     return made
 
 

@@ -67,7 +67,7 @@ class Convolution1D(_Convolution):
     """``input [n, in, s]`` → ``output [n, out, t]``; ``weight [out, in / groups, k]``, ``bias [out]``.
 
     Args:
-        kernel_size, stride, dilation: whole numbers.
+        kernel_size, stride, dilation: integers.
         out_channels: None leaves it to what the output is connected to.
         padding: a number, (before, after), "same" or "valid".
         use_bias: add a bias. groups: channels in that many groups, each convolved by itself.

@@ -15,7 +15,7 @@ MOST_PORTS = 4096
 
 
 def whole(name: str, value: Any, low: int | None = 1, *, optional: bool = False) -> None:
-    """``value`` is a whole number of at least ``low`` (None: any), or None if it is ``optional``.
+    """``value`` is an integer of at least ``low`` (None: any), or None if it is ``optional``.
 
     Raises:
         WiringError: it is not.
@@ -24,9 +24,7 @@ def whole(name: str, value: Any, low: int | None = 1, *, optional: bool = False)
         return
     if isinstance(value, bool) or not isinstance(value, int) or (low is not None and value < low):
         least = "" if low is None else f" of at least {low}"
-        raise WiringError(
-            f"{name}={value!r} must be a whole number{least}" + (" or None" if optional else "")
-        )
+        raise WiringError(f"{name}={value!r} must be an integer{least}" + (" or None" if optional else ""))
 
 
 def several(name: str, value: Any) -> None:
@@ -58,7 +56,7 @@ def number(
     if optional and value is None:
         return
     fits = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
-    # (abs() and not math.isinf(), which no large whole number survives)
+    # (abs() and not math.isinf(), which no large integer survives)
     if not fits or (above and value == low) or (below and value == high) or abs(value) > 1e308:
         text = f"{'above' if above else 'at least'} {low:g}"
         if not math.isinf(high):

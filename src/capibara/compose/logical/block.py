@@ -55,7 +55,7 @@ class Block:
 
     def __init__(self, *, name: str | None = None) -> None:
         if name is not None:
-            identifier(name, f"name={name!r} is no identifier")
+            identifier(name, f"name={name!r} is not an identifier")
         self.name = name
         self.wires: dict[str, Wire] = {}
         self.symbols: dict[str, Dim | Rest] = {}

@@ -55,14 +55,14 @@ class Canonical(Settings):
         """Say which inputs ``outer += model`` joins to what ``outer`` has last produced: one that is left open.
 
         Raises:
-            WiringError: one is no input of the model.
+            WiringError: one is not an input of the model.
         """
         self._unfrozen()
         with transaction():
             names = [self._name_of(*self._found(key)) for key in keys]
             for name in names:
                 if name not in self.input_keys:
-                    raise WiringError(f"{name!r} is no input of {self.label}; they are {self.input_keys}")
+                    raise WiringError(f"{name!r} is not an input of {self.label}; they are {self.input_keys}")
             put(self, "_cins", names)
 
     def set_couts(self, *keys: Any) -> None:
@@ -77,7 +77,7 @@ class Canonical(Settings):
             for key in keys:
                 wire, shown = self._found(key)
                 if wire.find().producer is None:
-                    raise WiringError(f"{shown} is no result of a block in {self.label}")
+                    raise WiringError(f"{shown} is not a result of a block in {self.label}")
                 names.append(self._name_of(wire, shown))
             put(self, "_couts", names)
             if len(names) == 1:

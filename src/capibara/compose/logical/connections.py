@@ -106,7 +106,7 @@ class IOKey(Operators):
             raise WiringError(f"name={name!r} must be a string")
         if isinstance(value, tuple | list) and any(isinstance(v, str) for v in value):
             raise WiringError(
-                f"value={value!r} is no value; for a shape write IOKey({name!r}, shape={value!r})"
+                f"value={value!r} is not a value; for a shape write IOKey({name!r}, shape={value!r})"
             )
         for key, flag in (("expose", expose), ("differentiable", differentiable)):
             if flag is not None and not isinstance(flag, bool):
@@ -147,7 +147,7 @@ def as_type(given: Any) -> tuple[str | None, tuple[Any, ...] | None]:
     """``(kind, shape)`` that a type says, None where it leaves it open.
 
     Raises:
-        WiringError: it is no type of connections.
+        WiringError: it is not a type of connections.
     """
     if given is None or given is Tensor or given is Any:
         return None, None
@@ -173,7 +173,7 @@ def as_type(given: Any) -> tuple[str | None, tuple[Any, ...] | None]:
     if given is tuple or given is list or origin is tuple or origin is list:
         return kind, (None, ...)
     raise WiringError(
-        f"type={given!r} is no type of connections: use float, int, bool, Tensor, Tensor[float], Tensor[int], "
+        f"type={given!r} is not a type of connections: use float, int, bool, Tensor, Tensor[float], Tensor[int], "
         "Tensor[bool], tuple or list"
     )
 

@@ -66,7 +66,7 @@ class Operation(Primitive):
         for key, value in attributes.items():
             # They stand in the source that is generated.
             if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key):
-                raise WiringError(f"op({op!r}): {key!r:.80} is no name for an argument")
+                raise WiringError(f"op({op!r}): {key!r:.80} is not a name for an argument")
             if not _plain(value):
                 raise WiringError(
                     f"op({op!r}): {key}={value!r} must be a number, a string, None, or a tuple of such: what a model "
@@ -152,7 +152,7 @@ def ports(what: str, names: Iterable[str]) -> list[str]:
     row = list(names)
     for key in row:
         if not isinstance(key, str) or not key.isidentifier() or key.startswith("_"):
-            raise WiringError(f"{what}={row!r}: {key!r} is no name for a port")
+            raise WiringError(f"{what}={row!r}: {key!r} is not a name for a port")
     if len(set(row)) != len(row):
         raise WiringError(f"{what}={row!r} names a port twice")
     return row

@@ -36,7 +36,7 @@ def as_placement(other: Any) -> tuple[Block, Mapping[str, Any], str | None]:
     if isinstance(other, Connection):
         return other.call.block(), other.call.connections, other.call.name
     raise WiringError(
-        f"{other!r} is no block: add a block, as in `model += Relu()`, or one called with its connections, as in "
+        f"{other!r} is not a block: add a block, as in `model += Relu()`, or one called with its connections, as in "
         "`model |= Linear(8)(input='x')`"
     )
 

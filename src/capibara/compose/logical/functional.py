@@ -31,7 +31,7 @@ def functional(function: Callable[..., Any] | None = None, /, **settings: Any) -
 
     Args:
         function: the function.
-        settings: for its keyword-only parameters, which are no connections: ``functional(mlp, width=8)``.
+        settings: for its keyword-only parameters, which are not connections: ``functional(mlp, width=8)``.
 
     Returns:
         The :class:`Model`, or a decorator if only settings are given.
@@ -42,7 +42,7 @@ def functional(function: Callable[..., Any] | None = None, /, **settings: Any) -
     if function is None:
         return lambda function: functional(function, **settings)
     if not callable(function):
-        raise WiringError(f"functional: {function!r} is no function")
+        raise WiringError(f"functional: {function!r} is not a function")
     name = getattr(function, "__name__", type(function).__name__)
     keys: dict[str, IOKey] = {}
     left = dict(settings)
@@ -77,7 +77,9 @@ def _outputs(results: Any, name: str) -> dict[str, Any]:
     if isinstance(results, Mapping):
         for key in results:
             if not isinstance(key, str):
-                raise WiringError(f"functional: {name} returns a dict with the key {key!r}, which is no name")
+                raise WiringError(
+                    f"functional: {name} returns a dict with the key {key!r}, which is not a name"
+                )
         return dict(results)
     if isinstance(results, tuple | list):
         return {f"output_{i}": value for i, value in enumerate(results)}

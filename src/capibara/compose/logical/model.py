@@ -124,7 +124,7 @@ class Model(Canonical):
         """Name the value that a state has after the model has run."""
         self._check_port(key)
         if self.wires[key].find().role != "state":
-            raise WiringError(f"{key!r} of {self.label} is no state; declare it with add_state(…)")
+            raise WiringError(f"{key!r} of {self.label} is not a state; declare it with add_state(…)")
         if key in self.state_updates:
             raise WiringError(f"state {key!r} of {self.label} already has a next value")
         wire = value.wire if isinstance(value, Port) else self._wire(value)
@@ -253,7 +253,7 @@ class Model(Canonical):
 
     def _child_name(self, wanted: str | None, block: Block) -> str:
         if wanted is not None:
-            identifier(wanted, f"name={wanted!r} is no name for a block")
+            identifier(wanted, f"name={wanted!r} is not a name for a block")
             if wanted in self._names:
                 raise WiringError(f"{self.label} already has a block named {wanted!r}; choose another name")
             return wanted

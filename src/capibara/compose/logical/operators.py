@@ -181,7 +181,7 @@ class Operators:
     # ---- elements -----------------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Connection:
-        """NumPy's basic indexing; one place may be an array of whole numbers (:class:`~.Take`, which clips).
+        """NumPy's basic indexing; one place may be an array of integers (:class:`~.Take`, which clips).
 
         With an array in one place the others are ``:`` or one ``...``.
         """
@@ -343,12 +343,12 @@ def _row(values: tuple[Any, ...]) -> Any:
             "the others"
         )
     if not isinstance(values, int | list | tuple):
-        raise WiringError(f"{values!r} must be whole numbers, one a dimension, or a tuple of them")
+        raise WiringError(f"{values!r} must be integers, one a dimension, or a tuple of them")
     return values
 
 
 def _whole(entry: Any) -> Any:
-    """NumPy's whole numbers as Python's."""
+    """NumPy's integers as Python's."""
     if isinstance(entry, Operators):
         return entry
     if getattr(entry, "shape", None) == () and hasattr(entry, "__index__") and not isinstance(entry, bool):

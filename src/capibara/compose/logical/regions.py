@@ -26,7 +26,7 @@ class Region(Block):
         self, block: Block, remat: str, shared: Iterable[str] = (), *, name: str | None = None
     ) -> None:
         if not isinstance(block, Block):
-            raise WiringError(f"block={block!r} is no block: give a Model, such as Linear(64)")
+            raise WiringError(f"block={block!r} is not a block: give a Model, such as Linear(64)")
         if isinstance(block, Primitive):
             body = Model()
             body.add(block, **{k: k for k in (*block.ports_in, *block.output_keys)})
@@ -165,7 +165,7 @@ class Repeat(Region):
         name: str | None = None,
     ) -> None:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise WiringError(f"count={count!r} must be a whole number of at least 1")
+            raise WiringError(f"count={count!r} must be an integer of at least 1")
         if mode not in ("auto", "scan", "unroll"):
             raise WiringError(f"mode={mode!r} must be 'auto', 'scan' or 'unroll'")
         super().__init__(block, remat, shared, name=name)
@@ -217,7 +217,7 @@ def _shared(block: Model, keys: Iterable[str]) -> list[str]:
     for key in names:
         if key not in params:
             raise WiringError(
-                f"shared names {key!r}, which is no parameter of {type(block).__name__} itself; those are "
+                f"shared names {key!r}, which is not a parameter of {type(block).__name__} itself; those are "
                 f"{params}.{did_you_mean(str(key), params)} One further inside has to be given a name in it first, "
                 'as in model |= Linear(8)(weight="weight")'
             )

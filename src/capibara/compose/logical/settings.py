@@ -23,7 +23,7 @@ __all__ = ["Settings", "check_key"]
 
 
 def check_key(key: Any) -> None:
-    identifier(key, f"{key!r} is no connection name")
+    identifier(key, f"{key!r} is not a connection name")
 
 
 class Settings(Block):
@@ -136,7 +136,7 @@ class Settings(Block):
         value = self._expanded(key)
         if not isinstance(value, Port | Connection | IOKey):
             raise WiringError(
-                f"{key!r} is no connection of {self.label}: give its name, a port or an expression"
+                f"{key!r} is not a connection of {self.label}: give its name, a port or an expression"
             )
         return self._resolve(value)
 
@@ -316,7 +316,7 @@ class Settings(Block):
 
         Raises:
             KindError, ShapeError: a type contradicts what is known; the model is left as it was.
-            WiringError: it is no type.
+            WiringError: it is not a type.
         """
         with transaction():
             for key, given in _pairs(config, types):
@@ -331,7 +331,7 @@ class Settings(Block):
             config: numbers, arrays or lists of numbers by name, port or expression. values: by name.
 
         Raises:
-            WiringError: what is named is no input, or the value is none.
+            WiringError: what is named is not an input, or the value is none.
             KindError, ShapeError: the value does not fit; the model is left as it was.
         """
         with transaction():
@@ -400,7 +400,7 @@ class Settings(Block):
                 from the model or be given (:meth:`set_shapes`).
 
         Raises:
-            WiringError: the first is no input, or has a next value. ShapeError, KindError: they do not fit.
+            WiringError: the first is not an input, or has a next value. ShapeError, KindError: they do not fit.
         """
         self._unfrozen()
         with transaction():
@@ -409,7 +409,7 @@ class Settings(Block):
             root = wire.find()
             if root.producer is not None or root.role is not None:
                 raise WiringError(
-                    f"{shown} is {root.role or 'the result of a block'}, and no input: it is no state"
+                    f"{shown} is {root.role or 'the result of a block'}, and no input: it is not a state"
                 )
             if root is after.find():
                 raise WiringError(f"{shown} would be its own next value: nothing would ever change it")

@@ -317,13 +317,13 @@ def as_shape(
         axes: logical axis names, one a dimension (a ``Rest`` takes none), or empty.
 
     Raises:
-        ShapeError: for a negative size or something that is no dimension.
+        ShapeError: for a negative size or something that is not a dimension.
     """
     items: list[Dim | Rest] = []
     try:
         fields: list[Any] = spec.split() if isinstance(spec, str) else list(spec)
     except TypeError:
-        raise ShapeError(f"shape {spec!r} is no row of sizes: write [32, 128] or 'batch 128'") from None
+        raise ShapeError(f"shape {spec!r} is not a row of sizes: write [32, 128] or 'batch 128'") from None
     for field in fields:
         if isinstance(field, Dim | Rest):
             items.append(field)

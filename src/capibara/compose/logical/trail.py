@@ -39,7 +39,7 @@ def put(obj: Any, attribute: str, value: Any) -> None:
 
 
 def on_undo(action: Callable[[], Any]) -> None:
-    """Run ``action`` if the open :func:`transaction` is taken back: for changes that are no attribute."""
+    """Run ``action`` if the open :func:`transaction` is taken back: for changes that are not attributes."""
     trail = building.trail
     if trail is not None:
         trail.append((action, "", None))

@@ -95,7 +95,7 @@ class Numbers:
 
     @property
     def kind(self) -> str | None:
-        """Its kind, None where whole numbers may become floats."""
+        """Its kind, None where integers may become floats."""
         if self._whole:
             return None
         return "bool" if math.prod(self.shape) and isinstance(self._first(), bool) else "float"
@@ -107,7 +107,7 @@ class Numbers:
         return value
 
     def array(self, kind: str | None, compute: str) -> np.ndarray[Any, Any]:
-        """The array: floats in the dtype ``compute``, whole numbers as int32."""
+        """The array: floats in the dtype ``compute``, integers as int32."""
         if kind == "bool" or self.kind == "bool":
             return np.asarray(self.values, bool)
         if kind == "int" or (kind is None and self._whole):
@@ -131,11 +131,11 @@ def _checked(values: Any, count: list[int], depth: int) -> tuple[Any, set[str]]:
         return (float(values) if kind == "float" else values), {kind}
     if not isinstance(values, list | tuple):
         raise WiringError(
-            f"{values!r} ({type(values).__name__}) in a list is no number; a list of numbers and connections may "
+            f"{values!r} ({type(values).__name__}) in a list is not a number; a list of numbers and connections may "
             "hold ports, IOKeys and expressions, too"
         )
     if depth >= DEEPEST:
-        raise WiringError(f"lists nested more than {DEEPEST} deep are no array")
+        raise WiringError(f"lists nested more than {DEEPEST} deep are not an array")
     rows = [_checked(v, count, depth + 1) for v in values]
     if len({np.shape(row) for row, _ in rows}) > 1:
         raise WiringError(f"the rows of {values!r:.200} differ in shape")
@@ -175,7 +175,7 @@ def as_constant(value: Any) -> Wire:
 
 
 def check_constant(wire: Wire) -> None:
-    """A whole number that meets truth values is refused: it would not become one.
+    """An integer that meets booleans is refused: it would not become one.
 
     Raises:
         KindError: the wire holds such a number.
@@ -186,7 +186,7 @@ def check_constant(wire: Wire) -> None:
         return
     whole = value.kind is None if isinstance(value, Numbers) else type(value) is int
     if whole:
-        raise KindError(f"the number {value!r} is no truth value: write True or False")
+        raise KindError(f"the number {value!r} is not a boolean: write True or False")
 
 
 def settle_numbers(wires: Iterable[Wire], compute: str) -> None:
@@ -195,7 +195,7 @@ def settle_numbers(wires: Iterable[Wire], compute: str) -> None:
     So do NumPy's 64-bit arrays, which are what NumPy makes of numbers unless told otherwise.
 
     Raises:
-        KindError: whole numbers stand where truth values are needed. InputError: they do not fit an int32.
+        KindError: integers stand where booleans are needed. InputError: they do not fit an int32.
     """
     for wire in wires:
         if wire.role != "constant":

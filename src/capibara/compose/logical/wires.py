@@ -61,7 +61,7 @@ def _unify_kinds(a: Kind, b: Kind) -> None:
     if a.value is not None and b.value is not None and a.value != b.value:
         raise KindError(f"{a.value} is not {b.value}{_remedy(a.value, b.value)}")
     if (a.numeric or b.numeric) and "bool" in (a.value, b.value):
-        raise KindError("truth values are no numbers to compute with: make them such, as with Cast('int32')")
+        raise KindError("bool does not support arithmetic; cast to int or float first, as with Cast('int32')")
     put(b, "parent", a)
     if a.value is None:
         put(a, "value", b.value)

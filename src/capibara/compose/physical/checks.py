@@ -138,7 +138,7 @@ def checked_cotangents(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, 
     """The cotangents of a call, without those of integer and bool outputs (``float0``: they hold nothing).
 
     Raises:
-        InputError: for keys that are no outputs, values that are no float arrays, and outputs without a gradient.
+        InputError: for keys that are not outputs, values that are not float arrays, and outputs without a gradient.
     """
     from jax.dtypes import float0
 
@@ -152,7 +152,7 @@ def checked_cotangents(given: Any, specs: Mapping[str, ArraySpec]) -> dict[str, 
         place = f"output_gradients[{name!r}]"
         if name not in specs:
             raise InputError(
-                f"output_gradients names {name!r}, which is no output; the outputs are {list(specs)}."
+                f"output_gradients names {name!r}, which is not an output; the outputs are {list(specs)}."
                 f"{did_you_mean(str(name), specs)}"
             )
         if str(getattr(value, "dtype", "")).startswith("torch."):

@@ -291,7 +291,7 @@ def literal(wire: Wire) -> bool | int | float | None:
     """A constant as the Python number that it is for the operations that read it, or None if it is an array.
 
     Raises:
-        CompileError: a whole number that no int32 holds.
+        CompileError: an integer that no int32 holds.
     """
     value = wire.constant
     if isinstance(value, bool):

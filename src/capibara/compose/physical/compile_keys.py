@@ -61,12 +61,14 @@ class Keys:
         name = next((k for k, w in model.wires.items() if w.find() is root), None)
         return _Found(name or str(getattr(key, "key", "value")), root)
 
-    def _input(self, argument: str, key: Any, what: str = "input", role: str | None = None) -> _Found:
+    def _input(self, argument: str, key: Any, what: str = "an input", role: str | None = None) -> _Found:
         found = self._find(argument, key)
         if found.wire.role != role or found.wire.producer is not None:
             there = self.model.input_keys
             hint = did_you_mean(str(key), there) if isinstance(key, str) else ""
-            raise CompileError(f"{argument} names {key!r}, which is no {what}; the inputs are {there}.{hint}")
+            raise CompileError(
+                f"{argument} names {key!r}, which is not {what}; the inputs are {there}.{hint}"
+            )
         return found
 
     def _claim(self, argument: str, key: Any, found: _Found) -> None:
@@ -84,7 +86,7 @@ class Keys:
             )
             if name not in names:
                 raise CompileError(
-                    f"discard_keys names {key!r}, which is no output; the outputs are {names}."
+                    f"discard_keys names {key!r}, which is not an output; the outputs are {names}."
                     f"{did_you_mean(str(key), names)}"
                 )
             found.append(name)
@@ -139,7 +141,7 @@ class Keys:
                         else "no input of the model has a name: say what its first block reads, as in "
                         f"Linear(8)(input={key!r})"
                     )
-                    raise CompileError(f"shapes names {key!r}, which is no input; {there}")
+                    raise CompileError(f"shapes names {key!r}, which is not an input; {there}")
             found = self._find("shapes", key) if key not in self.extra else _Found(key, self.extra[key])
             try:
                 if found.name in self.model.wires:
@@ -171,7 +173,7 @@ class Keys:
         try:
             data = np.asarray(value)
         except (TypeError, ValueError) as error:
-            raise CompileError(f"constant_keys[{key!r}] is no array: {error}") from None
+            raise CompileError(f"constant_keys[{key!r}] is not an array: {error}") from None
         letter = "f" if "float" in data.dtype.name else data.dtype.kind
         own = {"f": "float", "i": "int", "u": "int", "b": "bool"}.get(letter)
         if own is None:
@@ -180,7 +182,7 @@ class Keys:
                 "of numbers or an array"
             )
         if own == "int" and kind == "float" and isinstance(value, list | tuple):
-            own = "float"  # whole numbers take the kind of what they meet, in lists as alone
+            own = "float"  # integers take the kind of what they meet, in lists as alone
         if own == "float":
             data = data.astype(_numpy_dtype(self.compute))
         elif own == "int" and not isinstance(value, np.ndarray) and not hasattr(value, "dtype"):

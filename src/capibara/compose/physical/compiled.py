@@ -206,14 +206,14 @@ class CompiledModel:
             key: a JAX PRNG key. sizes: values for free sizes, by name.
 
         Raises:
-            InputError: ``key`` is no key. CompileError: a size is not known, or no free size.
+            InputError: ``key`` is not a key. CompileError: a size is not known, or no free size.
         """
         return fresh(self, self.params, check_key(key), sizes, "parameter")
 
     def randomize_params(
         self, seed: int | jax.Array = 0, *, init: Any | None = None, **sizes: int
     ) -> dict[str, Any]:
-        """:meth:`init` with the key of a seed: a whole number from 0 to 2³² − 1, or a JAX key.
+        """:meth:`init` with the key of a seed: an integer from 0 to 2³² − 1, or a JAX key.
 
         Args:
             seed: the seed. sizes: values for free sizes, by name.

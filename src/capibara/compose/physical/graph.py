@@ -162,7 +162,7 @@ def flatten(
                 )
             )
         else:
-            raise WiringError(f"{block!r} is no kind of block that can be compiled")
+            raise WiringError(f"{block!r} is not a kind of block that can be compiled")
     for path, leaf in graph.states.items():
         if id(leaf.wire) in updates:
             graph.next_states[path] = updates[id(leaf.wire)]

@@ -36,7 +36,7 @@ def lower(
     for key in given:
         if key not in compiled.inputs:
             raise InputError(
-                f"inputs names {key!r}, which is no input; the inputs are {compiled.input_keys}."
+                f"inputs names {key!r}, which is not an input; the inputs are {compiled.input_keys}."
                 f"{did_you_mean(str(key), compiled.inputs)}"
             )
     everything = {("inputs", k): s for k, s in compiled.inputs.items()} | {

@@ -39,7 +39,7 @@ def _path(path: Any) -> FilePath:
     except TypeError:
         raise InputError(f"path={path!r:.80} must be the name of a file") from None
     if not name or "\0" in name:
-        raise InputError(f"path={name!r:.80} is no name for a file")
+        raise InputError(f"path={name!r:.80} is not a name for a file")
     return FilePath(name)
 
 
@@ -53,7 +53,7 @@ def file_to_read(path: Any) -> FilePath:
     if file.is_file():
         return file
     if file.exists():
-        raise InputError(f"{str(file)!r} is no file")
+        raise InputError(f"{str(file)!r} is not a file")
     raise MissingFileError(f"there is no file {str(file)!r}")
 
 
@@ -93,7 +93,7 @@ def save_params(
         left_out: what may be there, and is not written.
 
     Raises:
-        InputError: parameters are missing, unknown, or have another shape or dtype, or ``path`` is no name for a file.
+        InputError: parameters are missing, unknown or of another shape or dtype; ``path`` is not a name for a file.
         MissingFileError: there is no such folder. MissingExtraError: safetensors is missing.
     """
     library = _library()
@@ -131,7 +131,7 @@ def load_params(path: str | os.PathLike[str], specs: Mapping[Path, ArraySpec]) -
 
     Raises:
         MissingFileError: there is no such file (also a FileNotFoundError).
-        InputError: it is no file of parameters, of another version, too large, or of another model.
+        InputError: it is not a file of parameters, of another version, too large, or of another model.
         MissingExtraError: safetensors is missing.
     """
     library = _library()
@@ -153,7 +153,7 @@ def load_params(path: str | os.PathLike[str], specs: Mapping[Path, ArraySpec]) -
     try:
         entries = library.deserialize(file.read_bytes())
     except Exception as error:  # the library's own error, whose type differs between versions
-        raise InputError(f"{file} is no safetensors file: {error}") from None
+        raise InputError(f"{file} is not a safetensors file: {error}") from None
     arrays = {}
     for name, entry in entries:
         spec = specs[names[name]]
@@ -181,7 +181,7 @@ def _header(file: FilePath, specs: Mapping[Path, ArraySpec]) -> dict[str, tuple[
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(_HEADER_LIMIT, max(size - 8, 0)):
-            raise InputError(f"{file} is no safetensors file: its header would have {length} bytes")
+            raise InputError(f"{file} is not a safetensors file: its header would have {length} bytes")
         text = stream.read(length)
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _header(file: FilePath, specs: Mapping[Path, ArraySpec]) -> dict[str, tuple[
     try:
         header = json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is no safetensors file: {error}") from None
+        raise InputError(f"{file} is not a safetensors file: {error}") from None
     metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
         raise InputError(f"{file} holds no parameters that save_params wrote: its format is not {_FORMAT!r}")

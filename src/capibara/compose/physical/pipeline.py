@@ -196,14 +196,14 @@ def _check_axes(backend: Any, specs: ModelSpecs) -> None:
 
 
 def _check_powers(graph: Graph) -> None:
-    """Whole numbers have no negative powers: each backend would say or do something else."""
+    """Integers have no negative powers: each backend would say or do something else."""
     for node in graph.walk():
         if getattr(node.block, "op", "") != "power" or node.outputs[0].find().kind.find().value != "int":
             continue
         exponent = node.inputs[1].find().constant
         if isinstance(exponent, int | list | tuple | np.ndarray) and np.any(np.less(exponent, 0)):
             raise KindError(
-                f"{node.label}: whole numbers to the power of {exponent!r:.40} are not whole: make the base a float "
+                f"{node.label}: integers to the power of {exponent!r:.40} are not whole: make the base a float "
                 "with Cast('float32')"
             )
 
@@ -265,7 +265,7 @@ def _whole(model: Any) -> Model:
             "model is a block called with its connections: compile a Model to which it was added"
         )
     if not isinstance(model, Block):
-        raise CompileError(f"model={model!r} is no model: pass a capibara.compose Model")
+        raise CompileError(f"model={model!r} is not a model: pass a capibara.compose Model")
     if model.parent is not None:
         raise CompileError(f"{model.label} is part of {model.parent.label}: compile that one")
     if isinstance(model, Model):

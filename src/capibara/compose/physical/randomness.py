@@ -51,7 +51,7 @@ def as_key(seed: Any, name: str = "seed") -> jax.Array:
     """The key of a seed; a key is returned as it is.
 
     Args:
-        seed: a whole number from 0 to 2³² − 1 (a Python or NumPy integer), or a JAX key.
+        seed: an integer from 0 to 2³² − 1 (a Python or NumPy integer), or a JAX key.
         name: what error texts call it.
 
     Raises:
@@ -67,7 +67,7 @@ def as_key(seed: Any, name: str = "seed") -> jax.Array:
         number = None
     if number is None or not 0 <= number <= MAX_SEED:
         raise InputError(
-            f"{name}={seed!r} must be a whole number from 0 to {MAX_SEED} (2**32 - 1), or a JAX key such as "
+            f"{name}={seed!r} must be an integer from 0 to {MAX_SEED} (2**32 - 1), or a JAX key such as "
             "jax.random.key(0)"
         )
     return jax.random.key(number)

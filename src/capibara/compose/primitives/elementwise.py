@@ -189,11 +189,11 @@ class Sign(_Number):
 
 
 class Floor(_Unary):
-    """The largest whole number not above ``x``; the gradient is 0 everywhere."""
+    """The largest integer not above ``x``; the gradient is 0 everywhere."""
 
 
 class Ceil(_Unary):
-    """The smallest whole number not below ``x``; the gradient is 0 everywhere."""
+    """The smallest integer not below ``x``; the gradient is 0 everywhere."""
 
 
 class Buffer(_Same):
@@ -244,7 +244,7 @@ class Clip(_Number):
         scalar("high", high, optional=True)
         if low is not None and high is not None and low > high:
             raise WiringError(f"low={low!r} is above high={high!r}")
-        # JAX refuses whole numbers that no array could hold; as floats they are what they mean, no limit.
+        # JAX refuses integers that no array could hold; as floats they are what they mean, no limit.
         low, high = (float(v) if isinstance(v, int) and abs(v) >= 2**31 else v for v in (low, high))
         self._build({"low": low, "high": high}, name)
 

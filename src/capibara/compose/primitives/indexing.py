@@ -52,7 +52,7 @@ def _written(index: Any) -> tuple[Any, ...]:
             row.append(int(entry))
         else:
             raise WiringError(
-                f"index={index!r}: {entry!r} is none of a whole number, a slice, None or '...'; to pick rows by an "
+                f"index={index!r}: {entry!r} is none of an integer, a slice, None or '...'; to pick rows by an "
                 "array use Take"
             )
     if sum(entry is Ellipsis for entry in row) > 1:
@@ -89,7 +89,7 @@ def _indexed(dims: list[Dim], index: tuple[Any, ...]) -> tuple[list[Dim], bool]:
 
 
 class Indexer(Primitive):
-    """``input[index]``, NumPy's basic indexing: whole numbers, slices, ``None`` and ``...``, one or a tuple.
+    """``input[index]``, NumPy's basic indexing: integers, slices, ``None`` and ``...``, one or a tuple.
 
     Numbers outside of a dimension are refused once its size is known. The gradient goes back to where the
     elements came from, and is 0 elsewhere.
@@ -220,7 +220,7 @@ class _Made(Primitive):
 
 
 class Arange(_Made):
-    """``start, start + step, …`` up to but without ``stop``: whole numbers if all three are, else floats."""
+    """``start, start + step, …`` up to but without ``stop``: integers if all three are, else floats."""
 
     def __init__(self, stop: float, start: float = 0, step: float = 1, *, name: str | None = None) -> None:
         for key, value in (("stop", stop), ("start", start), ("step", step)):
@@ -323,7 +323,7 @@ class RandomUniform(_Made):
 
 
 class RandInt(_Made):
-    """Random whole numbers from ``low`` to ``high`` (excluded), drawn anew from the call's ``key=``."""
+    """Random integers from ``low`` to ``high`` (excluded), drawn anew from the call's ``key=``."""
 
     def __init__(self, shape: tuple[int, ...], low: int, high: int, *, name: str | None = None) -> None:
         row = sizes("shape", shape)

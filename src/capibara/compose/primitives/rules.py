@@ -41,7 +41,7 @@ def scalar(name: str, value: Any, *, optional: bool = False) -> None:
 
 
 def sizes(name: str, value: Any, low: int = 0) -> tuple[int, ...]:
-    """``value`` as a tuple of whole numbers of at least ``low``.
+    """``value`` as a tuple of integers of at least ``low``.
 
     Raises:
         WiringError: it is something else.
@@ -51,7 +51,7 @@ def sizes(name: str, value: Any, low: int = 0) -> tuple[int, ...]:
     row = tuple(value)
     for size in row:
         if isinstance(size, bool) or not isinstance(size, int) or size < low:
-            raise WiringError(f"{name}={value!r}: {size!r} must be a whole number of at least {low}")
+            raise WiringError(f"{name}={value!r}: {size!r} must be an integer of at least {low}")
     return row
 
 

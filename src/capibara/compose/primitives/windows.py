@@ -33,7 +33,7 @@ def spread(name: str, value: Any, count: int, low: int = 1) -> tuple[int, ...]:
         else ()
     )
     if len(row) != count:
-        raise WiringError(f"{name}={value!r} must be a whole number or a row of {count}")
+        raise WiringError(f"{name}={value!r} must be an integer or a row of {count}")
     for one in row:
         whole(name, one, low)
     return row

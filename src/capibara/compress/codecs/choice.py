@@ -1,6 +1,6 @@
 """What the lossless codec decides: where numbers are cut, which rows share a table, which symbols get an entry.
 
-All of it in whole numbers, or in single divisions of float64, which are exact to the last bit everywhere: sums of
+All of it in integers, or in single divisions of float64, which are exact to the last bit everywhere: sums of
 logarithms in floats would differ from machine to machine, and with them the bytes. ``codec_choice.cc`` does the same.
 """
 
@@ -35,7 +35,7 @@ def _logs() -> np.ndarray:
 
 
 def fixed_log(n: np.ndarray) -> np.ndarray:
-    """About 4096 log₂ n, for whole numbers; 0 for 0."""
+    """About 4096 log₂ n, for integers; 0 for 0."""
     n = np.maximum(np.asarray(n, np.int64), 1)
     # The exponent of a float64 below 2⁵³ is the place of the highest bit.
     exponent = np.frexp(n.astype(np.float64))[1].astype(np.int64) - 1

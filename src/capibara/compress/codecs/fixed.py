@@ -58,7 +58,7 @@ __all__ = ["INT4", "INT8", "NF4_CODEC", "Fixed", "Parts"]
 _HEAD = struct.Struct("<BBHf")
 _CODED, _TURNED, _BOOK, _OUTLIERS = 1, 2, 4, 8
 _BOOK_SIZE = 32  # bytes
-_SHORTEST = 32  # a last axis below this is no row of its own
+_SHORTEST = 32  # a last axis below this is not a row of its own
 
 
 @dataclass(frozen=True)

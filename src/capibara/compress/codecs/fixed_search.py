@@ -1,12 +1,12 @@
-"""The scale of each group that costs the least squared error, found with whole numbers alone.
+"""The scale of each group that costs the least squared error, found with integers alone.
 
 A group is scaled so that its largest number fits its codes; a little less is often better, since the few numbers that
 are cut off cost less than the finer steps of all others bring. Every scale of a short list is tried. Sums of floats
 depend on their order, and a machine may fuse a product and a sum; so that every executor comes to the same codes, a
-group's numbers become whole ones of fifteen bits (by a power of two, which rounds once), the scales whole numbers of
+group's numbers become whole ones of fifteen bits (by a power of two, which rounds once), the scales integers of
 the same unit, and errors, squares and their sums stay below 2³¹.
 
-A scale is ``top · 2^(-k / resolution)`` for a whole number k of seven bits, and has a sign: where levels are not
+A scale is ``top · 2^(-k / resolution)`` for an integer k of seven bits, and has a sign: where levels are not
 symmetric, the longer side goes to the side that needs it.
 """
 

@@ -65,7 +65,7 @@ def choices(kind: Kind, settings: Mapping[str, Any], shape: tuple[int, ...]) -> 
             return None
         kinds: Any = (int, np.integer) if whole else (int, float, np.integer, np.floating)
         if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-            what = "a whole number" if whole else "a number"
+            what = "an integer" if whole else "a number"
             raise CompressError(f"{name}: got {value!r}, expected {what} from {low} to {high}")
         return int(value) if whole else float(value)
 

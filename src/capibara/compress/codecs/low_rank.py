@@ -97,11 +97,11 @@ class LowRank:
         """The payload.
 
         Raises:
-          CompressError: settings that are none, a tensor that is no matrix, integers, or numbers that are not finite.
+          CompressError: invalid settings, a tensor that is not a matrix, integers, or numbers that are not finite.
         """
         for name in settings:
             if name not in _SETTINGS:
-                raise CompressError(f"{name}: is no setting of low_rank, which has {', '.join(_SETTINGS)}")
+                raise CompressError(f"{name}: is not a setting of low_rank, which has {', '.join(_SETTINGS)}")
         if len(shape) < 2:
             raise CompressError(f"shape: got {shape}, expected two axes or more. Remedy: codec='lossless'.")
         axes = get_axes(settings, shape)
@@ -109,7 +109,7 @@ class LowRank:
         step = _step(settings, matrix)
         rank = settings.get("rank")
         if (rank is not None or step is None) and (type(rank) is not int or rank < 1):
-            raise CompressError(f"rank: got {rank!r}, expected a whole number above 0, or a step instead")
+            raise CompressError(f"rank: got {rank!r}, expected an integer above 0, or a step instead")
         hessian = get_hessian(settings, matrix.shape[1])
         codec = settings.get("factors", "lossless" if step is None else "uniform")
         inner = dict(settings.get("factor_settings") or {})
@@ -152,7 +152,7 @@ class LowRank:
         """
         head, parts = split(payload, 4, 4 * math.prod(shape) + 4)
         if len(shape) < 2 or not form.is_float:
-            raise DamagedError("a tensor of low rank is no matrix of floats: the file is damaged")
+            raise DamagedError("a tensor of low rank is not a matrix of floats: the file is damaged")
         axes = check_axes(head.get("axes"), shape)
         out, features = sides(shape, axes)
         left, right, pairs, weights = parts
@@ -160,7 +160,7 @@ class LowRank:
         if rank > min(out, features) or left.shape != (rank, out) or right.shape != (rank, features):
             raise DamagedError("a tensor's factors do not fit its shape: the file is damaged")
         if not left.form.is_float or not right.form.is_float:
-            raise DamagedError("a tensor's factors are no floats: the file is damaged")
+            raise DamagedError("a tensor's factors are not floats: the file is damaged")
         with np.errstate(over="ignore", invalid="ignore"):
             a = left.values() / _scales(pairs, rank)[:, None]
             b = right.values() / _scales(weights, features)
@@ -260,7 +260,7 @@ def _scales(part: Part, count: int) -> np.ndarray:
 
 
 def candidates(form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Settings worth trying, from large payloads to small ones; none for what is no matrix of floats."""
+    """Settings worth trying, from large payloads to small ones; none for what is not a matrix of floats."""
     if not form.is_float or len(shape) < 2 or min(sides(shape, get_axes({}, shape))) < 16:
         return []
     return [{"relative_step": 2.0 ** (k / 2)} for k in range(-8, 5)]

@@ -201,7 +201,7 @@ def _prune_and_refit(
         stop = min(start + width, features)
         if pattern is None:
             scores = (matrix[:, start:stop] / diagonal[start:stop]) ** 2
-            # Whole numbers that add up: each row keeps round(density · features) in the end.
+            # Integers that add up: each row keeps round(density · features) in the end.
             keep = round(density * stop) - round(density * start)
             mask[:, start:stop] = _largest(scores, keep / (stop - start))
         errors = np.zeros((len(matrix), stop - start))

@@ -112,7 +112,7 @@ class Sparse(InPlace):
         """
         for name in settings:
             if name not in _SETTINGS:
-                raise CompressError(f"{name}: is no setting of sparse, which has {', '.join(_SETTINGS)}")
+                raise CompressError(f"{name}: is not a setting of sparse, which has {', '.join(_SETTINGS)}")
         axes = get_axes(settings, shape)
         density, pattern = get_number(settings, "density", 0.0, 1.0), get_pattern(settings)
         if density is not None and pattern is not None:
@@ -252,7 +252,7 @@ def _value_codec(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def candidates(form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Settings worth trying, from large payloads to small ones; none for what is no matrix of floats."""
+    """Settings worth trying, from large payloads to small ones; none for what is not a matrix of floats."""
     if not form.is_float or len(shape) < 2 or math.prod(shape) < 256:
         return []
     out: list[dict[str, Any]] = [{"density": d} for d in (0.9, 0.75, 0.5, 0.35, 0.25)]

@@ -110,7 +110,7 @@ class StepExecutor(ABC):
         count, length = rows.shape
         sums, ors = self.measure(rows, cuts[-1], cuts[-1].symbol - cuts[0].symbol)
         rank = np.empty(count, np.int64)
-        # Sums of whole numbers: the order of rows is the same on every machine.
+        # Sums of integers: the order of rows is the same on every machine.
         rank[np.argsort(sums, kind="stable")] = np.arange(count)
         most = choice.class_count(count)
         counted = self.histogram(rows, cuts[-1], (rank * most // count).astype(np.uint8), most)

@@ -20,7 +20,7 @@ its number.
 An index has at most 16 MiB, and beside 4096 bytes at least 32 bytes for each object in it, 10 for each list and 6 for
 each text: more is refused before it is parsed, so that what is parsed takes at most some 18 times as much memory.
 
-Nothing of an index is believed: names are text of bounded length, sizes whole numbers that fit, chunks lie inside the
+Nothing of an index is believed: names are text of bounded length, sizes integers that fit, chunks lie inside the
 file in order without overlapping, and their rows add up.
 """
 
@@ -66,7 +66,7 @@ _OBJECT, _LIST, _STRING, _FREE = 32, 10, 6, 4096
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _MOST_NUMBERS = 1 << 48  # of one tensor
 _MOST_SIZE = 1 << 62  # of an axis, in bytes, and so on
-_NO_SHAPE = "a shape is at most 32 whole numbers, none below 0"
+_NO_SHAPE = "a shape is at most 32 integers, none below 0"
 _MOST_NAME = 4096  # characters
 # A lone surrogate cannot be written anywhere, a control character acts on the terminal that shows it.
 _STRANGE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -261,7 +261,7 @@ def _add(entries: dict[str, Entry], t: Any, keys: set[str], at: int, end: int) -
     Opening a file is mostly this, so no text is made and no function called for what is as it should be.
     """
     if not isinstance(t, dict):
-        return at, "a tensor is no object"
+        return at, "a tensor is not an object"
     if not t.keys() <= keys:
         return at, "a tensor's keys"
     name, dtype, shape, codec = t.get("name"), t.get("dtype"), t.get("shape"), t.get("codec")

@@ -251,7 +251,7 @@ def _range(rows: slice | None, shape: tuple[int, ...], total: int) -> tuple[int,
     if rows is None:
         return 0, total
     try:
-        # What is no slice has no ``indices``; its bounds may be no whole numbers, its step 0.
+        # What is not a slice has no ``indices``; its bounds may be no integers, its step 0.
         first, last, step = rows.indices(total)
     except (AttributeError, TypeError, ValueError):
         first = last = step = 0
@@ -259,7 +259,7 @@ def _range(rows: slice | None, shape: tuple[int, ...], total: int) -> tuple[int,
         some = f"slice({rows:d}, {rows + 1 or None})" if isinstance(rows, int) else "slice(0, 10)"
         how = f"Remedy: {some}." if shape else "Remedy: leave it out."
         raise ArchiveError(
-            f"rows: got {rows!r} for the shape {shape}, expected a slice of whole numbers with step 1. {how}"
+            f"rows: got {rows!r} for the shape {shape}, expected a slice of integers with step 1. {how}"
         )
     return first, last
 

@@ -1,4 +1,4 @@
-"""Whole numbers in few bits: small headers by a prefix code, and planes of fields that all have one width."""
+"""Integers in few bits: small headers by a prefix code, and planes of fields that all have one width."""
 
 from __future__ import annotations
 

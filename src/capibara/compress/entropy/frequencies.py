@@ -1,6 +1,6 @@
-"""Frequencies of symbols as a coder needs them: whole numbers that add up to a power of two.
+"""Frequencies of symbols as a coder needs them: integers that add up to a power of two.
 
-All of it is arithmetic on whole numbers and divisions of float64, so every machine comes to the same table.
+All of it is arithmetic on integers and divisions of float64, so every machine comes to the same table.
 """
 
 from __future__ import annotations

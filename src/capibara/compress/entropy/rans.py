@@ -50,7 +50,7 @@ def _starts(frequencies: np.ndarray) -> np.ndarray:
 def _tables(frequencies: np.ndarray) -> np.ndarray:
     tables = np.asarray(frequencies, np.int64)
     if tables.ndim != 2 or tables.shape[1] > 256 or (tables < 0).any() or (tables.sum(1) != SCALE).any():
-        raise ValueError(f"frequencies: expected rows of at most 256 whole numbers that add up to {SCALE}")
+        raise ValueError(f"frequencies: expected rows of at most 256 integers that add up to {SCALE}")
     return tables
 
 

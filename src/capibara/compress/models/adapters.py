@@ -339,7 +339,7 @@ def _enter(arrays: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _describe(value: Any, path: tuple[str, ...], arrays: dict[str, Any]) -> Any:
-    """How arrays are nested, as JSON: a name for an array; ``None`` where it is no dict, list, tuple or plain value."""
+    """How arrays are nested, as JSON: a name for an array; ``None`` if it is not a dict, list, tuple or plain value."""
     if is_array(value):
         name = ".".join(path) or "value"
         _enter(arrays, name, value)

@@ -85,7 +85,7 @@ class SystemConfiguration:
         self._check("jax_memory_fraction", fraction, "a number above 0 and at most 1")
         for name, least in (("jax_compilation_cache_size", 0), ("jax_parallel_devices", 1)):
             value = getattr(self, name)
-            self._check(name, type(value) is int and least <= value < 1 << 31, f"a whole number ≥ {least}")
+            self._check(name, type(value) is int and least <= value < 1 << 31, f"an integer ≥ {least}")
         try:
             object.__setattr__(
                 self, "optimization_strategy", OptimizationStrategy(self.optimization_strategy)

@@ -41,7 +41,7 @@ class JaxCompilationOptimizer:
         self, size: int = 128, *, enable_x64: bool = False, on_lookup: Callable[[float], object] | None = None
     ) -> None:
         if type(size) is not int or size < 0:
-            raise CompressError(f"size: got {size!r}, expected a whole number ≥ 0")
+            raise CompressError(f"size: got {size!r}, expected an integer ≥ 0")
         self.size = size
         self.enable_x64 = enable_x64
         self.hits = self.misses = self.evictions = 0

@@ -155,7 +155,7 @@ class UnifiedPerformanceMonitor:
         ``RuntimeWarning``: what is being measured goes on.
 
     Raises:
-      CompressError: ``keep`` or ``most_alerts`` is no whole number above 0.
+      CompressError: ``keep`` or ``most_alerts`` is not an integer above 0.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class UnifiedPerformanceMonitor:
     ) -> None:
         for name, value in (("keep", keep), ("most_alerts", most_alerts)):
             if type(value) is not int or value < 1:
-                raise CompressError(f"{name}: got {value!r}, expected a whole number above 0")
+                raise CompressError(f"{name}: got {value!r}, expected an integer above 0")
         self._keep = keep
         self._on_alert = on_alert
         self._series: dict[tuple[MetricType, PipelineType], _Series] = {}
@@ -187,7 +187,7 @@ class UnifiedPerformanceMonitor:
         kind, where = _one_of(MetricType, "metric", metric), _one_of(PipelineType, "pipeline", pipeline)
         try:
             value = float(value)
-        except (TypeError, ValueError, OverflowError):  # a whole number that no float holds
+        except (TypeError, ValueError, OverflowError):  # an integer that no float holds
             raise CompressError(f"value: got {value!r:.200}, expected a number ({kind})") from None
         if not math.isfinite(value):
             raise CompressError(f"value: got {value!r}, expected a finite number ({kind})")
@@ -238,7 +238,7 @@ class UnifiedPerformanceMonitor:
           after: so many values of a pipeline raise no alert.
 
         Raises:
-          CompressError: no such metric, or the limit is no finite number: nothing crosses an infinite one, and JSON
+          CompressError: no such metric, or the limit is not a finite number: nothing crosses an infinite one, and JSON
             has no place for it.
         """
         kind = _one_of(MetricType, "metric", metric)
@@ -247,7 +247,7 @@ class UnifiedPerformanceMonitor:
                 f"limit: got {limit!r:.200}, expected a finite number ({kind}). Remedy: remove_threshold, for no limit."
             )
         if type(after) is not int or after < 0:
-            raise CompressError(f"after: got {after!r}, expected a whole number ≥ 0")
+            raise CompressError(f"after: got {after!r}, expected an integer ≥ 0")
         with self._lock:
             self._thresholds[kind, above] = Threshold(kind, float(limit), above, after)
 
@@ -339,7 +339,7 @@ class UnifiedPerformanceMonitor:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer that no float holds
         return False
 
 

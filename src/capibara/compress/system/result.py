@@ -97,7 +97,7 @@ class CompressedTensor:
         """The tensor of an archive that holds exactly one.
 
         Raises:
-          ArchiveError: it is no archive, or has not one tensor.
+          ArchiveError: it is not an archive, or has not one tensor.
           DamagedError: it was cut or changed.
         """
         offset, length, crc = parse_footer(

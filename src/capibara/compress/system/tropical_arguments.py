@@ -87,7 +87,7 @@ def check_product(a: Any, b: Any, check: Check) -> None:
     """Whether ``b`` can be multiplied by ``a`` from the left.
 
     Raises:
-      CompressError: one of them is no array, or they do not fit.
+      CompressError: one of them is not an array, or they do not fit.
     """
     check("a", a, 2, more=True)
     check("b", b, 2, more=True)
@@ -119,7 +119,7 @@ def check_polynomial(coefficients: Any, x: Any, check: Check) -> None:
     """Whether the polynomial of these coefficients has values at ``x``.
 
     Raises:
-      CompressError: one of them is no array, or there is no coefficient.
+      CompressError: one of them is not an array, or there is no coefficient.
     """
     check("coefficients", coefficients, 1)
     check("x", x, 0, more=True)

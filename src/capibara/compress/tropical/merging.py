@@ -55,9 +55,9 @@ def _options(keep: Any, method: str, fit: bool, refine: int, seed: int) -> _Opti
             f"method: got {method!r}, expected one of {clusters.METHODS}.{did_you_mean(str(method), clusters.METHODS)}"
         )
     if not whole(refine) or refine < 0:
-        raise CompressError(f"refine: got {refine!r}, expected a whole number of steps, at least 0")
+        raise CompressError(f"refine: got {refine!r}, expected an integer of steps, at least 0")
     if not whole(seed) or seed < 0:
-        raise CompressError(f"seed: got {seed!r}, expected a whole number, at least 0")
+        raise CompressError(f"seed: got {seed!r}, expected an integer, at least 0")
     if refine and not fit:
         raise CompressError(
             f"refine: got {refine!r} with fit=False. Remedy: refine moves what is fitted: fit=True."

@@ -110,7 +110,7 @@ class Convolution:
                 good = all(isinstance(number, int) and number >= 1 for number in value)
             if not good:
                 raise CompressError(
-                    f"{name}: got {value!r}, expected whole numbers, pairs of them for the padding"
+                    f"{name}: got {value!r}, expected integers, pairs of them for the padding"
                 )
             object.__setattr__(self, name, value)
 

@@ -149,7 +149,7 @@ def _step(leaf: torch.nn.Module) -> Step:
     if type(leaf) in plain:
         return Apply(_call(leaf), homogeneous=True)
     if not isinstance(leaf, torch.nn.Module):
-        raise CompressError(f"network: {leaf!r} is no module")
+        raise CompressError(f"network: {leaf!r} is not a module")
     return Apply(_call(leaf))
 
 

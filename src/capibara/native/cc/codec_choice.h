@@ -1,5 +1,5 @@
 // What the encoder decides: where numbers are cut, which rows share a table, which symbols get an entry. As in
-// codecs/choice.py: every choice is made with whole numbers, or with single divisions of float64, which are exact to the
+// codecs/choice.py: every choice is made with integers, or with single divisions of float64, which are exact to the
 // last bit everywhere; codec_choice.cc is compiled without anything that would change that.
 #pragma once
 

@@ -113,7 +113,7 @@ def _takes_rings(problem: ReduceProblem) -> None:
 
 def _takes_exact(problem: ReduceProblem) -> None:
     if problem.use_compression:
-        raise NotImplementedError("sends whole numbers, and use_compression=True")
+        raise NotImplementedError("sends integers, and use_compression=True")
 
 
 OP = Op(
@@ -135,7 +135,7 @@ def zero_residual(gradients: Any) -> Any:
     Integers, which are not compressed, get an array of zeros all the same. On a mesh the zeros lie as the gradients.
 
     Raises:
-      OpTypeError: what is no array, by its place in ``gradients``.
+      OpTypeError: what is not an array, by its place in ``gradients``.
     """
 
     def zero(path: Any, g: Any) -> Any:
@@ -194,7 +194,7 @@ def async_all_reduce(
 
     Raises:
       OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name; or outside ``shard_map`` it
-        is not known how an array lies over the mesh.
+        is not known how an array is sharded over the mesh.
 
     Equivalent JAX: ``lax.psum``, ``lax.pmean``, ``lax.pmax``, ``lax.pmin``;
     ``jnp.prod(lax.all_gather(x, axis_name), axis=0)``.

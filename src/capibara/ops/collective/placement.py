@@ -67,13 +67,13 @@ def bound_axis(name: str, axis_name: Axis | None, *, needed: bool) -> Axis | Non
 
 
 def _sharding(name: str, x: Any) -> NamedSharding | None:
-    """How the whole array ``x`` lies over a mesh; None if it lies on one device."""
+    """How the whole array ``x`` is sharded over a mesh; None if it lies on one device."""
     if isinstance(x, Tracer):
         found = jax.typeof(x).sharding
         if not found.mesh.empty and AxisType.Auto not in found.mesh.axis_types:
             return found
         raise OpValueError(
-            f"{name}: how this traced array ({x.shape}) lies over a mesh is not known while tracing. Remedy: call "
+            f"{name}: the sharding of this traced array ({x.shape}) is not known while tracing. Remedy: call "
             f"it inside jax.shard_map, outside jax.jit, or with a mesh whose axes are explicit (jax.make_mesh)."
         )
     found = getattr(x, "sharding", None)

@@ -29,7 +29,7 @@ def _check(op: str, inputs: Any, filters: Any, groups: Any, n: int) -> None:
     check_array(op, "inputs", inputs, n + 2, f"[batch, {axes}, channels]")
     check_array(op, "filters", filters, n + 2, f"[{n} × taps, channels / groups, out_channels]")
     if isinstance(groups, bool) or not isinstance(groups, numbers.Integral):
-        raise OpTypeError(f"{op}: groups must be a whole number, got {groups!r}")
+        raise OpTypeError(f"{op}: groups must be an integer, got {groups!r}")
     channels, outer = inputs.shape[-1], filters.shape[-1]
     if groups < 1 or channels % groups or outer % groups:
         raise OpValueError(
@@ -152,7 +152,7 @@ def conv2d(
       inputs: ``[batch, height, width, channels]``, floating point.
       filters: ``[rows, columns, channels / groups, out_channels]``, floating point.
       strides: steps between windows, one for all axes or one each.
-      padding: ``"SAME"``, ``"VALID"``, or a pair of whole numbers for each axis: the zeros before and after it.
+      padding: ``"SAME"``, ``"VALID"``, or a pair of integers for each axis: the zeros before and after it.
       dilation: how far the taps are apart, one for all axes or one each.
       groups: the channels are divided into that many groups, each convolved for itself; as many as there are
         channels is a depthwise convolution.
@@ -221,7 +221,7 @@ def conv_transpose2d(
       filters: ``[rows, columns, channels / groups, out_channels]``, floating point.
       strides: outputs for one input, one for all axes or one each.
       padding: ``"SAME"``: ``strides`` times as many outputs as inputs; ``"VALID"``: every output that a tap reaches;
-        or a pair of whole numbers for each axis, the outputs left out before and after it.
+        or a pair of integers for each axis, the outputs left out before and after it.
       dilation, groups, precision: as in :func:`conv2d`.
 
     Returns:

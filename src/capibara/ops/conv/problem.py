@@ -79,13 +79,13 @@ def check_array(op: str, name: str, array: Any, rank: int, layout: str) -> None:
 
 
 def whole_numbers(op: str, name: str, value: Any, count: int, least: int = 1) -> tuple[int, ...]:
-    """``value``, one whole number for all axes or one for each, as a tuple."""
+    """``value``, one integer for all axes or one for each, as a tuple."""
     row = (value,) * count if isinstance(value, numbers.Integral) else value
     if isinstance(value, bool) or not isinstance(row, Sequence) or isinstance(row, str):
-        raise OpTypeError(f"{op}: {name} must be a whole number or {count} of them, got {value!r}")
+        raise OpTypeError(f"{op}: {name} must be an integer or {count} of them, got {value!r}")
     good = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= least for n in row)
     if len(row) != count or not good:
-        raise OpValueError(f"{op}: {name} must be {count} whole numbers of at least {least}, got {value!r}")
+        raise OpValueError(f"{op}: {name} must be {count} integers of at least {least}, got {value!r}")
     return tuple(int(n) for n in row)
 
 
@@ -102,12 +102,12 @@ def explicit_padding(
             ]
             return tuple((lack // 2, lack - lack // 2) for lack in lacks)
         raise OpValueError(
-            f"{op}: padding must be 'SAME', 'VALID' or {len(size)} pairs of whole numbers, got {padding!r}."
+            f"{op}: padding must be 'SAME', 'VALID' or {len(size)} pairs of integers, got {padding!r}."
             f"{did_you_mean(padding.upper(), ('SAME', 'VALID'))}"
         )
     if not isinstance(padding, Sequence) or len(padding) != len(size):
         raise OpTypeError(
-            f"{op}: padding must be 'SAME', 'VALID' or {len(size)} pairs of whole numbers, got {padding!r}"
+            f"{op}: padding must be 'SAME', 'VALID' or {len(size)} pairs of integers, got {padding!r}"
         )
     pairs = []
     for pair in padding:

@@ -97,9 +97,9 @@ def padded_length(n: int, factors: tuple[int, ...] | None = None) -> int:
 
 
 def roots(index: Any, n: int, xp: Any = np, dtype: Any = np.float64) -> tuple[Any, Any]:
-    """``cos`` and ``sin`` of ``2 π index / n`` for whole numbers ``0 <= index < n < 2**30``.
+    """``cos`` and ``sin`` of ``2 π index / n`` for integers ``0 <= index < n < 2**30``.
 
-    The angle is folded into the first eighth of the circle in whole numbers, so that large indices lose no accuracy
+    The angle is folded into the first eighth of the circle in integers, so that large indices lose no accuracy
     and quarters of the circle are exact.
     """
     a = xp.minimum(index, n - index) * 4

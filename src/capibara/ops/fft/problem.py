@@ -161,13 +161,13 @@ def _check_arrays(signal: Any, wants_real: bool) -> tuple[tuple[Any, ...], str, 
 
 
 def whole(name: str, value: Any) -> tuple[int, ...]:
-    """One whole number or several, as a tuple."""
+    """One integer or several, as a tuple."""
     if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer):
         value = np.asarray(value).tolist()
     row = (value,) if isinstance(value, numbers.Integral) else value
     good = isinstance(row, Sequence) and not isinstance(row, str) and not isinstance(value, bool)
     if not good or any(isinstance(n, bool) or not isinstance(n, numbers.Integral) for n in row):
-        raise OpTypeError(f"{NAME}: {name} must be a whole number or several of them, got {value!r}")
+        raise OpTypeError(f"{NAME}: {name} must be an integer or several of them, got {value!r}")
     return tuple(int(n) for n in row)
 
 
@@ -208,7 +208,7 @@ def _check_factors(factors: Any) -> tuple[int, ...] | None:
         return None
     row = whole("radix_factors", factors)
     if not row or min(row) < 2:
-        raise OpValueError(f"{NAME}: radix_factors must be whole numbers of at least 2, got {factors!r}")
+        raise OpValueError(f"{NAME}: radix_factors must be integers of at least 2, got {factors!r}")
     if max(row) > 1024:
         raise OpValueError(
             f"{NAME}: radix_factors must be at most 1024 (each is a matrix of its square), got {factors!r}"

@@ -27,7 +27,7 @@ __all__ = ["check", "forward"]
 
 LANES, SUBLANES = 128, 8
 _BLOCKS = (512, 256, 128)  # rows of the matrix at a time
-_MOST_VECTORS = 512  # with their copies; more are a product that is worth the whole numbers
+_MOST_VECTORS = 512  # with their copies; more are a product that is worth the integers
 _VMEM_BYTES = 10 << 20  # of 16 MiB on the smallest chip
 
 

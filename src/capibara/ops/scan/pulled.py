@@ -82,7 +82,7 @@ def _transposed(cotangents: Any, *arrays: Any, step: ClosedJaxpr, pull: Pull, co
         raise NotImplementedError("this function is linear in its last arguments only")
     given = [alike(ad.instantiate_zeros(ct), *values) if isinstance(ct, ad.Zero) else ct for ct in cotangents]
     grads = pull(values, given)
-    # Tangents that are known to be zero are no arguments of the linear function.
+    # Tangents that are known to be zero are not arguments of the linear function.
     found = [g if ad.is_undefined_primal(v) else None for g, v in zip(grads, linear, strict=True)]
     return [None] * count + found
 

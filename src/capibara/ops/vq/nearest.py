@@ -158,8 +158,8 @@ def _blocked(
     if contiguous:
         indices = lax.map(search, x.reshape(blocks, rows, -1)).reshape(-1)
     else:
-        # Tokens that lie over several devices stay there: each block has some of every device's. On one device it would
-        # be a third of the time on TPUs, where a token of every so many is a tile of its own.
+        # Sharded tokens stay where they are: each block takes some of every device's. On one device that is a third
+        # of the time on TPUs, where each strided token fills a tile of its own.
         def pick(i: jax.Array) -> jax.Array:
             return search(lax.dynamic_index_in_dim(strided, i, 1, keepdims=False))
 

@@ -53,7 +53,7 @@ def initial_codebook_state(
         counts["codebooks"] = codebooks
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-            raise OpValueError(f"initial_codebook_state: {name} must be a whole number from 1, got {value!r}")
+            raise OpValueError(f"initial_codebook_state: {name} must be an integer from 1, got {value!r}")
     front = () if codebooks is None else (codebooks,)
     codebook = jax.random.normal(key, (*front, codebook_size, dim), jnp.float32)
     # Two arrays, not one twice: a caller may donate the state to a compiled function.
@@ -116,7 +116,7 @@ def check_options(op: str, **options: Any) -> None:
 
 
 def check_context(op: str, key: Any, axis_name: Any, train: Any = True) -> None:
-    """Refuse a ``key`` that is none, mesh axes that are not bound here, and a ``train`` that is no bool."""
+    """Refuse a ``key`` that is none, mesh axes that are not bound here, and a ``train`` that is not a bool."""
     check_flag(op, "train", train)
     if key is not None:
         check_key(op, key)
@@ -134,7 +134,7 @@ def _state(state: Any) -> dict[str, Dims]:
 
 
 def laid(state: Any, x: Dims, _: Dims) -> list[Any]:
-    """How vectors, indices, metrics and the new state lie over a mesh."""
+    """How vectors, indices, metrics and the new state are sharded over a mesh."""
     return [x, x[:-1], (), _state(state)]
 
 

@@ -46,6 +46,6 @@ SPECS: tuple[NearestSpec, ...] = (
 def arguments(
     spec: NearestSpec, random: np.random.Generator
 ) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
-    """The arguments of a call: whole numbers, whose distances are exact in float32, so that ties are ties."""
+    """The arguments of a call: integers, whose distances are exact in float32, so that ties are ties."""
     vectors, codes = (np.round(4 * random.normal(size=shape)) for shape in spec.shapes())
     return (vectors, codes), {}

@@ -60,7 +60,7 @@ def remove_folder(folder: Path) -> None:
 def remove_abandoned(where: Path) -> list[Path]:
     """Remove the folders of compilations whose process is no more; gives them.
 
-    Only those of this user, that are no links, and that nobody holds the lock of; without a lock, after a day.
+    Only those of this user, that are not links, and that nobody holds the lock of; without a lock, after a day.
     """
     if not hasattr(os, "getuid"):
         return []

@@ -193,7 +193,7 @@ class CompiledProgram:
                 cached=cached,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"this is no result of a compilation: {error!r}") from None
+            raise PlanError(f"this is not a result of a compilation: {error!r}") from None
 
     def __str__(self) -> str:
         if self.memory is not None:

@@ -88,7 +88,7 @@ def _results(
     started: Callable[[int], None] | None,
 ) -> Generator[tuple[int, CompiledProgram | CompilationError], None, None]:
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
-        raise PlanError(f"workers={workers!r} must be a whole number of at least 1")
+        raise PlanError(f"workers={workers!r} must be an integer of at least 1")
     compiler = find_compiler()
     cache = ProgramCache() if cache is None else cache
     waiting: list[tuple[int, Job, str]] = []

@@ -44,7 +44,7 @@ class TpuCostOptimizer:
       region, term, prices: see :func:`capibara.hardware.get_price`; ``prices`` is a price file of your own.
 
     Raises:
-      PlanError: an unknown target or cost model (the text gives the nearest), or a limit that is no number above 0.
+      PlanError: an unknown target or cost model (the text gives the nearest), or a limit that is not a number above 0.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TpuCostOptimizer:
 
         Raises:
           NothingAffordableError: none of them does; the text says why, for each.
-          PlanError: there are none, one lacks a figure, or a limit is no number above 0.
+          PlanError: there are none, one lacks a figure, or a limit is not a number above 0.
         """
         limits = {
             "total_tokens": total_tokens,
@@ -161,7 +161,7 @@ class TpuCostOptimizer:
         chips = figure("num_chips")
         if isinstance(chips, bool) or not isinstance(chips, int) or not 1 <= chips <= _MOST_CHIPS:
             shown = "more" if isinstance(chips, int) and chips > _MOST_CHIPS else repr(chips)
-            raise PlanError(f"{where}: num_chips={shown}, expected a whole number from 1 to {_MOST_CHIPS}")
+            raise PlanError(f"{where}: num_chips={shown}, expected an integer from 1 to {_MOST_CHIPS}")
         chip = get_chip(figure("chip")).name.removesuffix("-core")
         name = (
             getattr(plan, "name", None)

@@ -164,7 +164,7 @@ def explain_oom(
     """
     for name, value in (("remedies", remedies), ("max_compiles", max_compiles)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise PlanError(f"{name}={value!r} must be a whole number from 0")
+            raise PlanError(f"{name}={value!r} must be an integer from 0")
     if workers is not None:
         check_counts(workers=workers)
     limit = limit_of(target, memory_limit_gb)

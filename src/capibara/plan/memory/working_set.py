@@ -239,5 +239,5 @@ def _kept(kind: str, remat: str, w: _Widths) -> int:
 
 def _normalised(w: _Widths) -> int:
     values = w.tokens * w.stream
-    # In one dtype what is normalised is no copy of what comes in.
+    # In one dtype what is normalised is not a copy of what comes in.
     return values * (5 * w.accumulate if w.one_dtype else 6 * w.accumulate + 2 * w.compute)

@@ -165,7 +165,7 @@ class ProgramFacts:
             return cls(**data)
         except (LookupError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as error:
             raise PlanError(
-                f"text is no program facts as ProgramFacts.to_json() writes them: {error}"
+                f"text is not program facts as written by ProgramFacts.to_json(): {error}"
             ) from error
 
 

@@ -78,7 +78,7 @@ def operand_shape(instruction: Instruction, computation: Computation, number: in
     shapes = source.shapes if source is not None else ()
     if len(shapes) != 1:
         raise PlanError(
-            f"operand {number} of {instruction.name!r} ({instruction.opcode}) is no array of the program"
+            f"operand {number} of {instruction.name!r} ({instruction.opcode}) is not an array of the program"
         )
     return shapes[0]
 

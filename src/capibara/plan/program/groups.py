@@ -2,7 +2,7 @@
 
 * lists: ``{{0,1,2,3},{4,5,6,7}}``; ``{}`` means everybody;
 * iotas: ``[8,4]<=[4,8]T(1,0)``: count 0, 1, 2, … in an array of 4 × 8, transpose it, cut it into 8 groups of 4;
-* meshes: ``mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}``: groups lie along the named axes of a mesh, whose
+* meshes: ``mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}``: groups run along the named axes of a mesh, whose
   devices count in order unless ``device_ids`` says otherwise (``'a':(1)2`` names a part of an axis: after
   a factor of 1, two);
 * pairs (collective-permute): ``{{0,1},{1,2}}``, from → to.
@@ -59,7 +59,7 @@ def parse_groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if text.startswith("["):
         found = _IOTA.match(text)
         if not found:
-            raise PlanError(f"replica groups {text[:80]!r} are no list such as [8,4]<=[4,8]T(1,0)")
+            raise PlanError(f"replica groups {text[:80]!r} are not a list such as [8,4]<=[4,8]T(1,0)")
         shape = _numbers(found[1])
         total = _count(shape, text)
         ids = _iota(_numbers(found[2]) if found[2] else [total], found[3], total, text)
@@ -78,7 +78,9 @@ def _iota(dims: list[int], order: str | None, total: int, text: str) -> np.ndarr
     if order:
         axes = _numbers(order)
         if sorted(axes) != list(range(len(dims))):
-            raise PlanError(f"replica groups {text[:80]!r}: T({order}) is no order of {len(dims)} dimensions")
+            raise PlanError(
+                f"replica groups {text[:80]!r}: T({order}) is not an order of {len(dims)} dimensions"
+            )
         ids = ids.transpose(axes)
     return ids.reshape(-1)
 
@@ -106,7 +108,7 @@ def _mesh(text: str) -> tuple[tuple[int, ...], ...]:
     parts: list[tuple[int, bool]] = []
     used = {name: (pre, size) for name, pre, size in _USED.findall(text[used_at:])}
     if set(used) - {name for name, _ in axes}:
-        raise PlanError(f"replica groups {text[:80]!r} lie along axes that the mesh does not have")
+        raise PlanError(f"replica groups {text[:80]!r} run along axes that the mesh does not have")
     for name, size in axes:
         if name not in used:
             parts.append((size, False))

@@ -381,7 +381,7 @@ class _Line:
         return len(self.walk.pieces) - 1
 
     def plain(self, instruction: Instruction) -> None:
-        """An operation that is no fusion. Those on single numbers run in the scalar unit beside the rest."""
+        """An operation that is not a fusion. Those on single numbers run in the scalar unit beside the rest."""
         if all(shape.elements <= 1 for shape in instruction.shapes) and instruction.opcode not in (
             "reduce",
             "sort",

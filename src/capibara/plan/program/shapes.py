@@ -88,7 +88,7 @@ def element_bits(dtype: str) -> int:
     """Bits of one element of an HLO type (``"bf16"`` → 16); 0 for tokens.
 
     Raises:
-      PlanError: it is no element type of HLO.
+      PlanError: it is not an element type of HLO.
     """
     if not _TYPE.fullmatch(dtype):
         raise PlanError(f"the program's text has an array of the unknown element type {dtype!r}")
@@ -110,7 +110,7 @@ def _array(dtype: str, dims_text: str, layout: str | None) -> ArrayShape:
         if len(order) == len(dims) and sorted(order) != list(range(len(dims))):
             raise PlanError(
                 f"the program's text has an array {dtype}[{dims_text[:60]}] with the layout {{{head[:60]}}}, which "
-                "is no order of its dimensions"
+                "is not an order of its dimensions"
             )
         where = _SPACE.search(tail)
         space = int(where[1]) if where else HBM

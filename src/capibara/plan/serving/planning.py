@@ -88,7 +88,7 @@ def plan_serving(
         ("max_concurrency", max_concurrency, 1),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PlanError(f"{name}={value!r} must be a whole number of at least {least}")
+            raise PlanError(f"{name}={value!r} must be an integer of at least {least}")
     if workers is not None:
         check_counts(workers=workers)
     targets = read_slices(topology, view)
@@ -172,7 +172,7 @@ def _compiled(
         try:
             found = each.largest()
         except CompilationError as error:
-            # One mesh that the compiler cannot do is no reason to give up the others.
+            # One mesh that the compiler cannot do is not a reason to give up the others.
             failures.append(str(error))
             continue
         if found is None:

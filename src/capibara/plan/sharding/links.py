@@ -1,6 +1,6 @@
 """How long collectives take on a mesh, in seconds, from the links of a chip.
 
-Each mesh axis is taken to lie along one closed ring of the grid of chips, whose links carry both ways at once, so
+Each mesh axis is taken to run along one closed ring of the grid of chips, whose links carry both ways at once, so
 that a device sends over two of them. An all-gather (or reduce-scatter) of ``b`` bytes over ``n`` devices then takes
 ``b·(n−1)/n`` bytes through ``2·link`` bytes a second; over ``k`` axes at once, through ``2·k·link``; an all-reduce
 takes twice as long, being one after the other. Each hop adds about a microsecond (model and hop: "How to Scale Your

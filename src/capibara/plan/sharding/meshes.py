@@ -278,9 +278,7 @@ def create_mesh_sharding(
     try:
         ids = [operator.index(i) for i in device_ids]
     except TypeError:
-        raise PlanError(
-            f"device_ids={device_ids!r}: expected whole numbers, such as list(range(32))"
-        ) from None
+        raise PlanError(f"device_ids={device_ids!r}: expected integers, such as list(range(32))") from None
     if len(ids) != config.num_devices:
         raise PlanError(
             f"device_ids has {len(ids)} ids, but a mesh of {'x'.join(map(str, config.mesh_shape))} has "
@@ -342,7 +340,7 @@ def create_training_mesh(
         if name == "data_parallel_size" and size is None:
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise PlanError(f"{name}={size!r}: expected a whole number of at least 1")
+            raise PlanError(f"{name}={size!r}: expected an integer of at least 1")
     rest = model_parallel_size * pipeline_parallel_size
     if data_parallel_size is None and total_chips % rest == 0:
         data_parallel_size = total_chips // rest

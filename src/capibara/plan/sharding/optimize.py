@@ -196,7 +196,7 @@ def _checked_input(input_shape: Any) -> tuple[int, ...]:
         shape = ()
     if not shape or min(shape) < 1:
         raise PlanError(
-            f"input_shape={input_shape!r}: expected whole numbers of at least 1, batch first, such as (32, 512) or "
+            f"input_shape={input_shape!r}: expected integers of at least 1, batch first, such as (32, 512) or "
             "(32, 512, 768)"
         )
     if math.prod(shape) > _MOST_POSITIONS:

@@ -184,7 +184,7 @@ class ShardingStrategy:
     def axis_rules(self, base: AxisRules | None = None) -> AxisRules:
         """Rules that lay activations as the strategy does: ``JaxBackend(device_mesh=…, rules=strategy.axis_rules())``.
 
-        The batch lies over :attr:`batch_axes` (where these do not divide it, as ``base`` says).
+        The batch is sharded over :attr:`batch_axes` (where these do not divide it, as ``base`` says).
 
         Args:
           base: what holds for all other logical axes; by default ``AxisRules()``.

@@ -90,7 +90,7 @@ def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[tuple[tuple[str, ...],
     try:
         found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     except (TypeError, ValueError) as error:
-        raise PlanError(f"model_params is no tree that JAX can flatten: {error}") from error
+        raise PlanError(f"model_params is not a tree that JAX can flatten: {error}") from error
     return [(tuple(map(_key, path)), leaf) for path, leaf in found], structure
 
 
@@ -99,7 +99,7 @@ def read_tree(model_params: Any, param_axes: Any = None) -> Tree:
 
     Args:
       model_params: a nested dict (or other pytree) of arrays, of ``jax.ShapeDtypeStruct`` or of shapes (tuples of
-        whole numbers, taken as float32); or a ``CompiledModel`` or ``ModularCapibaraModel``.
+        integers, taken as float32); or a ``CompiledModel`` or ``ModularCapibaraModel``.
       param_axes: tuples of logical axis names, nested the same way; read off a compiled model.
 
     Raises:

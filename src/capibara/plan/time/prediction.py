@@ -30,7 +30,7 @@ _DTYPES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "bfloat16", "s8": "int8
 
 @dataclass(frozen=True)
 class Constants:
-    """What may be fitted to measurements; 1 everywhere is no fit.
+    """What may be fitted to measurements; 1 everywhere is not a fit.
 
     Attributes:
       compute: share of the rate that the compiler's cycles assume which pieces of work reach.

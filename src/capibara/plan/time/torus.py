@@ -60,7 +60,7 @@ def places_on_grid(slice: Slice, mesh: tuple[tuple[str, int], ...]) -> tuple[tup
 
 @dataclass(frozen=True)
 class Ring:
-    """One axis of the grid as a group lies along it.
+    """One axis of the grid as a group runs along it.
 
     Attributes:
       axis: which axis of the grid; the one after the last is that of the cores within a chip.

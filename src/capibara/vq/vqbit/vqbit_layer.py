@@ -36,7 +36,7 @@ __all__ = ["VQbitLayer"]
 
 def _whole(name: str, value: Any, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise VQInputError(f"VQbitLayer: {name} must be a whole number, got {value!r}")
+        raise VQInputError(f"VQbitLayer: {name} must be an integer, got {value!r}")
     if value < low:
         raise VQConfigError(f"VQbitLayer: {name} must be at least {low}, got {value}")
     if high is not None and value > high:

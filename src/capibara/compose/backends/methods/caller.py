@@ -17,12 +17,12 @@ def as_shape(shape: tuple[Any, ...], name: str = "shape") -> tuple[int, ...]:
     """``(3, 4)`` from the arguments ``3, 4``, or ``(3, 4)``, or ``[3, 4]``.
 
     Raises:
-        InputError: a size is no whole number of at least 0.
+        InputError: a size is not an integer of at least 0.
     """
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     for size in sizes:
         if not is_whole(size) or size.__index__() < 0:
-            raise InputError(f"{name}={tuple(sizes)!r:.200}: every size must be a whole number of at least 0")
+            raise InputError(f"{name}={tuple(sizes)!r:.200}: every size must be an integer of at least 0")
     row = tuple(s.__index__() for s in sizes)
     # Some libraries end the process where the number of elements overflows.
     if math.prod(n or 1 for n in row) > MAX_ELEMENTS:
@@ -31,7 +31,7 @@ def as_shape(shape: tuple[Any, ...], name: str = "shape") -> tuple[int, ...]:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number: Python's, NumPy's, or an array of one; no bool."""
+    """Whether a value is an integer: Python's, NumPy's, or an array of one; no bool."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return False
     try:
@@ -66,5 +66,5 @@ class Caller:
         raise NotImplementedError
 
     def _given(self, value: Any) -> Any:
-        """An argument of a method as an array of this backend; what is no array stays as it is."""
+        """An argument of a method as an array of this backend; what is not an array stays as it is."""
         raise NotImplementedError

@@ -32,7 +32,7 @@ class Creation(Caller):
         """A copy of numbers, nested lists or another library's array. Floats get the backend's dtype, integers int32.
 
         Raises:
-            InputError: the values are no numbers, or do not fit int32 (ask for ``dtype=ml.int64``).
+            InputError: the values are not numbers, or do not fit int32 (ask for ``dtype=ml.int64``).
         """
         name = None if dtype is None else dtype_name(dtype)
         return self._make("array", input, dtype=name, device_mesh=device_mesh, tensor_split=tensor_split)

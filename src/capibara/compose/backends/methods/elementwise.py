@@ -85,7 +85,7 @@ class Elementwise(Caller):
         return self._call("ceil", input)
 
     def round(self, input: Any) -> Any:
-        """Rounded to the nearest whole number, halves to the even one."""
+        """Rounded to the nearest integer, halves to the even one."""
         return self._call("round_even", input)
 
     def relu(self, input: Any) -> Any:

@@ -33,7 +33,7 @@ class Randomness(Caller):
         raise NotImplementedError
 
     def set_seed(self, seed: Any) -> None:
-        """Start the random state anew, from a whole number from 0 to 2³² − 1 (or a key)."""
+        """Start the random state anew, from an integer from 0 to 2³² − 1 (or a key)."""
         self._key = self._new_key(seed)
         self.seed = seed
 
@@ -45,7 +45,7 @@ class Randomness(Caller):
     def split_key(self, key: Any, num: int = 2) -> tuple[Any, ...]:
         """``num`` independent keys from one."""
         if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-            raise InputError(f"num={num!r} must be a whole number of at least 1")
+            raise InputError(f"num={num!r} must be an integer of at least 1")
         return tuple(self._call("split_key", self._key_or_next(key), num))
 
     def _key_or_next(self, key: Any) -> Any:
@@ -168,13 +168,13 @@ class Randomness(Caller):
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
-        """Whole numbers from ``low`` up to, but not including, ``high``; int32 unless ``dtype`` says otherwise."""
+        """Integers from ``low`` up to, but not including, ``high``; int32 unless ``dtype`` says otherwise."""
         name = "int32" if dtype is None else dtype_name(dtype)
         kind = DTYPES[name].kind
         if kind != "int":
-            raise InputError(f"randint: dtype={name!r} is no dtype of whole numbers, such as 'int32'")
+            raise InputError(f"randint: dtype={name!r} is not a dtype of integers, such as 'int32'")
         if not (is_whole(low) and is_whole(high)):
-            raise InputError(f"randint: low={low!r:.80} and high={high!r:.80} must be whole numbers")
+            raise InputError(f"randint: low={low!r:.80} and high={high!r:.80} must be integers")
         if not low < high:
             raise InputError(f"randint: low={low!r:.80} must be below high={high!r:.80}")
         limits = np.iinfo(name)
@@ -207,7 +207,7 @@ class Randomness(Caller):
         """
         n = probs.shape[-1] if len(getattr(probs, "shape", ())) else 0
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-            raise InputError(f"num_samples={num_samples!r} must be a whole number of at least 1")
+            raise InputError(f"num_samples={num_samples!r} must be an integer of at least 1")
         if not n or (not replacement and num_samples > n):
             raise InputError(
                 f"multinomial: {num_samples} different indices cannot be drawn from probs of shape "

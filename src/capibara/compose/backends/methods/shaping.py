@@ -144,7 +144,7 @@ class Shaping(Caller):
         """An argument that has a shape."""
         found = self._given(input)
         if not hasattr(found, "shape"):
-            raise InputError(f"{name}: {input!r:.80} ({type(input).__name__}) is no array: use array(…)")
+            raise InputError(f"{name}: {input!r:.80} ({type(input).__name__}) is not an array: use array(…)")
         return found
 
     def atleast_1d(self, *inputs: Any) -> Any:
@@ -177,7 +177,7 @@ class Shaping(Caller):
 def _row(name: str, inputs: Any) -> list[Any]:
     """The arrays of a list, or the rows of an array."""
     if isinstance(inputs, str | bytes | dict) or not hasattr(inputs, "__iter__"):
-        raise InputError(f"{name}: {inputs!r:.80} is no list of arrays")
+        raise InputError(f"{name}: {inputs!r:.80} is not a list of arrays")
     row = list(inputs)
     if not row:
         raise InputError(f"{name}: there must be at least one array")
@@ -189,12 +189,12 @@ def _sizes(shape: Any, low: int) -> tuple[int, ...]:
     row = tuple(shape) if isinstance(shape, list | tuple) or hasattr(shape, "__iter__") else (shape,)
     for size in row:
         if not is_whole(size) or not low <= size.__index__() <= MAX_ELEMENTS:
-            raise InputError(f"shape={row!r:.200}: every size must be a whole number of at least {low}")
+            raise InputError(f"shape={row!r:.200}: every size must be an integer of at least {low}")
     return tuple(size.__index__() for size in row)
 
 
 def _whole_numbers(name: str, indices: Any) -> Any:
     dtype = str(getattr(indices, "dtype", ""))
     if "float" in dtype or "bool" in dtype or isinstance(indices, float):
-        raise InputError(f"{name}: indices are {dtype or 'float'}, expected whole numbers")
+        raise InputError(f"{name}: indices are {dtype or 'float'}, expected integers")
     return indices
