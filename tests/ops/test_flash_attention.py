@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
+from capibara.ops.attention import cpu as cpu_module
 from capibara.ops.attention import flash_attention
 from capibara.ops.attention import tiling as tiling_module
 from capibara.ops.attention.problem import prepare
@@ -360,3 +361,26 @@ def test_bad_input(change, error, match):
 
 def test_specs_have_names_of_their_own():
     assert len({spec.name for spec in SPECS}) == len(SPECS)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_long_sequences_have_gradients_inside_shard_map(implementation, monkeypatch):
+    """Loops over blocks and groups carry sums, which have to vary over the mesh from the first step on."""
+    monkeypatch.setattr(cpu_module, "SCORE_BYTES", 1 << 10)  # several groups
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(2, 1, 160, 4)).astype(np.float32) for name in ("query", "key", "value")}
+    arrays["bias"] = rng.normal(size=(1, 1, 160, 160)).astype(np.float32)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+
+    def gradient(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def loss(a: dict[str, jax.Array]) -> jax.Array:
+            out = flash_attention(**a, use_causal_mask=True, block_size=8, implementation=implementation)
+            return jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss)(arrays)
+
+    spec = dict.fromkeys(arrays, jax.P("data"))
+    # Here every device has a bias of its own.
+    inside = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(spec,), out_specs=spec))(arrays)
+    for name, want in jax.jit(gradient)(arrays).items():
+        np.testing.assert_allclose(inside[name], want, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -23,6 +23,7 @@ from jax import lax
 
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR, AttentionProblem, from_bhsd, to_bhsd
 from capibara.ops.attention.tiling import Group, Tile, cut_group, cut_tiles
+from capibara.ops.one_device import alike
 
 __all__ = ["backward", "check", "forward"]
 
@@ -284,6 +285,7 @@ def backward(
     group = cut_group(problem, tiles, SCORE_BYTES)
     wide = problem.accumulate_dtype
     bias: jax.Array | None = arrays[3]
+    used = (*arrays, out, total, out_grad)
 
     def one(dbias: Any, b: Any, h: Any) -> tuple[Any, tuple[jax.Array, ...]]:
         part = _gather(problem, group, b, h, arrays)
@@ -319,8 +321,14 @@ def backward(
             start_k = start_v = None
             if tile.blocks > 1:
                 n = part.key.shape[0]
-                start_k = jnp.zeros((n, problem.head_dim, tile.keys), wide)
-                start_v = jnp.zeros((n, problem.value_dim, tile.keys), wide)
+                # Inside shard_map a loop's carry has to vary over the mesh axes that its results vary over.
+                start_k, start_v = alike(
+                    (
+                        jnp.zeros((n, problem.head_dim, tile.keys), wide),
+                        jnp.zeros((n, problem.value_dim, tile.keys), wide),
+                    ),
+                    *used,
+                )
             (dbias, dk, dv), dq = _over_blocks(tile, (dbias, start_k, start_v), block)
             dqs.append(dq)
             dks.append((tile.key_start, tile.key_stop, dk))
@@ -334,7 +342,7 @@ def backward(
             grads.append(from_bhsd(x, problem.layout))
         return dbias, tuple(grads)
 
-    dbias = None if bias is None else jnp.zeros(bias.shape, wide)
+    dbias = None if bias is None else alike(jnp.zeros(bias.shape, wide), *used)
     dbias, grads = _over_groups(group, dbias, one)
     head_axis = 1 if problem.layout == "bhsd" else 2
     dq, dk, dv = (_assemble(group, g, head_axis) for g in grads)
