@@ -59,6 +59,18 @@ def every_axis(c, x):
     return jnp.broadcast_to(jnp.sum(c), (2, 2)) / 4 + 0.3 * c + x[0], c
 
 
+def mean_added(c, x):
+    return c + jnp.mean(c) - x, c  # a scalar meets an array in one primitive
+
+
+def mean_times(c, x):
+    return x * jnp.mean(c), c
+
+
+def mean_chosen(c, x):
+    return 0.5 * jnp.where(x[1] > 0, jnp.sum(c), c) + x, c
+
+
 def integers(c, x):
     return c * 3 + jnp.int32(1 << 30), c
 
@@ -76,6 +88,9 @@ AFFINE = {
     "own matrices": (own_matrices, np.ones((4, 4), "float32"), x),
     "mean field": (mean_field, np.ones((2, 4), "float32"), np.stack([x, 2 * x], 1)),
     "every axis": (every_axis, np.ones((2, 2), "float32"), x),
+    "mean added": (mean_added, ones, x),
+    "mean times": (mean_times, ones, x),
+    "mean chosen": (mean_chosen, np.ones((2, 4), "float32"), np.stack([x, 2 * x], 1)),
     "integers": (integers, np.arange(3, dtype="int32"), x),
     "handed on": (handed_on, (ones, ones), x),
 }
@@ -193,6 +208,27 @@ def test_other_steps_run_one_by_one_bit_for_bit(name):
         parallel_scan(f, init, xs, implementation="affine")
     got = parallel_scan(f, init, xs, num_segments=3)
     same(got, lax.scan(f, init, xs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "broken", ["capibara.ops.scan.parallel.recognise", "capibara.ops.scan.parallel.solve"]
+)
+def test_where_the_analysis_fails_the_step_runs_one_by_one(broken, monkeypatch):
+    def fails(*args):
+        raise ZeroDivisionError("of no use\nmore")
+
+    monkeypatch.setattr(broken, fails)
+    found = explain(parallel_scan, elementwise, ones, x, platform="tpu")
+    assert found.chosen == "sequential"
+    assert "the analysis failed (ZeroDivisionError: of no use)" in found.reasons["affine"]
+    same(parallel_scan(elementwise, ones, x), lax.scan(elementwise, ones, x), rtol=0, atol=0)
+    got, want = (
+        jax.grad(lambda c, scan=scan: jnp.sum(scan(elementwise, c, x)[1]))(ones)
+        for scan in (parallel_scan, lax.scan)
+    )
+    same(got, want)
+    reference = parallel_scan(elementwise, ones, x, implementation="reference")
+    same(reference, lax.scan(elementwise, ones, x), rtol=0, atol=0)
 
 
 def test_gradient_of_a_closed_over_parameter_vmap_and_second_order():

@@ -97,6 +97,8 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
     broken = next((x for x in inputs if isinstance(x, Other)), None)
     if broken is None and name in _RULES and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.number):
         broken = Other(f"the carry goes through {name!r} to {eqn.outvars[0].aval.dtype}")
+    if broken is None and name in _ELEMENTWISE:
+        inputs = [_stretched(x, eqn.outvars[0].aval.shape) if isinstance(x, Affine) else x for x in inputs]
     if broken is None and name in _RULES:
         found = _RULES[name](eqn, *inputs)
         if isinstance(found, Affine):
@@ -109,6 +111,9 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
 
 # What only calls another jaxpr. Calls with derivatives of their own are not here: they would be lost.
 _INLINED = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2")
+
+# Their operands have the shape of the result, or are scalars.
+_ELEMENTWISE = ("add", "add_any", "sub", "mul", "div", "select_n")
 
 _RULES: dict[str, Callable[..., Affine | Other]] = {}
 
@@ -290,7 +295,12 @@ def _moved(x: Affine, axes: Sequence[int], shape: Sequence[int]) -> Affine:
         offset = jnp.transpose(offset, (*dropped, *(axis for axis in axes if axis >= 0)))
         offset = offset.reshape([1 if axis < 0 else x.shape[axis] for axis in axes])
         offset = jnp.broadcast_to(offset, tuple(shape))
-    return replace(x, terms=terms, offset=offset)
+    return replace(x, shape=tuple(shape), terms=terms, offset=offset)
+
+
+def _stretched(x: Affine, shape: tuple[int, ...]) -> Affine:
+    """A scalar operand of an elementwise operation, in the shape of its result."""
+    return x if len(x.shape) == len(shape) else _moved(x, [-1] * len(shape), shape)
 
 
 @_rule("transpose")

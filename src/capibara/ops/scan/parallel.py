@@ -27,7 +27,7 @@ from capibara.ops.scan import specs
 from capibara.ops.scan.affine import bind
 from capibara.ops.scan.linear import check_segments
 from capibara.ops.scan.recurrence import takes_native
-from capibara.ops.scan.stages import Stage, recognise, solve
+from capibara.ops.scan.stages import Loop, Stage, recognise, solve
 from capibara.ops.tuning import Tuned, Tuning
 
 __all__ = ["parallel_scan"]
@@ -42,8 +42,9 @@ class ParallelProblem:
     """A traced scan. ``refusal`` says why the step is not taken for affine; then there are no ``stages``."""
 
     outer: Any  # the jaxpr around the scan
-    loop: Any  # the scan's equation in it, or None
+    loop: Loop | None  # the scan in it
     out_tree: Any
+    arrays: tuple[Any, ...]  # the inputs of ``outer``
     stages: tuple[Stage, ...]
     refusal: str | None
     effects: bool
@@ -58,20 +59,29 @@ class ParallelProblem:
     @property
     def carry(self) -> list[Any]:
         """The types of the parts of the carry."""
-        first, count = self.loop.params["num_consts"], self.loop.params["num_carry"]
-        return [v.aval for v in self.body.jaxpr.invars[first : first + count]]
+        return [] if self.loop is None else self.loop.avals
+
+    @property
+    def traced(self) -> Loop:
+        assert self.loop is not None
+        return self.loop
+
+    @functools.cached_property
+    def affine(self) -> Any:
+        """The jaxpr of the affine form of all steps, or why there is none."""
+        return _attempt(_affine_form, self, False, SEGMENT_MIB)
+
+    @functools.cached_property
+    def native(self) -> Any:
+        """The same with the compiled loop."""
+        return _attempt(_affine_form, self, True, NATIVE_SEGMENT_MIB)
 
     @property
     def dtype(self) -> str:
         return str(self.carry[0].dtype) if self.carry else "none"
 
-    @property
-    def body(self) -> Any:
-        return self.loop.params["jaxpr"]
 
-
-def _default_segments(p: ParallelProblem, most: int) -> int:
-    length = p.loop.params["length"]
+def _default_segments(p: ParallelProblem, length: int, most: int) -> int:
     if not p.stages:
         return max(1, math.isqrt(length))
     size = length * sum(a.size * a.dtype.itemsize for a in p.carry)
@@ -85,7 +95,7 @@ def alike_in_speed(p: ParallelProblem) -> dict[str, int | str] | None:
     if any(stage.cleared for stage in p.stages):
         return None  # what was fastest for other steps must not choose a form with other infinities for these
     return {
-        "steps": p.loop.params["length"],
+        "steps": p.loop.length,
         "numbers": sum(a.size for a in p.carry),
         "parts": "+".join(stage.kind for stage in p.stages),
     }
@@ -93,17 +103,17 @@ def alike_in_speed(p: ParallelProblem) -> dict[str, int | str] | None:
 
 def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any, most: int = SEGMENT_MIB) -> Any:
     """The traced scan, segment by segment; ``segment(steps, consts, first, xs)`` gives the last carry and outputs."""
-    params = p.loop.params
-    n, carry, length = params["num_consts"], params["num_carry"], params["length"]
-    count = 1 if not p.use_checkpointing else p.num_segments or _default_segments(p, most)
+    loop = p.traced
+    n, carry, length = loop.consts, loop.carry, loop.length
+    count = 1 if not p.use_checkpointing else p.num_segments or _default_segments(p, length, most)
     count = min(count, length)
     size = length // count
 
     def run(*values: Any) -> list[Any]:
         consts, first, xs = list(values[:n]), list(values[n : n + carry]), list(values[n + carry :])
-        if params["reverse"]:
+        if loop.reverse:
             xs = [jnp.flip(x, 0) for x in xs]
-        kept = [v.aval for v in p.body.jaxpr.outvars[:carry]]
+        kept = [v.aval for v in loop.body.jaxpr.outvars[:carry]]
 
         def one(steps: int, consts: Any, first: Any, xs: Any) -> Any:
             last, ys = segment(steps, consts, first, xs)
@@ -121,7 +131,7 @@ def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any, mo
                 rest = jax.checkpoint(functools.partial(one, length - whole))
                 last, more = rest(consts, last, [x[whole:] for x in xs])
                 ys = [jnp.concatenate(pair) for pair in zip(ys, more, strict=True)]
-        if params["reverse"]:
+        if loop.reverse:
             ys = [jnp.flip(y, 0) for y in ys]
         return [*last, *ys]
 
@@ -139,21 +149,34 @@ def _around(p: ParallelProblem, run: Callable[..., list[Any]], *arrays: Any) -> 
 
     for eqn in jaxpr.eqns:
         values = [read(v) for v in eqn.invars]
-        out = run(*values) if eqn is p.loop else bind(eqn, *values)
+        out = run(*values) if p.loop is not None and eqn is p.loop.eqn else bind(eqn, *values)
         env.update(zip(eqn.outvars, out, strict=True))
     return jax.tree.unflatten(p.out_tree, [read(v) for v in jaxpr.outvars])
 
 
+def _attempt(analysis: Callable[..., Any], *args: Any) -> Any:
+    """``analysis(*args)``; where that fails the step runs one by one, and ``explain`` gives the reason, a string."""
+    try:
+        return analysis(*args)
+    except Exception as error:
+        return f"the analysis failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+
+
+def _affine_form(p: ParallelProblem, native: bool, most: int) -> Any:
+    segment = functools.partial(solve, p.traced.body, p.stages, native)
+    return jax.make_jaxpr(functools.partial(_segmented, segment, p, most=most))(*p.arrays)
+
+
 def _affine(p: ParallelProblem, *arrays: Any) -> Any:
-    return _segmented(functools.partial(solve, p.body, p.stages, False), p, *arrays)
+    return jax.tree.unflatten(p.out_tree, jax.extend.core.jaxpr_as_fun(p.affine)(*arrays))
 
 
 def _native(p: ParallelProblem, *arrays: Any) -> Any:
-    return _segmented(functools.partial(solve, p.body, p.stages, True), p, *arrays, most=NATIVE_SEGMENT_MIB)
+    return jax.tree.unflatten(p.out_tree, jax.extend.core.jaxpr_as_fun(p.native)(*arrays))
 
 
 def _sequential(p: ParallelProblem, *arrays: Any) -> Any:
-    run: Any = jax.extend.core.jaxpr_as_fun(p.body)
+    run: Any = jax.extend.core.jaxpr_as_fun(p.traced.body)
 
     def segment(steps: int, consts: Any, first: Any, xs: Any) -> Any:
         def step(h: Any, x: Any) -> Any:
@@ -166,19 +189,28 @@ def _sequential(p: ParallelProblem, *arrays: Any) -> Any:
 
 
 def _reference(p: ParallelProblem, *arrays: Any) -> Any:
-    return _around(p, lambda *values: bind(p.loop, *values) if p.loop is not None else [], *arrays)
+    return _around(p, lambda *values: bind(p.traced.eqn, *values), *arrays)
 
 
 def _takes_affine(p: ParallelProblem) -> None:
+    _takes_stages(p)
+    _takes_form(p.affine)
+
+
+def _takes_stages(p: ParallelProblem) -> None:
     _takes_segments(p)
-    if p.refusal is not None:
-        raise NotImplementedError(f"does not find the step affine in its carry: {p.refusal}")
+    _takes_form(p.refusal)
+
+
+def _takes_form(found: Any) -> None:
+    if isinstance(found, str):
+        raise NotImplementedError(f"does not find the step affine in its carry: {found}")
 
 
 def _takes_native(p: ParallelProblem) -> None:
-    _takes_affine(p)
+    _takes_stages(p)
     for stage in p.stages:
-        aval = p.body.jaxpr.invars[p.loop.params["num_consts"] + stage.leaf].aval
+        aval = p.carry[stage.leaf]
         if stage.kind != "given":
             takes_native(str(aval.dtype), stage.kind == "matrix", None)
     if p.implementation == "auto" and any(stage.cleared for stage in p.stages):
@@ -188,6 +220,7 @@ def _takes_native(p: ParallelProblem) -> None:
         )
     if all(stage.kind == "given" for stage in p.stages):
         raise NotImplementedError("has nothing to solve: no part of the carry depends on itself")
+    _takes_form(p.native)
 
 
 def _takes_segments(p: ParallelProblem) -> None:
@@ -195,7 +228,7 @@ def _takes_segments(p: ParallelProblem) -> None:
         raise NotImplementedError("needs a traced loop, and there is none (jax.disable_jit)")
     if p.effects:
         raise NotImplementedError("does not take steps with side effects, whose order it would change")
-    if p.loop.params["length"] == 0:
+    if p.loop.length == 0:
         raise NotImplementedError("has nothing to do for no steps")
 
 
@@ -222,15 +255,18 @@ def _prepare(
         return lax.scan(f, init, xs, length=length, reverse=reverse)
 
     outer, shapes = jax.make_jaxpr(whole, return_shape=True)(init, xs)
-    loop = next((e for e in outer.jaxpr.eqns if e.primitive.name == "scan"), None)
+    loop = next((Loop.of(e) for e in outer.jaxpr.eqns if e.primitive.name == "scan"), None)
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         loop = None
-    stages, refusal = recognise(loop) if loop is not None else ((), None)
-    effects = loop is not None and bool(loop.params["jaxpr"].effects)
+    found = () if loop is None or implementation == "reference" else _attempt(recognise, loop)
+    stages, refusal = ((), found) if isinstance(found, str) else (found, None)
+    effects = loop is not None and bool(loop.body.effects)
+    arrays = (*outer.consts, *jax.tree.leaves((init, xs)))
     problem = ParallelProblem(
         outer,
         loop,
         jax.tree.structure(shapes),
+        arrays,
         stages,
         refusal,
         effects,
@@ -238,7 +274,7 @@ def _prepare(
         use_checkpointing,
         implementation,
     )
-    return problem, (*outer.consts, *jax.tree.leaves((init, xs)))
+    return problem, arrays
 
 
 _SEGMENTS: dict[str, tuple[int | str, ...]] = {"segment_mib": (1, 4, 16, 64)}

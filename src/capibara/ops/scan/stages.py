@@ -10,11 +10,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.jax_versions import scan_counts
 from capibara.ops.explicit import laid_as
 from capibara.ops.scan.affine import Affine, Other, bind, carried, interpret
 from capibara.ops.scan.recurrence import previous, recurrence
 
-__all__ = ["Stage", "recognise", "solve"]
+__all__ = ["Loop", "Stage", "recognise", "solve"]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A ``scan`` equation: its body, the jaxpr of one step, and how many of the inputs are constants and carry."""
+
+    eqn: Any
+    body: Any
+    consts: int
+    carry: int
+    length: int
+    reverse: bool
+
+    @classmethod
+    def of(cls, eqn: Any) -> Loop:
+        params = eqn.params
+        return cls(eqn, params["jaxpr"], *scan_counts(eqn), params["length"], params["reverse"])
+
+    @property
+    def avals(self) -> list[Any]:
+        """The types of the parts of the carry."""
+        return [v.aval for v in self.body.jaxpr.invars[self.consts : self.consts + self.carry]]
 
 
 @dataclass(frozen=True)
@@ -27,9 +50,9 @@ class Stage:
     cleared: bool = False  # a selection takes something else for it in some steps
 
 
-def recognise(loop: Any) -> tuple[tuple[Stage, ...], str | None]:
+def recognise(loop: Loop) -> tuple[Stage, ...] | str:
     """The order in which the carry can be solved, or why it cannot."""
-    body, consts, carry = (loop.params[name] for name in ("jaxpr", "num_consts", "num_carry"))
+    body, consts, carry = loop.body, loop.consts, loop.carry
     avals = [v.aval for v in body.jaxpr.invars]
     stages: list[Stage] = []
     while len(stages) < carry:
@@ -50,9 +73,9 @@ def recognise(loop: Any) -> tuple[tuple[Stage, ...], str | None]:
 
         jax.eval_shape(step, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
         if not kinds:
-            return (), reasons[0]
+            return reasons[0]
         stages += kinds.values()
-    return tuple(stages), None
+    return tuple(stages)
 
 
 def _new_carry(body: Any, consts: int, carry: int, given: Sequence[Any], known: Any) -> list[Any]:
