@@ -12,7 +12,7 @@ from capibara.config import ModularModelConfig
 from capibara.hardware import get_price
 from capibara.plan import Candidate, Layout, Plan, PlanError, parse_slice, plan
 from capibara.plan.lock import Drift, LockCheck, check_lock, write_lock
-from capibara.plan.report.picture import link_axes
+from capibara.plan.report.picture import figure_of, link_axes
 from capibara.plan.report.table import plan_text
 from capibara.plan.sizes import size_text
 from capibara.plan.time import Part, StepTime
@@ -106,6 +106,44 @@ def test_the_table_says_what_it_knows():
     assert str(made(candidate())) == plan_text(made(candidate()))
     # Without prices and tokens columns are empty, not wrong.
     assert "nan" not in plan_text(made(candidate(price=None, tokens=None, flops=None)))
+
+
+def test_rows_that_differ_in_flags_alone_say_which():
+    """Also where another setting tells one of them apart, and never where none is needed."""
+    mesh = (("data", 2), ("model", 2))
+    fast, slow = ("xla_enable_async_all_gather", "true"), ("xla_tpu_other", "7")
+    layouts = [
+        Layout(mesh=mesh, flags=(fast, slow)),
+        Layout(mesh=mesh, flags=(fast,)),
+        Layout(mesh=mesh, flags=(fast,), remat="none"),
+    ]
+    text = plan_text(made(*(candidate(layout=layout) for layout in layouts)), 200)
+    rows = [line for line in text.splitlines() if line[:2] in ("1 ", "2 ", "3 ")]
+    assert [row.split("  ")[-1].strip() for row in rows] == ["tpu_other=7", "no others", "no others"]
+    assert len(set(rows)) == 3
+    plain = plan_text(made(candidate(layout=layouts[0]), candidate(layout=layouts[2])), 200)
+    assert "flags" not in plain.splitlines()[2]
+    labels = [label.get_text() for label in figure_of(made(*map(_with, layouts))).axes[0].get_yticklabels()]
+    assert len(set(labels)) == 3
+
+
+def _with(layout: Layout) -> Candidate:
+    return candidate(layout=layout)
+
+
+@pytest.mark.parametrize("coordinates", [(), ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0))])
+def test_legends_cover_no_bar_and_no_axis(coordinates):
+    figure = figure_of(made(*(candidate(coordinates=coordinates) for _ in range(5))))
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()
+    legends = [axes.get_legend().get_window_extent(renderer) for axes in figure.axes if axes.get_legend()]
+    assert len(legends) == len(figure.axes) == (3 if coordinates else 2)
+    bars = [axes.get_window_extent(renderer) for axes in figure.axes[:2]]
+    labels = [axes.xaxis.label.get_window_extent(renderer) for axes in figure.axes[:2]]
+    for legend in legends:
+        assert not any(legend.overlaps(other) for other in [*bars, *labels])
+        assert figure.bbox.x0 <= legend.x0 <= legend.x1 <= figure.bbox.x1
+    assert not any(a.overlaps(b) for a in legends for b in legends if a is not b)
 
 
 def test_json_is_plain():

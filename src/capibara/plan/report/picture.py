@@ -1,18 +1,20 @@
-"""A plan as a picture: where the memory goes, where the time goes, and which mesh axis runs over which links."""
+"""A plan as a figure: where the memory goes, where the time goes, and which mesh axis runs over which links."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from capibara.errors import MissingExtraError
+from capibara.plan.report.labels import distinct_flags, mesh_word, sharding_word
 from capibara.plan.sizes import unit_of
 
 if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
     from capibara.plan.planning import Plan
 
-__all__ = ["draw_plan", "link_axes"]
+__all__ = ["draw_plan", "figure_of", "link_axes"]
 
 _COLOURS = (
     "tab:blue",
@@ -36,24 +38,32 @@ def draw_plan(plan: Plan, stream: BinaryIO) -> None:
     Raises:
       MissingExtraError: matplotlib is not installed.
     """
+    figure_of(plan).canvas.print_png(stream)
+
+
+def figure_of(plan: Plan) -> Any:
+    """The figure, on an Agg canvas of its own: pyplot's state is left alone."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtraError("matplotlib", "plan", "the picture of a plan") from None
     figure = Figure(figsize=(13, 8), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 2, width_ratios=(3, 2))
-    _bars(figure.add_subplot(grid[0, 0]), plan, "memory")
-    _bars(figure.add_subplot(grid[1, 0]), plan, "time")
+    FigureCanvasAgg(figure)
     best = plan.best
+    # Without a compiled program the order of the devices is not known: there is no mesh to draw.
+    columns = 2 if best.coordinates else 1
+    grid = figure.add_gridspec(2, columns, width_ratios=(3, 2)[:columns])
+    labels = _labels(plan)
+    _bars(figure.add_subplot(grid[0, 0]), plan, labels, "memory")
+    _bars(figure.add_subplot(grid[1, 0]), plan, labels, "time")
     if best.coordinates:
         _mesh(figure.add_subplot(grid[:, 1], projection="3d"), best)
     figure.suptitle(f"{plan.work}\non {plan.target}", fontsize=11)
-    canvas.print_png(stream)
+    return figure
 
 
-def _bars(axes: Any, plan: Plan, what: str) -> None:
+def _bars(axes: Any, plan: Plan, labels: Sequence[str], what: str) -> None:
     rows = []
     most = max(candidate.hbm_bytes for candidate in plan.candidates)
     scale, unit = unit_of(max(most, plan.limit_bytes))
@@ -70,24 +80,35 @@ def _bars(axes: Any, plan: Plan, what: str) -> None:
         left = [sum(row.get(other, 0.0) for other in names[:number]) for row in rows]
         widths = [row.get(name, 0.0) for row in rows]
         axes.barh(places, widths, left=left, color=_COLOURS[number % len(_COLOURS)], label=name, height=0.6)
-    labels = [_label(candidate) for candidate in plan.candidates]
     axes.set_yticks(places, labels, fontsize=8)
     if what == "memory":
         axes.axvline(plan.limit_bytes / scale, color="black", linestyle="--", linewidth=1)
-        axes.set_xlabel(f"{unit} of HBM a device (dashed: {plan.limit_bytes / scale:.2f}, what it may use)")
+        axes.set_xlabel(f"{unit} of HBM per device (dashed: the limit, {plan.limit_bytes / scale:.2f})")
     else:
         for place, candidate in zip(places, plan.candidates, strict=True):
             axes.plot(
                 [candidate.time.low, candidate.time.high], [place - 0.38] * 2, color="black", linewidth=1
             )
-        axes.set_xlabel("predicted seconds a step (line: the range)")
-    axes.legend(fontsize=8, loc="lower right")
+        axes.set_xlabel("predicted seconds per step (line: range)")
+    # Above the bars: inside the axes it would cover some of them.
+    axes.legend(
+        fontsize=8,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=len(names),
+        frameon=False,
+        columnspacing=1.2,
+        handlelength=1.2,
+    )
 
 
-def _label(candidate: Candidate) -> str:
-    layout = candidate.layout
-    mesh = " × ".join(f"{axis} {size}" for axis, size in layout.mesh)
-    return f"{mesh}\n{layout.parameters}, remat {layout.remat}, {layout.microbatches} micro"
+def _labels(plan: Plan) -> list[str]:
+    layouts = [candidate.layout for candidate in plan.candidates]
+    return [
+        f"{mesh_word(layout)}\n{sharding_word(layout)}, remat {layout.remat}, {layout.microbatches} micro"
+        + "".join(f"\n{flag}" for flag in flags.split())
+        for layout, flags in zip(layouts, distinct_flags(layouts), strict=True)
+    ]
 
 
 def link_axes(candidate: Candidate) -> dict[Link, str]:
@@ -159,6 +180,11 @@ def _mesh(axes: Any, best: Candidate) -> None:
         axes.plot(*zip(start, end, strict=True), color=colours[name], linewidth=2, label=label)
     axes.set_axis_off()
     if seen:
-        axes.legend(fontsize=8, loc="upper right", title="mesh axis on the links")
-    mesh = " × ".join(f"{axis} {size}" for axis, size in best.layout.mesh)
-    axes.set_title(f"best: {mesh} on {best.target.text}", fontsize=10)
+        axes.legend(
+            fontsize=8,
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0.0),
+            ncols=len(seen),
+            title="mesh axis on the links",
+        )
+    axes.set_title(f"best: {mesh_word(best.layout)} on {best.target.text}", fontsize=10)

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from capibara.plan.report.labels import distinct_flags, mesh_word, sharding_word
 from capibara.plan.sizes import limit_text, size_text, unit_of
 
 if TYPE_CHECKING:
@@ -58,8 +59,11 @@ def print_plan(plan: Plan, console: Any) -> None:
     )
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in (1, 2, 3) else "right", no_wrap=True)
-    for rank, candidate in enumerate(plan.candidates, 1):
-        table.add_row(*_row(rank, candidate, scale, tick[0]))
+    flags = distinct_flags([candidate.layout for candidate in plan.candidates])
+    if any(flags):
+        table.add_column("flags", overflow="fold")
+    for rank, (candidate, own) in enumerate(zip(plan.candidates, flags, strict=True), 1):
+        table.add_row(*_row(rank, candidate, scale, tick[0]), *([own] if any(flags) else []))
     console.print(table)
     if plan.candidates:
         for line in [*candidate_lines(plan.best, plan.limit_bytes), *_run_lines(plan)]:
@@ -70,15 +74,10 @@ def print_plan(plan: Plan, console: Any) -> None:
 
 
 def _row(rank: int, c: Candidate, scale: int, tick: float) -> Sequence[str]:
-    sharding = c.layout.parameters
-    if c.layout.parameters == "replicated" and c.layout.optimizer == "sharded":
-        sharding = "optimizer"
-    if c.layout.offload != "none":
-        sharding += " + host"
     return (
         str(rank),
-        " × ".join(f"{axis} {size}" for axis, size in c.layout.mesh),
-        sharding,
+        mesh_word(c.layout),
+        sharding_word(c.layout),
         c.layout.remat,
         str(c.layout.microbatches),
         f"{c.hbm_bytes / scale:.2f}",
