@@ -1,10 +1,145 @@
-"""What differs between the versions of JAX that Capibara supports, in one file."""
+"""What differs between the versions of JAX that Capibara supports, in one file; and which versions those are.
+
+Importing this module does not import JAX: ``import capibara`` asks it whether the JAX that is installed is supported.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["scan_counts"]
+from capibara.errors import CapibaraError
+
+__all__ = [
+    "INSTALL",
+    "RANGE",
+    "SUPPORTED",
+    "HeldJaxpr",
+    "UnsupportedJaxError",
+    "UnsupportedJaxWarning",
+    "installed_version",
+    "libtpu_problem",
+    "require_supported_jax",
+    "required_libtpu",
+    "scan_counts",
+    "varying_axes",
+    "version_problem",
+]
+
+# From the first, up to but not including the second. `dependencies` in pyproject.toml says the same: a test compares.
+SUPPORTED = ((0, 10), (0, 13))
+RANGE = "{}.{} <= JAX < {}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
+INSTALL = "pip install 'jax>={}.{},<{}.{}'".format(*SUPPORTED[0], *SUPPORTED[1])
+
+
+class UnsupportedJaxError(CapibaraError, ImportError):
+    """The installed JAX is older than what Capibara needs."""
+
+
+class UnsupportedJaxWarning(UserWarning):
+    """The installed JAX is not one of those that Capibara is tested with."""
+
+
+def installed_version() -> str | None:
+    """The version of the installed JAX, which is not imported for it; None where there is none."""
+    if (module := sys.modules.get("jax")) is not None:
+        return getattr(module, "__version__", None)
+    spec = importlib.util.find_spec("jax")
+    if spec is None or spec.origin is None:
+        return None
+    # The folder's name says it. importlib.metadata, which can do more, takes longer to import than all the rest here.
+    beside = [path.name for path in Path(spec.origin).parents[1].glob("jax-*.dist-info")]
+    if len(beside) == 1:
+        return beside[0].removeprefix("jax-").removesuffix(".dist-info")
+    from importlib import metadata
+
+    try:
+        return metadata.version("jax")
+    except metadata.PackageNotFoundError:  # a source tree on the import path
+        return None
+
+
+def version_problem(version: str | None) -> tuple[str, str]:
+    """What is wrong with a version of JAX: ``"old"``, ``"new"`` or ``""``, and a sentence that names the remedy."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    if found is None:
+        return "", ""
+    here = int(found[1]), int(found[2])
+    if here < SUPPORTED[0]:
+        return "old", f"JAX {version} is not supported: Capibara needs {RANGE}. Install it with: {INSTALL}"
+    if here >= SUPPORTED[1]:
+        newer = f"JAX {version} is newer than what Capibara is tested with, {RANGE}."
+        return "new", f"{newer} If something fails, install a tested version: {INSTALL}"
+    return "", ""
+
+
+def require_supported_jax() -> None:
+    """Called where a package that computes with JAX is imported.
+
+    Raises:
+      UnsupportedJaxError: the installed JAX is too old. A newer one is a warning, at ``import capibara``.
+    """
+    kind, text = version_problem(installed_version())
+    if kind == "old":
+        raise UnsupportedJaxError(text, name="jax")
+
+
+def required_libtpu() -> str | None:
+    """The version of ``libtpu`` that the installed JAX pins in its extra ``tpu``, such as ``"0.0.42.*"``; or None."""
+    from importlib import metadata
+
+    try:
+        requirements = metadata.requires("jax") or ()
+    except metadata.PackageNotFoundError:
+        return None
+    found = (re.match(r"libtpu\s*==\s*([\w.*]+)", text) for text in requirements)
+    return next((match[1] for match in found if match), None)
+
+
+def libtpu_problem(version: str) -> str:
+    """Why an installed ``libtpu`` is not the one for the installed JAX, and the remedy; empty where it is."""
+    wanted = required_libtpu()
+    if wanted is None or f"{version}.".startswith(wanted.removesuffix("*").removesuffix(".") + "."):
+        return ""
+    return (
+        f"libtpu {version} is installed, and JAX {installed_version()} is made for libtpu {wanted}. "
+        f"Install it with: pip install 'libtpu=={wanted}'"
+    )
+
+
+class HeldJaxpr:
+    """A jaxpr as a parameter of a primitive of our own, which is called like a function: ``held(*arrays)``.
+
+    JAX 0.12 asks a primitive that has a jaxpr among its parameters for a rule (``to_lojax``) that cannot be given with
+    public names. What it cannot see it does not ask for; the rules of the primitive call the function.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.jaxpr = jaxpr
+
+    @property
+    def out_avals(self) -> Sequence[Any]:
+        """The types of the results."""
+        return self.jaxpr.out_avals
+
+    @property
+    def eqns(self) -> Sequence[Any]:
+        """Its equations."""
+        return self.jaxpr.eqns
+
+    @property
+    def consts(self) -> Sequence[Any]:
+        """The arrays that it holds."""
+        return self.jaxpr.consts
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        from jax.extend.core import jaxpr_as_fun
+
+        return jaxpr_as_fun(self.jaxpr)(*arrays)
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
@@ -20,3 +155,9 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 def _same_rank(outside: Any, inside: Any) -> int:
     return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """The mesh axes over which an array of this type varies inside ``jax.shard_map``; none elsewhere."""
+    kind = getattr(aval, "mat", None)
+    return frozenset() if kind is None else kind.varying

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from capibara.jax_versions import HeldJaxpr
+
 __all__ = ["FlopCount", "ForeignCost", "count_flops", "register_foreign_call"]
 
 # (shapes of the arguments, shapes of the results, attributes) → FLOP
@@ -136,6 +138,8 @@ def _sub_jaxprs(value: Any) -> Iterator[Any]:
 
     if isinstance(value, (ClosedJaxpr, Jaxpr)):
         yield value
+    elif isinstance(value, HeldJaxpr):
+        yield value.jaxpr
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _sub_jaxprs(item)

@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from capibara import native
+from capibara.jax_versions import HeldJaxpr, varying_axes
 
 __all__ = ["alike", "kernel_results", "native_call", "on_one_device", "on_platform", "typed_as"]
 
@@ -41,7 +42,7 @@ def on_one_device(kernel: Callable[..., Any], otherwise: Callable[..., Any], *ar
     if any(any(jax.typeof(x).sharding.spec) for x in arrays):
         return otherwise(*arrays)
     jaxpr, shape = jax.make_jaxpr(kernel, return_shape=True)(*arrays)
-    out = _primitive.bind(*arrays, kernel=jaxpr, otherwise=_Flat(otherwise))
+    out = _primitive.bind(*arrays, kernel=HeldJaxpr(jaxpr), otherwise=_Flat(otherwise))
     return jax.tree.unflatten(jax.tree.structure(shape), out)
 
 
@@ -92,8 +93,7 @@ def kernel_results(
     arrays: tuple[Any, ...], *shapes: tuple[tuple[int, ...], Any]
 ) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of results; inside ``shard_map`` they vary over every mesh axis that an operand varies over."""
-    kinds = [kind for x in arrays if (kind := getattr(jax.typeof(x), "mat", None)) is not None]
-    varying = frozenset().union(*(kind.varying for kind in kinds))
+    varying = frozenset().union(*(varying_axes(jax.typeof(x)) for x in arrays))
     more: dict[str, Any] = (
         {"manual_axis_type": jax.sharding.ManualAxisType(varying=varying)} if varying else {}
     )
@@ -112,10 +112,7 @@ def typed_as(aval: Any, x: Any) -> Any:
 
     For what is bound to an equation of a jaxpr, whose primitives want the types that they were traced with.
     """
-    kind = getattr(aval, "mat", None)
-    if kind is None or not kind.varying:
-        return x
-    lacking = kind.varying - jax.typeof(x).mat.varying
+    lacking = varying_axes(aval) - varying_axes(jax.typeof(x))
     return jax.lax.pcast(x, tuple(sorted(lacking, key=str)), to="varying") if lacking else x
 
 
@@ -135,23 +132,23 @@ def _run(*arrays: Any, **params: Any) -> Any:
 
 
 @_primitive.def_abstract_eval
-def _shapes(*_: Any, kernel: ClosedJaxpr, otherwise: _Flat) -> Any:
+def _shapes(*_: Any, kernel: HeldJaxpr, otherwise: _Flat) -> Any:
     return kernel.out_avals
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *values: Any, kernel: ClosedJaxpr, otherwise: _Flat) -> Any:
+def _lower(ctx: mlir.LoweringRuleContext, *values: Any, kernel: HeldJaxpr, otherwise: _Flat) -> Any:
     context = ctx.module_context.axis_context
     # A ShardingContext counts the devices of the program; the other contexts are those of manual mesh axes.
     several = getattr(context, "num_devices", 1) != 1
-    chosen = otherwise if several else jaxpr_as_fun(kernel)
+    chosen = otherwise if several else kernel
     return mlir.lower_fun(chosen, multiple_results=True)(ctx, *values)
 
 
 mlir.register_lowering(_primitive, _lower)
 
 
-def _map(arrays: Any, axes: Any, *, kernel: ClosedJaxpr, otherwise: _Flat) -> Any:
-    out = on_one_device(*(jax.vmap(form, tuple(axes)) for form in (jaxpr_as_fun(kernel), otherwise)), *arrays)
+def _map(arrays: Any, axes: Any, *, kernel: HeldJaxpr, otherwise: _Flat) -> Any:
+    out = on_one_device(*(jax.vmap(form, tuple(axes)) for form in (kernel, otherwise)), *arrays)
     return out, [0] * len(out)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from capibara.jax_versions import HeldJaxpr
 from capibara.ops.one_device import alike
 
 __all__ = ["linear_with_transpose"]
@@ -41,42 +42,42 @@ def linear_with_transpose(
     """
     count = len(values)
     step, shape = jax.make_jaxpr(lambda *v: push(v[:count], v[count:]), return_shape=True)(*values, *linear)
-    out = _primitive.bind(*values, *linear, step=step, pull=pull, count=count)
+    out = _primitive.bind(*values, *linear, step=HeldJaxpr(step), pull=pull, count=count)
     return jax.tree.unflatten(jax.tree.structure(shape), out)
 
 
 @_primitive.def_impl
-def _run(*arrays: Any, step: ClosedJaxpr, pull: Pull, count: int) -> Any:
+def _run(*arrays: Any, step: HeldJaxpr, pull: Pull, count: int) -> Any:
     del pull, count
-    return jax.jit(jaxpr_as_fun(step))(*arrays)
+    return jax.jit(step)(*arrays)
 
 
 @_primitive.def_abstract_eval
-def _shapes(*_: Any, step: ClosedJaxpr, pull: Pull, count: int) -> Any:
+def _shapes(*_: Any, step: HeldJaxpr, pull: Pull, count: int) -> Any:
     del pull, count
     return step.out_avals
 
 
-def _plain(*arrays: Any, step: ClosedJaxpr, pull: Pull, count: int) -> Any:
+def _plain(*arrays: Any, step: HeldJaxpr, pull: Pull, count: int) -> Any:
     del pull, count
-    return jaxpr_as_fun(step)(*arrays)
+    return step(*arrays)
 
 
 mlir.register_lowering(_primitive, mlir.lower_fun(_plain, multiple_results=True))
 
 
-def _tangent(primals: Any, tangents: Any, *, step: ClosedJaxpr, pull: Pull, count: int) -> Any:
+def _tangent(primals: Any, tangents: Any, *, step: HeldJaxpr, pull: Pull, count: int) -> Any:
     if all(isinstance(t, ad.Zero) for t in tangents[:count]):
         options = {"step": step, "pull": pull, "count": count}
         moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
         return _primitive.bind(*primals, **options), _primitive.bind(*primals[:count], *moved, **options)
-    return jax.jvp(jaxpr_as_fun(step), primals, [ad.instantiate_zeros(t) for t in tangents])
+    return jax.jvp(step, primals, [ad.instantiate_zeros(t) for t in tangents])
 
 
 ad.primitive_jvps[_primitive] = _tangent
 
 
-def _transposed(cotangents: Any, *arrays: Any, step: ClosedJaxpr, pull: Pull, count: int) -> Any:
+def _transposed(cotangents: Any, *arrays: Any, step: HeldJaxpr, pull: Pull, count: int) -> Any:
     values, linear = arrays[:count], arrays[count:]
     if any(ad.is_undefined_primal(v) for v in values):
         raise NotImplementedError("this function is linear in its last arguments only")
@@ -90,9 +91,9 @@ def _transposed(cotangents: Any, *arrays: Any, step: ClosedJaxpr, pull: Pull, co
 ad.primitive_transposes[_primitive] = _transposed
 
 
-def _map(arrays: Any, axes: Any, *, step: ClosedJaxpr, pull: Pull, count: int) -> Any:
+def _map(arrays: Any, axes: Any, *, step: HeldJaxpr, pull: Pull, count: int) -> Any:
     axes = tuple(axes)
-    stepped = jax.vmap(jaxpr_as_fun(step), axes)
+    stepped = jax.vmap(step, axes)
 
     def pulled(values: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         grads = jax.vmap(pull, (list(axes[:count]), [0] * len(cotangents)))(list(values), list(cotangents))
