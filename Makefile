@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 LIBRARY := src/capibara/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py
 
-.PHONY: demo test test-all test-no-jax gpu-compiler bench fuzz lint format docs setup setup-dev help clean
+.PHONY: demo test test-all test-no-jax gpu-compiler bench fuzz fuzz-ops lint format docs setup setup-dev help clean
 
 # `--group` needs pip 25.1; the pip that comes with a Python may be older.
 $(VENV)/.pip:
@@ -80,6 +80,9 @@ bench: $(VENV)/.capibara-bench $(LIBRARY)  ## measured ratios against named peer
 
 fuzz: setup-dev $(LIBRARY)  ## ten minutes of damaged archives; FUZZ="--seconds 60 --seed 1" for others
 	PYTHONPATH=tests/support $(BIN)/python -m fuzz_archive $(FUZZ)
+
+fuzz-ops: setup-dev $(LIBRARY)  ## 300 random problems an operation and transformation; FUZZ="--op scan --seed 1" for others
+	PYTHONPATH=tests/support $(BIN)/python -m fuzz_ops $(FUZZ)
 
 lint: setup-dev  ## format, rules, types, import order (that stubs are up to date is a test)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -31,6 +31,9 @@ def oracle(arrays: dict[str, np.ndarray], options: dict[str, Any]) -> np.ndarray
     causal, window, softcap = (options.get(n) for n in ("use_causal_mask", "window", "softcap"))
     left, right = window if isinstance(window, tuple) else (None if window is None else window - 1,) * 2
     segments = options.get("segment_ids")
+    own, other = segments if isinstance(segments, tuple) else (segments, segments)
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    bias = np.broadcast_to(arrays["bias"], shape) if "bias" in arrays else np.zeros(shape)
     out = np.zeros((*q.shape[:3], v.shape[-1]))
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
@@ -42,16 +45,15 @@ def oracle(arrays: dict[str, np.ndarray], options: dict[str, Any]) -> np.ndarray
                     if not (causal and j > i)
                     and not (left is not None and j < i - left)
                     and not (right is not None and j > i + right)
-                    and not (segments is not None and segments[b, i] != segments[b, j])
+                    and not (own is not None and other is not None and own[b, i] != other[b, j])
+                    and bias[b, h, i, j] > -np.inf
                 ]
                 if not seen:
                     continue
                 s = scale * k[b, kv, seen] @ q[b, h, i]
                 if softcap is not None:
                     s = softcap * np.tanh(s / softcap)
-                if "bias" in arrays:
-                    full = np.broadcast_to(arrays["bias"], (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-                    s = s + full[b, h, i, seen]
+                s = s + bias[b, h, i, seen]
                 w = np.exp(s - s.max())
                 out[b, h, i] = (w / w.sum()) @ v[b, kv, seen]
     return out.swapaxes(1, 2) if bshd else out

@@ -1,0 +1,162 @@
+"""The fuzzer of the operations: it covers them all, finds what is planted, and finds nothing else in a few problems.
+
+``make fuzz-ops`` runs it at length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import emulated
+from fuzz_ops.case import Arg, Family, compare
+from fuzz_ops.table import OPERATIONS
+from fuzz_ops.worker import family_of, run_family
+from operation_calls import functions
+
+from capibara.ops import list_ops
+
+# One of each category, which are quick to compile.
+QUICK = (
+    "attention.write_pages",
+    "collective.optimized_all_gather",
+    "conv.causal_conv1d",
+    "fft.radix_optimized_fft",
+    "linalg.cholesky_update",
+    "scan.selective_scan",
+    "tropical.scan",
+    "vq.dequantise",
+)
+
+
+def test_every_operation_is_fuzzed():
+    assert set(OPERATIONS) == set(functions())
+
+
+# For other hardware; interpreted here, and too slow for more than a few problems by `make fuzz-ops`.
+ELSEWHERE = {"pallas_tpu", "pallas_gpu"}
+
+
+@pytest.mark.parametrize("op", sorted(list_ops()))
+def test_every_implementation_for_this_processor_is_named(op):
+    faces = [name for name, f in functions().items() if getattr(f, "__capibara_op__", None) == op]
+    assert faces
+    labels = " ".join(family_of(name, 0, number)[0].label for name in faces for number in range(200))
+    missing = [n for n in list_ops()[op].implementations if n not in ELSEWHERE and f"'{n}'" not in labels]
+    # What "auto" alone reaches: whole numbers of eight bits where they are asked for, loops where steps fit.
+    assert set(missing) <= {"async_all_reduce": {"int8"}, "parallel_scan": {"native", "affine"}}.get(
+        op, set()
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, object]]:
+    """A few problems of an operation of each category, in the process that has devices."""
+    what = {"operations": QUICK, "problems": 4, "draws": 4, "seed": 0, "numbers": [0]}
+    done = subprocess.run(
+        [sys.executable, "-m", "fuzz_ops.worker", json.dumps(what)],
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": emulated(8, quick=True),
+            "PYTHONPATH": os.pathsep.join([*sys.path]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line[3:]) for line in done.stdout.splitlines() if line.startswith("ROW")]
+
+
+def test_nothing_is_wrong_in_a_few_problems(found):
+    assert len(found) == len(QUICK)
+    assert {way["way"] for row in found for way in row["ways"]} >= {
+        "value",
+        "jit",
+        "vmap",
+        "grad",
+        "shard_map",
+    }
+    wrong = [
+        (row["op"], row["label"], way["way"], way["wrong"])
+        for row in found
+        for way in row["ways"]
+        if way["wrong"]
+    ]
+    assert wrong == []
+
+
+def square(x):
+    return x * x
+
+
+def planted(**changes):
+    family = Family("square", square, lambda x: [x * x], (Arg((3,)),), differentiable=(0,), twice=True)
+    family = dataclasses.replace(family, refused=frozenset({"explicit", "shard_map", "unchecked"}), **changes)
+    return {row["way"]: row for row in run_family(family, np.random.default_rng(0), draws=4)}
+
+
+def test_what_is_right_passes_in_every_way():
+    ways = planted()
+    assert set(ways) == {"value", "jit", "vmap", "grad", "grad2"}
+    assert [row["wrong"] for row in ways.values()] == [[]] * 5
+    assert all(row["problems"] >= 4 for row in ways.values())
+
+
+def _detached(x):
+    return 0.9 * x * x + 0.1 * jax.lax.stop_gradient(x * x)
+
+
+@pytest.mark.parametrize(
+    ("call", "ways"),
+    [
+        (lambda x: x * x + 1e-3, {"value", "jit", "vmap"}),
+        (
+            lambda x: x * x * jnp.where(jnp.arange(3) == 2, jnp.nan, 1),
+            {"value", "jit", "vmap", "grad", "grad2"},
+        ),
+        (_detached, {"vmap", "grad", "grad2"}),
+    ],
+    ids=["a little off", "NaN in one place", "a gradient that lacks a tenth"],
+)
+def test_what_is_planted_is_found(call, ways):
+    found = planted(call=call)
+    assert {way for way, row in found.items() if row["wrong"]} == ways
+
+
+def test_an_exception_is_a_finding():
+    def broken(x):
+        raise IndexError("planted")
+
+    found = planted(call=broken)
+    assert all("planted" in row["wrong"][0] for row in found.values())
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "wrong"),
+    [
+        ([1.0, np.inf], [1.0, np.inf], False),
+        ([1.0, np.inf], [1.0, -np.inf], True),
+        ([1.0, np.nan], [1.0, np.inf], True),
+        ([np.nan], [np.nan], False),
+        ([1.0], [np.nan], True),
+        ([1.0 + 1e-4], [1.0], True),
+        ([1.0 + 1e-7], [1.0], False),
+        ([[1.0]], [1.0], True),
+    ],
+)
+def test_infinities_and_shapes_are_compared(got, want, wrong):
+    assert (compare(np.array(got), np.array(want), 1e-5) is not None) == wrong
+
+
+def test_integers_are_compared_exactly():
+    assert compare(np.array([1, 2]), np.array([1, 3]), 1.0) is not None

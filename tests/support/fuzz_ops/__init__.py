@@ -1,0 +1,1 @@
+"""A fuzzer of the operations, held against oracles in NumPy: ``make fuzz-ops``."""

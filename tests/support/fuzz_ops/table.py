@@ -1,0 +1,21 @@
+"""Every public operation and what draws its families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fuzz_ops import attention, collective, conv, fft, linalg, scan, tropical, vq
+
+__all__ = ["OPERATIONS"]
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **attention.OPERATIONS,
+    **collective.OPERATIONS,
+    **conv.OPERATIONS,
+    **fft.OPERATIONS,
+    **linalg.OPERATIONS,
+    **scan.OPERATIONS,
+    **tropical.OPERATIONS,
+    **vq.OPERATIONS,
+}

@@ -1,0 +1,135 @@
+"""Runs families of some operations in this process; prints a line of JSON for each: ``python -m fuzz_ops.worker``.
+
+The process needs eight devices: :mod:`fuzz_ops.__main__` starts it with them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from capibara.errors import CapibaraError
+from fuzz_ops.case import Ambiguous, Family, draw
+from fuzz_ops.table import OPERATIONS
+from fuzz_ops.ways import NEED, WAYS, Problem, precision
+
+__all__ = ["DRAWS", "family_of", "fuzz", "run_family"]
+
+DRAWS = 20
+
+
+def family_of(name: str, seed: int, number: int) -> tuple[Any, np.random.Generator]:
+    """The family of that number, and the randomness that its values come from."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode()), number])
+    return OPERATIONS[name](rng), rng
+
+
+def run_family(family: Any, rng: np.random.Generator, draws: int = DRAWS) -> Iterator[dict[str, Any]]:
+    """For each way how many problems ran, how many were refused, and what was wrong with them."""
+    if not isinstance(family, Family):
+        yield from family.run(rng, draws)
+        return
+    with precision(family):
+        problems: list[Problem] = []
+        for _ in range(3 * draws):
+            if len(problems) == draws:
+                break
+            try:
+                mood, arrays = draw(family, rng)
+                problems.append(Problem(family, arrays, rng, mood))
+            except Ambiguous:
+                continue
+        for way, function in WAYS.items():
+            need = NEED.get(way)
+            if way in family.refused or not problems or (need and not getattr(family, need)):
+                continue
+            yield run_way(way, function(family, problems, np.random.default_rng(rng.integers(2**32))), draws)
+
+
+def run_way(way: str, found: Iterator[tuple[int, str | None]], draws: int) -> dict[str, Any]:
+    """Count a way's problems. A refusal by a clear error is counted as one; any other exception is wrong."""
+    row: dict[str, Any] = {"way": way, "problems": 0, "wrong": [], "refused": 0}
+    try:
+        for count, wrong in found:
+            row["problems"] += count
+            if wrong:
+                row["wrong"].append(wrong)
+    except NotImplementedError as error:
+        if not isinstance(error, CapibaraError):
+            raise
+        row.update(refused=draws, why=str(error))
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        row["problems"] += 1
+        row["wrong"].append(
+            f"{type(error).__name__}: {error} ({last.filename.rpartition('/')[2]}:{last.lineno})"[:1500]
+        )
+    return row
+
+
+def fuzz(
+    name: str,
+    problems: int,
+    seed: int,
+    *,
+    seconds: float | None = None,
+    numbers: list[int] | None = None,
+    draws: int = DRAWS,
+    tell: Callable[[dict[str, Any]], None],
+) -> None:
+    """Run families of an operation until each has had so many problems by value, or the time is up."""
+    end = None if seconds is None else time.monotonic() + seconds
+    count: Counter[str] = Counter()
+    number = 0
+    while numbers is not None or not count or min(count.values()) < problems:
+        if numbers is not None:
+            if number == len(numbers):
+                break
+            which = numbers[number]
+        else:
+            which = number
+        number += 1
+        if (end is not None and time.monotonic() > end) or number >= 1.5 * problems / draws:
+            break
+        start = time.monotonic()
+        family, rng = family_of(name, seed, which)
+        ways = list(run_family(family, rng, draws))
+        count.update({row["way"]: row["problems"] for row in ways if row["problems"]})
+        tell(
+            {
+                "op": name,
+                "family": which,
+                "label": family.label,
+                "ways": ways,
+                "seconds": time.monotonic() - start,
+            }
+        )
+        if number % 5 == 0:
+            # Programs of families that are done are of no more use.
+            jax.clear_caches()
+            gc.collect()
+    jax.clear_caches()
+    gc.collect()
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    names = options.pop("operations")
+    if not names:
+        print("OPERATIONS" + json.dumps(list(OPERATIONS)))
+    for name in names:
+        fuzz(name, **options, tell=lambda row: print("ROW" + json.dumps(row), flush=True))
+
+
+if __name__ == "__main__":
+    main()
