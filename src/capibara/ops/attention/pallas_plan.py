@@ -113,10 +113,9 @@ class Range:
         return count
 
 
-def bend(plan: Plan, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The scores scaled and soft-capped, and the cap's slope."""
-    scores = scores * plan.scale
+def bend(plan: Plan, scores: jax.Array, unit: float = 1.0) -> tuple[jax.Array, jax.Array | None]:
+    """The scores scaled and soft-capped, times ``unit``, and the cap's slope."""
     if plan.softcap is None:
-        return scores, None
-    bent = jnp.tanh(scores * (1.0 / plan.softcap))
-    return plan.softcap * bent, 1.0 - bent * bent
+        return scores * (plan.scale * unit), None
+    bent = jnp.tanh(scores * (plan.scale / plan.softcap))
+    return (plan.softcap * unit) * bent, 1.0 - bent * bent

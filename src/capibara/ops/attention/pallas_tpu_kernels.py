@@ -7,12 +7,16 @@ neither fetched nor computed, and only blocks that are hidden in part are masked
 
 One number a row (the log-sum-exp, and in the backward pass ``sum(out · out_grad)``) lies in memory as a row vector
 ``[…, 1, rows]``: a column would be padded to 128 lanes. The kernel for key and value works on transposed scores,
-where a row vector is what it needs; the other two transpose it once per block of queries.
+where a row vector is what it needs; the other two transpose it once per block of queries, and keep such numbers as
+``[rows, 128]``, each in all lanes of its row: so they are added to scores and multiplied with sums as they lie, while
+a column is spread over the lanes again in each block. The running sum of the forward pass is 128 partial sums a row,
+which are added up once at the end. Scores are in units of ``ln 2``, for what chips raise to a power is 2.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +33,14 @@ from capibara.ops.one_device import kernel_results
 __all__ = ["LANES", "Plan", "key_value_gradients", "output", "query_gradient"]
 
 LANES = 128
+LOG2_E = 1 / math.log(2)
+# Columns of scores that the backward pass computes together: more do not fit beside the operands.
+PART = 512
 
 
-def _column(row: jax.Array) -> jax.Array:
-    """[1, n] → [n, 1]."""
-    return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))[:, :1]
+def _lanes(row: jax.Array) -> jax.Array:
+    """[1, n] → [n, 128], each value in all lanes of its row."""
+    return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
 
 
 def _row(column: jax.Array) -> jax.Array:
@@ -56,6 +63,20 @@ def _steps(plan: Plan, i: Any, j: Any, live: Any, always: bool, work: Callable[[
     pl.when(live & jnp.logical_not(hides))(lambda: work(False))
 
 
+def _parts(length: int) -> list[slice]:
+    """Of at most ``PART``, in whole tiles of 128, as equal as can be."""
+    count = -(-length // PART)
+    size = -(-length // (count * LANES)) * LANES
+    return [slice(at, min(at + size, length)) for at in range(0, length, size)]
+
+
+def _wide(lanes: jax.Array, width: int) -> jax.Array:
+    """[n, 128], each row of one value, as [n, width]."""
+    if width <= LANES:
+        return lanes[:, :width]
+    return jnp.concatenate([lanes] * (-(-width // LANES)), axis=1)[:, :width]
+
+
 def _output_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
     ids: Any = refs[3:5] if segments else ()
     query, key, value = refs[:3]
@@ -69,59 +90,66 @@ def _output_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
         total[...] = jnp.zeros(total.shape, jnp.float32)
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
         if segments:
-            column[0][...] = _column(ids[0][...])
+            column[0][...] = _lanes(ids[0][...])
 
     def work(masked: bool) -> None:
-        scores, _ = bend(plan, _dot(plan, query[...], key[...], transpose_b=True))
+        scores, _ = bend(plan, _dot(plan, query[...], key[...], transpose_b=True), LOG2_E)
         if masked:
             seen = plan.visible(i, reach.at(i, step), transposed=False)
             if segments:
-                seen &= column[0][...] == ids[1][...]
+                seen &= _wide(column[0][...], plan.keys) == ids[1][...]
             scores = scores + jnp.where(seen, 0.0, HIDDEN)
         before = best[...]
         new = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp(scores - new)
-        shrink = jnp.exp(before - new)
+        weights = jnp.exp2(scores - _wide(new, plan.keys))
+        shrink = jnp.exp2(before - new)
         best[...] = new
-        total[...] = total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        acc[...] = acc[...] * shrink + _dot(plan, weights.astype(value.dtype), value[...])
+        lanes = (weights[:, at : at + LANES] for at in range(0, plan.keys, LANES))
+        total[...] = total[...] * shrink + functools.reduce(jnp.add, lanes)
+        more = _dot(plan, weights.astype(value.dtype), value[...])
+        acc[...] = acc[...] * _wide(shrink, acc.shape[1]) + more
 
     _steps(plan, i, reach.at(i, step), reach.live(i, step), segments, work)
 
     @pl.when(step == pl.num_programs(4) - 1)
     def _finish() -> None:
-        whole = jnp.where(total[...] == 0, 1.0, total[...])
+        whole = jnp.sum(total[...], axis=1, keepdims=True)
+        whole = jnp.where(whole == 0, 1.0, whole)
         out[...] = (acc[...] / whole).astype(out.dtype)
-        stat[...] = _row(best[...] + jnp.log(whole))
+        stat[...] = _row(best[...][:, :1] * (1 / LOG2_E) + jnp.log(whole))
 
 
 def _query_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
     ids: Any = refs[6:8] if segments else ()
     query, key, value, out_grad, stat, delta = refs[:6]
-    grad, acc, stat_column, delta_column, *column = refs[6 + len(ids) :]
+    grad, acc, stat_lanes, delta_lanes, *column = refs[6 + len(ids) :]
     i, step = pl.program_id(3), pl.program_id(4)
     reach = plan.key_blocks(blocks)
 
     @pl.when(step == 0)
     def _start() -> None:
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        stat_column[...] = _column(stat[...])
-        delta_column[...] = _column(delta[...])
+        stat_lanes[...] = _lanes(stat[...] * LOG2_E)
+        delta_lanes[...] = _lanes(delta[...])
         if segments:
-            column[0][...] = _column(ids[0][...])
+            column[0][...] = _lanes(ids[0][...])
 
     def work(masked: bool) -> None:
-        scores, slope = bend(plan, _dot(plan, query[...], key[...], transpose_b=True))
+        seen = None
         if masked:
             seen = plan.visible(i, reach.at(i, step), transposed=False)
             if segments:
-                seen &= column[0][...] == ids[1][...]
-            scores = scores + jnp.where(seen, 0.0, HIDDEN)
-        weights = jnp.exp(scores - stat_column[...])
-        change = weights * (_dot(plan, out_grad[...], value[...], transpose_b=True) - delta_column[...])
-        if slope is not None:
-            change = change * slope
-        acc[...] += _dot(plan, change.astype(key.dtype), key[...])
+                seen &= _wide(column[0][...], plan.keys) == ids[1][...]
+        for part in _parts(plan.keys):
+            scores, slope = bend(plan, _dot(plan, query[...], key[part, :], transpose_b=True), LOG2_E)
+            if seen is not None:
+                scores = scores + jnp.where(seen[:, part], 0.0, HIDDEN)
+            weights = jnp.exp2(scores - _wide(stat_lanes[...], scores.shape[1]))
+            change = _dot(plan, out_grad[...], value[part, :], transpose_b=True)
+            change = weights * (change - _wide(delta_lanes[...], scores.shape[1]))
+            if slope is not None:
+                change = change * slope
+            acc[...] += _dot(plan, change.astype(key.dtype), key[part, :])
 
     _steps(plan, i, reach.at(i, step), reach.live(i, step), segments, work)
 
@@ -142,21 +170,25 @@ def _key_value_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> No
         key_acc[...] = jnp.zeros(key_acc.shape, jnp.float32)
         value_acc[...] = jnp.zeros(value_acc.shape, jnp.float32)
         if segments:
-            column[0][...] = _column(ids[1][...])
+            column[0][...] = _lanes(ids[1][...])
 
     def work(masked: bool) -> None:
-        scores, slope = bend(plan, _dot(plan, key[...], query[...], transpose_b=True))
+        seen = None
         if masked:
             seen = plan.visible(reach.at(j, step), j, transposed=True)
             if segments:
-                seen &= column[0][...] == ids[0][...]
-            scores = scores + jnp.where(seen, 0.0, HIDDEN)
-        weights = jnp.exp(scores - stat[...])
-        change = weights * (_dot(plan, value[...], out_grad[...], transpose_b=True) - delta[...])
-        if slope is not None:
-            change = change * slope
-        value_acc[...] += _dot(plan, weights.astype(out_grad.dtype), out_grad[...])
-        key_acc[...] += _dot(plan, change.astype(query.dtype), query[...])
+                seen &= _wide(column[0][...], plan.rows) == ids[0][...]
+        for part in _parts(plan.rows):
+            scores, slope = bend(plan, _dot(plan, key[...], query[part, :], transpose_b=True), LOG2_E)
+            if seen is not None:
+                scores = scores + jnp.where(seen[:, part], 0.0, HIDDEN)
+            weights = jnp.exp2(scores - stat[:, part] * LOG2_E)
+            change = _dot(plan, value[...], out_grad[part, :], transpose_b=True)
+            change = weights * (change - delta[:, part])
+            if slope is not None:
+                change = change * slope
+            value_acc[...] += _dot(plan, weights.astype(out_grad.dtype), out_grad[part, :])
+            key_acc[...] += _dot(plan, change.astype(query.dtype), query[part, :])
 
     _steps(plan, reach.at(j, step), j, reach.live(j, step), segments, work)
 
@@ -217,9 +249,9 @@ def output(plan: Plan, query: Any, key: Any, value: Any, *ids: Any) -> tuple[jax
         pl.BlockSpec((None, 1, plan.rows), lambda b, h, g, i, s: (b, 0, i)),
         pl.BlockSpec((None, 1, plan.keys), lambda b, h, g, i, s: (b, 0, reach.at(i, s))),
     ]
-    scratch = [_vmem(plan.rows, 1), _vmem(plan.rows, 1), _vmem(plan.rows, value_dim)]
+    scratch = [_vmem(plan.rows, LANES), _vmem(plan.rows, LANES), _vmem(plan.rows, value_dim)]
     if ids:
-        scratch.append(_vmem(plan.rows, 1, dtype=jnp.int32))
+        scratch.append(_vmem(plan.rows, LANES, dtype=jnp.int32))
     return _call(
         functools.partial(_output_kernel, plan, key_blocks, bool(ids)),
         plan,
@@ -266,9 +298,9 @@ def query_gradient(
         pl.BlockSpec((None, 1, plan.rows), lambda b, h, g, i, s: (b, 0, i)),
         pl.BlockSpec((None, 1, plan.keys), lambda b, h, g, i, s: (b, 0, reach.at(i, s))),
     ]
-    scratch = [_vmem(plan.rows, dim), _vmem(plan.rows, 1), _vmem(plan.rows, 1)]
+    scratch = [_vmem(plan.rows, dim), _vmem(plan.rows, LANES), _vmem(plan.rows, LANES)]
     if ids:
-        scratch.append(_vmem(plan.rows, 1, dtype=jnp.int32))
+        scratch.append(_vmem(plan.rows, LANES, dtype=jnp.int32))
     return _call(
         functools.partial(_query_kernel, plan, key_blocks, bool(ids)),
         plan,
@@ -327,7 +359,7 @@ def key_value_gradients(
     ]
     scratch = [_vmem(plan.keys, dim), _vmem(plan.keys, value_dim)]
     if ids:
-        scratch.append(_vmem(plan.keys, 1, dtype=jnp.int32))
+        scratch.append(_vmem(plan.keys, LANES, dtype=jnp.int32))
     return _call(
         functools.partial(_key_value_kernel, plan, row_blocks, bool(ids)),
         plan,
