@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 LIBRARY := src/capibara/native/libcapibara.so
-SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py
+SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py .ci/extras.py
 
-.PHONY: demo test test-all test-no-jax gpu-compiler bench fuzz fuzz-ops lint format docs setup setup-dev help clean
+.PHONY: demo test test-all test-newest test-extras test-no-jax gpu-compiler bench fuzz fuzz-ops lint format docs setup \
+  setup-dev help clean
 
 # `--group` needs pip 25.1; the pip that comes with a Python may be older.
 $(VENV)/.pip:
@@ -48,16 +49,25 @@ demo: setup  ## train about two minutes on CPython's documentation text, then wr
 	$(BIN)/capibara generate --config demo --prompt "The with statement" --length 400
 
 # Programs for the CPU are compiled in a quarter of the time with these, and are slower; tests compile thousands and run
-# each a few times. An XLA that does not know one of them ends at it: then all is compiled as usual, as `test-all` does.
+# each a few times. An XLA that does not know a flag ends at it: only those that it knows are given.
 QUICK := --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
 
 test: setup-dev $(VENV)/.capibara-tpu  ## the tests that finish in minutes
-	flags="$${XLA_FLAGS:-} $(QUICK)"; \
-	XLA_FLAGS="$$flags" $(BIN)/python -c "import jax; jax.numpy.zeros(1)" > /dev/null 2>&1 && export XLA_FLAGS="$$flags"; \
+	for flag in $(QUICK); do flags="$${XLA_FLAGS:-} $$flag"; \
+	XLA_FLAGS="$$flags" $(BIN)/python -c "import jax; jax.numpy.zeros(1)" > /dev/null 2>&1 && export XLA_FLAGS="$$flags"; done; \
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=12 --durations-min=5
 
 test-all: setup-dev $(VENV)/.capibara-tpu  ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 --durations-min=5
+
+# `make test` once more, in an environment of its own that is made as the first one is.
+test-newest:  ## the same with the newest Python that is here (3.13 or 3.12), and so with the newest JAX
+	@python="$$(.ci/newest-python "$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')")" || { \
+	  echo "test-newest: no Python 3.13 or 3.12 that is newer than $$($(PYTHON) -V) on the path, in pyenv or known to uv"; exit 1; }; \
+	echo "test-newest: $$python"; $(MAKE) test VENV=$(VENV)/newest PYTHON="$$python"
+
+test-extras: setup-dev $(LIBRARY)  ## each extra alone in an environment of its own, and the first command of its pages
+	$(BIN)/python .ci/extras.py $(EXTRAS)
 
 gpu-compiler: setup-dev  ## the compiler for NVIDIA GPUs (130 MB), for the tests that compile for an H100 without one
 	$(PIP) --no-deps --upgrade --target $(VENV)/cuda -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt

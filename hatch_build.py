@@ -1,11 +1,14 @@
 """The package's build step: compiles the native kernels into the wheel where a C++ compiler is at hand.
 
-Without one the wheel is made all the same, and everything in it runs on plain XLA.
+Without one the wheel is made all the same, and everything in it runs on plain XLA. An editable installation takes the
+library that is in the tree if it was built from these sources: compiling it again for each environment takes a minute.
+CAPIBARA_REUSE_LIBRARY=1 says the same for a wheel; tests set it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,8 @@ class NativeKernels(BuildHookInterface):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         try:
-            library: Path = module.build()
+            reuse = version == "editable" or os.environ.get("CAPIBARA_REUSE_LIBRARY") == "1"
+            library: Path = module.LIBRARY if reuse and module.is_current() else module.build()
         except (module.NativeBuildError, OSError) as error:
             self.app.display_warning(f"built without native kernels: {error}")
             return

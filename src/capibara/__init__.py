@@ -4,4 +4,9 @@ Importing this package loads nothing heavy: each room (``capibara.compose``, ``c
 imported by name when it is needed, so ``import capibara.jax`` costs what ``import jax`` costs.
 """
 
+from capibara.startup import prepare as _prepare
+
 __version__ = "0.1.0"
+
+_prepare()
+del _prepare

@@ -6,10 +6,10 @@ Importing this module does not import JAX: ``import capibara`` asks it whether t
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from capibara.errors import CapibaraError
@@ -52,9 +52,12 @@ def installed_version() -> str | None:
     if spec is None or spec.origin is None:
         return None
     # The folder's name says it. importlib.metadata, which can do more, takes longer to import than all the rest here.
-    beside = [path.name for path in Path(spec.origin).parents[1].glob("jax-*.dist-info")]
-    if len(beside) == 1:
-        return beside[0].removeprefix("jax-").removesuffix(".dist-info")
+    beside = [
+        re.fullmatch(r"jax-(.+)\.dist-info", name)
+        for name in os.listdir(os.path.dirname(os.path.dirname(spec.origin)))
+    ]
+    if len(found := [match[1] for match in beside if match]) == 1:
+        return found[0]
     from importlib import metadata
 
     try:
@@ -103,7 +106,11 @@ def required_libtpu() -> str | None:
 def libtpu_problem(version: str) -> str:
     """Why an installed ``libtpu`` is not the one for the installed JAX, and the remedy; empty where it is."""
     wanted = required_libtpu()
-    if wanted is None or f"{version}.".startswith(wanted.removesuffix("*").removesuffix(".") + "."):
+    if (
+        wanted is None
+        or not version[:1].isdecimal()
+        or f"{version}.".startswith(wanted.removesuffix("*").removesuffix(".") + ".")
+    ):
         return ""
     return (
         f"libtpu {version} is installed, and JAX {installed_version()} is made for libtpu {wanted}. "

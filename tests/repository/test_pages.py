@@ -138,8 +138,9 @@ def test_every_benchmark_is_described():
 
 def test_make_and_ci():
     targets = re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE)
-    assert {"demo", "test", "test-all", "bench", "lint", "docs"} <= set(targets)
+    assert {"demo", "test", "test-all", "test-newest", "test-extras", "bench", "lint", "docs"} <= set(targets)
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
-    steps = [line for line in read(ROOT / ".ci/run").splitlines() if line.startswith("make ")]
+    lines = [line.strip() for line in read(ROOT / ".ci/run").splitlines()]
+    steps = [line for line in lines if line.startswith("make ")]
     checks = "make -j 2 --output-sync=target lint test-no-jax || failed=$?"
-    assert steps == ["make setup-dev", checks, "make test"]
+    assert steps == ["make setup-dev", checks, "make test-extras", "make test-newest", "make test"]

@@ -107,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) and args.no_compile:
             raise ConfigError(f"--{option} needs the compiler: leave out --no-compile")
     _check_files(args)
+    if not args.no_compile:
+        _show_compiler_notes()
     config = ModularModelConfig.from_toml(args.config, args.overrides)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
@@ -160,6 +162,19 @@ def _compile(args: argparse.Namespace) -> bool | None:
     if args.no_compile:
         return False
     return True if args.lock or args.explain else None
+
+
+def _show_compiler_notes() -> None:
+    """Before minutes are spent on compiling with it; the plan's notes say it again."""
+    from capibara.plan import CompilerMissingError
+    from capibara.plan.compiler import find_compiler
+
+    try:
+        notes = find_compiler().notes()
+    except CompilerMissingError:
+        return
+    for note in notes:
+        print(f"capibara plan: {note}", file=sys.stderr)
 
 
 def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:

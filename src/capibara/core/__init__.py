@@ -1,5 +1,9 @@
 """The language model: written with :mod:`capibara.compose`, configured by TOML."""
 
+from capibara.jax_versions import require_supported_jax
+
+require_supported_jax()  # first: an old JAX would fail below, less clearly
+
 from capibara.core.decoder import build_decoder
 from capibara.core.model import ModularCapibaraModel
 

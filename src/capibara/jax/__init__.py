@@ -31,6 +31,9 @@ from ._overlay import remove_finder as _remove_finder
 
 
 def _import_jax():
+    from capibara.jax_versions import require_supported_jax
+
+    require_supported_jax()
     try:
         import jax
     except ImportError as error:

@@ -21,6 +21,14 @@ from typing import Any
 
 from capibara.errors import CapibaraError
 from capibara.hardware.telemetry import DeviceMemory, device_memory, host_memory
+from capibara.jax_versions import (
+    INSTALL,
+    RANGE,
+    installed_version,
+    libtpu_problem,
+    required_libtpu,
+    version_problem,
+)
 
 __all__ = [
     "Check",
@@ -38,9 +46,6 @@ __all__ = [
     "memory_limit_bytes",
     "package_versions",
 ]
-
-# The JAX releases that Capibara is written for: from the first, up to but not including the second.
-SUPPORTED_JAX = ((0, 10), (0, 13))
 
 PACKAGES = (
     "capibara-jax",
@@ -73,7 +78,7 @@ class MissingJaxError(CapibaraError, ImportError):
     def __init__(self, reason: str) -> None:
         super().__init__(
             f"capibara.jax needs JAX, and importing it failed: {reason}. "
-            "Install it with: pip install 'jax>=0.10' (for NVIDIA GPUs 'jax[cuda13]', for TPUs 'jax[tpu]')",
+            f"Install it with: {INSTALL} (for NVIDIA GPUs 'jax[cuda13]', for TPUs 'jax[tpu]')",
             name="jax",
         )
 
@@ -334,7 +339,7 @@ def check_installation(more: tuple[Check, ...] = ()) -> InstallationReport:
     after these.
     """
     checks = [*_check_jax(), *more]
-    works = all(check.ok for check in checks if check.name in ("import jax", "backend"))
+    works = any(check.ok for check in checks if check.name == "backend")
     devices = describe_devices() if works else ()
     bad = next((check for check in checks if check.required and not check.ok), None)
     message = "" if bad is None else f"{bad.name}: {bad.detail}" + (f". {bad.remedy}" if bad.remedy else "")
@@ -355,12 +360,15 @@ def _check_jax() -> list[Check]:
         import jax
     except Exception as error:
         # A mismatched jaxlib raises RuntimeError, a broken extension anything; each is the finding.
-        install = "Install it with: pip install 'jax>=0.10'"
+        install = f"Install it with: {INSTALL}"
         return [Check("import jax", False, f"{type(error).__name__}: {error}", install)]
     checks = [
         Check("import jax", True, f"JAX {jax.__version__} from {Path(jax.__file__).parent}"),
         _version(jax),
+        *_tpu_compiler(),
     ]
+    if any(check.required and not check.ok for check in checks):
+        return checks  # nothing can be expected of such a JAX
     reason = backend_error()
     if reason is not None:
         remedy = "Set JAX_PLATFORMS=cpu to run on the CPU, or install the plugin of your accelerator"
@@ -371,17 +379,26 @@ def _check_jax() -> list[Check]:
 
 
 def _version(jax: Any) -> Check:
-    oldest, beyond = SUPPORTED_JAX
-    here = jax.__version_info__[:2]
-    wanted = f"{oldest[0]}.{oldest[1]} ≤ JAX < {beyond[0]}.{beyond[1]}"
-    if here < oldest:
-        return Check(
-            "JAX version", False, f"{jax.__version__}; Capibara needs {wanted}", "pip install -U jax"
-        )
-    if here >= beyond:
-        detail = f"{jax.__version__} is newer than what Capibara was tried with ({wanted})"
-        return Check("JAX version", False, detail, "Expect small differences, or pin JAX", required=False)
-    return Check("JAX version", True, f"{jax.__version__} ({wanted})")
+    kind, _ = version_problem(jax.__version__)
+    if kind == "old":
+        return Check("JAX version", False, f"{jax.__version__}; Capibara needs {RANGE}", INSTALL)
+    if kind == "new":
+        detail = f"{jax.__version__} is newer than what Capibara is tested with ({RANGE})"
+        return Check("JAX version", False, detail, INSTALL, required=False)
+    return Check("JAX version", True, f"{jax.__version__} ({RANGE})")
+
+
+def _tpu_compiler() -> list[Check]:
+    """Whether an installed libtpu is the one that the installed JAX is made for."""
+    try:
+        version = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    wanted = required_libtpu()
+    if libtpu_problem(version):
+        detail = f"{version}, and JAX {installed_version()} is made for {wanted}"
+        return [Check("libtpu", False, detail, f"pip install 'libtpu=={wanted}'", required=False)]
+    return [Check("libtpu", True, f"{version} ({wanted or 'JAX asks for none in particular'})")]
 
 
 def _computes(jax: Any) -> Check:

@@ -12,7 +12,15 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["LIBRARY", "SOURCES", "NativeBuildError", "build", "compile_kernels", "source_digest"]
+__all__ = [
+    "LIBRARY",
+    "SOURCES",
+    "NativeBuildError",
+    "build",
+    "compile_kernels",
+    "is_current",
+    "source_digest",
+]
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "cc"
@@ -44,6 +52,11 @@ def source_digest() -> str:
     for path in sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def is_current(library: Path = LIBRARY) -> bool:
+    """Whether the library is there and was built from these sources; it is not loaded for that."""
+    return library.is_file() and source_digest().encode() in library.read_bytes()
 
 
 def find_compiler() -> str | None:

@@ -6,6 +6,10 @@ for given arguments, and why the others do not.
 
 from __future__ import annotations
 
+from capibara.jax_versions import require_supported_jax
+
+require_supported_jax()  # first: an old JAX would fail below, less clearly
+
 from capibara.ops import attention, collective, conv, fft, linalg, scan, tropical, vq
 from capibara.ops.errors import NoImplementationError, OpShapeError, OpTypeError, OpValueError
 from capibara.ops.explaining import Explanation, explain

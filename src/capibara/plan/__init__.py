@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from capibara.jax_versions import require_supported_jax
 from capibara.lazy import on_demand
+
+require_supported_jax()
 
 if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate

@@ -199,6 +199,7 @@ def plan(
             "nothing was compiled: memory and time are estimates (compile=True asks the TPU compiler)"
         )
     if compile:
+        notes += find_compiler().notes()
         store = ProgramCache(cache)
         times: dict[Layout, StepTime] = {}
 

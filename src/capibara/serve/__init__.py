@@ -6,6 +6,10 @@ says how the next token is chosen.
 
 from __future__ import annotations
 
+from capibara.jax_versions import require_supported_jax
+
+require_supported_jax()  # first: an old JAX would fail below, less clearly
+
 from capibara.serve.generate import Generator, Utf8Stream
 from capibara.serve.load import LoadedModel, find_checkpoint, load_model
 from capibara.serve.sampling import Sampling, keep_top_k, keep_top_p, sample

@@ -14,6 +14,10 @@ checkpoint stands.
 
 from __future__ import annotations
 
+from capibara.jax_versions import require_supported_jax
+
+require_supported_jax()  # first: an old JAX would fail below, less clearly
+
 from capibara.train.batches import BatchSampler, validation_batches
 from capibara.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from capibara.train.data import Corpus, load_corpus, split_corpus

@@ -6,6 +6,10 @@ state going in and coming out.
 
 from __future__ import annotations
 
+from capibara.jax_versions import require_supported_jax
+
+require_supported_jax()  # first: an old JAX would fail below, less clearly
+
 from capibara.vq.functional import vq_apply, vq_init_state
 from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 

@@ -14,6 +14,7 @@ from capibara.compose.physical.randomness import as_key
 from capibara.compose.precision import Precision
 from capibara.config.axes import AxisRules
 from capibara.errors import ConfigError, did_you_mean
+from capibara.jax_versions import require_supported_jax
 
 __all__ = ["JaxBackend"]
 
@@ -64,6 +65,7 @@ class JaxBackend(Backend):
         precision: Any | None = None,
         debug: bool = False,
     ) -> None:
+        require_supported_jax()
         self._start(dtype, policy)
         for name, flag in (("jit", jit), ("debug", debug)):
             if not isinstance(flag, bool):

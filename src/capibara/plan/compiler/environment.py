@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from capibara.jax_versions import libtpu_problem
 from capibara.plan.errors import CompilerMissingError
 
 __all__ = ["Compiler", "find_compiler"]
@@ -39,6 +40,11 @@ class Compiler:
 
     version: str
     path: str | None
+
+    def notes(self) -> list[str]:
+        """What is to be said of it: that it is not the one for the installed JAX, and how to get that."""
+        problem = libtpu_problem(self.version)
+        return [f"figures may be off: {problem}"] if problem else []
 
     def settings(self) -> dict[str, str]:
         """What of this process's environment a compiled program can depend on: flags of XLA and libtpu, settings of

@@ -98,7 +98,7 @@ def plan_serving(
     costs = {target: price_of(target, region, term, prices, notes) for target in targets}
     if compile:
         try:
-            find_compiler()
+            notes += find_compiler().notes()
         except CompilerMissingError as error:
             compile = False
             notes.append(f"nothing was compiled, all figures are arithmetic: {error}")

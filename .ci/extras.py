@@ -1,0 +1,205 @@
+"""Installs each extra alone into an environment of its own, and runs the first command of every page that needs it.
+
+    python .ci/extras.py [EXTRA …]
+
+`base` is the package without extras. It is installed once; the environment of an extra is a copy of that (hard links)
+into which pip then puts what the extra adds, so that each holds exactly what a user gets. One environment at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = [
+    *("num_layers=1", "embed_dim=16", "num_heads=2", "num_kv_heads=2", "train.steps=2", "train.batch_size=2"),
+    *("train.sequence_length=16", "train.eval_batches=1", "optimizer.warmup_steps=1"),
+]
+ORDINARY = "import capibara.ops, capibara.jax as jax; assert jax.numpy.ones(3).sum() == 3"
+
+# Where nothing can be read but the file's own bytes: safetensors, the package, belongs to an extra.
+WRITE_TENSORS = """import json, struct
+header = json.dumps({"w": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}}).encode()
+open("model.safetensors", "wb").write(struct.pack("<Q", len(header)) + header + bytes(64))"""
+
+
+class Failed(Exception):
+    """A command did not do what its page says."""
+
+
+class Environment:
+    """A virtual environment, and an empty folder to work in."""
+
+    def __init__(self, folder: Path, work: Path) -> None:
+        self.python = folder / "bin" / "python"
+        self.work = work
+        keep = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("PYTHON", "CAPIBARA_", "JAX_", "XLA_", "TPU_"))
+        }
+        self.variables = {
+            **keep,
+            "XDG_CACHE_HOME": str(work / "cache"),
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        }
+
+    def run(self, *command: str, quiet: bool = False) -> str:
+        """What a command prints. With ``quiet`` it must print nothing on standard error."""
+        done = subprocess.run(
+            command,
+            cwd=self.work,
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        words = " ".join(command)[:300]
+        if done.returncode != 0:
+            raise Failed(
+                f"{words}\nexit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            )
+        if (quiet and done.stderr) or re.search(
+            r"tpu.*(error|warning)|E0000|Traceback", done.stderr, re.IGNORECASE
+        ):
+            raise Failed(f"{words}\nprinted on standard error:\n{done.stderr[-4000:]}")
+        return done.stdout
+
+    def page(self, page: str, line: str, *more: str) -> str:
+        """Run a command line that a page shows, with ``more`` arguments that make it small."""
+        if line not in (ROOT / page).read_text(encoding="utf-8"):
+            raise Failed(f"{page} no longer shows {line!r}: change .ci/extras.py with it")
+        return self.run(*line.split(), *more)
+
+    def blocks(self, page: str, *containing: str) -> None:
+        """Run blocks of Python of a page as one program: the first that holds each text."""
+        found = re.findall(
+            r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        )
+        chosen = []
+        for text in containing:
+            block = next((each for each in found if text in each), None)
+            if block is None:
+                raise Failed(f"{page} has no block of Python with {text!r}: change .ci/extras.py with it")
+            chosen.append(block)
+        self.run(str(self.python), "-c", "\n".join(chosen))
+
+
+def base(e: Environment) -> None:
+    e.run(str(e.python), "-c", ORDINARY, quiet=True)
+    e.page("docs/hardware.md", "capibara doctor")
+    (e.work / "src").mkdir()
+    (e.work / "src" / "model.py").write_text("import jax\n")
+    e.page("docs/migrate.md", "capibara migrate src/")
+    e.run(str(e.python), "-c", WRITE_TENSORS)
+    e.page("docs/compress.md", "capibara compress model.safetensors model.capi")
+    e.blocks("README.md", "model = ml.Model()")
+    line = "capibara plan --config production/tpu_v4 --topology v4-32"
+    e.page("docs/plan.md", line, "--no-compile")
+
+
+def train(e: Environment) -> None:
+    (e.work / "notes").mkdir()
+    (e.work / "notes" / "a.txt").write_text("Capibaras swim. " * 400)
+    (e.work / "book.txt").write_text("They rest in the sun. " * 200)
+    line = "capibara train --config demo notes/ book.txt checkpoint.directory=runs/notes"
+    e.page("docs/train.md", line, *SMALL)
+    e.run("capibara", "generate", "--checkpoint", "runs/notes", "--prompt", "Once", "--length", "8")
+
+
+def plan(e: Environment) -> None:
+    e.run(str(e.python), "-c", ORDINARY, quiet=True)
+    line = "capibara plan --config production/tpu_v4 --topology v4-32"
+    small = ["num_layers=2", "embed_dim=256", "num_heads=4", "num_kv_heads=4", "train.sequence_length=256"]
+    out = e.page(
+        "docs/plan.md", line, *small, "--max-compiles", "1", "--workers", "1", "--report", "plan.html"
+    )
+    if re.search(r"nothing was compiled|not installed|figures may be off", out):
+        raise Failed(f"capibara plan did not use the TPU compiler that JAX pins:\n{out}")
+
+
+def torch(e: Environment) -> None:
+    e.blocks("docs/compose/interchange.md", "ml.from_torch(module")
+
+
+def export(e: Environment) -> None:
+    e.blocks("docs/compose/interchange.md", "ml.from_jax(lambda a, b", "params={", "ml.load_exported(")
+
+
+def onnx(e: Environment) -> None:
+    e.blocks("docs/compose/interchange.md", "ml.from_jax(lambda a, b", "ml.export_onnx(")
+
+
+def serve(e: Environment) -> None:
+    e.page("docs/hardware.md", "capibara doctor")
+
+
+EXTRAS: dict[str, Callable[[Environment], None]] = {
+    each.__name__: each for each in (base, train, plan, torch, export, onnx, serve)
+}
+
+
+def pip(python: Path, *arguments: str) -> None:
+    command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-compile"]
+    subprocess.run([*command, "-c", str(ROOT / "constraints.txt"), *arguments], check=True)
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in EXTRAS]
+    if unknown:
+        print(f"unknown extra {unknown[0]!r}; known: {', '.join(EXTRAS)}", file=sys.stderr)
+        return 2
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="capibara-extras-", ignore_cleanup_errors=True) as folder:
+        place = Path(folder)
+        build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(place)]
+        environment = {**os.environ, "CAPIBARA_REUSE_LIBRARY": "1"}
+        subprocess.run(build, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        (wheel,) = place.glob("*.whl")
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "venv", str(place / "base")], check=True)
+        pip(place / "base" / "bin" / "python", str(wheel))
+        # Compiles what every copy imports, once.
+        subprocess.run([str(place / "base" / "bin" / "python"), "-c", ORDINARY], cwd=place, check=True)
+        for name in names or EXTRAS:
+            where = place / "extra"
+            work = place / "work"
+            work.mkdir()
+            # Symbolic links stay what they are: bin/python leads out of the environment.
+            shutil.copytree(place / "base", where, symlinks=True, copy_function=os.link)
+            try:
+                what = str(wheel) if name == "base" else f"{wheel}[{name}]"
+                # Again, so that the commands in bin/ name this copy's interpreter.
+                pip(where / "bin" / "python", "--force-reinstall", "--no-deps", str(wheel))
+                pip(where / "bin" / "python", what)
+                installed = time.perf_counter()
+                EXTRAS[name](Environment(where, work))
+                seconds = (
+                    f"{installed - start:.0f} s to install, {time.perf_counter() - installed:.0f} s to run"
+                )
+                print(f"{name}: passed ({seconds})", flush=True)
+            except (Failed, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                print(f"{name}: FAILED\n{error}", flush=True)
+                failed.append(name)
+            shutil.rmtree(where)
+            shutil.rmtree(work)
+            start = time.perf_counter()
+    count = len(names or EXTRAS)
+    print(
+        f"extras: {count - len(failed)} of {count} passed"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
