@@ -123,8 +123,10 @@ def test_torch_convolutions() -> None:
         torch.nn.Conv2d(3, 4, (3, 2), padding=(1, 0), stride=2), torch.nn.Conv2d(4, 4, 1, groups=2)
     )
     x = torch.randn(2, 3, 9, 8)
-    found = collect(model, [x])
+    with pytest.warns(RuntimeWarning, match=r"1\.weight: grouped"):
+        found = collect(model, [x])
     assert set(found) == {"0.weight"}
+    assert "grouped" in found.unseen["1.weight"]
     patches = torch.nn.functional.unfold(x, (3, 2), 1, (1, 0), 2).mT
     check(found["0.weight"], patches, (1, 2, 3))
     w = model[0].weight.detach().numpy()
@@ -207,11 +209,162 @@ def test_jax_loops_branches_and_experts() -> None:
     check(found["experts"], jnp.stack([h, 2 * h]), (1,))
 
 
+def _ways() -> dict[str, Any]:
+    """x [5, 4] times w, as [.., 4, 6] or its transpose, on ways that weights take; what comes out is x @ w."""
+    jax = pytest.importorskip("jax")
+    jnp, lax = jax.numpy, jax.lax
+
+    @jax.custom_jvp
+    def twice(x: Any, w: Any) -> Any:
+        return x @ w
+
+    @jax.custom_vjp
+    def thrice(x: Any, w: Any) -> Any:
+        return x @ w
+
+    twice.defjvp(lambda p, t: (p[0] @ p[1], p[0] @ t[1]))
+    thrice.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    last = lambda x, parts: jnp.concatenate([x @ p for p in parts], -1)  # noqa: E731
+    return {
+        "split": lambda w, x: last(x, jnp.split(w, 3, 1)),
+        "slice": lambda w, x: last(x, [w[:, :2], w[:, 2:]]),
+        "strided": lambda w, x: jnp.stack([x @ w[:, ::2], x @ w[:, 1::2]], -1).reshape(5, 6),
+        "columns": lambda w, x: jnp.stack([x @ w[:, i : i + 1] for i in range(6)], -1).reshape(5, 6),
+        "dynamic": lambda w, x: last(x, [lax.dynamic_slice_in_dim(w, i, 3, 1) for i in (jnp.int32(0), 3)]),
+        "reversed": lambda w, x: (x[:, ::-1] @ w[::-1, ::-1])[:, ::-1],
+        "taken": lambda w, x: x @ jnp.take(w, jnp.arange(6), axis=1),
+        "chosen by the data": lambda w, x: x @ w[:, jnp.argsort(jnp.argsort(x[0, :1])) + jnp.arange(6)],
+        "shuffled": lambda w, x: x[:, jnp.array([2, 0, 3, 1])] @ w[jnp.array([2, 0, 3, 1])],
+        "joined": lambda w, x: (x @ jnp.concatenate([w, jnp.ones((4, 2)), w], 1))[:, 8:],
+        "padded": lambda w, x: jnp.pad(x, ((0, 0), (1, 2))) @ jnp.pad(w, ((1, 2), (0, 0))),
+        "broadcast": lambda w, x: jnp.einsum("bi,bio->bo", x, jnp.broadcast_to(w, (5, 4, 6))),
+        "reshaped": lambda w, x: x @ w.reshape(2, 2, 3, 2).transpose(2, 3, 0, 1).reshape(6, 4).T,
+        "converted": lambda w, x: (x @ w.astype(jnp.bfloat16).astype(jnp.float32)),
+        "selected": lambda w, x: x @ jnp.where(jnp.arange(6) < 3, w, w),
+        "written": lambda w, x: x @ jnp.zeros((4, 6)).at[:, :].set(w),
+        "squeezed": lambda w, x: x @ jnp.squeeze(w[None, :, None], (0, 2)),
+        "jit": lambda w, x: jax.jit(lambda w: jax.jit(jnp.matmul)(x, w))(w),
+        "remat": lambda w, x: jax.checkpoint(lambda x, w: x @ w)(x, w),
+        "custom_jvp": lambda w, x: twice(x, w),
+        "custom_vjp": lambda w, x: thrice(x, w),
+        "barrier": lambda w, x: x @ lax.optimization_barrier((w, x))[0],
+        "scan": lambda w, x: lax.scan(lambda c, x: (c, x @ w), 0, x)[1],
+        "carried": lambda w, x: lax.scan(lambda w, x: (w, x @ w), w, x)[1],
+        "unrolled": lambda w, x: lax.scan(lambda c, w: (c, x @ w), 0, w.T[:, :, None])[1][..., 0].T,
+        "while": lambda w, x: lax.while_loop(
+            lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] + x @ w), (0, jnp.zeros((5, 6)))
+        )[1],
+        "cond": lambda w, x: lax.cond(x.sum() < 1e6, lambda w: x @ w, lambda w: x @ (2 * w), w),
+        "vmap": lambda w, x: jax.vmap(lambda x: x @ w)(x),
+    }
+
+
+def test_weights_are_followed_wherever_they_are_moved() -> None:
+    jnp = pytest.importorskip("jax").numpy
+    w = jnp.asarray(RANDOM.normal(size=(4, 6)), jnp.float32)
+    x = jnp.asarray(RANDOM.normal(size=(5, 4)), jnp.float32)
+    for name, way in _ways().items():
+        np.testing.assert_allclose(way(w, x), x @ w, rtol=0.02, atol=0.02, err_msg=name)
+        found = collect(lambda p, x, way=way: way(p["w"], x), [x], {"w": w})
+        assert list(found) == ["w"], name
+        assert found["w"].axes == (0,), name
+        np.testing.assert_allclose(found["w"].second, second(x), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_parts_of_the_inputs_make_the_blocks_of_a_diagonal() -> None:
+    jax = pytest.importorskip("jax")
+    w = jax.numpy.asarray(RANDOM.normal(size=(4, 6)), jax.numpy.float32)
+    x = jax.numpy.asarray(RANDOM.normal(size=(5, 4)), jax.numpy.float32)
+    found = collect(lambda p, x: x[:, :1] @ p[0][:1] + x[:, 1:] @ p[0][1:], [x], [w])["0"]
+    blocks = np.zeros((4, 4))
+    blocks[:1, :1], blocks[1:, 1:] = second(x[:, :1]), second(x[:, 1:])
+    np.testing.assert_allclose(found.second / found.second[0, 0], blocks / blocks[0, 0], rtol=1e-5)
+
+
+def test_weights_that_were_not_seen_are_named_with_the_reason() -> None:
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    some = lambda *shape: jnp.asarray(RANDOM.normal(size=shape), jnp.float32)  # noqa: E731
+    params = {n: some(4, 4) for n in ("fine", "scaled", "called", "merged", "left", "unused", "table", "added")}
+    params["vectors"] = some(3, 4)
+
+    def run(p: Any, x: Any) -> Any:
+        h = p["table"][jnp.argmax(x, -1)] + p["added"]
+        h = (h * p["vectors"][0]) @ p["fine"] @ (2 * p["scaled"]) @ (p["left"] @ p["merged"])
+        like = jax.ShapeDtypeStruct(h.shape, h.dtype)
+        return jax.pure_callback(lambda x, w: np.asarray(x) @ np.asarray(w), like, h, p["called"])
+
+    x = some(4, 4)
+    with pytest.warns(RuntimeWarning, match="4 of 9 weights") as told:
+        found = collect(run, [x], params)
+    assert list(found) == ["fine"]
+    for name, why in {
+        "scaled": "changed by mul",
+        "called": "goes into pure_callback",
+        "merged": "changed by dot_general|multiplied with another weight",
+        "left": "changed by dot_general|multiplied with another weight",
+    }.items():
+        assert name in str(told[0].message)
+        assert __import__("re").search(why, found.unseen[name]), (name, found.unseen[name])
+    for name in ("unused", "table", "added", "vectors"):
+        assert found.unseen[name] == "it meets no inputs in a product"
+
+
+def test_jax_convolutions() -> None:
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    w = jnp.asarray(RANDOM.normal(size=(3, 2, 5, 7)), jnp.float32)  # window, channels, outputs
+    x = jnp.asarray(RANDOM.normal(size=(2, 9, 8, 5)), jnp.float32)
+
+    def run(p: Any, x: Any) -> Any:
+        return jax.lax.conv_general_dilated(
+            x, p["w"], (2, 1), [(1, 0), (0, 0)], dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    found = collect(run, [x], {"w": w})["w"]
+    assert found.axes == (0, 1, 2)
+    padded = np.pad(np.asarray(x), ((0, 0), (1, 0), (0, 0), (0, 0)))
+    windows = [
+        padded[:, i : i + 3, j : j + 2].reshape(2, -1) for i in range(0, padded.shape[1] - 2, 2) for j in range(7)
+    ]
+    np.testing.assert_allclose(found.second, second(np.concatenate(windows)), rtol=1e-5, atol=1e-6)
+    grouped = lambda p, x: jax.lax.conv_general_dilated(  # noqa: E731
+        x, p["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=5
+    )
+    with pytest.warns(RuntimeWarning, match="w: grouped"):
+        assert not collect(grouped, [x], {"w": w.reshape(3, 2, 1, 35)})
+
+
+@pytest.mark.parametrize("kind", ["attention", "ssm"])
+def test_every_layer_of_our_own_language_model(kind: str) -> None:
+    jax = pytest.importorskip("jax")
+    from capibara.config import ModularModelConfig
+    from capibara.core import ModularCapibaraModel
+
+    small = ["embed_dim=16", "num_layers=2", "num_heads=2", f'pattern=["{kind}"]', "max_sequence_length=8"]
+    changes = [*(f"model.{s}" for s in small), "train.sequence_length=8"]
+    model = ModularCapibaraModel(ModularModelConfig.from_toml("demo", changes))
+    tokens = RANDOM.integers(0, 256, (2, 8)).astype(np.int32)
+    found = collect(model.apply, [tokens], model.params)
+    paths = jax.tree_util.tree_flatten_with_path(model.params)[0]
+    layers = {".".join(str(k.key) for k in path) for path, _ in paths if path[-1].key == "weight"}
+    layers = {name for name in layers if "_conv" not in name}
+    assert set(found) == layers
+    assert len(layers) > 7
+    logits = np.asarray(model.apply(model.params, tokens), np.float64)
+    table = np.asarray(model.params["embedding"]["weight"], np.float64)
+    # What goes into the head is known from what comes out of it.
+    check(found["embedding.weight"], logits @ np.linalg.pinv(table.T), (1,), 1e-3)
+    assert found["blocks.mlp.down.weight"].count == 2 * tokens.size
+
+
 def test_a_weight_used_along_both_its_axes_has_no_moments() -> None:
     jax = pytest.importorskip("jax")
     w = jax.numpy.ones((4, 4))
-    found = collect(lambda p, x: x @ p["w"] @ p["w"].T, [jax.numpy.ones((2, 4))], {"w": w})
+    with pytest.warns(RuntimeWarning, match="w: it is multiplied along different axes"):
+        found = collect(lambda p, x: x @ p["w"] @ p["w"].T, [jax.numpy.ones((2, 4))], {"w": w})
     assert found == {}
+    assert list(found.unseen) == ["w"]
 
 
 def test_composed_models() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 from capibara.compress.errors import CompressError
 from capibara.errors import MissingExtraError
 
-__all__ = ["Metric", "Moments", "as_matrix", "collect", "from_matrix", "moments"]
+__all__ = ["Collected", "Metric", "Moments", "as_matrix", "collect", "from_matrix", "moments"]
 
 
 @dataclass(frozen=True)
@@ -118,17 +119,73 @@ def moments(inputs: Any, axes: Iterable[int] = (1,)) -> Moments:
     return found["inputs"]
 
 
+class Collected(dict[str, Moments]):
+    """Moments by the name of the weight, as :func:`collect` returns them.
+
+    Attributes:
+      unseen: name → why, of each matrix, stack or convolution that has no moments.
+    """
+
+    def __init__(self, found: Mapping[str, Moments], unseen: Mapping[str, str]) -> None:
+        super().__init__(found)
+        self.unseen = dict(unseen)
+
+
+class Unseen:
+    """What a watcher could not follow, by the name of the weight."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    def lose(self, name: str, why: str) -> None:
+        """The weight meets inputs, it seems, that are not seen. The first reason is kept."""
+        self.reasons.setdefault(name, why)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a watcher found.
+
+    Attributes:
+      batches: how many there were.
+      sums: of the inputs.
+      unseen: what it could not follow.
+      names: of every weight of two axes or more.
+    """
+
+    batches: int
+    sums: Sums
+    unseen: Unseen
+    names: list[str]
+
+
 class Sums:
     """Adds up x xᵀ for layers by name; for the watchers."""
 
     def __init__(self) -> None:
         self._sums: dict[str, np.ndarray] = {}
         self._counts: dict[str, int] = {}
-        self._axes: dict[str, tuple[int, ...]] = {}
-        self._twofold: set[str] = set()
+        self.axes: dict[str, tuple[int, ...]] = {}
+        self.twofold: set[str] = set()
 
-    def add(self, name: str, inputs: np.ndarray, axes: tuple[int, ...]) -> None:
-        """Take in inputs [..., features]."""
+    def add(
+        self,
+        name: str,
+        inputs: np.ndarray,
+        axes: tuple[int, ...],
+        order: np.ndarray | None = None,
+        features: int | None = None,
+    ) -> None:
+        """Take in inputs [..., features].
+
+        Args:
+          name: of the weight.
+          inputs: what it is multiplied by.
+          axes: of the weight, along which inputs run.
+          order: which feature each of the inputs is, if they are in another order, or not all there: what stands between
+            features that are never multiplied together is taken as 0.
+          features: how many there are, with an order.
+        """
         if inputs.ndim < 1 or inputs.shape[-1] < 1:
             raise CompressError(f"{name}: got inputs of the shape {inputs.shape}, expected [..., features]")
         x = inputs.reshape(-1, inputs.shape[-1]).astype(np.float64)
@@ -136,27 +193,32 @@ class Sums:
             raise CompressError(
                 f"{name}: its inputs are NaN or infinite. Remedy: calibrate with finite data."
             )
-        if self._axes.setdefault(name, axes) != axes:
+        if self.axes.setdefault(name, axes) != axes:
             # A tied weight that one layer uses along rows and another along columns: neither's moments are its own.
-            self._twofold.add(name)
-        if name in self._twofold or not len(x):
+            self.twofold.add(name)
+        if name in self.twofold or not len(x):
             return
+        if order is not None and not np.array_equal(order, np.arange(features)):
+            whole = np.zeros((len(x), features or 0))
+            whole[:, order] = x
+            x = whole
         if (old := self._sums.get(name)) is not None and len(old) != x.shape[1]:
             raise CompressError(f"{name}: got inputs of {x.shape[1]} features after some of {len(old)}")
-        self._sums[name] = x.T @ x if old is None else old + x.T @ x
+        product = x.T @ x
+        self._sums[name] = product if old is None else np.add(old, product, out=old)
         self._counts[name] = self._counts.get(name, 0) + len(x)
 
     def result(self) -> dict[str, Moments]:
         return {
-            name: Moments((total + total.T) / (2 * self._counts[name]), self._counts[name], self._axes[name])
+            name: Moments((total + total.T) / (2 * self._counts[name]), self._counts[name], self.axes[name])
             for name, total in self._sums.items()
-            if name not in self._twofold
+            if name not in self.twofold
         }
 
 
 def collect(
     model: Any, batches: Iterable[Any], params: Any = None, *, names: Any = None
-) -> dict[str, Moments]:
+) -> Collected:
     """The moments of every linear layer of a model, by the name of its weight.
 
     Args:
@@ -169,8 +231,10 @@ def collect(
 
     Returns:
       name → moments; as in ``state_dict()``, or the path in ``params`` joined by dots. Weights that met no input, and
-      those that are used along different axes in different places, are not there. A weight that a ``scan`` goes
-      through, and one with a batch axis (experts), has one entry with the inputs of all of them.
+      those that are used along different axes in different places, are not there, but in
+      :attr:`Collected.unseen` with the reason; with a warning, unless they are merely looked up, added or not used. A
+      weight that a ``scan`` goes through, and one with a batch axis (experts), has one entry with the inputs of all of
+      them.
 
     Raises:
       CompressError: no batches, ``params`` that are missing or not asked for, inputs that are not finite.
@@ -212,7 +276,19 @@ def join(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
 
 
-def _some(found: tuple[int, dict[str, Moments]]) -> dict[str, Moments]:
-    if not found[0]:
+def _some(found: Watched) -> Collected:
+    if not found.batches:
         raise CompressError("batches: got none, expected at least one to call the model with")
-    return found[1]
+    moments = found.sums.result()
+    twofold = dict.fromkeys(found.sums.twofold, "it is multiplied along different axes in different places")
+    lost = {n: why for n, why in {**found.unseen.reasons, **twofold}.items() if n not in moments}
+    if lost:
+        told = "; ".join(f"{name}: {why}" for name, why in lost.items())
+        warnings.warn(
+            f"moments: {len(lost)} of {len(found.names)} weights have none, and are compressed as without data. {told}. "
+            "Remedy: multiply them as they are, by matrix products or convolutions.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    unused = {n: "it meets no inputs in a product" for n in found.names if n not in moments}
+    return Collected(moments, {**unused, **lost})

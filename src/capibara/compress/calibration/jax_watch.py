@@ -1,60 +1,86 @@
 """Inputs of a JAX function's linear layers, seen where they meet a leaf of its parameters.
 
-The function is traced to a jaxpr, and that is evaluated equation by equation with real numbers. With each leaf goes
-which of its axes each axis of the value stands for: transposing, converting, reshaping and slicing keep that, and where
-a ``dot_general`` sums over axes of a leaf, its other operand holds the inputs. Calls are followed inside (``jit``,
-``remat``, functions with derivatives of their own, the branch taken of a ``cond``, every step of a ``scan``); loops by
-``while`` are run, but not looked into.
+The function is traced to a jaxpr, and that is evaluated equation by equation with real numbers. With each value go its
+*places*: for each element, which element of which leaf it is. No operation needs a rule of its own for that: an
+operation moves a weight if it moves the numbers of its elements in the same way, whatever these numbers are, so each
+operation on a weight is run on two numberings that have nothing in common (:func:`_moved`). Splitting, slicing,
+indexing, joining, padding, broadcasting and whatever else a version of JAX has are followed alike.
+
+Where a ``dot_general`` sums over axes of a leaf, its other operand holds the inputs. Calls are followed inside (``jit``,
+``remat``, functions with derivatives of their own), and so are the branch taken of a ``cond`` and every step of a
+``scan`` or a ``while``. What becomes of a weight otherwise is noted: a weight whose inputs were not seen has a reason.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from capibara.compress.calibration.activations import Moments, Sums
+from capibara.compress.calibration.activations import Sums, Unseen, Watched
 
 __all__ = ["watch_jax"]
 
+_MOST = np.iinfo(np.int32).max  # elements of a leaf that are told apart
 
-@dataclass(frozen=True)
-class _Leaf:
-    """Where a value comes from: for each of its axes the whole axes of the parameter that it runs over, or ``None``."""
 
-    name: str
-    sizes: tuple[int, ...]
-    axes: tuple[tuple[int, ...] | None, ...]
+_Places = dict[str, "np.ndarray | None"]
 
 
 @dataclass(frozen=True)
 class _Value:
+    """An array on its way through the program.
+
+    Attributes:
+      places: by the name of a leaf, which of its elements each element is, int32 like ``array``, negative where it is
+        none; ``None`` for the leaf as it was given. NumPy's, for which nothing is compiled.
+      made_of: the leaves that it was computed from, if no batch had a part in it, each with the operation that
+        changed it; empty for what :attr:`places` tells.
+      data: whether it depends on the batch.
+    """
+
     array: Any
-    leaf: _Leaf | None = None
+    places: _Places = field(default_factory=dict)
+    made_of: dict[str, str] = field(default_factory=dict)
+    data: bool = False
+
+    def numbers(self, name: str) -> np.ndarray:
+        """The places of a leaf's elements."""
+        found = self.places[name]
+        if found is None:
+            found = np.arange(self.array.size, dtype=np.int32).reshape(self.array.shape)
+        return found
 
 
 def watch_jax(
     function: Callable[..., Any], params: Any, batches: Iterator[Any], names: Callable[[tuple[Any, ...]], str]
-) -> tuple[int, dict[str, Moments]]:
-    """How many batches there were, and the moments by the leaf's name."""
+) -> Watched:
+    """How many batches there were, the moments by the leaf's name, and what was not seen."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    known = []
+    known, unseen = [], Unseen()
+    shapes: dict[str, tuple[int, ...]] = {}
     for path, array in leaves:
         shape = np.shape(array)
         name = names(tuple(_key(p) for p in path))
-        leaf = _Leaf(name, shape, tuple((a,) for a in range(len(shape)))) if len(shape) >= 2 else None
-        known.append(_Value(array, leaf))
+        watched = len(shape) >= 2 and jax.numpy.issubdtype(jax.numpy.result_type(array), np.floating)
+        if watched and 0 < math.prod(shape) <= _MOST:
+            shapes[name] = shape
+            known.append(_Value(jax.numpy.asarray(array), {name: None}))
+            continue
+        if watched and math.prod(shape):
+            unseen.lose(name, f"it has more than {_MOST} elements")
+        known.append(_Value(array))
     sums, count = Sums(), 0
     for batch in batches:
         closed = jax.make_jaxpr(function)(params, batch)
-        inputs = [*known, *map(_Value, jax.tree.leaves(batch))]
-        _Evaluation(sums).run(closed.jaxpr, closed.consts, inputs)
+        inputs = [*known, *(_Value(x, data=True) for x in jax.tree.leaves(batch))]
+        _Evaluation(shapes, sums, unseen).run(closed.jaxpr, closed.consts, inputs)
         count += 1
-    return count, sums.result()
+    return Watched(count, sums, unseen, list(shapes))
 
 
 def _key(entry: Any) -> Any:
@@ -65,8 +91,8 @@ def _key(entry: Any) -> Any:
 
 
 class _Evaluation:
-    def __init__(self, sums: Sums) -> None:
-        self.sums = sums
+    def __init__(self, shapes: dict[str, tuple[int, ...]], sums: Sums, unseen: Unseen) -> None:
+        self.shapes, self.sums, self.unseen = shapes, sums, unseen
 
     def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Value]) -> list[_Value]:
         env: dict[Any, _Value] = dict(zip(jaxpr.constvars, map(_Value, consts), strict=True))
@@ -87,26 +113,71 @@ class _Evaluation:
 
     def apply(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
         name = eqn.primitive.name
-        if name in _CALLS and (inner := _inner(eqn)) is not None:
-            return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
-        if name == "cond":
-            branches = eqn.params["branches"]
-            chosen = branches[min(max(int(inputs[0].array), 0), len(branches) - 1)]
-            return self.run(chosen.jaxpr, chosen.consts, inputs[1:])
-        if name == "scan":
-            return self.scan(eqn, inputs)
         if name == "dot_general":
             self.product(eqn, *inputs)
-        out = eqn.primitive.bind(*(x.array for x in inputs), **eqn.primitive.get_bind_params(eqn.params))
-        values = [_Value(x) for x in (out if eqn.primitive.multiple_results else [out])]
-        if inputs and inputs[0].leaf is not None and (rule := _KEEPING.get(name)) is not None:
-            axes = rule(eqn, inputs[0])
-            values[0] = replace(values[0], leaf=replace(inputs[0].leaf, axes=axes))
-        return values
+        elif name == "conv_general_dilated":
+            self.convolution(eqn, *inputs)
+        elif any(x.places or (x.made_of and np.ndim(x.array) > 1) for x in inputs):
+            if name == "cond":
+                branches = eqn.params["branches"]
+                chosen = branches[min(max(int(inputs[0].array), 0), len(branches) - 1)]
+                return self.run(chosen.jaxpr, chosen.consts, inputs[1:])
+            if name == "scan":
+                return self.scan(eqn, inputs)
+            if name == "while":
+                return self.loop(eqn, inputs)
+            if (inner := _inner(eqn)) is not None:
+                return self.run(inner.jaxpr, inner.consts, inputs)
+        # What has no weight in it is run as it is, calls and loops as a whole.
+        arrays = _bound(eqn, [x.array for x in inputs])
+        data = any(x.data for x in inputs)
+        if not any(x.places or x.made_of for x in inputs):
+            return [_Value(x, data=data) for x in arrays]
+        places = self.places(eqn, inputs, arrays)
+        if data and name not in _PRODUCTS and name not in _ELEMENTWISE and not any(places):
+            self.opaque(name, inputs)
+        made: dict[str, str] = {}
+        if not data:
+            # Two weights in one operation, or one that was changed: no element is a leaf's own any more.
+            for x in inputs:
+                made.update({leaf: name for leaf in x.places if not any(leaf in p for p in places)})
+                made.update(x.made_of)
+        return [self.value(x, p, made, data, name) for x, p in zip(arrays, places, strict=True)]
+
+    def value(self, array: Any, places: _Places, made_of: dict[str, str], data: bool, name: str) -> _Value:
+        """What an operation gave; a vector cut from a stack (scales, biases) is no weight that meets inputs."""
+        size = np.size(array)
+        kept = {n: p for n, p in places.items() if np.ndim(array) > 1 or size == math.prod(self.shapes[n])}
+        if not data and len(kept) < len(places):
+            made_of = {**made_of, **{n: name for n in places if n not in kept}}
+        return _Value(array, kept, made_of, data)
+
+    def opaque(self, name: str, inputs: list[_Value]) -> None:
+        """A weight and something of the batch go into what may be a product."""
+        for x in inputs:
+            if x.data or np.ndim(x.array) < 2:
+                continue
+            for leaf in (*x.places, *x.made_of):
+                self.unseen.lose(leaf, f"it goes into {name}, which is not looked into")
+
+    def places(self, eqn: Any, inputs: list[_Value], arrays: list[Any]) -> list[_Places]:
+        """Which elements of leaves the results hold."""
+        out: list[_Places] = [{} for _ in arrays]
+        name = eqn.primitive.name
+        if name in _PRODUCTS or name in _ELEMENTWISE:
+            return out
+        if name in _ROUNDING:
+            return [dict(inputs[0].places) if jax.numpy.issubdtype(arrays[0].dtype, np.floating) else {}]
+        for leaf in dict.fromkeys(n for x in inputs for n in x.places):
+            for found, one in zip(out, _moved(eqn, inputs, leaf), strict=True):
+                if one is not None:
+                    found[leaf] = one
+        return out
 
     def scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
         p = eqn.params
-        body, consts, carried, length = p["jaxpr"], p["num_consts"], p["num_carry"], p["length"]
+        body, length = p["jaxpr"], p["length"]
+        consts, carried = _scan_sizes(p)
         fixed, carry, moving = (
             inputs[:consts],
             inputs[consts : consts + carried],
@@ -115,124 +186,211 @@ class _Evaluation:
         rows: list[list[Any]] = []
         steps = range(length)
         for i in reversed(steps) if p["reverse"] else steps:
-            one = [_Value(x.array[i], x.leaf and replace(x.leaf, axes=x.leaf.axes[1:])) for x in moving]
+            one = [
+                self.value(x.array[i], {n: x.numbers(n)[i] for n in x.places}, x.made_of, x.data, "scan")
+                for x in moving
+            ]
             out = self.run(body.jaxpr, body.consts, [*fixed, *carry, *one])
             carry = out[:carried]
-            rows.append([x.array for x in out[carried:]])
+            rows.append(out[carried:])
         if p["reverse"]:
             rows.reverse()
-        shapes = [v.aval for v in eqn.outvars[carried:]]
-        stacked = [
-            _Value(jax.numpy.stack([r[k] for r in rows]) if rows else jax.numpy.zeros(s.shape, s.dtype))
-            for k, s in enumerate(shapes)
-        ]
-        return [*carry, *stacked]
+        return [*carry, *(_stacked(v.aval, [r[k] for r in rows]) for k, v in enumerate(eqn.outvars[carried:]))]
+
+    def loop(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
+        p = eqn.params
+        test, body, first = p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"]
+        last = first + p["body_nconsts"]
+        state = inputs[last:]
+        while bool(self.run(test.jaxpr, test.consts, [*inputs[:first], *state])[0].array):
+            state = self.run(body.jaxpr, body.consts, [*inputs[first:last], *state])
+        return state
 
     def product(self, eqn: Any, left: _Value, right: _Value) -> None:
-        (left_sum, right_sum), _ = eqn.params["dimension_numbers"]
-        sides = ((left, left_sum, right, right_sum), (right, right_sum, left, left_sum))
-        for weight, over, inputs, summed in sides:
-            leaf = weight.leaf
-            if leaf is None or inputs.leaf is not None or not over:
+        (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+        sides = ((left, left_sum, left_batch), (right, right_sum, right_batch))
+        for (weight, over, batch), (other, summed, shared) in (sides, sides[::-1]):
+            # Of two weights it is told by the data which is multiplied and which are the inputs.
+            if other.places and not (other.data and not weight.data):
+                for leaf in weight.places:
+                    self.unseen.lose(leaf, "it is multiplied with another weight before inputs")
                 continue
-            runs = [leaf.axes[d] for d in over]
-            if any(r is None or list(r) != sorted(r) for r in runs):
+            if other.data:
+                for leaf, changed in weight.made_of.items():
+                    self.unseen.lose(leaf, f"it is changed by {changed} before its product with inputs")
+            if not weight.places:
                 continue
-            # In the order of the parameter's axes, as moments count features.
-            order = sorted(range(len(over)), key=lambda k: runs[k] or ())
-            axes = tuple(a for k in order for a in runs[k] or ())
-            if list(axes) != sorted(axes):
-                continue
-            array = np.asarray(inputs.array)
-            if array.dtype.kind not in "fiub":
-                array = np.asarray(jax.numpy.asarray(inputs.array, jax.numpy.float32))
-            others = [d for d in range(array.ndim) if d not in summed]
-            array = array.transpose(*others, *(summed[k] for k in order))
-            features = math.prod(leaf.sizes[a] for a in axes)
-            self.sums.add(leaf.name, array.reshape(-1, features), axes)
+            inputs = _three(_as_numpy(other.array), shared, summed)
+            for leaf in weight.places:
+                places = _three(weight.numbers(leaf), batch, over)
+                self.add(leaf, places, inputs)
+
+    def convolution(self, eqn: Any, inputs: _Value, weight: _Value) -> None:
+        p = eqn.params
+        for leaf, changed in weight.made_of.items():
+            if inputs.data:
+                self.unseen.lose(leaf, f"it is changed by {changed} before its convolution")
+        if not weight.places or inputs.places and not inputs.data:
+            return
+        numbers = p["dimension_numbers"]
+        grouped = p["feature_group_count"] != 1 or p["batch_group_count"] != 1
+        if grouped or any(d != 1 for d in p["lhs_dilation"]):
+            for leaf in weight.places:
+                self.unseen.lose(leaf, "grouped and transposed convolutions are not one matrix product")
+            return
+        out_axis, in_axis, *window = numbers.rhs_spec
+        patches = jax.lax.conv_general_dilated_patches(
+            jax.numpy.asarray(inputs.array, np.float32),
+            tuple(weight.array.shape[d] for d in window),
+            p["window_strides"],
+            p["padding"],
+            rhs_dilation=p["rhs_dilation"],
+            dimension_numbers=numbers,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        # Features of patches are counted in the order channels, window.
+        rows = np.moveaxis(np.asarray(patches), numbers.out_spec[1], -1)
+        for leaf in weight.places:
+            places = weight.numbers(leaf).transpose(out_axis, in_axis, *window)
+            self.add(leaf, places.reshape(1, len(places), -1), rows.reshape(1, -1, rows.shape[-1]))
+
+    def add(self, leaf: str, places: np.ndarray, inputs: np.ndarray) -> None:
+        """Take in inputs [batch, rows, features] of a leaf's elements [batch, outputs, features]."""
+        shape = self.shapes[leaf]
+        held = (places >= 0).any(2)
+        if not held.any():
+            return
+        first = places[tuple(np.argwhere(held)[0])]
+        seen = first >= 0
+        where = np.stack(np.unravel_index(first[seen], shape))
+        varying = (where != where[:, :1]).any(1)
+        axes = tuple(int(a) for a in np.flatnonzero(varying))
+        if not axes:  # of one input: along the axis that is known, or else one on which outputs do not lie
+            lies = np.stack(np.unravel_index(places[places >= 0], shape))
+            fixed = [a for a in range(len(shape)) if (lies[a] == lies[a, 0]).all()]
+            axes = self.sums.axes.get(leaf) or tuple(sorted(fixed, key=lambda a: (shape[a] > 1, -a))[:1])
+        features = math.prod(shape[a] for a in axes)
+        order = np.ravel_multi_index(tuple(where[list(axes)]), tuple(shape[a] for a in axes))
+        # All outputs must have the same inputs, each of them once.
+        offsets = first[seen] - first[seen][0]
+        some = places[held]
+        same = (some[:, ~seen] < 0).all() and (some[:, seen] - some[:, seen][:, :1] == offsets).all()
+        if not same or len(np.unique(order)) != len(order):
+            self.unseen.lose(leaf, "its elements are multiplied in another order than that of a matrix")
+            return
+        rows = inputs[held.any(1)][:, :, seen].reshape(-1, len(order))
+        self.sums.add(leaf, rows, axes, order, features)
 
 
-_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call",
-          "custom_vjp_call_jaxpr", "core_call")  # fmt: skip
+def _as_numpy(array: Any) -> np.ndarray:
+    found = np.asarray(array)
+    return found if found.dtype.kind in "fiub" else np.asarray(jax.numpy.asarray(array, np.float32))
 
 
-def _inner(eqn: Any) -> Any:
-    return next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+def _three(array: np.ndarray, batch: Sequence[int], over: Sequence[int]) -> np.ndarray:
+    """As [batch, the other axes, those summed over]."""
+    free = [d for d in range(array.ndim) if d not in batch and d not in over]
+    sizes = [math.prod(array.shape[d] for d in some) for some in (batch, free, over)]
+    return array.transpose(*batch, *free, *over).reshape(sizes)
 
 
-Axes = tuple[tuple[int, ...] | None, ...]
+def _stacked(aval: Any, rows: list[_Value]) -> _Value:
+    """What the steps of a scan gave."""
+    if not rows:
+        return _Value(jax.numpy.zeros(aval.shape, aval.dtype))
+    leaves = dict.fromkeys(n for x in rows for n in x.places)
+    none = np.full(rows[0].array.shape if leaves else (), -1, np.int32)
+    return _Value(
+        jax.numpy.stack([x.array for x in rows]),
+        {n: np.stack([x.numbers(n) if n in x.places else none for x in rows]) for n in leaves},
+        {n: why for x in rows for n, why in x.made_of.items()},
+        any(x.data for x in rows),
+    )
 
 
-def _leaf_axes(value: _Value) -> Axes:
-    assert value.leaf is not None
-    return value.leaf.axes
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+_ROUNDING = frozenset(("convert_element_type", "reduce_precision"))
+# They change numbers, and are no products of matrices: what is added to or scaled by the batch is no linear layer.
+_ELEMENTWISE = frozenset(
+    ("add", "sub", "mul", "div", "rem", "max", "min", "pow", "integer_pow", "neg", "abs", "sign", "exp", "exp2", "log",
+     "sqrt", "rsqrt", "square", "tanh", "logistic", "add_any", "eq", "ne", "lt", "le", "gt", "ge", "reduce_sum",
+     "reduce_max", "reduce_min", "atan2", "nextafter", "erf", "sin", "cos", "is_finite", "clamp", "stop_gradient")
+)  # fmt: skip
 
 
-def _same(eqn: Any, value: _Value) -> Axes:
-    return _leaf_axes(value)
+def _bound(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _transpose(eqn: Any, value: _Value) -> Axes:
-    axes = _leaf_axes(value)
-    return tuple(axes[p] for p in eqn.params["permutation"])
+def _moved(eqn: Any, inputs: list[_Value], leaf: str) -> list[np.ndarray | None]:
+    """For each result the places of a leaf's elements in it; ``None`` where they were not just moved.
 
-
-def _squeeze(eqn: Any, value: _Value) -> Axes:
-    return tuple(a for d, a in enumerate(_leaf_axes(value)) if d not in eqn.params["dimensions"])
-
-
-def _slice(eqn: Any, value: _Value) -> Axes:
-    """An axis that is cut runs over no whole axis any more; the others do."""
-    before, after = np.shape(value.array), eqn.outvars[0].aval.shape
-    return tuple(a if b == n else None for a, b, n in zip(_leaf_axes(value), before, after, strict=True))
-
-
-def _reshape(eqn: Any, value: _Value) -> Axes:
-    """Whole axes joined into one, or taken apart again; a part of an axis is none."""
-    assert value.leaf is not None
-    before, after = np.shape(value.array), tuple(eqn.outvars[0].aval.shape)
-    if 0 in before:
-        return (None,) * len(after)
-    out: list[tuple[int, ...] | None] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        first, start, old, new = i, j, 1, 1
-        while (i == first and j == start) or old != new:
-            if (old <= new and i < len(before)) or j == len(after):
-                old *= before[i]
-                i += 1
+    The operation is run on the numbers t of the elements and on −1 − t, with other floats as the least and as the
+    largest integer. What it moves comes out as such a pair again, what it fills in as two equal or two extreme
+    numbers; anything else was computed.
+    """
+    kinds = {x.array.dtype for x in inputs if leaf in x.places}
+    least, largest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    results: list[list[np.ndarray]] = []
+    for extreme in (least, largest):
+        arrays = []
+        for x in inputs:
+            if leaf in x.places:
+                numbers = x.numbers(leaf)
+                arrays.append(numbers if extreme < 0 else np.where(numbers < 0, largest, -1 - numbers))
+            elif jax.numpy.result_type(x.array) in kinds:
+                arrays.append(np.full(np.shape(x.array), extreme, np.int32))
             else:
-                new *= after[j]
-                j += 1
-        runs = value.leaf.axes[first:i]
-        whole = [] if any(r is None for r in runs) else [a for r in runs for a in r or ()]
-        out += _take(whole, value.leaf.sizes, after[start:j]) if whole else [None] * (j - start)
-    return tuple(out)
-
-
-def _take(axes: list[int], sizes: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, ...] | None]:
-    """Runs of axes with the wanted sizes, or nothing known of any."""
-    out: list[tuple[int, ...] | None] = []
-    at = 0
-    for size in wanted:
-        have, run = 1, []
-        while have < size and at < len(axes):
-            have *= sizes[axes[at]]
-            run.append(axes[at])
-            at += 1
-        if have != size:
-            return [None] * len(wanted)
-        out.append(tuple(run) or None)
+                arrays.append(x.array)
+        try:
+            results.append([np.asarray(x) for x in _bound(eqn, [jax.numpy.asarray(a) for a in arrays])])
+        except Exception:  # noqa: BLE001 - whatever an operation has against integers: it does not just move numbers
+            return [None] * len(eqn.outvars)
+    out: list[np.ndarray | None] = []
+    for one, other in zip(*results, strict=True):
+        if one.dtype != np.int32 or other.dtype != np.int32:
+            return [None] * len(eqn.outvars)
+        found = (other == -1 - one) & (one >= 0)
+        if not found.all():
+            # What was no element goes in as a negative number or the least, and comes out as that and as the largest.
+            filled = (one < 0) & (other == largest)
+            if not (found | filled | (one == other)).all() or not (found | filled).any():
+                return [None] * len(eqn.outvars)
+            one = np.where(found, one, np.int32(-1))
+        out.append(one)
     return out
 
 
-_KEEPING: dict[str, Callable[[Any, _Value], Axes]] = {
-    "convert_element_type": _same,
-    "copy": _same,
-    "sharding_constraint": _same,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "reshape": _reshape,
-    "slice": _slice,
-    "dynamic_slice": _slice,
-}
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and carried values a scan has."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"]
+    return len(consts), len(carry)
+
+
+def _inner(eqn: Any) -> Any:
+    """What a call calls: a program of an operation's parameters that takes and gives what the operation does."""
+    if eqn.primitive.name in ("reduce", "shard_map"):
+        return None
+    found = []
+    for value in eqn.params.values():
+        closed = getattr(value, "jaxpr", None) is not None and hasattr(value, "consts")
+        jaxpr = value.jaxpr if closed else value
+        if not hasattr(jaxpr, "eqns") or not hasattr(jaxpr, "invars"):
+            continue
+        alike = [_type(v) for v in jaxpr.invars] == [_type(v) for v in eqn.invars]
+        if alike and [_type(v) for v in jaxpr.outvars] == [_type(v) for v in eqn.outvars]:
+            found.append(value if closed else _Open(jaxpr))
+    return found[0] if len(found) == 1 else None
+
+
+@dataclass(frozen=True)
+class _Open:
+    jaxpr: Any
+    consts: tuple[Any, ...] = ()
+
+
+def _type(v: Any) -> tuple[Any, Any]:
+    return tuple(getattr(v.aval, "shape", ())), getattr(v.aval, "dtype", None)

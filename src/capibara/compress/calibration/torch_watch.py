@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.compress.calibration.activations import Moments, Sums
+from capibara.compress.calibration.activations import Sums, Unseen, Watched
 from capibara.errors import MissingExtraError
 
 __all__ = ["watch_function", "watch_module"]
@@ -30,10 +30,12 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, named: Mapping[str, list[torch.Tensor]] | dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.sums = Sums()
+        self.sums, self.unseen = Sums(), Unseen()
+        self.names: list[str] = []
         self._by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in named.items():
             if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2 and tensor.is_floating_point():
+                self.names.append(name)
                 self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,6 +58,11 @@ class _Watch(TorchDispatchMode):
             for name, whole in self.owners(weight):
                 if (found := _axis(whole, weight.shape[axis], weight.stride(axis))) is not None:
                     self.sums.add(name, _numpy(inputs), (found,))
+                else:
+                    self.unseen.lose(name, "it is multiplied along a part of an axis, or several at once")
+
+    def found(self, batches: int) -> Watched:
+        return Watched(batches, self.sums, self.unseen, self.names)
 
 
 def _axis(whole: torch.Tensor, size: int, stride: int) -> int | None:
@@ -96,6 +103,10 @@ def _convolution(
     """Patches of one and two dimensions; grouped and transposed convolutions are not one matrix product."""
     spatial = weight.dim() - 2
     if transposed or groups != 1 or spatial not in (1, 2):
+        for name, _ in watch.owners(weight):
+            watch.unseen.lose(
+                name, "grouped and transposed convolutions, and those of three dimensions, are not one matrix product"
+            )
         return
     for name, whole in watch.owners(weight):
         if whole.shape != weight.shape:
@@ -139,8 +150,8 @@ def _call(module: Callable[..., Any], batch: Any) -> None:
         module(tensor(batch))
 
 
-def watch_module(module: torch.nn.Module, batches: Iterator[Any]) -> tuple[int, dict[str, Moments]]:
-    """How many batches there were, and the moments by ``state_dict`` name."""
+def watch_module(module: torch.nn.Module, batches: Iterator[Any]) -> Watched:
+    """What was seen of a module, by ``state_dict`` name."""
     watch = _Watch(dict(module.named_parameters(remove_duplicate=False)))
     modes = {m: m.training for m in module.modules()}
     # The fused encoder layer is one operation, in which nothing can be seen.
@@ -156,12 +167,12 @@ def watch_module(module: torch.nn.Module, batches: Iterator[Any]) -> tuple[int, 
         torch.backends.mha.set_fastpath_enabled(fused)
         for part, training in modes.items():
             part.training = training
-    return count, watch.sums.result()
+    return watch.found(count)
 
 
 def watch_function(
     function: Callable[..., Any], params: Any, batches: Iterator[Any], names: Callable[[tuple[Any, ...]], str]
-) -> tuple[int, dict[str, Moments]]:
+) -> Watched:
     """The same for ``function(params, batch)`` with nested dictionaries of tensors."""
     named: dict[str, torch.Tensor] = {}
 
@@ -179,4 +190,4 @@ def watch_function(
         for batch in batches:
             function(params, batch)
             count += 1
-    return count, watch.sums.result()
+    return watch.found(count)
