@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -239,7 +240,7 @@ def _ways() -> dict[str, Any]:
         "padded": lambda w, x: jnp.pad(x, ((0, 0), (1, 2))) @ jnp.pad(w, ((1, 2), (0, 0))),
         "broadcast": lambda w, x: jnp.einsum("bi,bio->bo", x, jnp.broadcast_to(w, (5, 4, 6))),
         "reshaped": lambda w, x: x @ w.reshape(2, 2, 3, 2).transpose(2, 3, 0, 1).reshape(6, 4).T,
-        "converted": lambda w, x: (x @ w.astype(jnp.bfloat16).astype(jnp.float32)),
+        "converted": lambda w, x: x @ w.astype(jnp.bfloat16).astype(jnp.float32),
         "selected": lambda w, x: x @ jnp.where(jnp.arange(6) < 3, w, w),
         "written": lambda w, x: x @ jnp.zeros((4, 6)).at[:, :].set(w),
         "squeezed": lambda w, x: x @ jnp.squeeze(w[None, :, None], (0, 2)),
@@ -285,7 +286,9 @@ def test_weights_that_were_not_seen_are_named_with_the_reason() -> None:
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
     some = lambda *shape: jnp.asarray(RANDOM.normal(size=shape), jnp.float32)  # noqa: E731
-    params = {n: some(4, 4) for n in ("fine", "scaled", "called", "merged", "left", "unused", "table", "added")}
+    params = {
+        n: some(4, 4) for n in ("fine", "scaled", "called", "merged", "left", "unused", "table", "added")
+    }
     params["vectors"] = some(3, 4)
 
     def run(p: Any, x: Any) -> Any:
@@ -305,7 +308,7 @@ def test_weights_that_were_not_seen_are_named_with_the_reason() -> None:
         "left": "changed by dot_general|multiplied with another weight",
     }.items():
         assert name in str(told[0].message)
-        assert __import__("re").search(why, found.unseen[name]), (name, found.unseen[name])
+        assert re.search(why, found.unseen[name]), (name, found.unseen[name])
     for name in ("unused", "table", "added", "vectors"):
         assert found.unseen[name] == "it meets no inputs in a product"
 
@@ -325,7 +328,9 @@ def test_jax_convolutions() -> None:
     assert found.axes == (0, 1, 2)
     padded = np.pad(np.asarray(x), ((0, 0), (1, 0), (0, 0), (0, 0)))
     windows = [
-        padded[:, i : i + 3, j : j + 2].reshape(2, -1) for i in range(0, padded.shape[1] - 2, 2) for j in range(7)
+        padded[:, i : i + 3, j : j + 2].reshape(2, -1)
+        for i in range(0, padded.shape[1] - 2, 2)
+        for j in range(7)
     ]
     np.testing.assert_allclose(found.second, second(np.concatenate(windows)), rtol=1e-5, atol=1e-6)
     grouped = lambda p, x: jax.lax.conv_general_dilated(  # noqa: E731

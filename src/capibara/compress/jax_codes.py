@@ -23,6 +23,7 @@ from capibara.compress.direct import QuantisedMatrix, QuantisedStack, load_codes
 from capibara.compress.errors import CompressError
 from capibara.compress.models.adapters import Adapter
 from capibara.compress.models.numbers import from_bits, is_torch
+from capibara.jax_versions import scan_counts
 
 __all__ = ["Coded", "CodedArrays", "in_codes", "is_coded", "load_weights"]
 
@@ -145,7 +146,7 @@ class _Evaluation:
 
     def scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         p = eqn.params
-        body, consts, carried = p["jaxpr"], p["num_consts"], p["num_carry"]
+        body, (consts, carried) = p["jaxpr"], scan_counts(eqn)
         fixed, carry, moving = values[:consts], values[consts : consts + carried], values[consts + carried :]
         carry = [self.plain(v, "scan") for v in carry]
         stacked: dict[int, tuple[str, Any]] = {}

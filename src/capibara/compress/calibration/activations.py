@@ -182,8 +182,8 @@ class Sums:
           name: of the weight.
           inputs: what it is multiplied by.
           axes: of the weight, along which inputs run.
-          order: which feature each of the inputs is, if they are in another order, or not all there: what stands between
-            features that are never multiplied together is taken as 0.
+          order: which feature each of the inputs is, if they are in another order, or not all there: moments between
+            features that are never multiplied together are taken as 0.
           features: how many there are, with an order.
         """
         if inputs.ndim < 1 or inputs.shape[-1] < 1:
@@ -216,9 +216,7 @@ class Sums:
         }
 
 
-def collect(
-    model: Any, batches: Iterable[Any], params: Any = None, *, names: Any = None
-) -> Collected:
+def collect(model: Any, batches: Iterable[Any], params: Any = None, *, names: Any = None) -> Collected:
     """The moments of every linear layer of a model, by the name of its weight.
 
     Args:
@@ -285,8 +283,8 @@ def _some(found: Watched) -> Collected:
     if lost:
         told = "; ".join(f"{name}: {why}" for name, why in lost.items())
         warnings.warn(
-            f"moments: {len(lost)} of {len(found.names)} weights have none, and are compressed as without data. {told}. "
-            "Remedy: multiply them as they are, by matrix products or convolutions.",
+            f"moments: {len(lost)} of {len(found.names)} weights have none, and are compressed as without data. "
+            f"{told}. Remedy: multiply them as they are, by matrix products or convolutions.",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -6,14 +6,15 @@ operation moves a weight if it moves the numbers of its elements in the same way
 operation on a weight is run on two numberings that have nothing in common (:func:`_moved`). Splitting, slicing,
 indexing, joining, padding, broadcasting and whatever else a version of JAX has are followed alike.
 
-Where a ``dot_general`` sums over axes of a leaf, its other operand holds the inputs. Calls are followed inside (``jit``,
-``remat``, functions with derivatives of their own), and so are the branch taken of a ``cond`` and every step of a
-``scan`` or a ``while``. What becomes of a weight otherwise is noted: a weight whose inputs were not seen has a reason.
+Where a ``dot_general`` sums over axes of a leaf, its other operand holds the inputs. Calls are followed inside
+(``jit``, ``remat``, functions with derivatives of their own), and so are the branch taken of a ``cond`` and every step
+of a ``scan`` or a ``while``. What else happens to a weight is noted: one whose inputs were not seen has a reason.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ import jax
 import numpy as np
 
 from capibara.compress.calibration.activations import Sums, Unseen, Watched
+from capibara.jax_versions import scan_counts
 
 __all__ = ["watch_jax"]
 
@@ -177,7 +179,7 @@ class _Evaluation:
     def scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
         p = eqn.params
         body, length = p["jaxpr"], p["length"]
-        consts, carried = _scan_sizes(p)
+        consts, carried = scan_counts(eqn)
         fixed, carry, moving = (
             inputs[:consts],
             inputs[consts : consts + carried],
@@ -195,7 +197,10 @@ class _Evaluation:
             rows.append(out[carried:])
         if p["reverse"]:
             rows.reverse()
-        return [*carry, *(_stacked(v.aval, [r[k] for r in rows]) for k, v in enumerate(eqn.outvars[carried:]))]
+        return [
+            *carry,
+            *(_stacked(v.aval, [r[k] for r in rows]) for k, v in enumerate(eqn.outvars[carried:])),
+        ]
 
     def loop(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
         p = eqn.params
@@ -230,7 +235,7 @@ class _Evaluation:
         for leaf, changed in weight.made_of.items():
             if inputs.data:
                 self.unseen.lose(leaf, f"it is changed by {changed} before its convolution")
-        if not weight.places or inputs.places and not inputs.data:
+        if not weight.places or (inputs.places and not inputs.data):
             return
         numbers = p["dimension_numbers"]
         grouped = p["feature_group_count"] != 1 or p["batch_group_count"] != 1
@@ -344,8 +349,10 @@ def _moved(eqn: Any, inputs: list[_Value], leaf: str) -> list[np.ndarray | None]
             else:
                 arrays.append(x.array)
         try:
-            results.append([np.asarray(x) for x in _bound(eqn, [jax.numpy.asarray(a) for a in arrays])])
-        except Exception:  # noqa: BLE001 - whatever an operation has against integers: it does not just move numbers
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of NaN as a filling of integers
+                results.append([np.asarray(x) for x in _bound(eqn, [jax.numpy.asarray(a) for a in arrays])])
+        except Exception:
             return [None] * len(eqn.outvars)
     out: list[np.ndarray | None] = []
     for one, other in zip(*results, strict=True):
@@ -360,14 +367,6 @@ def _moved(eqn: Any, inputs: list[_Value], leaf: str) -> list[np.ndarray | None]
             one = np.where(found, one, np.int32(-1))
         out.append(one)
     return out
-
-
-def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """How many constants and carried values a scan has."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"]
-    return len(consts), len(carry)
 
 
 def _inner(eqn: Any) -> Any:

@@ -105,7 +105,8 @@ def _convolution(
     if transposed or groups != 1 or spatial not in (1, 2):
         for name, _ in watch.owners(weight):
             watch.unseen.lose(
-                name, "grouped and transposed convolutions, and those of three dimensions, are not one matrix product"
+                name,
+                "grouped and transposed convolutions, and those of three dimensions, are not one matrix product",
             )
         return
     for name, whole in watch.owners(weight):
