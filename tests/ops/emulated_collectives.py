@@ -186,6 +186,96 @@ class Checks:
         run = jax.vmap(self.mapped(lambda v: async_all_reduce(v, "sum", True), P(BOTH), P()))
         close(run(batch)[:, 0], batch.sum(1), atol=0.3, rtol=0)
 
+    def conventions(self) -> None:
+        """Value and gradient of every function, with and without types, and along an axis of ``vmap``.
+
+        The gradient of a function of all devices' arrays is its Jacobian's transpose, as that of ``lax.psum`` is:
+        here central differences in NumPy, exact for what is linear, quadratic, or linear in each array.
+        """
+        n, shape = self.columns, (4, 3)
+        functions: dict[str, tuple[Any, Any]] = {}
+        for op, reduce in NUMPY.items():
+
+            def scattered(xs: Any, reduce: Any = reduce) -> Any:
+                return np.split(reduce(xs, axis=0), n)
+
+            for way in ("ring", "xla", "reference"):
+                functions[f"all-reduce {op} {way}"] = (
+                    partial(async_all_reduce, reduction_op=op, implementation=way),
+                    lambda xs, reduce=reduce: [reduce(xs, axis=0)] * n,
+                )
+            for ring in (False, True):
+                functions[f"scatter {op} {ring}"] = (
+                    partial(reduce_scatter, reduction_op=op, use_ring_algorithm=ring),
+                    scattered,
+                )
+        for op in ("sum", "mean"):
+            for overlap in (False, True):
+                functions[f"compressed {op} {overlap}"] = (
+                    partial(async_all_reduce, reduction_op=op, use_compression=True, overlap_compute=overlap),
+                    lambda xs, op=op: [NUMPY[op](xs, axis=0)] * n,
+                )
+        for ring in (False, True):
+            functions[f"gather {ring}"] = (
+                partial(optimized_all_gather, use_ring_algorithm=ring),
+                lambda xs: [np.concatenate(xs)] * n,
+            )
+            functions[f"exchange {ring}"] = (
+                partial(all_to_all, concat_axis=1, use_ring_algorithm=ring),
+                lambda xs: [
+                    np.concatenate(parts, axis=1) for parts in zip(*(np.split(x, n) for x in xs), strict=True)
+                ],
+            )
+        functions["gather, multiply"] = (
+            lambda x, **axis: all_gather_matmul(x, x[:3, :2], **axis),
+            lambda xs: [np.concatenate(xs) @ x[:3, :2] for x in xs],
+        )
+        functions["multiply, scatter"] = (
+            lambda x, **axis: matmul_reduce_scatter(x, x[:3, :2], **axis),
+            lambda xs: np.split(sum(x @ x[:3, :2] for x in xs), n),
+        )
+        x = self.random.normal(size=(self.rows, n, *shape))
+
+        def oracle(name: str, x: np.ndarray) -> np.ndarray:
+            return np.stack([np.stack(functions[name][1](row)) for row in x])
+
+        weights = {name: self.random.normal(size=oracle(name, x).shape) for name in functions}
+
+        def wanted(name: str) -> np.ndarray:
+            grad = np.zeros(x.shape)
+            for place in np.ndindex(x.shape):
+                step = np.zeros(x.shape)
+                step[place] = 2.0**-10
+                change = oracle(name, x + step) - oracle(name, x - step)
+                grad[place] = np.sum(weights[name] * change) / 2.0**-9
+            return grad
+
+        want, total = {name: oracle(name, x) for name in functions}, sum(map(wanted, functions))
+        every: dict[str, Any] = {name: partial(f, axis_name="model") for name, (f, _) in functions.items()}
+
+        def local(v: Any) -> dict[str, Any]:
+            return {name: f(v[0, 0])[None, None] for name, f in every.items()}
+
+        split = P("data", "model")
+        forms = {
+            check: jax.shard_map(local, mesh=self.mesh, in_specs=split, out_specs=split, check_vma=check)
+            for check in (False, True)
+        }
+        by_vmap = jax.vmap(lambda v: {name: f(v) for name, f in every.items()}, axis_name="model")
+        forms["vmap"] = jax.vmap(by_vmap)
+        for form, run in forms.items():
+
+            def both(v: Any, run: Any = run) -> Any:
+                out, pull = jax.vjp(run, v)
+                return out, *pull(weights)
+
+            with jax.enable_x64(True):
+                out, grad = jax.jit(both)(x)
+            for name, value in want.items():
+                rough = 0.1 if name.startswith("compressed") else 1e-9
+                np.testing.assert_allclose(out[name], value, atol=rough, err_msg=f"{form} {name}")
+            np.testing.assert_allclose(grad, total, atol=1e-9, err_msg=f"{form} gradient")
+
     def movement(self) -> None:
         n, specs = self.columns, tagged(MOVES, "small")
         # The first dimension of a whole array has every device's, one after the other.

@@ -75,6 +75,26 @@ def test_what_lies_past_the_position_is_not_read():
     )
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_slots_that_were_never_written_may_hold_anything(implementation, bad):
+    q, k, v = arrays()
+    starts = np.array([[1], [4]])
+
+    def loss(q, k, v):
+        out = cached_attention(q, k, v, starts, implementation=implementation)
+        return jnp.sum(jnp.sin(out)), out
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    (_, want), wanted = run(q, k, v)
+    for b, stop in enumerate((4, 7)):
+        k[b, stop:], v[b, stop:] = bad, bad
+    (_, got), grads = run(q, k, v)
+    np.testing.assert_array_equal(got, want)
+    for g, w in zip(grads, wanted, strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
 def test_prefill_and_steps_equal_the_whole_sequence():
     rng = np.random.default_rng(1)
     q = jnp.asarray(rng.normal(size=(2, 7, 4, 5)), jnp.float32)

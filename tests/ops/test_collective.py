@@ -48,6 +48,7 @@ def _run(command: list[str], environ: dict[str, str]) -> str:
     [
         (1, 2, ["all_reduce", "compression", "gradients", "movement", "placed"]),
         (4, 8, ["products"]),
+        (2, 2, ["conventions"]),
         pytest.param(1, 2, ["dtypes", "products"], marks=pytest.mark.slow),
         pytest.param(4, 8, ["all_reduce", "dtypes", "compression", "gradients"], marks=pytest.mark.slow),
         pytest.param(4, 8, ["movement", "placed"], marks=pytest.mark.slow),

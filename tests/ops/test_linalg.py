@@ -403,6 +403,20 @@ def test_cholesky_update_and_its_gradient(spec, downdate):
         np.testing.assert_allclose(x, y, atol=1e-9)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("downdate", [False, True])
+def test_cholesky_update_of_a_negative_diagonal_is_the_factor_with_a_positive_one(implementation, downdate):
+    factor, vector = np.tril(normal(4, 4)) + 2 * np.eye(4), 0.1 * normal(4, seed=1)
+    factor[:, 1] *= -1
+    factor[:, 3] *= -1
+    outer = np.outer(vector, vector)
+    want = np.linalg.cholesky(factor @ factor.T + (-outer if downdate else outer))
+    got = cholesky_update(
+        jnp.asarray(factor), jnp.asarray(vector), downdate=downdate, implementation=implementation
+    )
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_cholesky_downdate_that_leaves_no_positive_matrix_is_nan():
     for implementation in ("xla", "reference"):
         out = cholesky_update(
@@ -410,6 +424,18 @@ def test_cholesky_downdate_that_leaves_no_positive_matrix_is_nan():
         )
         assert np.isnan(np.asarray(out)).any()
     assert cholesky_update(jnp.zeros((0, 0)), jnp.zeros(0)).shape == (0, 0)
+
+
+def test_float64_in_a_narrow_precision_is_summed_in_float32():
+    a, b = normal(20, 300), normal(300, 20, seed=1)
+    for precision in ("float16", "bfloat16", "float32"):
+        left, right = (np.asarray(jnp.asarray(x).astype(precision), np.float64) for x in (a, b))
+        bound = 2e-7 * (np.abs(left) @ np.abs(right))
+        for implementation in ("xla", "reference"):
+            with jax.enable_x64(True):
+                got = np.asarray(optimized_gemm(a, b, precision, implementation=implementation))
+            assert got.dtype == np.float64
+            assert (np.abs(got - left @ right) <= bound).all()
 
 
 # -- everything

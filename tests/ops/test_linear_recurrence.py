@@ -105,6 +105,18 @@ def test_empty_and_explained():
     h, last = linear_recurrence(np.zeros((0, 3), "float32"), np.zeros((0, 3), "float32"))
     assert h.shape == (0, 3)
     np.testing.assert_array_equal(last, np.zeros(3))
+    for a, x in (
+        ((2, 2), (0, 3, 2)),
+        ((1, 1, 2, 2), (0, 3, 2)),
+        ((0, 3, 2, 2), (0, 3, 2)),
+        ((0, 0), (4, 3, 0)),
+    ):
+        for implementation in ("auto", "xla", "reference"):
+            first = np.full(x[1:], 2.0, "float32")
+            a_, x_ = np.zeros(a, "float32"), np.zeros(x, "float32")
+            h, last = matrix_linear_recurrence(a_, x_, initial_state=first, implementation=implementation)
+            assert h.shape == x
+            np.testing.assert_array_equal(last, first)
     x = jax.ShapeDtypeStruct((8, 3), "float32")
     for platform in ("tpu", "cuda"):
         assert explain(linear_recurrence, x, x, platform=platform).chosen == "xla"

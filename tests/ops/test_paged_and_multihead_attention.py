@@ -46,6 +46,21 @@ def test_paged_value_is_the_definition(monkeypatch, options, implementation, blo
         np.testing.assert_allclose(got[b], want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_gradients_do_not_see_what_was_never_written(implementation):
+    case = made()  # with NaN wherever nothing was written
+    table, lengths = jnp.asarray(case["table"]), jnp.asarray(LENGTHS)
+
+    def loss(query, key, value):
+        out = paged_attention(query, key, value, table, lengths, implementation=implementation)
+        return jnp.sum(jnp.sin(out))
+
+    given = [jnp.asarray(x, jnp.float32) for x in (case["query"], *case["pages"])]
+    run = jax.jit(jax.grad(loss, (0, 1, 2)))
+    for g, w in zip(run(*given), run(*map(jnp.nan_to_num, given)), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
 def test_decoding_into_pages_gives_what_the_whole_sequence_gives():
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 11, h, 4)), jnp.float32) for h in (4, 2, 2))

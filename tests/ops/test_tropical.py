@@ -298,7 +298,9 @@ def test_scan_is_the_recurrence(semiring):
                 moved = a[:, t] + h
             h = best(np.where(np.isnan(moved), zero, moved), b[:, t])
             want[:, t] = h
-        np.testing.assert_array_equal(tropical.scan(a, b, axis=1, semiring=semiring, reverse=reverse), want)
+        for axis in (1, -1):
+            got = tropical.scan(a, b, axis=axis, semiring=semiring, reverse=reverse)
+            np.testing.assert_array_equal(got, want)
     assert tropical.scan(a[:, :0], b[:, :0], axis=1).shape == (2, 0)
 
 

@@ -115,9 +115,16 @@ def _prepare(
     return problem, (query, key_cache, value_cache, positions)
 
 
+def _written(p: CachedProblem, cache: jax.Array, positions: jax.Array) -> jax.Array:
+    """The cache with zeros in slots after every query: 0 times what a slot that nobody wrote holds could be NaN."""
+    there = jnp.arange(p.cache) <= jnp.max(positions, axis=1)[:, None]
+    return jnp.where(there[:, :, None, None], cache, jnp.zeros((), cache.dtype))
+
+
 def _attend(
     p: CachedProblem, query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array
 ) -> jax.Array:
+    key, value = (_written(p, cache, positions) for cache in (key, value))
     wide = jnp.float64 if p.dtype == "float64" else jnp.float32
     new = query.shape[1]
     q = query.reshape(p.batch, new, p.kv_heads, p.heads // p.kv_heads, -1)
@@ -181,7 +188,8 @@ def cached_attention(
     """Attention of new positions against cached keys and values; cache slot ``s`` holds position ``s``.
 
     In plain JAX, for one head: ``softmax(where(slot <= position, scale · q Kᵀ, -inf)) V``. Slots after a
-    query's position are not read into the result, so a cache may be longer than what has been written.
+    query's position are not read into the result, so a cache may be longer than what has been written; those after
+    every position of a batch element may hold anything, NaN too.
 
     Args:
       query: ``[batch, new, heads, dim]``; ``new`` is 1 when decoding, the prompt's length when prefilling.

@@ -15,6 +15,7 @@ from capibara.ops.collective import placement, reductions
 from capibara.ops.collective.reductions import ReduceProblem
 from capibara.ops.collective.rings import Axis
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.one_device import typed_as
 from capibara.ops.registry import Implementation, Op, public
 
 __all__ = ["async_all_reduce", "zero_residual"]
@@ -245,18 +246,20 @@ def _reduce(problem: ReduceProblem, leaves: list[Any], rest: list[Any]) -> tuple
     values = [lax.stop_gradient(x) for x in leaves]
     reduced, left = OP.run("forward", problem, *values, *map(lax.stop_gradient, started))
 
+    def total(x: jax.Array) -> jax.Array:
+        whole = lax.psum(x, axis)
+        return whole / devices if problem.reduction_op == "mean" else whole
+
     # Rounding has a derivative of zero almost everywhere; what is wanted is the derivative of the exact sum. So a
     # zero is added that has it, and costs no communication where no derivative is taken.
     @jax.custom_jvp
     def nothing(x: jax.Array) -> jax.Array:
-        return jnp.zeros(x.shape, x.dtype)
+        (aval,) = jax.make_jaxpr(total)(x).out_avals  # it varies over the other axes of the mesh, if x does
+        return typed_as(aval, jnp.zeros(aval.shape, aval.dtype))
 
     @nothing.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        total = lax.psum(tangents[0], axis)
-        if problem.reduction_op == "mean":
-            total = total / devices
-        return jnp.zeros(primals[0].shape, primals[0].dtype), total
+        return nothing(*primals), total(*tangents)
 
     reduced = [
         y + nothing(x) if jnp.issubdtype(x.dtype, jnp.floating) else y

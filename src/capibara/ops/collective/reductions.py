@@ -136,7 +136,7 @@ def _bucketed(
     for bucket in _buckets(problem):
         chosen = [arrays[i] for i in bucket]
         chunk = _result(problem, reduce(_pack(chosen, 1, devices)), devices)
-        whole = lax.all_gather(chunk, axis, to="invarying")
+        whole = rings.to_all(chunk, axis)
         for i, x in zip(bucket, _unpack(whole, chosen, 1), strict=True):
             out[i] = x
     for i, x in enumerate(arrays):
@@ -151,7 +151,7 @@ def by_gathering(problem: ReduceProblem, *arrays: jax.Array) -> list[jax.Array]:
     assert axis is not None
     out = []
     for x in arrays:
-        y = reduce(lax.all_gather(x, axis, to="invarying"), axis=0)
+        y = reduce(rings.to_all(x, axis), axis=0)
         out.append(y if problem.reduction_op == "mean" else y.astype(x.dtype))
     return out
 
@@ -187,7 +187,7 @@ def by_int8(problem: ReduceProblem, *arrays: jax.Array) -> tuple[list[jax.Array]
             received = lax.all_to_all(message, axis, 0, 0, tiled=True)
         total = jnp.sum(quantise.decode(received, block, dtype), axis=0)
         sent = quantise.encode(total, block)
-        whole = quantise.decode(lax.all_gather(sent, axis, to="invarying"), block, dtype)
+        whole = quantise.decode(rings.to_all(sent, axis), block, dtype)
 
         missing = rows - quantise.decode(message, block, dtype)
         missed = total - quantise.decode(sent, block, dtype)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Axis", "exchange", "gather", "reduce_chunks", "shift", "visitors"]
+__all__ = ["Axis", "exchange", "gather", "reduce_chunks", "shift", "to_all", "visitors"]
 
 Axis = str | tuple[str, ...]
 
@@ -23,6 +23,17 @@ def shift(x: Any, axis: Axis, distance: int) -> Any:
     """``x`` of the device ``distance`` places before this one on the ring."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + distance) % size) for i in range(size)])
+
+
+def to_all(x: jax.Array, axis: Axis) -> jax.Array:
+    """``lax.all_gather(x, axis)``, inside ``shard_map(check_vma=True)`` typed as the same on all devices.
+
+    Only such types tell the transpose that a cotangent is the same everywhere. Without them (``check_vma=False``,
+    ``vmap``) it has to sum what the devices have, as that of ``lax.psum`` does.
+    """
+    names = {axis} if isinstance(axis, str) else set(axis)
+    typed = names <= jax.typeof(lax.axis_index(axis)).mat.varying
+    return lax.all_gather(x, axis, to="invarying" if typed else "varying")
 
 
 def visitors(x: jax.Array, axis: Axis) -> Iterator[tuple[int, jax.Array]]:

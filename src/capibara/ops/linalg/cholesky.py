@@ -58,6 +58,9 @@ def _prepare(
 
 def _columns(problem: UpdateProblem, factor: jax.Array, vector: jax.Array) -> jax.Array:
     factor, vector = jnp.tril(factor.astype(problem.dtype)), vector.astype(problem.dtype)
+    # The product with the transpose is the same without the signs of the columns.
+    diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
+    factor = factor * jnp.where(diagonal < 0, -1, 1).astype(problem.dtype)[..., None, :]
     # What is not finite in a row is lost with all of that row and with the columns from there on, as in elimination;
     # the other entries depend on no number of it. So any row will do in its place, and NaN is added in the end.
     bad = ~(jnp.all(jnp.isfinite(factor), axis=-1) & jnp.isfinite(vector))
@@ -108,14 +111,15 @@ def cholesky_update(
     Differentiable; works under ``jit`` and ``vmap``.
 
     Args:
-      factor: ``[..., n, n]``, lower triangular with no zero on its diagonal (its upper triangle is not read); float32,
+      factor: ``[..., n, n]``, lower triangular with no zero on its diagonal (its upper triangle is not read; a column
+        with a negative entry there counts negated); float32,
         float64, bfloat16 or float16.
       vector: ``[..., n]``.
       downdate: Subtract ``outer(vector, vector)`` instead of adding it.
       implementation: ``"auto"``, ``"xla"`` (the update) or ``"reference"`` (from scratch).
 
     Returns:
-      ``[..., n, n]``, lower triangular, in float32 (float64 for float64 input).
+      ``[..., n, n]``, lower triangular with a positive diagonal, in float32 (float64 for float64 input).
 
     Raises:
       OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.

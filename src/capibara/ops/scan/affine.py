@@ -112,7 +112,7 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
 # What only calls another jaxpr. Calls with derivatives of their own are not here: they would be lost.
 _INLINED = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2")
 
-# Their operands have the shape of the result, or are scalars.
+# Their operands have the shape of the result, or sizes of 1 in it, or are scalars.
 _ELEMENTWISE = ("add", "add_any", "sub", "mul", "div", "select_n")
 
 _RULES: dict[str, Callable[..., Affine | Other]] = {}
@@ -299,8 +299,10 @@ def _moved(x: Affine, axes: Sequence[int], shape: Sequence[int]) -> Affine:
 
 
 def _stretched(x: Affine, shape: tuple[int, ...]) -> Affine:
-    """A scalar operand of an elementwise operation, in the shape of its result."""
-    return x if len(x.shape) == len(shape) else _moved(x, [-1] * len(shape), shape)
+    """An operand of an elementwise operation, in the shape of its result."""
+    if x.shape == tuple(shape):
+        return x
+    return _moved(x, range(len(shape)) if x.shape else [-1] * len(shape), shape)
 
 
 @_rule("transpose")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass
 from typing import Any
@@ -100,10 +101,10 @@ def _arranged(p: RecurrenceProblem, a: Any, x: Any, first: Any) -> tuple[Any, An
         return (a if len(p.a) == len(p.x) else a[None]), x, first
     if len(p.a) == 2 or all(n == 1 for n in p.a[1:-2]):
         # One matrix for all: the other axes are columns of one product.
-        a = a.reshape(-1, *p.a[-2:])
-        n = p.x[-1]
-        x = jnp.swapaxes(x.reshape(p.x[0], -1, n), 1, 2)
-        return a, x, jnp.swapaxes(first.reshape(-1, n), 0, 1)
+        n, columns = p.x[-1], math.prod(p.x[1:-1])  # where there are no steps, -1 would be any number
+        a = a.reshape(1 if len(p.a) == 2 else p.a[0], n, n)
+        x = jnp.swapaxes(x.reshape(p.x[0], columns, n), 1, 2)
+        return a, x, jnp.swapaxes(first.reshape(columns, n), 0, 1)
     return a, x[..., None], first[..., None]
 
 

@@ -207,11 +207,14 @@ def _states(stage: Stage, aval: Any, found: list[Any], first: Any, steps: int, n
         return recurrence(laid_as(aval, a), offset, first, native=native)[0]
     if len(stage.mixed) > 1 or len(aval.shape) == 1:  # the leaf is one vector
         size = math.prod(aval.shape)
+        a = jnp.broadcast_to(a, (a.shape[0], *aval.shape, *aval.shape))
         a = a.reshape(a.shape[0], size, size)
         h = recurrence(a, offset.reshape(steps, size, 1), first.reshape(size, 1), matrix=True)[0]
         return h.reshape(offset.shape)
     axis = min(stage.mixed)
     size = aval.shape[axis]
+    # Coefficients that are the same for all entries of the new value have one row.
+    a = jnp.broadcast_to(a, (*a.shape[: 1 + axis], size, *a.shape[2 + axis :]))
     a = jnp.moveaxis(a, 1 + axis, -2)
     x, begin = jnp.moveaxis(offset, 1 + axis, -1), jnp.moveaxis(first, axis, -1)
     if all(s == 1 for s in a.shape[1:-2]):  # one matrix for all: the other axes are columns of one product

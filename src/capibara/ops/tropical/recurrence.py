@@ -53,7 +53,7 @@ def scan(
         raise OpTypeError(f"{op}: axis must be an int, got {axis!r}")
     if not -len(b.shape) <= axis < len(b.shape):
         raise OpValueError(f"{op}: axis {axis} is not one of the {len(b.shape)} axes of b")
-    axis = int(axis)
+    axis = int(axis) % len(b.shape)  # lax.associative_scan cannot reverse along a negative axis
     if not isinstance(reverse, bool):
         raise OpTypeError(f"{op}: reverse must be True or False, got {reverse!r}")
 

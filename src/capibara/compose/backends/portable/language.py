@@ -147,11 +147,12 @@ def cached_attention(
 
     key_cache, value_cache = written(key_cache, key), written(value_cache, value)
     rows = xp.arange(at, at + new, 1, "int32", query)[:, None]
-    columns = xp.arange(0, places, 1, "int32", query)[None, :]
+    # Not beyond: 0 times what lies in a place that nobody wrote could be NaN.
+    columns = xp.arange(0, at + new, 1, "int32", query)[None, :]
     seen = columns <= rows
     if window is not None:
         seen = seen & (columns > rows - window)
-    keys, values = (xp.swapaxes(cache, 1, 2) for cache in (key_cache, value_cache))
+    keys, values = (xp.swapaxes(cache[:, :, : at + new], 1, 2) for cache in (key_cache, value_cache))
     return _attend(query, keys, values, seen, softcap), key_cache, value_cache
 
 
