@@ -3,18 +3,147 @@
 A kill, a power cut or a full disk may come between any two instructions. So a file that exists is never written into:
 the new content goes to a temporary file beside it, reaches the disk (``fsync``), and takes the name in one step
 (``os.replace``).
+
+A temporary file is locked while its process lives: what a killed process left is recognised by that, and removed by the
+next one that writes the same file. A process knows its own temporary files by name: a program that ends at a signal
+removes them first (:func:`remove_temporaries`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import fcntl
 import os
+import re
 import secrets
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["fsync_folder", "replace_file"]
+__all__ = [
+    "NewFile",
+    "disown",
+    "fsync_folder",
+    "locked",
+    "naming",
+    "remove_temporaries",
+    "replace_file",
+    "temporary",
+]
+
+# Temporary files and folders of this process, from before they are made until after they are gone.
+_temporaries: set[Path] = set()
+
+
+@contextlib.contextmanager
+def temporary(path: Path) -> Iterator[Path]:
+    """Answer for a temporary file or folder: it is removed when the context ends, or when the program does."""
+    _temporaries.add(path)
+    try:
+        yield path
+    finally:
+        if path in _temporaries:
+            _remove(path)
+            _temporaries.discard(path)
+
+
+def disown(path: Path) -> None:
+    """What another process turned out to have made is not removed."""
+    _temporaries.discard(path)
+
+
+@atexit.register
+def remove_temporaries() -> None:
+    """Remove the temporary files and folders of this process. May be called from a signal's handler."""
+    for path in list(_temporaries):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:  # a folder, or one that is gone with its own folder
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# A child of a fork does not own what its parent is writing.
+os.register_at_fork(after_in_child=_temporaries.clear)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the operating system name the file: that of a full disk does not say where."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def locked(descriptor: int) -> bool:
+    """Lock an open file or folder for this process, without waiting; whether that was possible."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+class NewFile:
+    """A file that takes its name when all of it is there; use it as a context.
+
+    When the context ends without an exception the content is on the disk under its name; otherwise the old file stands.
+
+    Args:
+      path: the file; its folder exists. It gets the permissions of a new file (the umask's).
+      clean: first remove what killed processes left that were writing this file.
+
+    Attributes:
+      stream: where to write, binary; also to seek in.
+
+    Raises:
+      OSError: the folder is missing or not writable, the disk is full …; each names the file.
+    """
+
+    stream: BinaryIO
+
+    def __init__(self, path: str | os.PathLike[str], *, clean: bool = False) -> None:
+        self.path = Path(path)
+        self._beginning = f".{self.path.name[:40]}."
+        self._clean = clean
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> NewFile:
+        with contextlib.ExitStack() as stack:
+            if self._clean:
+                self._remove_abandoned()
+            place = self.path.with_name(f"{self._beginning}{secrets.token_hex(6)}.tmp")
+            self._temporary = stack.enter_context(temporary(place))
+            with naming(self.path):
+                self.stream = stack.enter_context(open(self._temporary, "xb"))
+            # Until it is locked another process may take it for one that was left behind.
+            locked(self.stream.fileno())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        with self._stack, naming(self.path):
+            if kind is None:
+                self.stream.flush()
+                os.fsync(self.stream.fileno())
+                os.replace(self._temporary, self.path)
+
+    def _remove_abandoned(self) -> None:
+        mine = re.compile(re.escape(self._beginning) + r"[0-9a-f]{12}\.tmp")
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(self.path.parent)):
+                if mine.fullmatch(entry.name) and Path(entry.path) not in _temporaries:
+                    with contextlib.suppress(OSError), open(entry.path, "rb") as stream:
+                        if locked(stream.fileno()):
+                            os.unlink(entry.path)
 
 
 def fsync_folder(folder: str | os.PathLike[str]) -> None:
@@ -35,6 +164,7 @@ def replace_file(
     content: Callable[[BinaryIO], object] | bytes | str,
     *,
     durable: bool = False,
+    clean: bool = False,
 ) -> None:
     """Give a file new content in one step; after any failure the old content stands.
 
@@ -42,24 +172,15 @@ def replace_file(
       path: the file; its folder exists. It gets the permissions of a new file (the umask's).
       content: bytes, text (written as UTF-8), or a function that writes to an open binary file.
       durable: also wait until the folder says so after a power cut.
+      clean: first remove what killed processes left that were writing this file.
 
     Raises:
       OSError: the folder is missing or not writable, the disk is full …; and whatever ``content`` raises.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")
-    try:
-        with open(temporary, "xb") as stream:
-            if callable(content):
-                content(stream)
-            else:
-                stream.write(content.encode() if isinstance(content, str) else content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with NewFile(path, clean=clean) as new, naming(path):
+        if callable(content):
+            content(new.stream)
+        else:
+            new.stream.write(content.encode() if isinstance(content, str) else content)
     if durable:
-        fsync_folder(target.parent)
+        fsync_folder(Path(path).parent)

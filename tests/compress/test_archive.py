@@ -216,7 +216,7 @@ HEADERS: dict[str, Any] = {
     "past the end": {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}},
     "a hole": {"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
     "a negative size": {"x": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}},
-    "an unknown type": {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}},
+    "a type that is not a name": {"x": {"dtype": "F 4", "shape": [2], "data_offsets": [0, 8]}},
     "no text": {"__metadata__": {"a": 1}, "x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
 }
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from capibara.cli._signals import Terminated, raise_on_sigterm
+from capibara.cli._signals import INTERRUPTED, Terminated, end_on_signals, raise_on_sigterm
 from capibara.errors import CapibaraError, did_you_mean
 
 __all__ = ["VERBS", "main"]
@@ -39,7 +39,8 @@ VERBS: dict[str, str] = {
 
 # These end by themselves when SIGTERM comes: a run is stopped between two steps, and kept.
 _OWN_SIGNALS = ("train",)
-_INTERRUPTED = 130
+# These write large files on many threads.
+_ENDING = ("compress", "decompress")
 _BROKEN_PIPE = 141
 
 
@@ -82,7 +83,7 @@ def _load(verb: str) -> ModuleType:
         ) from None
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], *, own_process: bool = False) -> int:
     if not arguments:
         sys.stderr.write(_overview())
         return 2
@@ -104,8 +105,14 @@ def _run(arguments: list[str]) -> int:
     module.add_arguments(parser)
     # Intermixed: texts and key=value settings may stand before, between and after options.
     parsed = parser.parse_intermixed_args(rest)
-    with contextlib.nullcontext() if verb in _OWN_SIGNALS else raise_on_sigterm():
+    with _handlers(verb, own_process):
         return module.run(parsed)
+
+
+def _handlers(verb: str, own_process: bool) -> contextlib.AbstractContextManager[None]:
+    if verb in _OWN_SIGNALS:
+        return contextlib.nullcontext()
+    return end_on_signals() if own_process and verb in _ENDING else raise_on_sigterm()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code.
     """
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv), own_process=argv is None)
         sys.stdout.flush()
     except Terminated as stop:
         print("capibara: terminated", file=sys.stderr)
@@ -134,5 +141,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("capibara: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
     return code

@@ -16,9 +16,7 @@ __all__ = ["print_folder_table", "print_table", "progress_bar"]
 
 
 @contextlib.contextmanager
-def progress_bar(
-    what: str, total: int | None, *, quiet: bool = False
-) -> Iterator[Callable[[str, int], None]]:
+def progress_bar(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, int], None]]:
     """A bar on standard error, in bytes; gives the function that moves it. ``quiet``: none."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn

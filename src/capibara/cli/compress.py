@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lays it out (other files are copied). Every bit comes back with 'capibara decompress'; with --ratio matrices "
         "lose something, each by the codec and at the rate that give the least error, so that all archives together "
         "are that many times smaller, within 2 %. "
-        "Exit code: 0 written, 1 the archives are written but not the picture of --plot, 2 bad input; a file that was "
-        "there stands until the new one is whole."
+        "Exit code: 0 written, 1 the archives are written but not the plot, 2 bad input. Existing files are replaced "
+        "when the new ones are complete; after an error or an interruption nothing is left of a folder."
     )
     parser.add_argument("source", metavar="IN", type=Path, help="a .safetensors file, or a folder")
     parser.add_argument("target", metavar="OUT", type=Path, help="the archive or the folder to write")
@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--plot", type=Path, metavar="PNG", help="draw the error to expect at other ratios; with --ratio"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="of a folder: keep what is finished when interrupted, and go on from there",
     )
     parser.add_argument("--json", action="store_true", help="print the table of tensors as JSON")
 
@@ -74,7 +79,12 @@ def run(args: argparse.Namespace) -> int:
         total = sum(j.size for j in jobs if j.convert) * (1 if args.ratio is None else 2)
         with progress_bar("compressing", total, quiet=args.json) as step:
             written = compress_files(
-                jobs, ratio=args.ratio, strategy=args.strategy, progress=step, analysed=analysed
+                jobs,
+                ratio=args.ratio,
+                strategy=args.strategy,
+                progress=step,
+                analysed=analysed,
+                resume=args.resume,
             )
     except (CapibaraError, OSError) as error:
         print(f"capibara compress: {error}", file=sys.stderr)

@@ -15,23 +15,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``capibara decompress``."""
     parser.description = (
         "Write a safetensors file from a .capi archive, or a model's folder from a folder of them. "
-        "Exit code: 0 written, 2 bad input or a damaged archive, of which nothing is written."
+        "Exit code: 0 written, 2 bad input or a damaged archive; then nothing is written."
     )
     parser.add_argument("source", metavar="IN", type=Path, help="a .capi archive, or a folder")
     parser.add_argument(
         "target", metavar="OUT", type=Path, help="the safetensors file or the folder to write"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="of a folder: keep what is finished when interrupted, and go on from there",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the files; returns the exit code."""
     from capibara.cli._archives import progress_bar
-    from capibara.compress.archive_files import decompress_files, plan_decompress
+    from capibara.compress.archive_files import decompress_files, original_bytes, plan_decompress
 
     try:
         jobs = plan_decompress(args.source, args.target)
-        with progress_bar("decompressing", None) as step:
-            decompress_files(jobs, progress=step)
+        with progress_bar("decompressing", original_bytes(jobs)) as step:
+            decompress_files(jobs, progress=step, resume=args.resume)
     except (CapibaraError, OSError) as error:
         print(f"capibara decompress: {error}", file=sys.stderr)
         return 2

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from capibara import __version__
 from capibara.compress.allocation import Allocation, allocate, check_ratio, everywhere, survey
 from capibara.compress.analysis import Compressibility, analyse
 from capibara.compress.codecs.protocol import CODECS
@@ -20,8 +21,15 @@ from capibara.compress.container import Archive, ArchiveWriter, Entry
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
 from capibara.compress.models.source import find_twins
+from capibara.compress.original_header import check_header, with_header, without_header
+from capibara.compress.output_folder import OutputFolder
 from capibara.compress.profile import EXACT
-from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
+from capibara.compress.safetensors_file import (
+    SafetensorsFile,
+    parse_header,
+    write_safetensors,
+    write_with_header,
+)
 from capibara.compress.sensitivity import by_scale
 from capibara.compress.system.engines import strategy_engine
 from capibara.compress.writing import add_tensors, compare
@@ -34,6 +42,7 @@ __all__ = [
     "compress_files",
     "decompress_files",
     "find_archives",
+    "original_bytes",
     "plan_compress",
     "plan_decompress",
 ]
@@ -48,12 +57,16 @@ Progress = Callable[[str, int], None]  # a tensor's name, and how many bytes of 
 
 @dataclass(frozen=True)
 class Job:
-    """One file to write: ``convert`` an archive or a safetensors file, or copy what is neither."""
+    """One file to write: ``convert`` an archive or a safetensors file, or copy what is neither.
+
+    ``root`` is the folder that it is a file of; without one it is written alone.
+    """
 
     source: Path
     target: Path
     convert: bool
     size: int
+    root: Path | None = None
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
@@ -104,7 +117,7 @@ def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]
         where = target / path.relative_to(source)
         jobs.append(
             Job(path, where.with_name(where.name.removesuffix(suffix) + new_suffix) if convert else where,
-                convert, path.stat().st_size)
+                convert, path.stat().st_size, target)
         )  # fmt: skip
     taken = {job.source.resolve() for job in jobs}
     for job in jobs:
@@ -130,14 +143,25 @@ def plan_decompress(source: str | os.PathLike[str], target: str | os.PathLike[st
     return _plan(Path(source), Path(target), SUFFIX, ".safetensors")
 
 
-def _jobs(jobs: list[Job]) -> Iterator[Job]:
+def _folder(jobs: list[Job], resume: bool, **settings: object) -> OutputFolder:
+    """Where the files go; what is resumed is of the same sources and settings."""
+    roots = {job.root for job in jobs}
+    root = roots.pop() if len(roots) == 1 else None
+    if resume and root is None:
+        raise CompressError("resume: is for folders; a single file is written at once. Remedy: leave it out.")
+    sources = [[str(job.source.absolute()), job.size, job.source.stat().st_mtime_ns] for job in jobs]
+    made_from = {"version": __version__, **settings, "sources": sources if resume else []}
+    return OutputFolder(root, made_from, resume=resume)
+
+
+def _copy_others(jobs: list[Job], folder: OutputFolder) -> list[Job]:
+    """Copy what is not converted; the other jobs."""
     for job in jobs:
-        job.target.parent.mkdir(parents=True, exist_ok=True)
-        if job.convert:
-            yield job
-        else:
+        if not job.convert:
+            place, _ = folder.place(job.target)
             with open(job.source, "rb") as source:
-                replace_file(job.target, functools.partial(shutil.copyfileobj, source))
+                replace_file(place, functools.partial(shutil.copyfileobj, source), clean=True)
+    return [job for job in jobs if job.convert]
 
 
 class _Together:
@@ -209,6 +233,7 @@ def compress_files(
     strategy: str = "auto",
     progress: Progress | None = None,
     analysed: Callable[[Compressibility], None] | None = None,
+    resume: bool = False,
 ) -> list[Written]:
     """Write the archives, and with a ratio decode them to see what was lost.
 
@@ -224,6 +249,7 @@ def compress_files(
       progress: called after each tensor, with the bytes it takes as it is; with a ratio twice, when it is measured and
         when it is written.
       analysed: called with what to expect at other ratios, with a ratio only.
+      resume: of a folder: keep what is finished when this ends early, and go on from what an earlier run kept.
 
     Raises:
       CompressError: ``ratio`` is not a number above 1, or more than these tensors can be shrunk by; a strategy that
@@ -245,8 +271,9 @@ def compress_files(
         check_ratio(ratio)
         if strategy in EXACT:
             raise CompressError(f"ratio: got {ratio}, but without loss a file is as small as it is")
-    with contextlib.ExitStack() as stack, strategy_engine(strategy):
-        work = list(_jobs(jobs))
+    folder = _folder(jobs, resume, ratio=ratio, strategy=strategy)
+    with contextlib.ExitStack() as stack, strategy_engine(strategy), folder:
+        work = _copy_others(jobs, folder)
         sources = [stack.enter_context(SafetensorsFile(job.source)) for job in work]
         twins = [find_twins(source) for source in sources]
         chosen: list[Allocation | None] = [None] * len(work)
@@ -256,34 +283,81 @@ def compress_files(
             chosen[:] = [everywhere(source, strategy) for source in sources]
         written = []
         for job, source, same, how in zip(work, sources, twins, chosen, strict=True):
-            with ArchiveWriter(job.target, source.metadata) as archive:
-                add_tensors(archive, source, same, how, progress)
-                entries = archive.entries
+            place, finished = folder.place(job.target)
+            if finished:
+                with Archive(place) as archive:
+                    entries = list(archive)
+                for entry in entries if progress is not None else ():
+                    progress(entry.name, entry.original_bytes)
+            else:
+                with ArchiveWriter(place, with_header(source.metadata, source.header)) as archive:
+                    add_tensors(archive, source, same, how, progress)
+                    entries = archive.entries
+                folder.finish(job.target)
             if how is None:
                 errors, lost, whole = {n: 0.0 for n, form, _ in source if form.is_float}, 0.0, 0.0
             else:
-                errors, lost, whole = compare(job.target, source)
+                errors, lost, whole = compare(place, source)
             written.append(Written(job.target, entries, errors, (lost / whole) ** 0.5 if whole else 0.0))
     return written
 
 
-def decompress_files(jobs: list[Job], *, progress: Progress | None = None) -> None:
-    """Write safetensors files from archives.
+def original_bytes(jobs: list[Job]) -> int:
+    """Bytes of all tensors that decompressing writes: what ``progress`` adds up to.
 
     Raises:
-      ArchiveError: a source is not an archive, or a damaged one; nothing of it is written then.
+      ArchiveError, OSError: as :func:`decompress_files`.
+    """
+    total = 0
+    for job in jobs:
+        if job.convert:
+            with Archive(job.source) as archive:
+                total += sum(entry.original_bytes for entry in archive)
+    return total
+
+
+def decompress_files(jobs: list[Job], *, progress: Progress | None = None, resume: bool = False) -> None:
+    """Write safetensors files from archives; one that was compressed without loss comes back byte by byte.
+
+    Args:
+      jobs: of :func:`plan_decompress`.
+      progress: called after each tensor, with its bytes.
+      resume: of a folder: keep what is finished when this ends early, and go on from what an earlier run kept.
+
+    Raises:
+      ArchiveError: a source is not an archive, or a damaged one; nothing is written then, of a folder neither.
       OSError: reading or writing failed; files that were there stand.
     """
-    for job in _jobs(jobs):
-        with Archive(job.source) as archive:
-            coming = archive.read_many()
+    with _folder(jobs, resume) as folder:
+        for job in _copy_others(jobs, folder):
+            place, finished = folder.place(job.target)
+            with Archive(job.source) as archive:
+                if finished:
+                    for entry in archive if progress is not None else ():
+                        progress(entry.name, entry.original_bytes)
+                    continue
+                _write_original(archive, place, progress)
+            folder.finish(job.target)
 
-            def read(name: str, coming: Iterator[tuple[str, np.ndarray]] = coming) -> np.ndarray:
-                got, bits = next(coming)
-                assert got == name  # both go through the archive in its order
-                if progress is not None:
-                    progress(name, bits.nbytes)
-                return bits
 
-            tensors = {e.name: (e.format, e.shape) for e in archive}
-            write_safetensors(job.target, tensors, read, archive.metadata)
+def _write_original(archive: Archive, place: Path, progress: Progress | None) -> None:
+    metadata, text = without_header(archive.metadata, archive.path)
+    tensors = {e.name: (e.format, e.shape) for e in archive}
+    if text is not None:
+        check_header(text, tensors, archive.path)
+        order = list(parse_header(text, sum(e.original_bytes for e in archive), archive.path)[1])
+    else:
+        order = list(tensors)
+    coming = archive.read_many(order)
+
+    def read(name: str) -> np.ndarray:
+        got, bits = next(coming)
+        assert got == name  # both go through the archive in the same order
+        if progress is not None:
+            progress(name, bits.nbytes)
+        return bits
+
+    if text is None:
+        write_safetensors(place, tensors, read, metadata)
+    else:
+        write_with_header(place, text, {name: tensors[name][0] for name in order}, read)

@@ -15,7 +15,7 @@ from capibara.compress.container.index import Entry, dump, parse_footer
 from capibara.compress.container.writer import Tensor
 from capibara.compress.curves import finite_or_zero, squared_error
 from capibara.compress.formats import NumberFormat
-from capibara.compress.models.source import TensorSource
+from capibara.compress.models.source import TensorSource, numbers_of
 
 __all__ = ["add_tensors", "change_metadata", "compare"]
 
@@ -45,9 +45,10 @@ def add_tensors(
             progress(entry.name, entry.original_bytes)
 
     def tensor(name: str, form: NumberFormat, shape: tuple[int, ...]) -> Tensor:
+        bits = numbers_of(source, name)
         if (point := points.get(name)) is None:
-            return Tensor(name, source.read(name), form, shape)
-        return Tensor(name, source.read(name), form, shape, point.codec, point.settings)
+            return Tensor(name, bits, form, shape)
+        return Tensor(name, bits, form, shape, point.codec, point.settings)
 
     # A second name can be entered when the first is written: it ends a run of tensors that are coded side by side.
     for again, run in itertools.groupby(source, lambda one: one[0] in twins):
@@ -72,13 +73,13 @@ def compare(path: Path, source: TensorSource) -> tuple[dict[str, float], float, 
     lost, whole = 0.0, 0.0
     with Archive(path) as archive:
         for name, form, _ in source:
-            entry, original = archive[name], source.read(name).reshape(-1)
+            entry, original = archive[name], numbers_of(source, name).reshape(-1)
             if not form.is_float:
                 continue
             found = None if entry.codec == "lossless" else archive.read(name).reshape(-1)
             square = error = 0.0
             for first in range(0, len(original), _BLOCK):
-                part = original[first : first + _BLOCK]
+                part = np.asarray(original[first : first + _BLOCK])
                 with np.errstate(over="ignore"):  # numbers above 1e150 are stored without loss
                     values = finite_or_zero(part, form)
                     square += float(np.dot(values, values))

@@ -1,11 +1,9 @@
-"""Reading an archive: the index at once, tensors when they are asked for, from a memory map."""
+"""Reading an archive: the index at once, tensors when they are asked for."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import mmap
 import os
 import zlib
 from collections.abc import Iterable, Iterator
@@ -20,6 +18,7 @@ from capibara.compress.codecs.in_place import DecodesInPlace
 from capibara.compress.codecs.protocol import get_codec
 from capibara.compress.container.checksum import crc32
 from capibara.compress.container.exact import TOGETHER, decode_exact
+from capibara.compress.container.file_bytes import FileBytes
 from capibara.compress.container.index import FOOTER, HEADER, Chunk, Entry, parse, parse_footer
 from capibara.compress.container.pool import ahead, run_all
 from capibara.compress.container.room import LARGE, Room
@@ -27,6 +26,8 @@ from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.errors import did_you_mean
 
 __all__ = ["Archive"]
+
+_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
 
 class Archive:
@@ -47,22 +48,22 @@ class Archive:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        with open(self.path, "rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            head = file.read(HEADER.size)
-            if len(head) < HEADER.size:
-                raise ArchiveError(f"{self.path}: not a .capi archive (it has {len(head)} bytes)")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = FileBytes(self.path)
         try:
-            offset, length, crc = parse_footer(head, self._map[-FOOTER.size :], self.size, self.path)
-            text = self._map[offset : offset + length]
+            self.size = self._file.size
+            if self.size < HEADER.size:
+                raise ArchiveError(f"{self.path}: not a .capi archive (it has {self.size} bytes)")
+            head = bytes(self._file.read(0, HEADER.size))
+            tail = bytes(self._file.read(max(self.size - FOOTER.size, 0), min(FOOTER.size, self.size)))
+            offset, length, crc = parse_footer(head, tail, self.size, self.path)
+            text = bytes(self._file.read(offset, length))
             if zlib.crc32(text) != crc:
                 raise DamagedError(
                     f"{self.path}: the index does not have its checksum. Remedy: copy the file again."
                 )
             self.metadata, entries = parse(text, offset, self.path, HEADER.unpack(head)[1])
         except BaseException:
-            self._map.close()
+            self._file.close()
             raise
         self.entries = {e.name: e for e in entries}
 
@@ -73,9 +74,8 @@ class Archive:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file; where the traceback of an error still has a part of it, that goes with the traceback."""
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        """Let go of the file."""
+        self._file.close()
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries.values())
@@ -120,6 +120,7 @@ class Archive:
         for place in wanted:
             place.check()
         count = (last - first) * length
+        self._check_memory(source, count * source.format.bits // 8)
         if len(wanted) == 1:
             out = None if room is None else room.take(count, source.format.unsigned)
             return self._decode(wanted[0], out, last - first).reshape(shape)
@@ -148,11 +149,19 @@ class Archive:
         many = getattr(best_executor(), "decode_many", None)
         room, at = Room.of(wanted), 0
         while many is not None and at < len(wanted):
+            if (
+                wanted[at].original_bytes > TOGETHER
+            ):  # chunk by chunk: its payload need not be in memory as a whole
+                yield wanted[at].name, self.read(wanted[at].name)
+                at += 1
+                continue
             first, held = at, 0
             while at < len(wanted) and (at == first or held + wanted[at].original_bytes <= TOGETHER):
                 held += wanted[at].original_bytes
                 at += 1
-            found = decode_exact(self._map, [self[e.same_as or e.name] for e in wanted[first:at]], room, many)
+            found = decode_exact(
+                self._file, [self[e.same_as or e.name] for e in wanted[first:at]], room, many
+            )
             if found is None:
                 at = first
                 break
@@ -174,6 +183,15 @@ class Archive:
 
         yield from ahead(read, wanted, size)
 
+    def _check_memory(self, entry: Entry, size: int) -> None:
+        """Refuse what no memory of this machine holds: a few bytes may claim to be any number of values."""
+        if size > _MEMORY:
+            raise ArchiveError(
+                f"{self.path}: {entry.name}: {entry.shape} of {entry.format.name} takes {size / 1e9:,.1f} GB, this "
+                f"machine has {_MEMORY / 1e9:,.1f} GB of memory. Remedy: read it in parts (rows=…), or on a larger "
+                "machine; if the file is not your own, do not trust it."
+            )
+
     def payloads(self, name: str) -> Iterator[tuple[tuple[int, ...], memoryview]]:
         """The coded chunks of a tensor, each with its shape, for who decodes them elsewhere.
 
@@ -188,9 +206,9 @@ class Archive:
         for chunk in source.chunks:
             yield source.chunk_shape(chunk), self._payload(chunk, source)
 
-    def _payload(self, chunk: Chunk, entry: Entry, copy: bool = True) -> memoryview:
-        part = slice(chunk.offset, chunk.offset + chunk.length)
-        payload = memoryview(self._map[part]) if copy else memoryview(self._map)[part]
+    def _payload(self, chunk: Chunk, entry: Entry) -> memoryview:
+        payload = memoryview(np.empty(chunk.length, np.uint8))
+        self._file.read_into(payload, chunk.offset)
         if crc32(payload) != chunk.crc32:
             raise DamagedError(
                 f"{self.path}: {entry.name} does not have its checksum. Remedy: copy or write the file again."
@@ -206,8 +224,7 @@ class Archive:
         # All of it is wanted, or some rows in the middle.
         whole = place.begin >= 0 and place.begin + chunk.rows <= rows
         fills = codec if whole and isinstance(codec, DecodesInPlace) else None
-        # What decodes into an array keeps nothing of the file's memory; others may give back a part of it.
-        payload = self._payload(chunk, entry, copy=fills is None)
+        payload = self._payload(chunk, entry)
         try:
             if fills is not None:
                 part = (
@@ -220,6 +237,11 @@ class Archive:
             bits = codec.decode(payload, entry.format, shape, entry.settings)
         except DamagedError as error:
             raise DamagedError(f"{self.path}: {entry.name}: {error}") from None
+        except MemoryError as error:
+            raise ArchiveError(
+                f"{self.path}: {entry.name}: not enough memory to decode {shape} of {entry.format.name} ({error}). "
+                "Remedy: read it in parts (rows=…), or on a larger machine."
+            ) from None
         first, last = max(-place.begin, 0), min(rows - place.begin, chunk.rows)
         bits = bits.reshape(-1)[first * length : last * length]
         if out is None:

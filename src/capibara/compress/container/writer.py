@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import operator
 import os
-import secrets
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from capibara.compress.container.index import (
 from capibara.compress.container.pool import Buffers, ahead
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
+from capibara.files import NewFile, naming
 
 if TYPE_CHECKING:
     from capibara.compress.container.reader import Archive
@@ -93,36 +93,38 @@ class ArchiveWriter:
                 raise CompressError(f"metadata[{key!r}]: got {value!r}, expected text under a name")
         self.entries: list[Entry] = []
         self._by_name: dict[str, Entry] = {}
-        self._temporary = self.path.with_name(f".{self.path.name[:40]}.{secrets.token_hex(6)}.tmp")
+        self._new = NewFile(self.path, clean=True)
         self._file: BinaryIO | None = None
         self._at = 0
         self._buffers = Buffers()
 
     def __enter__(self) -> Self:
-        self._file = open(self._temporary, "xb")
-        self._write(HEADER.pack(MAGIC, VERSION, 0))
+        self._file = self._new.__enter__().stream
+        try:
+            self._write(HEADER.pack(MAGIC, VERSION, 0))
+        except BaseException:
+            self._new.__exit__(*sys.exc_info())
+            raise
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         assert self._file is not None
         try:
-            with self._file:
-                if kind is None:
-                    self._write(dump(self.entries, self.metadata, self._at))
+            if kind is None:
+                self._write(dump(self.entries, self.metadata, self._at))
+                with naming(self.path):
                     self._file.seek(0)
                     self._file.write(HEADER.pack(MAGIC, version_of(self.entries), 0))
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            if kind is None:
-                os.replace(self._temporary, self.path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._temporary)
+        except BaseException:
+            self._new.__exit__(*sys.exc_info())
+            raise
+        self._new.__exit__(kind, error, trace)
 
     def _write(self, data: bytes | memoryview) -> None:
         if self._file is None or self._file.closed:
             raise CompressError("the archive is not open. Remedy: with ArchiveWriter(path) as archive: …")
-        self._file.write(data)
+        with naming(self.path):
+            self._file.write(data)
         self._at += len(data)
 
     def add(

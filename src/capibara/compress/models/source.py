@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from capibara.compress.formats import NumberFormat
 
-__all__ = ["TensorSource", "Tensors", "find_twins"]
+__all__ = ["TensorSource", "Tensors", "find_twins", "numbers_of"]
+
+_PART = 1 << 22  # numbers that are compared at a time
 
 
 class TensorSource(Protocol):
@@ -53,9 +55,27 @@ def find_twins(source: TensorSource, least: int = 1024) -> dict[str, str]:
     twins: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
     for name, form, shape in source:
-        bits = source.read(name)
+        bits = numbers_of(source, name)
         if bits.size >= least:
-            first = seen.setdefault((form.name, shape, zlib.crc32(bits.data)), name)
-            if first != name and np.array_equal(source.read(first), bits):
+            crc = 0
+            for part in _parts(bits):
+                crc = zlib.crc32(part.data, crc)
+            first = seen.setdefault((form.name, shape, crc), name)
+            if first != name and all(map(np.array_equal, _parts(numbers_of(source, first)), _parts(bits))):
                 twins[name] = first
     return twins
+
+
+def numbers_of(source: TensorSource, name: str) -> Any:
+    """The bits of a tensor as :meth:`TensorSource.read` gives them, or what reads them part by part.
+
+    That is sliced like an array, and ``np.asarray`` of a slice reads it
+    (:class:`~capibara.compress.container.file_bytes.FileNumbers`).
+    """
+    return getattr(source, "numbers", source.read)(name)
+
+
+def _parts(bits: Any) -> Iterator[np.ndarray]:
+    flat = bits.reshape(-1)
+    for first in range(0, len(flat), _PART):
+        yield np.ascontiguousarray(flat[first : first + _PART])

@@ -1,0 +1,132 @@
+"""Bytes of a file by ``pread``.
+
+A memory map would save a copy, but ends the program (SIGBUS) if another process cuts the file; a read that comes out
+short is an error like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from capibara.compress.errors import ArchiveError, DamagedError
+from capibara.files import naming
+
+__all__ = ["FileBytes", "FileNumbers"]
+
+
+class FileBytes:
+    """A file that is open for reading, from several threads; use it as a context, or close it.
+
+    Attributes:
+      path: the file.
+      size: in bytes, when it was opened.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            self.size = os.fstat(self._descriptor).st_size
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file; a second time nothing happens."""
+        descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def read_into(self, out: np.ndarray | memoryview, offset: int) -> None:
+        """Fill a contiguous array, or bytes, with what stands from ``offset`` on.
+
+        Raises:
+          DamagedError: the file ends before.
+          ArchiveError: it was closed.
+        """
+        view = memoryview(out.view(np.uint8).data if isinstance(out, np.ndarray) else out).cast("B")
+        if self._descriptor < 0:
+            raise ArchiveError(f"{self.path}: was closed before this was read")
+        at = 0
+        while at < len(view):
+            with naming(self.path):
+                got = os.preadv(self._descriptor, [view[at:]], offset + at)
+            if not got:
+                raise DamagedError(
+                    f"{self.path}: ends after {offset + at} bytes, {self.size} were there when it was opened. "
+                    "Remedy: wait until the file is complete, or copy it again."
+                )
+            at += got
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """So many bytes from ``offset`` on; errors as :meth:`read_into`."""
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise DamagedError(f"{self.path}: bytes {offset} to {offset + length} are beyond its end")
+        out = bytearray(length)
+        self.read_into(memoryview(out), offset)
+        return out
+
+
+class FileNumbers:
+    """Numbers in a file, in one dimension, which are read when NumPy asks for them as an array.
+
+    It is sliced as an array is; ``np.asarray`` reads what is left.
+
+    Args:
+      file: stays open for as long as numbers are read.
+      kind: of the numbers.
+      offset: in bytes, of the first.
+      size: how many.
+    """
+
+    ndim = 1
+
+    def __init__(self, file: FileBytes, kind: np.dtype, offset: int, size: int) -> None:
+        self._file, self.dtype, self._offset, self.size = file, kind, offset, size
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.size,)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def reshape(self, *shape: int) -> Self:
+        """Itself: it has one dimension already."""
+        if math.prod(shape) not in (-1, self.size) or len(shape) != 1:
+            raise ValueError(f"shape: got {shape}, expected -1: np.asarray(…) first")
+        return self
+
+    def __getitem__(self, part: slice) -> FileNumbers:
+        first, last, step = part.indices(self.size)
+        if step != 1:
+            raise ValueError(f"got a slice of step {step}, expected 1")
+        return FileNumbers(
+            self._file, self.dtype, self._offset + first * self.dtype.itemsize, max(last - first, 0)
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        out = np.empty(self.size, self.dtype)
+        self._file.read_into(out, self._offset)
+        return out if dtype is None else out.astype(dtype, copy=False)
