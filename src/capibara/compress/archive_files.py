@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,6 +154,13 @@ def _folder(jobs: list[Job], resume: bool, **settings: object) -> OutputFolder:
     return OutputFolder(root, made_from, resume=resume)
 
 
+def _already(entries: Iterable[Entry], progress: Progress | None) -> None:
+    """Tell of tensors that an earlier run has written."""
+    if progress is not None:
+        for entry in entries:
+            progress(entry.name, entry.original_bytes)
+
+
 def _copy_others(jobs: list[Job], folder: OutputFolder) -> list[Job]:
     """Copy what is not converted; the other jobs."""
     for job in jobs:
@@ -287,8 +294,7 @@ def compress_files(
             if finished:
                 with Archive(place) as archive:
                     entries = list(archive)
-                for entry in entries if progress is not None else ():
-                    progress(entry.name, entry.original_bytes)
+                _already(entries, progress)
             else:
                 with ArchiveWriter(place, with_header(source.metadata, source.header)) as archive:
                     add_tensors(archive, source, same, how, progress)
@@ -333,8 +339,7 @@ def decompress_files(jobs: list[Job], *, progress: Progress | None = None, resum
             place, finished = folder.place(job.target)
             with Archive(job.source) as archive:
                 if finished:
-                    for entry in archive if progress is not None else ():
-                        progress(entry.name, entry.original_bytes)
+                    _already(archive, progress)
                     continue
                 _write_original(archive, place, progress)
             folder.finish(job.target)

@@ -207,7 +207,7 @@ class Archive:
             yield source.chunk_shape(chunk), self._payload(chunk, source)
 
     def _payload(self, chunk: Chunk, entry: Entry) -> memoryview:
-        payload = memoryview(np.empty(chunk.length, np.uint8))
+        payload = np.empty(chunk.length, np.uint8).data
         self._file.read_into(payload, chunk.offset)
         if crc32(payload) != chunk.crc32:
             raise DamagedError(
