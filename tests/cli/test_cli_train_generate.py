@@ -72,7 +72,10 @@ def test_what_training_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for expected in (
         f"text.txt: {len(TEXT):,} bytes in 1 document",
         "a matrix multiply here reaches 100 GFLOP/s",
+        "training 6 steps of ",
+        " expected. Ctrl-C stops it; the same command continues",
         "step 5/6  loss ",
+        " left\n",
         "tokens/s  MFU ",
         "step 6: validation ",
         "finished: 6 steps",

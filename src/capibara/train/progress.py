@@ -6,12 +6,21 @@ can bring its own.
 
 from __future__ import annotations
 
+import time
 from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-__all__ = ["PlainReporter", "Reporter", "RichReporter", "SilentReporter", "make_reporter"]
+__all__ = ["PlainReporter", "Reporter", "RichReporter", "SilentReporter", "duration", "make_reporter"]
+
+
+def duration(seconds: float) -> str:
+    """``40 s``, ``3 min``, ``2.5 h``, ``4.2 days``."""
+    for limit, unit, size in ((90, "s", 1), (90 * 60, "min", 60), (36 * 3600, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.1f} {unit}" if unit == "h" else f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.1f} days"
 
 
 class Reporter(Protocol):
@@ -65,7 +74,8 @@ class PlainReporter(SilentReporter):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._total = 0
+        self._total = self._first = 0
+        self._begun = 0.0
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -74,11 +84,17 @@ class PlainReporter(SilentReporter):
         print(f"warning: {text}", file=self._stream, flush=True)
 
     def start(self, step: int, total: int) -> None:
-        self._total = total
+        self._total, self._first, self._begun = total, step, time.perf_counter()
 
     def log(self, step: int, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
         used = "" if utilisation is None else f"  MFU {utilisation:.0%}"
-        self.note(f"step {step}/{self._total}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{used}")
+        left = ""
+        if self._first < step < self._total:
+            seconds = (time.perf_counter() - self._begun) / (step - self._first) * (self._total - step)
+            left = f"  {duration(seconds)} left"
+        self.note(
+            f"step {step}/{self._total}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{used}{left}"
+        )
 
 
 class RichReporter:

@@ -36,7 +36,7 @@ from capibara.train.metrics import MetricsLog
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule
 from capibara.train.placement import Placement
 from capibara.train.plot import plot_losses
-from capibara.train.progress import Reporter, SilentReporter
+from capibara.train.progress import Reporter, SilentReporter, duration
 from capibara.train.resume import check_resumable, restore_state, seconds_trained
 from capibara.train.rundir import atomic_write, lock_run, remove_leftovers
 from capibara.train.signals import StopFlag
@@ -174,7 +174,25 @@ def train(
         if measure_utilisation:
             utilisation = _measure(setup)
             reporter.note(f"a matrix multiply here reaches {utilisation.device_flops / 1e9:,.0f} GFLOP/s")
+            reporter.note(_forecast(setup, utilisation, start))
         return _run(setup, store, state, start, seconds, utilisation, reporter, stop or StopFlag())
+
+
+# Training reaches about this part of the rate of a matrix multiply.
+_USUAL_UTILISATION = (0.35, 0.75)
+
+
+def _forecast(setup: _Setup, utilisation: Utilisation, start: int) -> str:
+    """What is about to happen, and how long it takes if training is as fast as it usually is."""
+    steps, tokens = setup.config.train.steps - start, setup.sampler.batch_size * setup.sampler.sequence_length
+    least, most = (
+        steps * tokens / (part * utilisation.device_flops / utilisation.flops_per_token)
+        for part in reversed(_USUAL_UTILISATION)
+    )
+    return (
+        f"training {steps:,} steps of {tokens:,} tokens: {duration(least)} to {duration(most)} expected. "
+        "Ctrl-C stops it; the same command continues"
+    )
 
 
 @dataclass(frozen=True)
