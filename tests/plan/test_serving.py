@@ -375,8 +375,8 @@ def test_the_programs_give_the_tokens_of_the_plain_model(arguments):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_length": 0}, "prompt_length=0 must be an integer of tokens"),
-        ({"output_length": 1.5}, "output_length=1.5 must be an integer of tokens"),
+        ({"prompt_length": 0}, "prompt_length=0 must be a number of tokens"),
+        ({"output_length": 1.5}, "output_length=1.5 must be a number of tokens"),
         ({"prompt_length": 2048, "output_length": 1}, "max_sequence_length=2048"),
         ({"dtype": "bfloat61"}, "dtype='bfloat61' must be one of.*Did you mean"),
         ({"latency_ms_per_token": 0}, "latency_ms_per_token=0 must be"),

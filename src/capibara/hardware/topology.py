@@ -95,7 +95,7 @@ def parse_topology(text: str) -> Topology:
 
     Raises:
       TopologyError: (a ``ValueError``) it is none of these, an unknown generation, a zero axis, more than
-        1,048,576 chips, or a number of cores that no integer of chips has.
+        1,048,576 chips, or a number of cores that is not that of whole chips.
     """
     if not isinstance(text, str):
         raise TopologyError(f"topology: got {text!r}, expected a string such as '4x8', 'v4:2x2x4' or 'v4-32'")

@@ -55,7 +55,7 @@ def _options(keep: Any, method: str, fit: bool, refine: int, seed: int) -> _Opti
             f"method: got {method!r}, expected one of {clusters.METHODS}.{did_you_mean(str(method), clusters.METHODS)}"
         )
     if not whole(refine) or refine < 0:
-        raise CompressError(f"refine: got {refine!r}, expected an integer of steps, at least 0")
+        raise CompressError(f"refine: got {refine!r}, expected a number of steps, an integer of at least 0")
     if not whole(seed) or seed < 0:
         raise CompressError(f"seed: got {seed!r}, expected an integer, at least 0")
     if refine and not fit:

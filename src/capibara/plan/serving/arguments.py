@@ -56,7 +56,7 @@ def serving_task(config: ModularModelConfig, prompt: int, output: int, dtype: st
     """
     for name, value in (("prompt_length", prompt), ("output_length", output)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LONGEST:
-            raise PlanError(f"{name}={value!r} must be an integer of tokens from 1 to {_LONGEST}")
+            raise PlanError(f"{name}={value!r} must be a number of tokens from 1 to {_LONGEST}")
     most = config.model.max_sequence_length
     if "attention" in config.model.block_kinds and prompt + output > most:
         raise PlanError(
