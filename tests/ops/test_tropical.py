@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from instruction_sets import instruction_sets
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from tropical_oracle import PATTERNS, oracle, signed
 
 from capibara import native
@@ -311,6 +314,37 @@ def test_polynomials():
     np.testing.assert_array_equal(tropical.polyval(coefficients, x), want)
     slopes = jax.vmap(jax.grad(tropical.polyval, 1), (None, 0))(coefficients, x[:5])
     np.testing.assert_array_equal(slopes, [0, 1, 1, 3, 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "specs", "shapes"),
+    [
+        (lambda a, b: tropical.matmul(a, b, temperature=0.5), ("y", ("x", "y")), ((2, 3), (3, 4))),
+        (tropical.matmul, (("x", "y"), None), ((0, 5, 6), (6, 1))),
+        (tropical.matmul, ("x", "y"), ((4, 0), (0, 2))),
+        (lambda a, b: tropical.matmul(a, b, temperature=0.5), ("x", "y"), ((4, 0), (0, 2))),
+        (tropical.matvec, ("x", "y"), ((0, 4, 6), (0, 6))),
+        (tropical.polyval, ("x", "y"), ((3,), (0,))),
+        (tropical.polyval, ("x", "y"), ((70,), (0,))),
+    ],
+)
+def test_inside_shard_map_operands_may_vary_over_different_axes_and_hold_nothing(call, specs, shapes):
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=shape).astype("float32") for shape in shapes]
+    mapped = jax.shard_map(
+        lambda *x: call(*x)[None], mesh=mesh, in_specs=tuple(map(P, specs)), out_specs=P(("x", "y"))
+    )
+
+    def value_and_gradients(function, *x):
+        return function(*x), jax.grad(lambda *x: jnp.sum(function(*x)), (0, 1))(*x)
+
+    got, want = (
+        jax.tree.leaves(jax.jit(functools.partial(value_and_gradients, f))(*arrays))
+        for f in (lambda *x: mapped(*x)[0], call)
+    )
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 def test_bad_input_says_what_is_wrong():

@@ -192,6 +192,24 @@ def conv_cases() -> list[Case]:
             )
             for name in ("auto", "winograd")
         ),
+        over(
+            "winograd_conv2d over its windows and channels",
+            conv.winograd_conv2d,
+            (draw(1, 4, 32, 4), draw(3, 3, 4, 2)),
+            (P(None, None, "model"), P(None, None, "data")),
+        ),
+        over(
+            "conv_transpose1d over its windows",
+            conv.conv_transpose1d,
+            (draw(2, 32, 2), draw(3, 2, 3)),
+            (P(None, "model"), EACH),
+        ),
+        over(
+            "conv1d over its channels",
+            conv.conv1d,
+            (draw(2, 8, 8), draw(3, 8, 4)),
+            (P(None, None, "model"), P(None, None, "data")),
+        ),
         *(plain(f"conv{n}d", n) for n in (1, 2, 3)),
         *(plain(f"conv_transpose{n}d", n) for n in (1, 2, 3)),
     ]
@@ -355,6 +373,13 @@ def tropical_cases() -> list[Case]:
             (draw(2, 3, 32),),
             (P(None, None, BOTH),),
         ),
+        over(
+            "pool over windows that share elements",
+            partial(tropical.pool, window=3, strides=1),
+            (draw(2, 3, 32),),
+            (P(None, None, "model"),),
+        ),
+        over("matmul of nothing", product, (draw(0, 5, 8), draw(8, 4)), (EACH, P("model"))),
     ]
 
 

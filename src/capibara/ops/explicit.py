@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -66,7 +66,9 @@ def laid_as(aval: Any, x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(aval.sharding.mesh, PartitionSpec(None, *spec)))
 
 
-def over_explicit_axes(*names: str, out: Callable[..., Any]) -> Callable[[_F], _F]:
+def over_explicit_axes(
+    *names: str, out: Callable[..., Any], kept: Mapping[str, Sequence[int]] | None = None
+) -> Callable[[_F], _F]:
     """A function of arrays that also takes those of a mesh with explicit axes.
 
     Args:
@@ -88,11 +90,11 @@ def over_explicit_axes(*names: str, out: Callable[..., Any]) -> Callable[[_F], _
                 laid = _specs(out(*(_laid(given.get(name)) for name in names)))
             except (AttributeError, KeyError, TypeError, ValueError):  # no arrays where they should be
                 return function(*args, **options)  # says so
+            layouts = _layouts(given, kept or {})
             leaves, tree = jax.tree.flatten({name: given[name] for name in names if name in given})
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
             arrays = [leaves[i] for i in places]
-            # Of nothing there is nothing to lay out.
-            if not any(map(_is_laid, arrays)) or any(array.size == 0 for array in arrays):
+            if not any(map(_is_laid, arrays)):
                 return function(*args, **options)
             given = {name: _free(value) if name not in names else value for name, value in given.items()}
 
@@ -100,13 +102,31 @@ def over_explicit_axes(*names: str, out: Callable[..., Any]) -> Callable[[_F], _
                 filled = list(leaves)
                 for i, array in zip(places, traced, strict=True):
                     filled[i] = array
-                return function(**{**given, **jax.tree.unflatten(tree, filled)})
+                return function(**{**given, **_gather(jax.tree.unflatten(tree, filled), layouts)})
 
             return _run(inner, arrays, laid)
 
         return over  # pyright: ignore[reportReturnType]
 
     return mark
+
+
+def _gather(arrays: dict[str, Any], layouts: dict[str, PartitionSpec]) -> dict[str, Any]:
+    """Arrays laid as they have to be, and their gradients too."""
+    return {
+        name: jax.lax.with_sharding_constraint(x, layouts[name]) if name in layouts else x
+        for name, x in arrays.items()
+    }
+
+
+def _layouts(given: dict[str, Any], kept: Mapping[str, Sequence[int]]) -> dict[str, PartitionSpec]:
+    """For each array sharded in the dimensions ``kept`` (counted from either end) alone."""
+    found = {}
+    for name, dims in kept.items():
+        laid = _dims(given[name])
+        stay = {i % len(laid) for i in dims}
+        found[name] = PartitionSpec(*(axes if i in stay else None for i, axes in enumerate(laid)))
+    return found
 
 
 def _is_laid(array: Any) -> bool:

@@ -286,7 +286,7 @@ def multihead(rng: Generator) -> Family:
         Arg((heads, width, embed), param),
     ]
     args += [Arg((3, heads, width), param), Arg((embed,), param)] * bias
-    args += [Arg((2,), "uint32", range(2**31))] * bool(rate)
+    args += [Arg((2,), "uint32", "key")] * bool(rate)
 
     def call(x: Any, qkv: Any, out: Any, *more: Any) -> Any:
         left, params = list(more), {"qkv_kernel": qkv, "out_kernel": out}
@@ -368,7 +368,7 @@ def params(rng: Generator) -> Family:
             jax.random.wrap_key_data(key), embed, heads, use_bias=bias, dtype=jnp.dtype(dtype_of(dtype))
         ),
         lambda key: [np.zeros(shapes[name]) for name in names],
-        (Arg((2,), "uint32", range(2**31)),),
+        (Arg((2,), "uint32", "key"),),
         x64=dtype == "float64",
         check=check,
     )

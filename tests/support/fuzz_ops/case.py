@@ -42,8 +42,8 @@ class Ambiguous(Exception):
 class Arg:
     """How an argument's values are drawn.
 
-    ``kind``: ``"normal"``, ``"positive"`` (0.1 to 0.9), ``"negative"``, ``"fixed"`` (normal in every mood) or a
-    ``range`` of integers.
+    ``kind``: ``"normal"``, ``"positive"`` (0.1 to 0.9), ``"negative"``, ``"fixed"`` (normal in every mood), a
+    ``range`` of integers, or ``"key"``, the numbers of a key of ``jax.random``.
     """
 
     shape: tuple[int, ...]
@@ -149,6 +149,8 @@ def widen(x: Any) -> np.ndarray:
 def _values(arg: Arg, mood: str, rng: Generator) -> np.ndarray:
     if isinstance(arg.kind, range):
         return rng.integers(arg.kind.start, arg.kind.stop, size=arg.shape).astype(arg.dtype)
+    if arg.kind == "key":
+        return rng.integers(2**32, size=arg.shape).astype(np.uint32)
     x = rng.normal(size=arg.shape)
     if arg.kind in ("positive", "negative"):
         x = rng.uniform(0.1, 0.9, size=arg.shape) * (1 if arg.kind == "positive" else -1)
@@ -189,6 +191,7 @@ def compare(got: Any, want: Any, tolerance: float, magnitude: Any = None) -> str
             if different.any()
             else None
         )
+    narrow = got.dtype == np.float16
     got, want = widen(got), widen(want)
     finite = np.isfinite(want)
     odd = ~finite & ~((got == want) | (np.isnan(got) & np.isnan(want))) | (finite & ~np.isfinite(got))
@@ -196,9 +199,10 @@ def compare(got: Any, want: Any, tolerance: float, magnitude: Any = None) -> str
         return f"not finite where the other is, or otherwise: {_first(odd, got, want)}"
     if magnitude is None:
         magnitude = max(1.0, float(np.max(np.abs(want), where=finite, initial=0.0)))
+    least = 2.0**-23 if narrow else 1e-300  # float16 has few numbers below this
     gap = np.abs(np.where(finite, got, 0) - np.where(finite, want, 0))
     bound = tolerance * np.broadcast_to(np.where(np.isfinite(magnitude), magnitude, 0), want.shape)
-    wrong = gap > bound + 1e-300
+    wrong = gap > bound + least
     if wrong.any():
         return (
             f"off by {float(gap.max()):.3g}, tolerance {float(np.max(bound)):.3g}: {_first(wrong, got, want)}"

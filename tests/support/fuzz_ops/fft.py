@@ -93,6 +93,7 @@ def transform(rng: Generator) -> Family:
         magnitude=lambda *parts: (
             [scale * sum(np.sqrt(np.sum(p**2)) * np.sqrt(np.prod(whole)) for p in parts)] * 2
         ),
+        gradient_tolerance=max(10 * tolerance, 4 * EPS[dtype]),
         differentiable=(0, 1) if complex_ else (0,),
         twice=dtype in ("float32", "float64"),
         dtypes=(out_dtype,) * (1 if real and inverse else 2),

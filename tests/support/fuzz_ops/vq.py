@@ -100,6 +100,15 @@ def nearest(rng: Generator) -> Family:
                 return compare(got[1], taken, tolerance, size)
         return None
 
+    def fix(arrays: list[np.ndarray], rng: Generator) -> list[np.ndarray]:
+        """Where a distance is differentiated, another code must not come to be the nearest on the way."""
+        if distance and codes > 1 and arrays[0].size:
+            x, codebook = (v.astype(np.float64) for v in arrays)
+            two = np.sort(_distances(x, codebook, metric), -1)[..., :2]
+            if np.any(two[..., 1] - two[..., 0] < 0.02):
+                raise Ambiguous
+        return arrays
+
     return Family(
         f"nearest_code({dtype}{(*lead, dim)}, {(codes, dim)}, metric={metric!r}, distance={distance}, {name!r})",
         lambda x, c: vq.nearest_code(x, c, metric=metric, return_distance=distance, implementation=name),
@@ -113,6 +122,8 @@ def nearest(rng: Generator) -> Family:
         x64=dtype == "float64",
         tolerance=tolerance,
         gradient_tolerance=None if dtype in ("float32", "float64") else 8 * EPS[dtype],
+        fix=fix,
+        together=distance,
         differentiable=(0, 1) if distance else (),
         twice=distance and dtype in ("float32", "float64"),
         check=check,
@@ -193,7 +204,7 @@ def update(rng: Generator) -> Family:
         f"update_codebook({codes} × {dim}, {dtype}{(*lead, dim)}, key={keyed}, {options})",
         call,
         oracle,
-        args + ((Arg((2,), "uint32", range(2**31)),) if keyed else ()),
+        args + ((Arg((2,), "uint32", "key"),) if keyed else ()),
         moods=("normal", "zeros", "ties"),
         x64=dtype == "float64",
         tolerance=1e-5,
@@ -385,7 +396,7 @@ def initial(rng: Generator) -> Family:
             np.zeros((*front, codes, dim)),
             np.zeros((*front, codes, dim)),
         ],
-        (Arg((2,), "uint32", range(2**31)),),
+        (Arg((2,), "uint32", "key"),),
         check=check,
     )
 

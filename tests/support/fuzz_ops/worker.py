@@ -41,7 +41,7 @@ def run_family(family: Any, rng: np.random.Generator, draws: int = DRAWS) -> Ite
         return
     with precision(family):
         problems: list[Problem] = []
-        for _ in range(3 * draws):
+        for _ in range(6 * draws):
             if len(problems) == draws:
                 break
             try:
@@ -99,7 +99,7 @@ def fuzz(
         else:
             which = number
         number += 1
-        if (end is not None and time.monotonic() > end) or number >= 1.5 * problems / draws:
+        if (end is not None and time.monotonic() > end) or number >= 2 * problems / draws:
             break
         start = time.monotonic()
         family, rng = family_of(name, seed, which)

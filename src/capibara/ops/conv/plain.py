@@ -17,6 +17,7 @@ from jax import lax
 
 from capibara.ops.conv.problem import Pads, check_array, check_precision, explicit_padding, whole_numbers
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import over_explicit_axes
 
 __all__ = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
 
@@ -63,6 +64,14 @@ def _transposed(
     return tuple(rows)
 
 
+# XLA's gradients of filters are wrong where windows are sharded, and its values where channels are, too; JAX refuses
+# most other layouts.
+@over_explicit_axes(
+    "inputs",
+    "filters",
+    out=lambda inputs, filters: (inputs[0], *(None for _ in inputs[1:-1]), filters[-1]),
+    kept={"inputs": (0,), "filters": (-1,)},
+)
 def _conv(
     op: str,
     n: int,

@@ -54,7 +54,10 @@ _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
 @public(OP)
-@over_explicit_axes("inputs", "filters", out=lambda inputs, _: inputs[:1])
+# As in `plain.py`: XLA is wrong where windows are sharded.
+@over_explicit_axes(
+    "inputs", "filters", out=lambda inputs, _: inputs[:1], kept={"inputs": (0,), "filters": (-1,)}
+)
 def winograd_conv2d(
     inputs: jax.Array,
     filters: jax.Array,

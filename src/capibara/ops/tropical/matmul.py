@@ -11,6 +11,7 @@ from jax import lax
 
 from capibara.ops.errors import OpShapeError
 from capibara.ops.explicit import Dims, join_dims, over_explicit_axes
+from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.tropical import forms, pallas_tpu, specs
 from capibara.ops.tropical.problem import TropicalProblem, alike_in_speed, check_array, prepare
@@ -44,8 +45,6 @@ OP = Op(
 
 def _gathered(problem: TropicalProblem, index: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """``a[i, index] + b[index, j]``, 0 where the index is -1."""
-    if problem.inner == 0:
-        return jnp.zeros(index.shape, a.dtype)
     index = jnp.where(index < 0, problem.inner, index)  # out of range: the fill value
     left = jnp.take_along_axis(a, index, -1, mode="fill", fill_value=0)
     return left + jnp.take_along_axis(b, index, -2, mode="fill", fill_value=0)
@@ -192,7 +191,13 @@ def matmul(
         x = jnp.broadcast_to(x, (*problem.batch, *x.shape[-2:]))
         return x if sign == 1 else -x
 
-    left, right = whole(a), whole(b)
+    # A relaxed product's derivative has to vary over a mesh as its operands do, which may differ.
+    left, right = alike((whole(a), whole(b)), a, b)
+    shape = (*problem.batch, problem.rows, problem.columns)
+    if problem.inner == 0 or 0 in shape:
+        # JAX forgets of products of nothing over which mesh axes they vary.
+        none = alike(jnp.full(shape, -sign * jnp.inf, problem.out_dtype), left, right)
+        return (none, alike(jnp.full(shape, -1, jnp.int32), left, right)) if return_argmax else none
     if return_argmax:
         value, index = _both(problem, left, right)
         return (sign * value).astype(problem.out_dtype), index

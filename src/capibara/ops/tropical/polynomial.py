@@ -10,6 +10,7 @@ from jax import lax
 
 from capibara.ops.errors import OpShapeError
 from capibara.ops.explicit import over_explicit_axes
+from capibara.ops.one_device import alike
 from capibara.ops.tropical.matmul import matmul
 from capibara.ops.tropical.problem import check_array, check_semiring, times
 
@@ -77,6 +78,8 @@ def polyval(
     given: Any = jnp.asarray(x)
     dtype = jnp.promote_types(given.dtype, jnp.asarray(coefficients).dtype)
     wide = jnp.promote_types(dtype, jnp.float32)
+    if given.size == 0:
+        return alike(jnp.zeros(given.shape, dtype), coefficients, given)
     if implementation == "auto" and coefficients.shape[0] <= _UNROLLED:
         sign = 1 if semiring == "max_plus" else -1
         best = _highest(sign * jnp.asarray(coefficients).astype(wide), sign * given.reshape(-1).astype(wide))
