@@ -133,6 +133,18 @@ def test_what_is_planted_is_found(call, ways):
     assert {way for way, row in found.items() if row["wrong"]} == ways
 
 
+def test_a_maximum_that_changes_hands_near_by_is_not_a_finding():
+    """The values are a millionth apart: less than the first differences' step."""
+
+    def fix(arrays, rng):
+        return [np.array([1.0, 1.0 - 1e-6, 0.0])]
+
+    found = planted(
+        call=jnp.max, oracle=lambda x: [np.max(x)], fix=fix, twice=False, moods=("normal",), x64=True
+    )
+    assert [row["wrong"] for row in found.values()] == [[]] * 4
+
+
 def test_an_exception_is_a_finding():
     def broken(x):
         raise IndexError("planted")

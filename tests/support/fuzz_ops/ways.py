@@ -93,8 +93,8 @@ def wanted(family: Family, problem: Problem, shift: list[np.ndarray], bent: bool
     )
 
 
-def slope(family: Family, problem: Problem) -> float:
-    """The derivative of the loss along the problem's direction."""
+def slope(family: Family, problem: Problem, finer: bool = False) -> float:
+    """The derivative of the loss along the problem's direction; by ``finer`` differences, if by these."""
     if family.gradient is not None:
         with np.errstate(all="ignore"):
             exact = family.gradient(problem.wide, [c.astype(np.float64) for c in problem.cotangents])
@@ -107,6 +107,8 @@ def slope(family: Family, problem: Problem) -> float:
         return (ahead - behind) / (2 * step)
 
     # In float64 the error of one difference would show.
+    if finer:
+        return difference(1e-7)
     return (4 * difference(1e-4) - difference(2e-4)) / 3 if family.x64 else difference(1e-5)
 
 
@@ -142,6 +144,10 @@ def check_slope(
     want = sum(slope(family, p) for p in problems)
     scale = sum(float(np.sum(np.abs(g * d))) for g, d in zip(wide, along, strict=True))
     bound = slack(family) * (scale + abs(want) + 1) + 1e-8 * (1 + abs(want))
+    if not abs(found - want) <= bound and family.gradient is None:
+        # A maximum may have changed hands on the way: not on a shorter one, whose differences are less exact.
+        want = sum(slope(family, p, finer=True) for p in problems)
+        bound += 1e-6 * (scale + abs(want) + 1)
     if not abs(found - want) <= bound:
         return f"gradient along a direction {found:.9g}, differences say {want:.9g}, tolerance {bound:.2g}"
     return None
