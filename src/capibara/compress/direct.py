@@ -26,7 +26,7 @@ from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
 from capibara.compress.models.numbers import numpy_dtype
 from capibara.compress.stored_codes import exact_changes, split_scales, stored_parts
-from capibara.ops.linalg.quantised import dequantise_matrix, quantised_matmul
+from capibara.ops.linalg.quantised import dequantise_matrix, quantised_matmul, transposable
 
 __all__ = ["Piece", "QuantisedMatrix", "QuantisedStack", "load_quantised"]
 
@@ -67,7 +67,13 @@ class Piece:
 
     def matmul(self, x: Any, implementation: str) -> jax.Array:
         out = quantised_matmul(
-            x, self.codes, self.scales, self.levels, group=self.group, implementation=implementation
+            x,
+            self.codes,
+            self.scale_codes,
+            self.levels,
+            group=self.group,
+            scale_table=self.table,
+            implementation=implementation,
         )
         if self.row.shape[0]:
             out = out.at[..., self.row].add((x[..., self.column] * self.change).astype(out.dtype))
@@ -163,8 +169,8 @@ class QuantisedMatrix:
             return jnp.zeros((*x.shape[:-1], inner), x.dtype)
         flat = x.reshape(-1, out)
         like = jax.ShapeDtypeStruct((len(flat), inner), x.dtype)
-        # A kernel has no transpose.
-        (found,) = jax.linear_transpose(partial(self.matmul, implementation="xla"), like)(flat)
+        form = transposable(str(x.dtype))
+        (found,) = jax.linear_transpose(partial(self.matmul, implementation=form), like)(flat)
         return found.reshape(*x.shape[:-1], inner)
 
     def product(self, x: Any, axes: tuple[int, ...]) -> jax.Array | None:

@@ -24,7 +24,10 @@ _FOREIGN: dict[str, ForeignCost] = {}
 
 
 def register_foreign_call(target: str, cost: ForeignCost) -> None:
-    """Say what a call of ``jax.ffi`` target ``target`` costs: nothing can be seen of it from outside."""
+    """Say what a call of ``jax.ffi`` target ``target`` costs: nothing can be seen of it from outside.
+
+    ``target`` may also be the name of a primitive of Capibara's own, which becomes such a call.
+    """
     _FOREIGN[target] = cost
 
 
@@ -169,9 +172,9 @@ def _walk(jaxpr: Any, tally: _Tally) -> None:
                 ] = None
         elif name == "cond" and (branch := _branch_of_platform(params)) is not None:
             tally.add(_tally_of(branch))
-        elif name == "ffi_call" and params.get("target_name") in _FOREIGN:
+        elif (target := params.get("target_name") if name == "ffi_call" else name) in _FOREIGN:
             ins, outs = ([v.aval.shape for v in side] for side in (equation.invars, equation.outvars))
-            cost = _FOREIGN[params["target_name"]]
+            cost = _FOREIGN[target]
             tally.counts[name] += cost(ins, outs, dict(params.get("attributes") or {}))
         elif name == "cond":
             branches = [_tally_of(branch) for branch in params["branches"]]

@@ -21,6 +21,7 @@ TARGETS = (
     "capibara_attention_forward",
     "capibara_attention_backward",
     "capibara_attention_bias",
+    "capibara_codes_product",
     "capibara_max_plus",
     "capibara_max_plus_argmax",
     "capibara_recurrence",

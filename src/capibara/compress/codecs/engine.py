@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
 
 from capibara.compress.errors import CompressError
 from capibara.errors import did_you_mean
 
-__all__ = ["ENGINES", "use_engine", "wanted_engine"]
+__all__ = ["ENGINES", "on_accelerator", "use_engine", "wanted_engine"]
 
 ENGINES = ("auto", "native", "numpy", "torch", "jax")
 
@@ -24,6 +26,20 @@ _wanted: ContextVar[str] = ContextVar("capibara_codec_engine", default="auto")
 def wanted_engine() -> str:
     """One of :data:`ENGINES`; ``"auto"`` is the codec's own choice."""
     return _wanted.get()
+
+
+@cache
+def on_accelerator(engine: str) -> bool:
+    """Whether ``"jax"`` or ``"torch"`` is here and computes on something other than this machine's CPU."""
+    if find_spec(engine) is None:
+        return True  # its executor says what is missing
+    if engine == "torch":
+        import torch
+
+        return torch.cuda.is_available()
+    import jax
+
+    return jax.default_backend() != "cpu"
 
 
 @contextlib.contextmanager

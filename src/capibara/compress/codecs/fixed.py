@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +38,13 @@ from capibara.compress.codecs.fixed_levels import (
     floats,
     scale_range,
 )
+from capibara.compress.codecs.fixed_native import NativeExecutor
 from capibara.compress.codecs.fixed_search import (
     KINDS,
     NF4,
     RESOLUTIONS,
     Kind,
+    default_executor,
     get_executor,
     multipliers,
     search,
@@ -108,8 +110,9 @@ class Fixed(InPlace):
     - ``outliers``: the share of numbers to keep exactly, 0 to 0.05; 0 if not given.
     - ``hessian`` [length, length], ``input_axes``, ``damping``: for
       :func:`~capibara.compress.calibration.gptq.gptq`, in encoding only. Groups run along the input axis then.
-    - ``executor``: ``"numpy"``, ``"torch"`` or ``"jax"``, who searches; the bytes are the same. As
-      :func:`~capibara.compress.codecs.engine.use_engine` says if not given, else NumPy.
+    - ``executor``: ``"native"`` (compiled code), ``"numpy"``, ``"torch"`` or ``"jax"``, who searches; the bytes are the
+      same. As :func:`~capibara.compress.codecs.engine.use_engine` says if not given; compiled code where that is to
+      compute on the CPU, and NumPy where it was not built.
 
     Args:
       kind: what codes mean.
@@ -193,8 +196,17 @@ class Fixed(InPlace):
         groups = as_groups(rows, chosen.group)
         step = max(BLOCK // max(groups.shape[1], 1), 1)
         starts = range(0, len(groups), step)
-        largest_of = [np.abs(floats(groups[i : i + step], form)).max(1, initial=0) for i in starts]
-        top, resolution, last = scale_range(kind, np.concatenate(largest_of) / kind.largest, chosen.step)
+        native = executor if isinstance(executor, NativeExecutor) else None
+        # Compiled code takes float32 as it is.
+        numbers = floats if native is None else to_float
+
+        def largest(first: int) -> np.ndarray:
+            block = numbers(groups[first : first + step], form)
+            return np.abs(block).max(1, initial=0) if native is None else native.largest(block)
+
+        several = executor.name in ("native", "numpy") and len(starts) > 1
+        largest_of = np.concatenate(_each(largest, starts, several))
+        top, resolution, last = scale_range(kind, largest_of / kind.largest, chosen.step)
         if book is not None and chosen.fitted:
             some = floats(groups[:: max(len(groups) >> 11, 1)], form)
             book = fit_levels(executor, kind, book, some, top, resolution)
@@ -220,16 +232,11 @@ class Fixed(InPlace):
         codes = room.reshape(groups.shape) if groups.size == rows.size else np.empty(groups.shape, np.int8)
 
         def work(first: int) -> None:
-            block = floats(groups[first : first + step], form)
+            block = numbers(groups[first : first + step], form)
             found = search(executor, kind, book, block, top, resolution, last)
             scales[first : first + step], codes[first : first + step] = found
 
-        if executor.name == "numpy" and len(starts) > 1:
-            with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-                list(pool.map(work, starts))
-        else:
-            for first in starts:
-                work(first)
+        _each(work, starts, several)
         count = -(-rows.shape[1] // groups.shape[1])
         codes = codes.reshape(len(rows), -1)[:, : rows.shape[1]]
         return scales.reshape(len(rows), count), codes, book, top, resolution
@@ -300,11 +307,26 @@ class Fixed(InPlace):
         length, group = parts.length, parts.group
         # As rows and columns of groups, however the tensor lies.
         rows = out.reshape(length, -1).T if parts.turned else out.reshape(-1, length)
+        # Only finite numbers were rounded: what rounding took past the largest one comes back as that.
+        top = np.float32(min(largest(form), float(np.finfo(np.float32).max)))
+        executor = get_executor(default_executor())
+        if isinstance(executor, NativeExecutor):
+            width = min(BLOCK, length)
+            step = max(BLOCK // width, 1)
+            for column in range(0, length, width):
+                columns = slice(column, min(column + width, length))
+                for first in range(0, len(rows), step):
+                    block = slice(first, first + step)
+                    values = executor.decode(
+                        parts.codes, parts.scales, parts.levels, group, length, block, columns, top
+                    )
+                    wide = values.astype(np.float64) if form.bits == 64 else values
+                    rows[block, columns] = from_float(wide, form).reshape(values.shape)
+            rows[np.divmod(parts.positions, length)] = parts.exact
+            return
         # Blocks of whole groups, of an even number of codes.
         width = min(max(BLOCK // (2 * group), 1) * 2 * group, length)
         step = max(BLOCK // width, 1)
-        # Only finite numbers were rounded: what rounding took past the largest one comes back as that.
-        top = np.float32(min(largest(form), float(np.finfo(np.float32).max)))
         codes_of = 1 if parts.levels is None else 2
         for column in range(0, length, width):
             last = min(column + width, length)
@@ -331,6 +353,14 @@ class Fixed(InPlace):
     def error_bound(self, settings: Mapping[str, Any]) -> float | None:
         """Relative errors of single numbers are not bounded: one below half a scale becomes 0."""
         return None
+
+
+def _each(work: Callable[[int], Any], starts: Sequence[int], several: bool) -> list[Any]:
+    """``work`` of each of ``starts``, on several threads or on this one."""
+    if not several:
+        return [work(first) for first in starts]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(work, starts))
 
 
 def _row_length(shape: tuple[int, ...], turned: bool) -> int:

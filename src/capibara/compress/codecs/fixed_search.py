@@ -19,8 +19,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from capibara.compress.codecs.engine import on_accelerator, wanted_engine
 from capibara.compress.errors import CompressError
 from capibara.errors import MissingExtraError, did_you_mean
+from capibara.native.loading import open_library
 
 __all__ = [
     "EXECUTORS",
@@ -30,6 +32,8 @@ __all__ = [
     "SCALES",
     "Executor",
     "Kind",
+    "default_executor",
+    "error_limits",
     "get_executor",
     "multipliers",
     "nearest_levels",
@@ -68,6 +72,11 @@ class Kind:
     span: tuple[float, float]
     signed: bool
 
+    def steps(self, resolution: int) -> tuple[int, int]:
+        """The first and the last step to try from the k that cuts nothing off."""
+        low, high = (round(x * resolution) for x in self.span)
+        return -high, -low
+
 
 KINDS = {
     "int8": Kind("int8", 8, 127.5, 11, (-0.16, 0.0), False),
@@ -96,9 +105,13 @@ def nearest_levels(book: np.ndarray) -> np.ndarray:
 
 
 class Executor(Protocol):
-    """Who tries the scales."""
+    """Who tries the scales.
 
-    name: str
+    One that has ``whole_search`` does all that :func:`search` does.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def search(
         self, kind: Kind, book: np.ndarray | None, units: np.ndarray, scales: np.ndarray, ratios: np.ndarray
@@ -115,6 +128,12 @@ class Executor(Protocol):
         ...
 
 
+def error_limits(kind: Kind, size: int) -> tuple[int, int]:
+    """Bits of the largest error that counts, and how many an error loses: so that sums of squares fit 31 bits."""
+    cap = (31 - (size - 1).bit_length()) // 2  # (2^cap - 1)^2 · size < 2^31
+    return cap, max(kind.fraction + (12 if kind.bits == 8 else 13) - cap, 0)
+
+
 class _Trial:
     """One candidate against the best so far; every value fits 32 bits with a sign.
 
@@ -122,12 +141,9 @@ class _Trial:
     """
 
     def __init__(self, xp: Any, take: Callable[[Any, Any], Any], kind: Kind, book: Any, units: Any) -> None:
-        size = units.shape[1]
         self._xp, self._take, self._kind, self._units = xp, take, kind, units
         self._codes, self._levels = book or (None, None)
-        # (2^cap - 1)^2 · size < 2^31
-        self._cap = (31 - (size - 1).bit_length()) // 2
-        self._shift = max(kind.fraction + (12 if kind.bits == 8 else 13) - self._cap, 0)
+        self._cap, self._shift = error_limits(kind, units.shape[1])
         self._wide = units << kind.fraction
 
     def start(self) -> tuple[Any, Any]:
@@ -253,7 +269,17 @@ class JaxExecutor:
         return np.asarray(best), np.asarray(codes)
 
 
+def _native() -> Executor:
+    from capibara.compress.codecs.fixed_native import NativeExecutor
+
+    library, reason = open_library()
+    if library is None:
+        raise CompressError(f"executor: 'native' cannot run here: {reason}")
+    return NativeExecutor(library)
+
+
 EXECUTORS: dict[str, Callable[[], Executor]] = {
+    "native": _native,
     "numpy": NumpyExecutor,
     "torch": TorchExecutor,
     "jax": JaxExecutor,
@@ -265,13 +291,25 @@ def get_executor(name: str) -> Executor:
     """The executor of that name, made once.
 
     Raises:
-      CompressError: there is none. MissingExtraError: it needs a package that is not installed.
+      CompressError: there is none, or compiled code is not there. MissingExtraError: it needs a package that is not
+        installed.
     """
     if name not in EXECUTORS:
         raise CompressError(
             f"executor: got {name!r}, expected one of {', '.join(EXECUTORS)}.{did_you_mean(name, EXECUTORS)}"
         )
     return EXECUTORS[name]()
+
+
+def default_executor() -> str:
+    """What :func:`capibara.compress.codecs.engine.use_engine` asks for; compiled code, or NumPy, for what the CPU does.
+
+    That is also what PyTorch and JAX would compute on the CPU, since the bytes are the same.
+    """
+    wanted = wanted_engine()
+    if wanted in ("torch", "jax") and on_accelerator(wanted):
+        return wanted
+    return "numpy" if wanted == "numpy" or open_library()[0] is None else "native"
 
 
 def search(
@@ -284,7 +322,7 @@ def search(
       executor: who tries.
       kind: what codes mean.
       book: levels of the codes; ``None`` for whole levels.
-      values: float64 [groups, size], finite.
+      values: float32 or float64 [groups, size], finite.
       top: the scale of k = 0.
       resolution: how many k halve a scale.
       last: the largest k, so the smallest scale.
@@ -293,12 +331,15 @@ def search(
       uint8 [groups], k with the sign in the topmost bit; int8 [groups, size].
     """
     table = np.float64(np.float32(top)) * multipliers(resolution)
+    if (whole := getattr(executor, "whole_search", None)) is not None:
+        return whole(kind, book, values, table, resolution, last)
+    values = values.astype(np.float64)
     largest = np.abs(values).max(1, initial=0)
     # The k that just cuts nothing off, by comparing: a logarithm is not the same everywhere.
     ascending = (table * kind.largest)[::-1]
     fits = SCALES - np.searchsorted(ascending, largest)
-    low, high = (round(x * resolution) for x in kind.span)
-    steps = np.arange(-high, -low + 1)
+    first_step, last_step = kind.steps(resolution)
+    steps = np.arange(first_step, last_step + 1)
     k = np.clip(fits[:, None] + steps, 0, last)
     _, exponent = np.frexp(np.maximum(largest, table[last] * kind.largest))
     units = np.rint(np.ldexp(values, _UNIT - exponent[:, None])).astype(np.int32)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.compress.codecs.engine import wanted_engine
-from capibara.compress.codecs.fixed_search import EXECUTORS, Kind
+from capibara.compress.codecs.fixed_search import Kind, default_executor
 from capibara.compress.codecs.matrices import get_moments
 from capibara.compress.errors import CompressError
 from capibara.errors import did_you_mean
@@ -81,10 +80,10 @@ def choices(kind: Kind, settings: Mapping[str, Any], shape: tuple[int, ...]) -> 
         hessian = get_moments(hessian, shape[0] if turned else shape[-1])
     if turned and len(shape) < 2:
         raise CompressError(f"axis: got 0 for the shape {shape}, expected two axes or more. Remedy: axis=-1.")
-    wanted = wanted_engine()
-    executor = settings.get("executor", wanted if wanted in EXECUTORS else "numpy")
+    executor = settings.get("executor")
+    executor = default_executor() if executor is None else executor
     if not isinstance(executor, str):
-        raise CompressError(f"executor: got {executor!r}, expected 'numpy', 'torch' or 'jax'")
+        raise CompressError(f"executor: got {executor!r}, expected 'native', 'numpy', 'torch' or 'jax'")
     return Choices(
         group=number("group", 64 if kind.bits == 8 else 32, 4, 1024, True),
         turned=turned,

@@ -10,6 +10,8 @@
   extern const capibara::TropicalKernels kTropical;    \
   extern const capibara::CodecKernels kCodec;          \
   extern const capibara::ScanKernels kScan;            \
+  extern const capibara::QuantisedKernels kQuantised;  \
+  extern const capibara::FixedKernels kFixed;          \
   }
 
 #if defined(__aarch64__)
@@ -32,15 +34,17 @@ Isa choose() {
   __builtin_cpu_init();
   if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
-    return {&avx512::kAttention, &avx512::kTropical, &avx512::kCodec, &avx512::kScan};
+    return {&avx512::kAttention, &avx512::kTropical, &avx512::kCodec, &avx512::kScan, &avx512::kQuantised,
+            &avx512::kFixed};
   if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    return {&avx2::kAttention, &avx2::kTropical, &avx2::kCodec, &avx2::kScan};
+    return {&avx2::kAttention, &avx2::kTropical, &avx2::kCodec, &avx2::kScan, &avx2::kQuantised, &avx2::kFixed};
 #endif
   (void)wanted;
 #if defined(__aarch64__)
-  return {&neon::kAttention, &neon::kTropical, &neon::kCodec, &neon::kScan};
+  return {&neon::kAttention, &neon::kTropical, &neon::kCodec, &neon::kScan, &neon::kQuantised, &neon::kFixed};
 #else
-  return {&baseline::kAttention, &baseline::kTropical, &baseline::kCodec, &baseline::kScan};
+  return {&baseline::kAttention, &baseline::kTropical, &baseline::kCodec, &baseline::kScan, &baseline::kQuantised,
+          &baseline::kFixed};
 #endif
 }
 

@@ -3,6 +3,8 @@
 
 #include "attention.h"
 #include "codec.h"
+#include "fixed.h"
+#include "quantised.h"
 #include "scan.h"
 #include "tropical.h"
 
@@ -13,6 +15,8 @@ struct Isa {
   const TropicalKernels* tropical;
   const CodecKernels* codec;
   const ScanKernels* scan;
+  const QuantisedKernels* quantised;
+  const FixedKernels* fixed;
 };
 
 const Isa& isa();

@@ -26,9 +26,8 @@ def check_matrix(op: str, name: str, array: Any, dtypes: tuple[str, ...] = FLOAT
         remedy = f"{name}.astype({dtypes[0]!r})"
         if str(array.dtype).startswith("complex"):  # astype would drop the imaginary part
             remedy = "jax.numpy.matmul or jax.numpy.linalg, which take complex numbers"
-        raise OpTypeError(
-            f"{op}: {name} must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got {array.dtype}. Remedy: {remedy}."
-        )
+        wanted = " or ".join(part for part in (", ".join(dtypes[:-1]), dtypes[-1]) if part)
+        raise OpTypeError(f"{op}: {name} must be {wanted}, got {array.dtype}. Remedy: {remedy}.")
     if len(array.shape) < rank:
         axes = "[..., rows, columns]" if rank == 2 else "[..., size]"
         raise OpShapeError(f"{op}: {name} must be {axes}, got shape {tuple(array.shape)}")

@@ -1,10 +1,11 @@
 """Products with a matrix that stays in its codes: eight or four bits a number, and a scale for every few.
 
 A weight ``[out, in]`` is kept as codes and one scale for each group along ``in``; its entry is
-``level(code) · scale(group)``. It is multiplied without ever being there as a whole: rows become numbers a slab at a
-time, each slab is multiplied and let go. What that saves is memory, a quarter or an eighth of float32's is left. It
-takes no less time on CPUs: ``python -m benchmarks compression_fixed`` measures what it takes. On TPUs few vectors are
-multiplied in a kernel, which reads the codes alone.
+``level(code) · scale(group)``. It is multiplied without ever being there as a whole. That saves memory, since a quarter
+or an eighth of float32's is left, and for few vectors time, since reading the matrix is what takes it. On CPUs compiled
+kernels read the codes (:mod:`capibara.ops.linalg.quantised_native`); on TPUs, for few vectors, a kernel in Pallas does.
+In XLA alone rows become numbers a slab at a time, and each slab is multiplied and let go. ``python -m benchmarks
+compression_fixed`` measures what it takes.
 
 Four-bit codes are two to a byte, the first in the lower half. Their sixteen levels are found by selecting, bit by bit:
 vector units select in registers, while a table would be read entry by entry. Even and odd columns are multiplied each
@@ -13,6 +14,7 @@ on their own, so that they need not be put together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.errors import OpShapeError, OpTypeError
-from capibara.ops.linalg import quantised_tpu
-from capibara.ops.linalg.arguments import check_count, check_matrix, on_any_mesh
+from capibara.ops.linalg import quantised_native, quantised_tpu
+from capibara.ops.linalg.arguments import FLOATS, check_count, check_matrix, on_any_mesh
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 
-__all__ = ["by_slabs", "dequantise_matrix", "quantised_matmul"]
+__all__ = ["by_slabs", "dequantise_matrix", "quantised_matmul", "transposable"]
 
 # Numbers of a slab: 8 MiB as float32, which a cache holds and which is large enough for a product's threads.
 _SLAB = 1 << 21
@@ -43,17 +45,25 @@ class QuantisedProblem:
     bits: int
     group: int
     table: bool
+    scale_codes: bool
     dtype: str
     implementation: str
 
 
 def _prepare(
-    x: Any, codes: Any, scales: Any, levels: Any = None, *, group: int, implementation: str = "auto"
+    x: Any,
+    codes: Any,
+    scales: Any,
+    levels: Any = None,
+    *,
+    group: int,
+    scale_table: Any = None,
+    implementation: str = "auto",
 ) -> tuple[QuantisedProblem, tuple[Any, ...]]:
     op = "quantised_matmul"
     dtype = check_matrix(op, "x", x, rank=1)
     kind = check_matrix(op, "codes", codes, ("int8", "uint8"))
-    check_matrix(op, "scales", scales)
+    check_matrix(op, "scales", scales, FLOATS if scale_table is None else ("uint8",))
     group = check_count(op, "group", group, 1)
     bits, inner = (8 if kind == "int8" else 4), int(x.shape[-1])
     if len(codes.shape) != 2 or len(scales.shape) != 2:
@@ -75,6 +85,12 @@ def _prepare(
         check_matrix(op, "levels", levels, rank=1)
         if tuple(levels.shape) != (16,):
             raise OpShapeError(f"{op}: levels must have the shape (16,), got {tuple(levels.shape)}")
+    if scale_table is not None:
+        check_matrix(op, "scale_table", scale_table, rank=1)
+        if len(scale_table.shape) != 1 or scale_table.shape[0] > 256:
+            raise OpShapeError(
+                f"{op}: scale_table must have one axis of at most 256 entries, got {tuple(scale_table.shape)}"
+            )
     problem = QuantisedProblem(
         tuple(x.shape[:-1]),
         int(codes.shape[0]),
@@ -82,10 +98,11 @@ def _prepare(
         bits,
         group,
         levels is not None,
+        scale_table is not None,
         dtype,
         implementation,
     )
-    return problem, (x, codes, scales, levels)
+    return problem, (x, codes, scales, levels, scale_table)
 
 
 def _select(codes: jax.Array, levels: jax.Array) -> jax.Array:
@@ -190,43 +207,73 @@ def _reference(
     return out.astype(problem.dtype)
 
 
+def _with_scales(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """For a form that takes no codes of scales."""
+
+    def forward(
+        problem: QuantisedProblem, x: Any, codes: Any, scales: Any, levels: Any, table: Any
+    ) -> jax.Array:
+        return form(problem, x, codes, table[scales] if problem.scale_codes else scales, levels)
+
+    return forward
+
+
 OP = Op(
     "quantised_matmul",
     _prepare,
     [
         Implementation(
-            "pallas_tpu", {"forward": quantised_tpu.forward}, platforms=("tpu",), check=quantised_tpu.check
+            "pallas_tpu",
+            {"forward": _with_scales(quantised_tpu.forward)},
+            platforms=("tpu",),
+            check=quantised_tpu.check,
         ),
-        Implementation("xla", {"forward": by_slabs}),
-        Implementation("reference", {"forward": _reference}),
+        Implementation(
+            "native",
+            {"forward": quantised_native.forward},
+            platforms=("cpu",),
+            check=quantised_native.check,
+            portable=False,
+        ),
+        Implementation("xla", {"forward": _with_scales(by_slabs)}),
+        Implementation("reference", {"forward": _with_scales(_reference)}),
     ],
 )
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(problem: QuantisedProblem, x: Any, codes: Any, scales: Any, levels: Any) -> jax.Array:
-    return OP.run("forward", problem, x, codes, scales, levels)
+def _run(problem: QuantisedProblem, *arrays: Any) -> jax.Array:
+    return OP.run("forward", problem, *arrays)
 
 
 @public(OP)
 def quantised_matmul(
-    x: Any, codes: Any, scales: Any, levels: Any = None, *, group: int, implementation: str = "auto"
+    x: Any,
+    codes: Any,
+    scales: Any,
+    levels: Any = None,
+    *,
+    group: int,
+    scale_table: Any = None,
+    implementation: str = "auto",
 ) -> jax.Array:
     """``x @ W.T`` for a matrix W ``[rows, inner]`` that is kept in codes of eight or four bits.
 
     In plain JAX, for int8: ``x @ (codes * jnp.repeat(scales, group, axis=1)[:, :inner]).T``. Summed in float32.
-    Differentiable in ``x``, ``scales`` and ``levels``; works under ``jit`` and ``vmap``. Tensors of an archive come in
-    this form from :func:`capibara.compress.direct.load_quantised`.
+    Differentiable in ``x``, ``scales``, ``levels`` and ``scale_table``; works under ``jit`` and ``vmap``. Tensors of an
+    archive come in this form from :func:`capibara.compress.direct.load_quantised`.
 
     Args:
       x: ``[..., inner]``: float32, float64, bfloat16 or float16.
       codes: int8 ``[rows, inner]``; or uint8 ``[rows, ceil(inner / 2)]``, two codes of four bits each, the first in the
         lower half.
-      scales: ``[rows, ceil(inner / group)]``, of either sign.
+      scales: ``[rows, ceil(inner / group)]``, of either sign; with a ``scale_table`` uint8.
       levels: ``[16]``, what each code of four bits stands for; None: the code - 8.
       group: Numbers of a row that share a scale; the last group may have fewer.
+      scale_table: ``[count]``, at most 256 scales, of which ``scales`` says which; None: ``scales`` are the scales.
       implementation: ``"auto"``, ``"pallas_tpu"`` (a kernel for few vectors; interpreted, slowly, on other
-        platforms), ``"xla"`` (slab by slab) or ``"reference"`` (the whole matrix at once).
+        platforms), ``"native"`` (compiled kernels for CPUs, where the library is built), ``"xla"`` (slab by slab) or
+        ``"reference"`` (the whole matrix at once).
 
     Returns:
       ``[..., rows]`` in ``x``'s dtype.
@@ -235,11 +282,19 @@ def quantised_matmul(
       OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
     """
     OP.check_name(implementation)
-    problem, arrays = _prepare(x, codes, scales, levels, group=group, implementation=implementation)
+    problem, arrays = _prepare(
+        x, codes, scales, levels, group=group, scale_table=scale_table, implementation=implementation
+    )
     if 0 in (problem.rows, problem.inner, *problem.batch):
         return jnp.zeros((*problem.batch, problem.rows), problem.dtype)
     arrays = tuple(None if a is None else jnp.asarray(a) for a in arrays)
     return on_any_mesh(partial(_run, problem), arrays, len(problem.batch))
+
+
+def transposable(dtype: str) -> str:
+    """The implementation that ``jax.linear_transpose`` takes for vectors of that dtype: Pallas has no transpose."""
+    problem = QuantisedProblem((), 1, 1, 8, 1, False, False, dtype, "auto")
+    return "native" if "native" in OP.usable(problem, "cpu") else "xla"
 
 
 def dequantise_matrix(codes: Any, scales: Any, levels: Any = None, *, inner: int, group: int) -> jax.Array:

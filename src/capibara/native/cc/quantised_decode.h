@@ -1,0 +1,178 @@
+// Codes as numbers, for one instruction set.
+//
+// Columns are read a chunk at a time. Of codes of four bits a chunk has the even columns first and then the odd ones: so
+// they come out of their bytes. Whatever is multiplied by them is put into the same order beforehand, which is called
+// `arranged`; columns behind the last whole chunk of a row keep theirs.
+#pragma once
+
+#include "quantised.h"
+#include "vec.h"
+
+namespace CAPIBARA_ISA {
+
+using capibara::Codes;
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
+static inline int64_t up(int64_t n, int64_t size) { return parts(n, size) * size; }
+
+struct Bytes {
+  uint8_t at[kWidth];
+};
+
+// kWidth bytes as integers of 32 bits. GCC 12 converts vectors of bytes one by one.
+static inline __attribute__((always_inline)) IntVec widen(const int8_t* p) {
+#if defined(__AVX2__)
+  IntVec y;
+  asm("vpmovsxbd %1, %0" : "=v"(y) : "m"(*reinterpret_cast<const Bytes*>(p)));
+  return y;
+#else
+  return (IntVec){p[0], p[1], p[2], p[3]};
+#endif
+}
+static inline __attribute__((always_inline)) WordVec widen(const uint8_t* p) {
+#if defined(__AVX2__)
+  WordVec y;
+  asm("vpmovzxbd %1, %0" : "=v"(y) : "m"(*reinterpret_cast<const Bytes*>(p)));
+  return y;
+#else
+  return (WordVec){p[0], p[1], p[2], p[3]};
+#endif
+}
+
+// Codes of eight bits, which are the levels.
+struct Eight {
+  static constexpr int kVecs = 1;  // vectors of a chunk
+  static constexpr int kChunk = kWidth;
+  static inline int64_t byte(int64_t column) { return column; }
+  struct Table {
+    explicit Table(const Codes&) {}
+  };
+  static inline __attribute__((always_inline)) void read(const uint8_t* p, const Table&, Vec* to) {
+    to[0] = __builtin_convertvector(widen(reinterpret_cast<const int8_t*>(p)), Vec);
+  }
+  static inline float level(const Codes&, const uint8_t* row, int64_t column) {
+    return float(int8_t(row[column]));
+  }
+};
+
+// Codes of four bits.
+struct Four {
+  static constexpr int kVecs = 2;
+  static constexpr int kChunk = 2 * kWidth;
+  static inline int64_t byte(int64_t column) { return column >> 1; }
+  struct Table {
+    const float* levels;
+#if defined(__AVX512F__)
+    Vec all;
+    explicit Table(const Codes& w) : levels(w.levels), all(load(w.levels)) {}
+#elif defined(__AVX2__)
+    Vec low, high;
+    explicit Table(const Codes& w) : levels(w.levels), low(load(w.levels)), high(load(w.levels + 8)) {}
+#else
+    explicit Table(const Codes& w) : levels(w.levels) {}
+#endif
+  };
+  static inline __attribute__((always_inline)) void read(const uint8_t* p, const Table& t, Vec* to) {
+#if defined(__AVX512F__)
+    // The permutation looks at the lowest four bits of each lane.
+    const WordVec both = widen(p), upper = both >> 4;
+    asm("vpermps %2, %1, %0" : "=v"(to[0]) : "v"(both), "v"(t.all));
+    asm("vpermps %2, %1, %0" : "=v"(to[1]) : "v"(upper), "v"(t.all));
+#elif defined(__AVX2__)
+    const WordVec both = widen(p);
+    const WordVec index[2] = {both, both >> 4}, choice[2] = {both << 28, both << 24};
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      Vec low, high;
+      asm("vpermps %2, %1, %0" : "=v"(low) : "v"(index[i]), "v"(t.low));
+      asm("vpermps %2, %1, %0" : "=v"(high) : "v"(index[i]), "v"(t.high));
+      asm("vblendvps %3, %2, %1, %0" : "=v"(to[i]) : "v"(low), "v"(high), "v"(choice[i]));
+    }
+#else
+    to[0] = (Vec){t.levels[p[0] & 15], t.levels[p[1] & 15], t.levels[p[2] & 15], t.levels[p[3] & 15]};
+    to[1] = (Vec){t.levels[p[0] >> 4], t.levels[p[1] >> 4], t.levels[p[2] >> 4], t.levels[p[3] >> 4]};
+#endif
+  }
+  static inline float level(const Codes& w, const uint8_t* row, int64_t column) {
+    return w.levels[column % 2 == 0 ? row[column / 2] & 15 : row[column / 2] >> 4];
+  }
+};
+
+// Where in an arranged row a column lies.
+template <typename C>
+static inline int64_t arranged(int64_t column, int64_t inner) {
+  if (C::kVecs == 1 || column >= inner / C::kChunk * C::kChunk) return column;
+  const int64_t within = column % C::kChunk;
+  return column - within + within / 2 + within % 2 * kWidth;
+}
+
+// Scales of a row, by group.
+struct Scales {
+  const float* plain;
+  const uint8_t* codes;
+  const float* table;
+  Scales(const Codes& w, int64_t row)
+      : plain(w.scales == nullptr ? nullptr : w.scales + row * w.groups),
+        codes(w.scales == nullptr ? w.scale_codes + row * w.groups : nullptr),
+        table(w.table) {}
+  inline float operator[](int64_t g) const { return plain != nullptr ? plain[g] : table[codes[g]]; }
+};
+
+// The scales of a chunk whose columns belong to more than one group.
+template <typename C>
+static inline void spread(const Codes& w, const Scales& scales, int64_t column, Vec* to) {
+  constexpr int kChunk = C::kChunk;
+  if (kChunk % w.group == 0 && kChunk / w.group == 2) {
+    const Vec first = splat(scales[column / w.group]), second = splat(scales[column / w.group + 1]);
+    if (C::kVecs == 1 || w.group % 2 == 0) {
+#pragma GCC unroll 2
+      for (int v = 0; v < C::kVecs; ++v) to[v] = lanes() < kWidth / 2 ? first : second;
+      return;
+    }
+  }
+  float each[kChunk];
+  int64_t g = column / w.group, left = (g + 1) * w.group - column;
+  float scale = scales[g];
+  for (int i = 0; i < kChunk; ++i, --left) {
+    if (left == 0) scale = scales[++g], left = w.group;
+    each[C::kVecs == 1 ? i : i / 2 + i % 2 * kWidth] = scale;
+  }
+  for (int v = 0; v < C::kVecs; ++v) to[v] = load(each + v * kWidth);
+}
+
+// Calls put(column, vectors) for the numbers of each whole chunk of a row from column `begin` to `end`, `begin` where a
+// chunk begins, and last(column, number) for each number after the row's last whole chunk.
+template <typename C, class Put, class Last>
+static inline __attribute__((always_inline)) void numbers(const Codes& w, const typename C::Table& table, int64_t row,
+                                                          int64_t begin, int64_t end, Put put, Last last) {
+  const uint8_t* const codes = w.codes + row * w.width;
+  const Scales scales(w, row);
+  const int64_t whole = end - (end - begin) % C::kChunk;
+  if (w.group % C::kChunk == 0) {
+    for (int64_t k = begin; k < whole;) {
+      const int64_t g = k / w.group, stop = least((g + 1) * w.group, whole);
+      const Vec scale = splat(scales[g]);
+      for (; k < stop; k += C::kChunk) {
+        Vec values[C::kVecs];
+        C::read(codes + C::byte(k), table, values);
+#pragma GCC unroll 2
+        for (int v = 0; v < C::kVecs; ++v) values[v] *= scale;
+        put(k, values);
+      }
+    }
+  } else {
+    for (int64_t k = begin; k < whole; k += C::kChunk) {
+      Vec values[C::kVecs], scale[C::kVecs];
+      C::read(codes + C::byte(k), table, values);
+      spread<C>(w, scales, k, scale);
+#pragma GCC unroll 2
+      for (int v = 0; v < C::kVecs; ++v) values[v] *= scale[v];
+      put(k, values);
+    }
+  }
+  for (int64_t k = whole; k < end; ++k) last(k, C::level(w, codes, k) * scales[k / w.group]);
+}
+
+}  // namespace CAPIBARA_ISA

@@ -1,0 +1,89 @@
+// Products with a matrix in codes, compiled once per instruction set.
+#include "quantised.h"
+
+#include "quantised_wide.h"
+
+namespace CAPIBARA_ISA {
+
+static bool is_thin(const CodesProduct& p) { return p.count <= kThin; }
+static bool is_empty(const CodesProduct& p) { return p.count == 0 || p.w.rows == 0 || p.w.inner == 0; }
+
+static int64_t codes_packed(const CodesProduct& p) {
+  if (is_empty(p)) return 0;
+  if (p.across)
+    return is_thin(p) ? parts(p.w.rows, thin_share(p)) * p.count * p.w.inner
+                      : parts(p.w.rows, kDeep) * p.count * kDeepStep;
+  return is_thin(p) ? (p.w.four ? p.count * p.w.inner : 0) : up(p.count, kPanel) * p.w.inner;
+}
+
+static int64_t codes_pack_items(const CodesProduct& p) {
+  if (is_empty(p)) return 0;
+  if (is_thin(p)) return !p.across && p.w.four ? p.count : 0;
+  return p.across ? parts(p.w.rows, kDeep) : parts(p.count, kPanel) * parts(p.w.inner, kDeep);
+}
+
+static void codes_pack(const CodesProduct& p, int64_t item) {
+  if (is_thin(p)) return arrange_thin(p, item);
+  if (p.across) return pack_blocks(p, item);
+  p.w.four ? pack_panels<Four>(p, item) : pack_panels<Eight>(p, item);
+}
+
+static int64_t codes_items(const CodesProduct& p) {
+  if (is_empty(p)) return 0;
+  if (is_thin(p)) return parts(p.w.rows, thin_share(p));
+  if (p.across) return parts(p.w.inner, wide_columns(p)) * parts(p.count, kMostAcross);
+  return parts(p.w.rows, wide_rows(p)) * parts(p.count, kMostVectors);
+}
+
+static int64_t codes_scratch(const CodesProduct& p) {
+  if (is_thin(p)) return p.across ? 1 : p.w.inner;
+  if (p.across)
+    return kDeep * kMostColumns + least(p.count, kMostAcross) * (kMostColumns + 16);
+  return kMostRows * (kDeepStep + up(least(p.count, kMostVectors), kPanel) + 16);
+}
+
+template <typename C>
+static void multiply_as(const CodesProduct& p, int64_t item, float* scratch) {
+  if (is_thin(p)) return p.across ? thin_across<C>(p, item, scratch) : thin<C>(p, item, scratch);
+  p.across ? wide_across<C>(p, item, scratch) : wide<C>(p, item, scratch);
+}
+static void codes_multiply(const CodesProduct& p, int64_t item, float* scratch) {
+  p.w.four ? multiply_as<Four>(p, item, scratch) : multiply_as<Eight>(p, item, scratch);
+}
+
+static int64_t codes_finish_items(const CodesProduct& p) {
+  return is_empty(p) || !p.across || !is_thin(p) ? 0 : p.count;
+}
+static void codes_finish(const CodesProduct& p, int64_t n) {
+  p.w.four ? finish_thin<Four>(p, n) : finish_thin<Eight>(p, n);
+}
+
+template <typename C>
+static void decode_as(const Codes& w, int64_t row, int64_t begin, int64_t end, float top, float* out) {
+  const typename C::Table table(w);
+  const IntVec order = lanes() / 2 + (lanes() & 1) * kWidth;
+  const Vec high = splat(top), low = -high;
+  const auto within = [&](Vec x) {
+    const Vec y = x < low ? low : x;
+    return y > high ? high : y;
+  };
+  out -= begin;
+  numbers<C>(
+      w, table, row, begin, end,
+      [&](int64_t k, const Vec* values) {
+        if (C::kVecs == 1) return store(out + k, within(values[0]));
+        const Vec even = within(values[0]), odd = within(values[C::kVecs - 1]);
+        store(out + k, pick(even, odd, order));
+        store(out + k + kWidth, pick(even, odd, order + kWidth / 2));
+      },
+      [&](int64_t k, float value) { out[k] = within(splat(value))[0]; });
+}
+static void codes_decode(const Codes& w, int64_t row, int64_t begin, int64_t end, float top, float* out) {
+  w.four ? decode_as<Four>(w, row, begin, end, top, out) : decode_as<Eight>(w, row, begin, end, top, out);
+}
+
+extern const capibara::QuantisedKernels kQuantised;
+const capibara::QuantisedKernels kQuantised = {codes_packed,  codes_pack_items, codes_pack,         codes_items,
+                                               codes_scratch, codes_multiply,   codes_finish_items, codes_finish, codes_decode};
+
+}  // namespace CAPIBARA_ISA

@@ -1,0 +1,176 @@
+"""Products with a matrix in codes on CPUs, by the compiled kernels of :mod:`capibara.native`.
+
+The product is a primitive of its own, linear in the vectors. Its transpose is the product *across*, ``x @ W``, which
+the kernels have as well, so gradients and :func:`jax.linear_transpose` read codes, too. Derivatives by scales and
+levels are those of the XLA form. Under ``jax.vmap`` vectors become more vectors; several matrices go one after another.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from capibara import native
+from capibara.measure.flops import register_foreign_call
+from capibara.ops.one_device import alike
+
+if TYPE_CHECKING:
+    from capibara.ops.linalg.quantised import QuantisedProblem
+
+__all__ = ["check", "forward"]
+
+_primitive = Primitive("capibara_codes_product")
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What the primitive is told besides its arrays."""
+
+    problem: QuantisedProblem  # in float32; its batch is not looked at
+    across: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return self.problem.inner if self.across else self.problem.rows
+
+
+def check(problem: QuantisedProblem) -> None:
+    reason = native.problem()
+    if reason is not None:
+        raise NotImplementedError(reason)
+    if problem.dtype == "float64":
+        raise NotImplementedError("computes in float32, not float64")
+
+
+def forward(
+    problem: QuantisedProblem, x: jax.Array, codes: jax.Array, scales: jax.Array, levels: Any, table: Any
+) -> jax.Array:
+    """``x @ W.T`` [*batch, rows]; ``scales`` are codes, uint8, where there is a ``table`` of them."""
+    arrays = (
+        x.reshape(-1, problem.inner).astype(jnp.float32),
+        codes,
+        scales if problem.scale_codes else scales.astype(jnp.float32),
+        _sixteen(problem, levels),
+        jnp.zeros(0, jnp.float32) if table is None else _whole_table(table),
+    )
+    what = _Product(replace(problem, batch=(), dtype="float32"))
+    out = _bind(*alike(arrays, *arrays), what)
+    return out.reshape(*problem.batch, problem.rows).astype(problem.dtype)
+
+
+def _sixteen(problem: QuantisedProblem, levels: Any) -> jax.Array:
+    """What the codes stand for; nothing for eight bits, which are the levels."""
+    if problem.bits == 8:
+        return jnp.zeros(0, jnp.float32)
+    return jnp.arange(-8, 8, dtype=jnp.float32) if levels is None else levels.astype(jnp.float32)
+
+
+def _whole_table(table: jax.Array) -> jax.Array:
+    """256 entries, the last one over and over where there are fewer: so XLA looks up what is out of bounds."""
+    return jnp.pad(table.astype(jnp.float32), (0, 256 - table.shape[0]), mode="edge")
+
+
+def _bind(x: Any, codes: Any, scales: Any, levels: Any, table: Any, what: _Product) -> jax.Array:
+    return _primitive.bind(x, codes, scales, levels, table, what=what)
+
+
+def _by_xla(x: Any, codes: Any, scales: Any, levels: Any, table: Any, *, what: _Product) -> jax.Array:
+    from capibara.ops.linalg import quantised
+
+    problem = replace(what.problem, batch=x.shape[:1])
+    scales = table[scales] if problem.scale_codes else scales
+    levels = levels if problem.table else None
+    problem = replace(problem, scale_codes=False)
+    if not what.across:
+        return quantised.by_slabs(problem, x, codes, scales, levels)
+    like = jax.ShapeDtypeStruct((x.shape[0], problem.inner), jnp.float32)
+    product = functools.partial(quantised.by_slabs, problem, codes=codes, scales=scales, levels=levels)
+    return jax.linear_transpose(product, like)(x)[0]
+
+
+def _by_kernel(*arrays: Any, what: _Product) -> jax.Array:
+    out = (jax.ShapeDtypeStruct((arrays[0].shape[0], what.columns), jnp.float32),)
+    problem = what.problem
+    attributes = {"inner": problem.inner, "group": problem.group, "across": int(what.across)}
+    return native.call("capibara_codes_product", out, *arrays, **attributes)[0]
+
+
+# By this name there are both: the primitive and what it calls.
+register_foreign_call("capibara_codes_product", lambda ins, outs, _: 2 * math.prod(ins[0]) * outs[0][1])
+
+
+@_primitive.def_impl
+def _run(*arrays: Any, what: _Product) -> Any:
+    return _jitted(what)(*arrays)
+
+
+@functools.cache
+def _jitted(what: _Product) -> Any:
+    return jax.jit(functools.partial(_primitive.bind, what=what))
+
+
+@_primitive.def_abstract_eval
+def _shape(x: Any, *_: Any, what: _Product) -> Any:
+    return x.update(shape=(x.shape[0], what.columns))
+
+
+mlir.register_lowering(_primitive, mlir.lower_fun(_by_xla, multiple_results=False))
+mlir.register_lowering(_primitive, mlir.lower_fun(_by_kernel, multiple_results=False), platform="cpu")
+
+
+def _tangent(primals: Any, tangents: Any, *, what: _Product) -> Any:
+    x, codes, scales, levels, table = primals
+    dx, _, dscales, dlevels, dtable = tangents
+    found = []
+    if not isinstance(dx, ad.Zero):
+        found.append(_bind(dx, codes, scales, levels, table, what))
+    # Linear in each of these, too.
+    if not isinstance(dlevels, ad.Zero):
+        found.append(_by_xla(x, codes, scales, dlevels, table, what=what))
+    plain = replace(what, problem=replace(what.problem, scale_codes=False))
+    if not isinstance(dtable, ad.Zero):
+        found.append(_by_xla(x, codes, dtable[scales], levels, table, what=plain))
+    if not what.problem.scale_codes and not isinstance(dscales, ad.Zero):
+        found.append(_by_xla(x, codes, dscales, levels, table, what=plain))
+    out = _bind(*primals, what)
+    return out, sum(found[1:], found[0]) if found else ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+ad.primitive_jvps[_primitive] = _tangent
+
+
+def _transposed(ct: Any, x: Any, *arrays: Any, what: _Product) -> Any:
+    if any(ad.is_undefined_primal(a) for a in arrays):
+        raise NotImplementedError("the product of vectors and codes is not linear in both together")
+    nothing = (None,) * len(arrays)
+    if isinstance(ct, ad.Zero):
+        return ad.Zero(x.aval), *nothing
+    return _bind(ct, *arrays, replace(what, across=not what.across)), *nothing
+
+
+ad.primitive_transposes[_primitive] = _transposed
+
+
+def _map(arrays: Any, axes: Any, *, what: _Product) -> Any:
+    x, *matrix = arrays
+    if all(axis is None for axis in axes[1:]):
+        x = jnp.moveaxis(x, axes[0], 0)
+        return _bind(x.reshape(-1, x.shape[-1]), *matrix, what).reshape(*x.shape[:2], what.columns), 0
+    moving = [None if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(arrays, axes, strict=True)]
+
+    def one(now: Any) -> Any:
+        return _bind(*(a if n is None else n for a, n in zip(arrays, now, strict=True)), what)
+
+    return lax.map(one, moving), 0
+
+
+batching.primitive_batchers[_primitive] = _map

@@ -1,0 +1,207 @@
+"""The compiled products with matrices in codes, against NumPy in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from instruction_sets import instruction_sets
+from quantised_oracle import KINDS, quantised_case
+
+from capibara import native
+from capibara.measure import count_flops
+from capibara.native import build
+from capibara.ops import NoImplementationError, explain
+from capibara.ops.linalg import quantised_matmul
+from capibara.ops.linalg.specs import QuantisedSpec
+
+pytestmark = pytest.mark.skipif(
+    build.find_compiler() is None, reason="no C++ compiler: there is no native library to test"
+)
+RANDOM = np.random.default_rng(3)
+# Few vectors and many; groups of whole chunks of codes, parts of them, and neither; rows that end within a chunk.
+PROBLEMS = (
+    QuantisedSpec("one", (1,), 192, 9, 64),
+    QuantisedSpec("three", (3,), 128, 6, 32),
+    QuantisedSpec("six, with ends", (6,), 75, 11, 32),
+    QuantisedSpec("odd groups", (2,), 101, 5, 7),
+    QuantisedSpec("half a chunk", (1,), 96, 5, 16),
+    QuantisedSpec("few codes a group", (9,), 40, 7, 2),
+    QuantisedSpec("a panel and some", (37,), 131, 29, 33),
+    QuantisedSpec("more than a block", (21,), 500, 130, 128),
+    QuantisedSpec("one column", (40,), 1, 3, 1),
+)
+
+
+def _close(got: Any, x: np.ndarray, weight: np.ndarray) -> None:
+    """Within what rounding may make of sums of these sizes."""
+    error = np.abs(np.asarray(got, np.float64) - x.astype(np.float64) @ weight)
+    assert (error <= 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(weight)) + 1e-30).all()
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", PROBLEMS, ids=lambda s: s.name)
+def test_products_both_ways(kind: str, spec: QuantisedSpec, coded: bool) -> None:
+    x, codes, scales, levels, weight = quantised_case(kind, spec)
+    table = None
+    if coded:
+        table = RANDOM.normal(size=200).astype(np.float32)
+        scales = RANDOM.integers(0, 200, scales.shape, np.uint8)
+        group = np.arange(spec.inner) // spec.group
+        plain = np.ones(scales.shape, np.float32)
+        weight = _numbers(kind, codes, plain, levels, spec) * table[scales].astype(np.float64)[:, group]
+
+    def product(x: Any) -> Any:
+        return quantised_matmul(
+            x, codes, scales, levels, group=spec.group, scale_table=table, implementation="native"
+        )
+
+    out, pull = jax.vjp(product, jnp.asarray(x))
+    _close(out, x, weight.T)
+    back = RANDOM.normal(size=out.shape).astype(np.float32)
+    _close(pull(jnp.asarray(back))[0], back, weight)
+
+
+def _numbers(kind: str, codes: np.ndarray, scales: np.ndarray, levels: Any, spec: QuantisedSpec) -> Any:
+    """The matrix, from the definition, one entry after another."""
+    out = np.zeros((spec.rows, spec.inner))
+    for r in range(spec.rows):
+        for k in range(spec.inner):
+            if kind == "int8":
+                level = float(codes[r, k])
+            else:
+                code = (int(codes[r, k // 2]) >> (4 * (k % 2))) & 15
+                level = code - 8 if levels is None else float(levels[code])
+            out[r, k] = level * scales[r, k // spec.group]
+    return out
+
+
+def test_derivatives_of_every_kind() -> None:
+    spec = QuantisedSpec("", (3,), 40, 6, 16)
+    x, codes, scales, levels, _ = quantised_case("table", spec)
+    table = RANDOM.normal(size=9).astype(np.float32)
+    places = RANDOM.integers(0, 9, scales.shape, np.uint8)
+
+    def loss(way: str, x: Any, levels: Any, scales: Any, table: Any) -> Any:
+        options: Any = {"group": spec.group, "implementation": way}
+        plain = quantised_matmul(x, codes, scales, levels, **options)
+        return jnp.sum(
+            jnp.sin(plain + quantised_matmul(x, codes, places, levels, scale_table=table, **options))
+        )
+
+    arrays = [jnp.asarray(a) for a in (x, levels, scales, table)]
+    every = tuple(range(4))
+    for transform in (jax.grad, jax.jacfwd):
+        mine, theirs = (
+            jax.jit(transform(lambda *a, w=way: loss(w, *a), every))(*arrays)
+            for way in ("native", "reference")
+        )
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3 * float(jnp.abs(other).max()))
+
+    def slope(way: str, x: Any) -> Any:
+        return jnp.sum(jax.grad(lambda x: loss(way, x, *arrays[1:]))(x) ** 2)
+
+    mine, theirs = (jax.jit(jax.grad(lambda x, w=way: slope(w, x)))(x) for way in ("native", "reference"))
+    np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-2 * float(jnp.abs(theirs).max()))
+
+
+def test_vmap_over_vectors_and_over_matrices() -> None:
+    spec = QuantisedSpec("", (2, 3), 40, 6, 8)
+    x, codes, scales, _, weight = quantised_case("int8", spec)
+    mapped = jax.vmap(lambda x: quantised_matmul(x, codes, scales, group=8, implementation="native"), 1, 1)(x)
+    np.testing.assert_allclose(mapped, x @ weight.T, rtol=1e-4, atol=1e-2)
+    both = jax.vmap(
+        lambda c, s: quantised_matmul(x[0], c, s, group=8, implementation="native"), (0, None), 1
+    )(np.stack([codes, codes[::-1]]), scales)
+    spread = np.repeat(scales, 8, 1)
+    np.testing.assert_allclose(both[:, 0], x[0] @ weight.T, rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(both[:, 1], x[0] @ (codes[::-1] * spread).T, rtol=1e-4, atol=1e-2)
+    # Vectors that are mapped over become more vectors of one call, and the matrix is there once.
+    program = str(jax.make_jaxpr(jax.vmap(lambda x: quantised_matmul(x, codes, scales, group=8)))(x))
+    assert "f32[6,40]" in program
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_vectors_are_summed_in_float32(dtype: Any) -> None:
+    spec = QuantisedSpec("", (3,), 64, 10, 32)
+    x, codes, scales, _, weight = quantised_case("int4", spec)
+    narrow = jnp.asarray(x, dtype)
+    out = quantised_matmul(narrow, codes, scales, group=32, implementation="native")
+    assert out.dtype == dtype
+    want = np.asarray(narrow, np.float64) @ weight.T
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), want, rtol=float(jnp.finfo(dtype).eps), atol=1e-3 * np.abs(want).max()
+    )
+
+
+def test_what_is_not_finite_stays_in_its_rows() -> None:
+    spec = QuantisedSpec("", (2,), 70, 8, 16)
+    x, codes, scales, levels, _ = quantised_case("table", spec)
+    x[0, 3], x[1, 69], scales[2, 4], scales[5, 0] = np.nan, np.inf, np.inf, np.nan
+    for count in (1, 20):  # few vectors and many
+        some = np.concatenate([x] * count)
+        mine, theirs = (
+            np.asarray(quantised_matmul(some, codes, scales, levels, group=16, implementation=way))
+            for way in ("native", "reference")
+        )
+        np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
+        np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
+
+
+def test_what_runs_and_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = QuantisedSpec("", (3,), 64, 10, 32)
+    x, codes, scales, *_ = quantised_case("int8", spec)
+    assert explain(quantised_matmul, x, codes, scales, group=32, platform="cpu").chosen == "native"
+    assert int(count_flops(lambda x: quantised_matmul(x, codes, scales, group=32), x)) == 2 * 3 * 64 * 10
+    with jax.enable_x64(True):
+        wide = x.astype(np.float64)
+        found = explain(quantised_matmul, wide, codes, scales, group=32, platform="cpu")
+        assert found.chosen == "xla"
+        assert "float64" in found.reasons["native"]
+        with pytest.raises(NoImplementationError, match="float64"):
+            quantised_matmul(wide, codes, scales, group=32, implementation="native")
+    monkeypatch.setattr(native, "problem", lambda: "the native library is not built")
+    found = explain(quantised_matmul, x, codes, scales, group=32, platform="cpu")
+    assert found.chosen == "xla"
+    assert "not built" in found.reasons["native"]
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+def test_other_instruction_sets(name: str) -> None:
+    program = """
+import numpy as np, jax, jax.numpy as jnp
+from capibara import native
+from capibara.ops.linalg import quantised_matmul
+from quantised_oracle import quantised_case
+from capibara.ops.linalg.specs import QuantisedSpec
+for kind in ("int8", "int4", "table"):
+    for sizes in ((1, 192, 9, 64), (3, 75, 11, 32), (2, 101, 5, 7), (1, 96, 5, 16), (37, 450, 29, 32)):
+        count, inner, rows, group = sizes
+        x, codes, scales, levels, weight = quantised_case(kind, QuantisedSpec("", (count,), inner, rows, group))
+        run = lambda x: quantised_matmul(x, codes, scales, levels, group=group, implementation="native")
+        out, pull = jax.vjp(run, jnp.asarray(x))
+        assert (np.abs(out - x @ weight.T) <= 1e-6 * (np.abs(x) @ np.abs(weight).T)).all(), (kind, count)
+        back = np.asarray(out)
+        found = pull(out)[0]
+        assert (np.abs(found - back @ weight) <= 1e-6 * (np.abs(back) @ np.abs(weight))).all(), (kind, count)
+print(native.isa())
+"""
+    support = Path(__file__).resolve().parent.parent / "support"
+    path = os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"CAPIBARA_NATIVE_ISA": name, "PYTHONPATH": path},
+    )
+    assert done.stdout.strip() == name, done.stderr[-3000:]
