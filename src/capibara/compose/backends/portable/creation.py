@@ -61,13 +61,20 @@ class Maker:
     def linspace(self, start: float, stop: float, count: int, dtype: str) -> Array:
         import numpy as np
 
-        drawn = np.linspace(start, stop, count)
+        # NumPy hands arrays of other libraries to these, and would not give one of its own.
+        drawn = np.linspace(*(_own(end) for end in (start, stop)), count)
         return self.xp.astype(self.xp.from_numpy(drawn), dtype)
 
     def _drawn(self, draw: Callable[..., Any], dtype: str, *args: Any) -> Array:
-        # NumPy has no bfloat16: drawn in float32 and rounded.
+        import numpy as np
+
+        # NumPy has no bfloat16: drawn in float32 and rounded. A single value comes as a NumPy scalar.
         wide = "float32" if dtype == "bfloat16" else dtype
-        return self.xp.astype(self.xp.from_numpy(draw(*args, wide)), dtype)
+        return self.xp.astype(self.xp.from_numpy(np.asarray(draw(*args, wide))), dtype)
+
+
+def _own(value: Any) -> Any:
+    return float(value) if getattr(value, "shape", None) == () else value
 
 
 def dropout(x: Array, rate: float, key: Any, train: bool) -> Array:

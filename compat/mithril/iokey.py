@@ -1,0 +1,3 @@
+"""Mithril's ``IOKey``: compose's."""
+
+from capibara.compose import IOKey as IOKey
