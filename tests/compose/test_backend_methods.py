@@ -42,6 +42,14 @@ I = np.array([[3, 1, 2], [0, 5, 4]], "int32")  # noqa: E741
 B = np.array([[True, False, True], [False, False, True]])
 
 
+def test_single_values_are_drawn_and_are_ends_of_a_range(backend: Any):
+    drawn = backend.rand_uniform(2.0, 3.0)
+    assert tuple(drawn.shape) == ()
+    assert 2 <= float(drawn) < 3
+    ends = backend.array(1.0), backend.array(2.0)
+    np.testing.assert_allclose(backend.to_numpy(backend.linspace(*ends, 5)), np.linspace(1, 2, 5))
+
+
 def softmax(x: np.ndarray, axis: int) -> np.ndarray:
     e = np.exp(x - x.max(axis, keepdims=True))
     return e / e.sum(axis, keepdims=True)

@@ -49,7 +49,7 @@ SquaredError = models.SquaredError
 Tanh = models.Tanh
 TrainModel = models.TrainModel
 
-BACKENDS = [ml.JaxBackend, ml.NumpyBackend, ml.TorchBackend]
+BACKENDS = ["JaxBackend", "NumpyBackend", "TorchBackend"]
 
 # The blocks of the published library, by its own list.
 PUBLISHED = """
@@ -74,6 +74,12 @@ ZerosLike
 """
 
 
+def made(name: str) -> Any:
+    if name == "TorchBackend":
+        pytest.importorskip("torch")
+    return getattr(ml, name)()
+
+
 def draw(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype("float32")
 
@@ -88,7 +94,7 @@ def two_layers() -> Any:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_network_of_two_layers_with_flat_names_and_rows_of_outputs(backend: Any):
-    backend = backend()
+    backend = made(backend)
     compiled = ml.compile(two_layers(), backend, shapes={"input": [3, 5]}, jit=False)
     shapes = {"weight_0": (4, 5), "bias_0": (4,), "weight_1": (2, 4), "bias_1": (2,)}
     assert {k: tuple(v.shape) for k, v in compiled.randomize_params().items()} == shapes
@@ -158,7 +164,7 @@ def test_branches_that_are_connected_by_name():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_with_constants_and_the_gradient_of_the_cost(backend: Any):
-    backend = backend()
+    backend = made(backend)
     x, y = draw(8, 3), draw(8, 1)
     train = TrainModel(Linear(1))
     train.add_loss(SquaredError(), input="output", target="target", reduce_steps=[Mean()])
@@ -335,8 +341,8 @@ def test_every_block_of_the_published_library_is_there_or_says_what_to_use():
 
 
 def test_backends_are_composes_with_the_names_of_the_library():
-    for make, kind in zip(BACKENDS, ("jax", "numpy", "torch"), strict=True):
-        backend = make()
+    for name, kind in (("JaxBackend", "jax"), ("NumpyBackend", "numpy")):
+        backend = made(name)
         assert backend.backend_type == kind
         assert isinstance(backend, ml.Backend)
         assert isinstance(backend.ones([2, 3]), backend.DataType)
@@ -347,6 +353,7 @@ def test_backends_are_composes_with_the_names_of_the_library():
 
 
 def test_a_mesh_for_pytorch_is_said_to_do_nothing():
+    assert made("TorchBackend").backend_type == "torch"
     with pytest.warns(UserWarning, match="not sharded here"):
         backend = ml.TorchBackend(device_mesh=(2, 1))
     with pytest.warns(UserWarning, match="not sharded here"):
