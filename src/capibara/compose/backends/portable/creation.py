@@ -62,7 +62,7 @@ class Maker:
         import numpy as np
 
         # NumPy hands arrays of other libraries to these, and would not give one of its own.
-        drawn = np.linspace(*(_own(end) for end in (start, stop)), count)
+        drawn = np.linspace(_own(start), _own(stop), count)
         return self.xp.astype(self.xp.from_numpy(drawn), dtype)
 
     def _drawn(self, draw: Callable[..., Any], dtype: str, *args: Any) -> Array:
