@@ -6,8 +6,10 @@ so that a page may write files.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
@@ -50,9 +52,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.dist = "loadfile"
 
 
+_MOST_MEMORY = 1_500_000_000  # bytes of a process
+
+
 @pytest.fixture(scope="module", autouse=True)
-def kept_objects_are_not_looked_at_again() -> Iterator[None]:
-    """JAX keeps what it traced: after a thousand tests, looking through all of it for garbage takes its time."""
+def programs_of_earlier_files_do_not_pile_up() -> Iterator[None]:
+    """JAX keeps what it traced and compiled. When that has become much it is dropped; what stays is not searched for
+    garbage, which takes its time after a thousand tests."""
     yield
+    if _memory() > _MOST_MEMORY and "jax" in sys.modules:
+        gc.unfreeze()
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+        _give_back()
     gc.collect()
     gc.freeze()
+
+
+def _memory() -> int:
+    """Bytes of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as stream:
+            return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _give_back() -> None:
+    """Freed memory goes back to the system; glibc keeps it otherwise."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
