@@ -49,9 +49,10 @@ def check(problem: PagedProblem) -> None:
     dtypes = {problem.dtype, *problem.pages_dtypes}
     if len(dtypes) > 1 or problem.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"takes float32 or bfloat16 throughout, not {' and '.join(sorted(dtypes))}")
-    if problem.dim % LANES or problem.value_dim % LANES:
+    if any(dim % (LANES if dim > LANES else SUBLANES) for dim in (problem.dim, problem.value_dim)):
         raise NotImplementedError(
-            f"takes heads of a multiple of {LANES} numbers, not {problem.dim} and {problem.value_dim}"
+            f"takes heads of a multiple of {SUBLANES} up to {LANES}, or of {LANES}, not {problem.dim} and "
+            f"{problem.value_dim}"
         )
     # Others are padded in memory: to see pages as rows, XLA would copy all of them.
     if problem.kv_heads not in (1, 2, 4) and problem.kv_heads % SUBLANES:
@@ -80,9 +81,13 @@ def check(problem: PagedProblem) -> None:
 
 
 def _page_bytes(problem: PagedProblem) -> int:
-    """Of the keys and values of a page."""
+    """Of the keys and values of a page: in memory a row takes whole tiles of 128 numbers."""
     size = jnp.dtype(problem.dtype).itemsize
-    return size * problem.page_size * problem.kv_heads * (problem.dim + problem.value_dim)
+    return size * problem.page_size * problem.kv_heads * _row(problem)
+
+
+def _row(problem: PagedProblem) -> int:
+    return round_up(problem.dim, LANES) + round_up(problem.value_dim, LANES)
 
 
 def _together(problem: PagedProblem) -> int:
@@ -93,11 +98,11 @@ def _vmem_bytes(problem: PagedProblem) -> int:
     rows = round_up(problem.new * (problem.heads // problem.kv_heads), SUBLANES)
     positions = _together(problem) * problem.page_size
     blocks = 2 * _together(problem) * _page_bytes(problem)
-    ends = 2 * 4 * problem.kv_heads * rows * (problem.dim + problem.value_dim)
-    sums = 4 * problem.kv_heads * rows * (problem.value_dim + 2 * LANES)
+    ends = 2 * 4 * problem.kv_heads * rows * _row(problem)
+    sums = 4 * problem.kv_heads * rows * (round_up(problem.value_dim, LANES) + 2 * LANES)
     scores = 4 * 4 * rows * round_up(positions, LANES)
     # A head's keys and values, as words, as float32 and as they are multiplied.
-    head = 2 * 4 * positions * (problem.dim + problem.value_dim)
+    head = 2 * 4 * positions * _row(problem)
     return blocks + ends + sums + scores + head
 
 

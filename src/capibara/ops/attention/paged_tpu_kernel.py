@@ -52,7 +52,7 @@ def _kernel(
             page = jnp.clip(table[sequence, begin + i], 0, pages - 1)
             for which, (pool, parts) in enumerate(((key_pages, keys), (value_pages, values))):
                 for part in range(parts.shape[0]):
-                    columns = pl.ds(part * LANES, LANES)
+                    columns = _columns(part, parts)
                     to = parts.at[part, slot, pl.ds(i * page_rows, page_rows)]
                     act(pltpu.make_async_copy(pool.at[page, :, columns], to, semaphores.at[which, slot]))
             return _
@@ -100,7 +100,7 @@ def _kernel(
                 value = jnp.where(
                     there, _rows_of(values.at[part, slot], head, heads), jnp.zeros((), values.dtype)
                 )
-                columns = pl.ds(part * LANES, LANES)
+                columns = _columns(part, values)
                 more = jnp.dot(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
                 acc[head, :, columns] = acc[head, :, columns] * shrink + more
         return _
@@ -111,12 +111,17 @@ def _kernel(
         out[0, head] = (acc[head] / jnp.where(whole == 0, 1.0, whole)).astype(out.dtype)
 
 
+def _columns(part: int, parts: Any) -> Any:
+    """Those of a head that lie in a part: 128, or all where a head has fewer."""
+    return pl.ds(part * LANES, parts.shape[3])
+
+
 def _products(query: Any, keys: Any, slot: Any, head: int, there: jax.Array) -> jax.Array:
     """Products of a head's queries with its keys [rows, size], float32."""
     out = None
     for part in range(keys.shape[0]):
         key = jnp.where(there, _rows_of(keys.at[part, slot], head, query.shape[1]), jnp.zeros((), keys.dtype))
-        some = query[0, head, :, pl.ds(part * LANES, LANES)]
+        some = query[0, head, :, _columns(part, keys)]
         more = lax.dot_general(some, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         out = more if out is None else out + more
     assert out is not None
@@ -124,7 +129,7 @@ def _products(query: Any, keys: Any, slot: Any, head: int, there: jax.Array) -> 
 
 
 def _rows_of(block: Any, head: int, heads: int) -> jax.Array:
-    """The rows [size, 128] of a head, of a block [size * heads, 128]."""
+    """The rows [size, width] of a head, of a block [size * heads, width]."""
     size = block.shape[0] // heads
     if heads == 1:
         return block[...]
@@ -151,7 +156,8 @@ def output(
         return pl.BlockSpec((1, heads, rows, last), lambda b, *_: (b, 0, 0, 0))
 
     def block(last: int) -> Any:
-        return pltpu.VMEM((last // LANES, 2, plan.together * page_size * heads, LANES), key_pages.dtype)
+        width = min(last, LANES)
+        return pltpu.VMEM((last // width, 2, plan.together * page_size * heads, width), key_pages.dtype)
 
     pools = [x.reshape(x.shape[0], page_size * heads, x.shape[3]) for x in (key_pages, value_pages)]
     moved = key_pages.dtype.itemsize * batch * table.shape[1] * page_size * heads * (dim + value_dim)
