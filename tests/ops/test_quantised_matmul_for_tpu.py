@@ -24,10 +24,16 @@ SPECS = (
     QuantisedSpec("a group of several columns", (), 1024, 128, 512),
     QuantisedSpec("a row is a group", (9,), 768, 256, 768),
 )
+# Above 128 vectors, counted once for each group in the columns, tiles of the matrix are made into numbers.
+MANY = (
+    QuantisedSpec("many", (130,), 512, 128, 256),
+    QuantisedSpec("many, several groups", (2, 70), 256, 384, 32),
+    QuantisedSpec("two blocks of vectors", (520,), 1024, 128, 512),
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [*SPECS, *MANY], ids=lambda s: s.name)
 def test_interpreted_against_numpy(kind, spec):
     x, codes, scales, levels, weight = quantised_case(kind, spec)
     out = KERNEL(x, codes, scales, levels, group=spec.group)
@@ -91,22 +97,20 @@ def test_vmap_not_a_number_and_what_it_refuses():
     assert (
         explain(quantised_matmul, x, codes, scales, levels, group=32, platform="tpu").chosen == "pallas_tpu"
     )
-    many = np.zeros((600, 256), np.float32)
     for change, group, why in (
         ((x.astype(np.float16), codes, scales), 32, "float32 or bfloat16"),
         ((x[..., :250], codes[:, :250], scales), 32, "multiple of 128 numbers"),
         ((x, codes[:100], scales[:100]), 32, "multiple of 128 of them"),
         ((x, codes, np.ones((384, 6), np.float32)), 48, "groups that divide"),
         ((x, codes, np.ones((384, 1), np.float32)), 384, "whole groups"),
-        ((many, codes, scales), 32, "at most 128 vectors"),
     ):
         with pytest.raises(NoImplementationError, match=why):
             KERNEL(*change, group=group)
         assert explain(quantised_matmul, *change, group=group, platform="tpu").chosen == "xla"
 
 
-def test_in_the_tpu_interpreter_nothing_is_read_that_was_not_written(capfd):
-    spec = SPECS[1]
+@pytest.mark.parametrize("spec", [SPECS[1], MANY[0]], ids=lambda s: s.name)
+def test_in_the_tpu_interpreter_nothing_is_read_that_was_not_written(spec, capfd):
     x, codes, scales, levels, weight = quantised_case("table", spec)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", random_seed=1)
     pltpu.reset_tpu_interpret_mode_state()
@@ -155,6 +159,7 @@ for dtype in (jnp.bfloat16, jnp.float32):
     measure(name + " int4", 1, 11008, 4096, 64, 4, dtype)
     measure(name + " levels", 8, 4096, 4096, 64, 4, dtype, True)
     measure(name + " many", 256, 4096, 1024, 128, 8, dtype)
+    measure(name + " many, levels", 512, 4096, 1024, 64, 4, dtype, True)
 measure("wide", 8, 4096, 28672, 512, 8, jnp.bfloat16)
 measure("a prompt", 2048, 4096, 4096, 128, 8, jnp.bfloat16)
 print(json.dumps(out))
@@ -165,7 +170,6 @@ print(json.dumps(out))
 @pytest.mark.parametrize("kind", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_compiled_for_tpus_the_numbers_are_nowhere(kind):
     found = ask(SCRIPT, kind)
-    assert found.pop("a prompt")["explain"] == "xla"
     for name, each in found.items():
         assert (each["explain"], each["kernel"]) == ("pallas_tpu", True), name
         assert each["temp"] <= each["numbers"] / 4 + each["result"], (name, each)

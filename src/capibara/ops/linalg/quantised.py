@@ -271,9 +271,9 @@ def quantised_matmul(
       levels: ``[16]``, what each code of four bits stands for; None: the code - 8.
       group: Numbers of a row that share a scale; the last group may have fewer.
       scale_table: ``[count]``, at most 256 scales, of which ``scales`` says which; None: ``scales`` are the scales.
-      implementation: ``"auto"``, ``"pallas_tpu"`` (a kernel for few vectors; interpreted, slowly, on other
-        platforms), ``"native"`` (compiled kernels for CPUs, where the library is built), ``"xla"`` (slab by slab) or
-        ``"reference"`` (the whole matrix at once).
+      implementation: ``"auto"``, ``"pallas_tpu"`` (kernels for few vectors and for many; interpreted, slowly, on
+        other platforms), ``"native"`` (compiled kernels for CPUs, where the library is built), ``"xla"`` (slab by slab)
+        or ``"reference"`` (the whole matrix at once).
 
     Returns:
       ``[..., rows]`` in ``x``'s dtype.

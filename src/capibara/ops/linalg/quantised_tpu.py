@@ -7,6 +7,9 @@ would be what reading them takes). It was not measured on a TPU.
 A group's scale is a factor of its whole part of a sum. So codes are multiplied as they are, exactly, and the products
 of each group are scaled. Where several groups lie in the 128 columns that are multiplied at a time, ``x`` comes once
 for each of them, with zeros for the others.
+
+Where there are many vectors, a prompt's, what counts is the products: a tile of the matrix is made into numbers once,
+scaled and rounded to the vectors' dtype, and multiplied with up to 512 vectors.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ __all__ = ["check", "forward"]
 
 LANES, SUBLANES = 128, 8
 _BLOCKS = (512, 256, 128)  # rows of the matrix at a time
-_MOST_VECTORS = 512  # with their copies; more are a product that is worth the integers
+_FEW_VECTORS = 128  # with their copies; more are worth a tile's numbers
+_TILE_VECTORS = 512
 _VMEM_BYTES = 10 << 20  # of 16 MiB on the smallest chip
 
 
@@ -42,8 +46,11 @@ def _groups(problem: QuantisedProblem) -> int:
 
 
 def _padded(problem: QuantisedProblem) -> int:
-    count = int(np.prod(problem.batch, dtype=np.int64))
-    return -(-count // SUBLANES) * SUBLANES
+    return _round_up(int(np.prod(problem.batch, dtype=np.int64)), SUBLANES)
+
+
+def _round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
 
 
 def _block(problem: QuantisedProblem) -> int:
@@ -58,6 +65,26 @@ def _block(problem: QuantisedProblem) -> int:
         if problem.rows % block == 0 and x + held <= _VMEM_BYTES:
             return block
     return 0
+
+
+def _few(problem: QuantisedProblem) -> bool:
+    """Whether codes are multiplied as they are, and products scaled."""
+    return _padded(problem) * _groups(problem) <= _FEW_VECTORS and _block(problem) > 0
+
+
+def _tile(problem: QuantisedProblem) -> tuple[int, int, int]:
+    """Vectors, rows of the matrix and bytes of a row that are multiplied at a time."""
+    count = _padded(problem)
+    # Of bfloat16 sixteen rows are a tile of the memory.
+    vectors = _round_up(-(-count // -(-count // _TILE_VECTORS)), 2 * SUBLANES)
+    rows = next(block for block in _BLOCKS if problem.rows % block == 0)
+    return vectors, rows, _columns(problem)
+
+
+def _columns(problem: QuantisedProblem) -> int:
+    """Bytes of a row at a time: 512 numbers, or those of 128 bytes."""
+    pack = _pack(problem)
+    return next(n for n in (512 // pack, 256, 128) if n * pack <= 512 and problem.inner // pack % n == 0)
 
 
 def check(problem: QuantisedProblem) -> None:
@@ -75,13 +102,6 @@ def check(problem: QuantisedProblem) -> None:
         )
     if problem.inner % problem.group:
         raise NotImplementedError(f"takes whole groups, and {problem.group} does not divide {problem.inner}")
-    if _padded(problem) * _groups(problem) > _MOST_VECTORS:
-        raise NotImplementedError(
-            f"is for at most {_MOST_VECTORS // _groups(problem)} vectors with groups of {problem.group}, not "
-            f"{int(np.prod(problem.batch))}"
-        )
-    if _block(problem) == 0:
-        raise NotImplementedError(f"its blocks do not fit into {_VMEM_BYTES >> 20} MiB")
 
 
 def _product(
@@ -92,9 +112,20 @@ def _product(
     pack, groups, vectors = _pack(problem), _groups(problem), _padded(problem)
     flat = x.reshape(-1, problem.inner)
     count = flat.shape[0]
+    few, tile = _few(problem), _tile(problem)
+    vectors = vectors if few else _round_up(count, tile[0])
     flat = jnp.pad(flat, ((0, vectors - count), (0, 0)))
     # Of codes in halves of bytes even columns are multiplied on their own, and so are odd ones.
     parts = jnp.moveaxis(flat.reshape(vectors, -1, pack), 2, 0)
+    # How many blocks of columns share a scale, where it is more than one.
+    span = max(1, problem.group // (LANES * pack))
+    tables = tuple(table.astype(jnp.float32) for table in levels)
+    scales = scales.astype(jnp.float32).T
+    if not few:
+        out = quantised_tpu_kernel.product_of_tiles(
+            parts, codes, scales, *tables, groups=groups, span=span, tile=tile, interpret=interpret
+        )
+        return out[:count].reshape(*problem.batch, problem.rows)
     if groups > 1:
         column = jnp.arange(parts.shape[2]) % LANES
         mine = column // (LANES // groups) == jnp.arange(groups)[:, None, None]
@@ -102,11 +133,10 @@ def _product(
     out = quantised_tpu_kernel.product(
         parts.astype(problem.dtype),
         codes,
-        scales.astype(jnp.float32).T,
-        *(table.astype(jnp.float32) for table in levels),
+        scales,
+        *tables,
         vectors=vectors,
-        # How many blocks of columns share a scale, where it is more than one.
-        span=max(1, problem.group // (LANES * pack)),
+        span=span,
         block=_block(problem),
         interpret=interpret,
     )

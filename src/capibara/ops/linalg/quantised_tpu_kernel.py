@@ -1,4 +1,4 @@
-"""The kernel of products with a matrix in codes for TPUs."""
+"""The kernels of products with a matrix in codes for TPUs: one for few vectors, one for many."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.ops.linalg.quantised_tpu import LANES
 from capibara.ops.one_device import kernel_results
 
-__all__ = ["product"]
+__all__ = ["product", "product_of_tiles"]
 
+_ROWS = 256  # of a tile that are made into numbers at a time
 _TOGETHER = 4  # blocks of columns in a step of the loop, so that one is unpacked while another is multiplied
 
 
@@ -116,4 +117,89 @@ def product(
         ),
         interpret=interpret,
         name="capibara_quantised_matmul",
+    )(x, codes, scales, *tables)
+
+
+def _tiles_kernel(groups: int, span: int, x: Any, codes: Any, scales: Any, *rest: Any) -> None:
+    *tables, out, acc = rest
+    pack, exact = x.shape[0], lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    number, last = pl.program_id(2), pl.num_programs(2) - 1
+    width = codes.shape[1]
+
+    @pl.when(number == 0)
+    def _start() -> None:
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+    # Some rows of the matrix are made into numbers while those before are multiplied.
+    some = min(codes.shape[0], _ROWS)
+    for begin in range(0, codes.shape[0], some):
+        at = slice(begin, begin + some)
+        parts: list[list[jax.Array]] = [[] for _ in range(pack)]
+        for i in range(width // LANES):
+            place = number * (width // LANES) + i
+            first = lax.div(place, span) if span > 1 else place * groups
+            rows = [scales[pl.ds(first + group, 1), at] for group in range(groups)]
+            spread = [jnp.broadcast_to(row, (LANES // groups, some)) for row in rows]
+            scale = jnp.transpose(jnp.concatenate(spread, axis=0))
+            values = _numbers(codes[at, i * LANES : (i + 1) * LANES], pack, tables[0] if tables else None)
+            for part, value in zip(parts, values, strict=True):
+                part.append((value * scale).astype(x.dtype))
+        total = acc[:, at]
+        for part, pieces in enumerate(parts):
+            total += lax.dot_general(
+                x[part],
+                jnp.concatenate(pieces, axis=1),
+                (((1,), (1,)), ((), ())),
+                precision=exact,
+                preferred_element_type=jnp.float32,
+            )
+        acc[:, at] = total
+
+    @pl.when(number == last)
+    def _finish() -> None:
+        out[...] = acc[...].astype(out.dtype)
+
+
+def product_of_tiles(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    *levels: jax.Array,
+    groups: int,
+    span: int,
+    tile: tuple[int, int, int],
+    interpret: bool,
+) -> jax.Array:
+    """``[vectors, rows]`` in ``x``'s dtype: each tile of the matrix is made once, and multiplied with many vectors.
+
+    Args:
+      x: ``[codes in a byte, vectors, width]``.
+      codes, scales, levels, span: as for :func:`product`.
+      groups: that lie in 128 columns, each with a scale of its own.
+      tile: vectors, rows and columns (bytes of codes) that are multiplied at a time.
+    """
+    (pack, vectors, width), rows = x.shape, codes.shape[0]
+    some, block, columns = tile
+    tables = [table.reshape(1, 16) for table in levels]
+    return pl.pallas_call(
+        functools.partial(_tiles_kernel, groups, span),
+        grid=(vectors // some, rows // block, width // columns),
+        in_specs=[
+            pl.BlockSpec((pack, some, columns), lambda v, r, c: (0, v, c)),
+            pl.BlockSpec((block, columns), lambda v, r, c: (r, c)),
+            pl.BlockSpec((scales.shape[0], block), lambda v, r, c: (0, r)),
+            *[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(tables),
+        ],
+        out_specs=pl.BlockSpec((some, block), lambda v, r, c: (v, r)),
+        out_shape=kernel_results((x, codes, scales, *levels), ((vectors, rows), x.dtype))[0],
+        scratch_shapes=[pltpu.VMEM((some, block), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pack * vectors * width * rows,
+            transcendentals=0,
+            bytes_accessed=vectors // some * (rows * width + 4 * scales.size)
+            + x.dtype.itemsize * (rows // block * x.size + vectors * rows),
+        ),
+        interpret=interpret,
+        name="capibara_quantised_matmul_tiles",
     )(x, codes, scales, *tables)
