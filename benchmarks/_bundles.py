@@ -94,9 +94,11 @@ def read_kernel(name: str, text: str) -> Kernel:
     # A block's body is the innermost condition around matrix products; those around it hold on every step.
     around = {(a, b) for a, b in products if any(a < c and d <= b for c, d in products)}
     bodies = [(a, b) for a, b in products if (a, b) not in around]
+    if not bodies and _has_product(bundles[first : end + 1]):
+        bodies = [(first - 1, end + 1)]  # a step of the grid is a block
     if not bodies:
-        raise ValueError(f"{name}: no matrix product under a condition in {len(bundles)} bundles")
-    if any(a < loop < b for a, b in bodies for loop, _ in loops):
+        raise ValueError(f"{name}: no matrix product in {len(bundles)} bundles")
+    if any(a < loop < b for a, b in bodies for loop, _ in loops if loop != end):
         raise ValueError(f"{name}: a loop inside a block's body, whose passes the dump does not say")
     apart = [(a, b) for a, b in inside if (a, b) not in around]
     apart = [(a, b) for a, b in apart if not any(c < a and b <= d for c, d in apart)]
@@ -130,7 +132,13 @@ def count(kind: str, source: str, cases: Sequence[dict[str, Any]], keep: Path | 
         environment["PYTHONPATH"] = f"{root}:{environment['PYTHONPATH']}"
         environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dumps}"
         job = json.dumps(
-            {"kind": kind, "source": source, "cases": list(cases), "dumps": str(dumps), "keep": keep is not None}
+            {
+                "kind": kind,
+                "source": source,
+                "cases": list(cases),
+                "dumps": str(dumps),
+                "keep": keep is not None,
+            }
         )
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks._bundles"],
@@ -149,8 +157,8 @@ def _result(found: dict[str, Any]) -> dict[str, Kernel] | NotCompiledError:
     if "error" in found:
         return NotCompiledError(found["error"])
     return {
-        name: Kernel(**{key: tuple(v) if isinstance(v, list) else v for key, v in kernel.items()})
-        for name, kernel in found.items()
+        name: Kernel(name, one["bundles"], one["step"], tuple(one["bodies"]), tuple(one["spills"]))
+        for name, one in found.items()
     }
 
 

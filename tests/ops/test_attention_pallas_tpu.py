@@ -31,6 +31,10 @@ BLOCKS = (
     AttentionSpec(
         "segments", 2, 2, 270, 8, 1, value_dim=12, segments=True, options={**CAUSAL, "softcap": 3.0}
     ),
+    # Blocks of 384 with heads above 128, a block of 640 in two parts, and a factor that turns the order of scores.
+    AttentionSpec("wide heads", 1, 1, 700, 136, options=CAUSAL),
+    AttentionSpec("parts of a block", 1, 1, 600, 8, options={**CAUSAL, "block_size": 1024}),
+    AttentionSpec("negative scale", 1, 1, 256, 8, options={"scale": -0.7, "block_size": 128}),
 )
 SMALL = tuple(s for s in SPECS if "odd" in s.tags or s.name in ("one key head", "bshd", "other value size"))
 

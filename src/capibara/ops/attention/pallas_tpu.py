@@ -16,7 +16,7 @@ __all__ = ["backward", "check", "forward"]
 LANES = 128
 BLOCK = 512
 # Of 16 MiB on the smallest chip: what blocks of operands, sums and scores may take.
-VMEM_BYTES = 10 << 20
+VMEM_BYTES = 13 << 20
 
 
 def check(problem: AttentionProblem) -> None:
@@ -39,8 +39,10 @@ def _block(problem: AttentionProblem, wanted: int) -> int:
     size = 2 if (problem.operand_dtype or problem.dtype) == "bfloat16" else 4
     dims = round_up(problem.head_dim, LANES) + round_up(problem.value_dim, LANES)
     for block in range(round_up(wanted, LANES), 0, -LANES):
-        # In the backward pass: two copies of four operands and of the results, the sums, five arrays of scores.
-        if block * (2 * 2 * size * dims + 2 * 4 * dims + 4 * dims + 5 * 4 * block) <= VMEM_BYTES:
+        # In the backward pass: two copies of four operands and of the results, the sums, and of at most 512 columns
+        # three arrays of scores in float32 and two as they are multiplied.
+        scores = (3 * 4 + 2 * size) * min(block, BLOCK)
+        if block * (2 * 2 * size * dims + 2 * 4 * dims + 4 * dims + scores) <= VMEM_BYTES:
             return block
     return 0
 

@@ -36,6 +36,7 @@ LANES = 128
 LOG2_E = 1 / math.log(2)
 # Columns of scores that the backward pass computes together: more do not fit beside the operands.
 PART = 512
+SHORT = 256
 
 
 def _lanes(row: jax.Array) -> jax.Array:
@@ -93,14 +94,19 @@ def _output_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
             column[0][...] = _lanes(ids[0][...])
 
     def work(masked: bool) -> None:
-        scores, _ = bend(plan, _dot(plan, query[...], key[...], transpose_b=True), LOG2_E)
+        raw = _dot(plan, query[...], key[...], transpose_b=True)
+        scores, _ = bend(plan, raw, LOG2_E)
         if masked:
             seen = plan.visible(i, reach.at(i, step), transposed=False)
             if segments:
                 seen &= _wide(column[0][...], plan.keys) == ids[1][...]
             scores = scores + jnp.where(seen, 0.0, HIDDEN)
+        most = jnp.max(scores, axis=1, keepdims=True)
+        if plan.keys <= SHORT and not masked and plan.softcap is None and plan.scale > 0:
+            # The same: but in a short block all waits for the maximum, which so is one product nearer.
+            most = jnp.max(raw, axis=1, keepdims=True) * (plan.scale * LOG2_E)
         before = best[...]
-        new = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        new = jnp.maximum(before, most)
         weights = jnp.exp2(scores - _wide(new, plan.keys))
         shrink = jnp.exp2(before - new)
         best[...] = new
@@ -178,16 +184,22 @@ def _key_value_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> No
             seen = plan.visible(reach.at(j, step), j, transposed=True)
             if segments:
                 seen &= _wide(column[0][...], plan.rows) == ids[0][...]
+        # The compiler schedules products in about this order. In large blocks of wide heads weights are multiplied at
+        # once, before other scores need their room; elsewhere the products that make scores come first.
+        at_once = plan.rows > SHORT and value.shape[1] > LANES
         for part in _parts(plan.rows):
             scores, slope = bend(plan, _dot(plan, key[...], query[part, :], transpose_b=True), LOG2_E)
             if seen is not None:
                 scores = scores + jnp.where(seen[:, part], 0.0, HIDDEN)
             weights = jnp.exp2(scores - stat[:, part] * LOG2_E)
+            if at_once:
+                value_acc[...] += _dot(plan, weights.astype(out_grad.dtype), out_grad[part, :])
             change = _dot(plan, value[...], out_grad[part, :], transpose_b=True)
             change = weights * (change - delta[:, part])
             if slope is not None:
                 change = change * slope
-            value_acc[...] += _dot(plan, weights.astype(out_grad.dtype), out_grad[part, :])
+            if not at_once:
+                value_acc[...] += _dot(plan, weights.astype(out_grad.dtype), out_grad[part, :])
             key_acc[...] += _dot(plan, change.astype(query.dtype), query[part, :])
 
     _steps(plan, reach.at(j, step), j, reach.live(j, step), segments, work)
