@@ -86,36 +86,41 @@ def _product_rows(rounds: int) -> list[dict[str, Any]]:
 
     from capibara.compress.codecs.fixed import INT4, INT8, NF4_CODEC
     from capibara.compress.formats import get_format
+    from capibara.compress.stored_codes import split_scales
     from capibara.measure import interleaved
     from capibara.ops.linalg import quantised_matmul
 
-    size, rows = 2048, []
-    weight = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
-    plain = jax.jit(lambda x, w: x @ w.T)
-    there = jnp.asarray(weight)
-    for codec in (INT8, INT4, NF4_CODEC):
-        form = get_format("F32")
-        payload = codec.encode(weight.reshape(-1).view("<u4"), form, weight.shape, {})
-        parts = codec.parts(memoryview(payload), form, weight.shape, {})
-        levels = None if parts.kind != "nf4" else jnp.asarray(parts.levels)
-        codes, scales = jnp.asarray(parts.codes), jnp.asarray(parts.scales)
-        for count in (1, 64, 1024):
-            x = jnp.ones((count, size))
-            peer = "jnp.matmul in float32"
-            ours = partial(quantised_matmul, x, codes, scales, levels, group=parts.group)
-            table = interleaved({"capibara": ours, peer: lambda x=x: plain(x, there)}, rounds)
-            rows.append(
-                {
-                    "what": f"quantised_matmul, {parts.kind}",
-                    "shape": f"{count} × {size} × {size}",
-                    "ours_ms": 1e3 * statistics.median(table["capibara"].seconds),
-                    "peer": peer,
-                    "peer_ms": 1e3 * statistics.median(table[peer].seconds),
-                    "ratio": table.ratio(peer, "capibara"),
-                    "bytes": codes.nbytes + scales.nbytes,
-                    "peer_bytes": weight.nbytes,
-                }
-            )
+    rows = []
+    form = get_format("F32")
+    # `x @ w` with the inputs' axis first: at one vector XLA takes many times as long for `x @ w.T`.
+    plain = jax.jit(lambda x, w: x @ w)
+    for out, inner in ((1024, 1024), (4096, 4096), (11008, 4096)):
+        weight = np.random.default_rng(0).normal(size=(out, inner)).astype(np.float32)
+        there = jnp.asarray(np.ascontiguousarray(weight.T))
+        for codec in (INT8, INT4, NF4_CODEC):
+            payload = codec.encode(weight.reshape(-1).view("<u4"), form, weight.shape, {})
+            parts = codec.parts(memoryview(payload), form, weight.shape, {})
+            levels = None if parts.kind != "nf4" else jnp.asarray(parts.levels)
+            codes = jnp.asarray(parts.codes)
+            places, table = (jnp.asarray(a) for a in split_scales(parts.scales))
+            for count in (1, 64, 1024):
+                x = jnp.ones((count, inner))
+                peer = "jnp.matmul in float32"
+                options: dict[str, Any] = {"group": parts.group, "scale_table": table}
+                ours = partial(quantised_matmul, x, codes, places, levels, **options)
+                times = interleaved({"capibara": ours, peer: lambda x=x, w=there: plain(x, w)}, rounds)
+                rows.append(
+                    {
+                        "what": f"quantised_matmul, {parts.kind}",
+                        "shape": f"{count} × {inner} × {out}",
+                        "ours_ms": 1e3 * statistics.median(times["capibara"].seconds),
+                        "peer": peer,
+                        "peer_ms": 1e3 * statistics.median(times[peer].seconds),
+                        "ratio": times.ratio(peer, "capibara"),
+                        "bytes": codes.nbytes + places.nbytes,
+                        "peer_bytes": weight.nbytes,
+                    }
+                )
     return rows
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from capibara import native
 from capibara.compress.container import Archive, ArchiveWriter, writer
 from capibara.compress.direct import QuantisedMatrix, load_quantised
 from capibara.compress.errors import CompressError
@@ -55,6 +56,20 @@ def test_rows_are_looked_up(several: bool, tmp_path: Path, monkeypatch: pytest.M
     matrix, read = stored(tmp_path, RANDOM.normal(size=(48, 40)).astype(np.float32), "nf4")
     which = np.array([[0, 47], [20, 19]])
     np.testing.assert_allclose(matrix.rows(which), read[which], rtol=1e-6)
+
+
+@pytest.mark.skipif(native.problem() is not None, reason="the native library is not built")
+@pytest.mark.parametrize("codec", ["int8", "int4", "nf4"])
+def test_compiled_kernels_multiply_along_either_axis(codec: str, tmp_path: Path) -> None:
+    weight = RANDOM.normal(size=(48, 40)).astype(np.float32)
+    matrix, read = stored(tmp_path, weight, codec)
+    for product, wide in ((matrix.matmul, read.T), (matrix.transposed_matmul, read)):
+        x = RANDOM.normal(size=(1, len(wide))).astype(np.float32)
+        run = jax.jit(product)
+        program = run.lower(x).as_text()
+        assert "capibara_codes_product" in program
+        assert "gather" not in program  # scales are looked up where they are needed
+        np.testing.assert_allclose(run(x), x @ wide, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_reach_the_input(tmp_path: Path) -> None:

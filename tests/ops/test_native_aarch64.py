@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import make, oracle
+from quantised_oracle import KINDS, quantised_case
 from tropical_oracle import PATTERNS, signed
 from tropical_oracle import oracle as product
 
-from capibara.compress.codecs import lossless
+from capibara.compress.codecs import fixed_search, lossless
 from capibara.compress.codecs.executors import NumpyExecutor
 from capibara.compress.formats import from_float, get_format
 from capibara.native import build
@@ -25,6 +26,7 @@ from capibara.native.library import TARGETS
 from capibara.ops.attention import flash_attention
 from capibara.ops.attention.problem import prepare
 from capibara.ops.attention.specs import AttentionSpec
+from capibara.ops.linalg.specs import QuantisedSpec
 from capibara.ops.scan import selective_scan
 from capibara.ops.scan.specs import ScanSpec, arguments
 
@@ -225,6 +227,52 @@ def test_coded_tensors(name, driver):
     size = int(answer[:8].view(np.int64)[0])
     assert answer[8 : 8 + size].tobytes() == want[1:]
     np.testing.assert_array_equal(answer[8 + size :][: bits.nbytes].view(form.unsigned), bits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("count", "rows", "inner", "group"),
+    [(1, 9, 192, 64), (3, 11, 75, 32), (2, 5, 101, 7), (9, 3, 40, 4), (37, 29, 450, 32)],
+)
+def test_products_with_codes(kind, count, rows, inner, group, driver):
+    x, codes, scales, levels, weight = quantised_case(kind, QuantisedSpec("", (count,), inner, rows, group))
+    levels = np.arange(-8, 8, dtype=np.float32) if levels is None else levels
+    back = np.random.default_rng(4).normal(size=(count, rows)).astype(np.float32)
+    for across, vectors, matrix in ((False, x, weight.T), (True, back, weight)):
+        head = struct.pack("<7q", 32, kind != "int8", across, count, rows, inner, group)
+        arrays = (vectors, scales, levels, codes)
+        answer = _emulate(driver, head + b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
+        got, numbers = _cut(answer, ((count, matrix.shape[1]), "f4"), (weight.shape, "f4"))
+        bound = 1e-6 * (np.abs(vectors).astype(np.float64) @ np.abs(matrix))
+        assert (np.abs(got - vectors.astype(np.float64) @ matrix) <= bound).all()
+        np.testing.assert_array_equal(numbers, weight.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", list(fixed_search.KINDS.values()), ids=lambda kind: kind.name)
+def test_searched_scales(kind, driver):
+    random, resolution, last = np.random.default_rng(5), 16, 127
+    x = (random.normal(size=(13, 21)) * 2.0 ** random.integers(-12, 3, (13, 1))).astype(np.float32)
+    top = float(np.float32(np.abs(x).max() / kind.largest))
+    book = fixed_search.NF4 if kind.name == "nf4" else None
+    want = fixed_search.search(fixed_search.NumpyExecutor(), kind, book, x, top, resolution, last)
+    table = np.append(np.float64(top) * fixed_search.multipliers(resolution), kind.largest)
+    cap, shift = fixed_search.error_limits(kind, x.shape[1])
+    sizes = (
+        *x.shape,
+        kind.bits,
+        kind.fraction,
+        kind.signed,
+        *kind.steps(resolution),
+        last,
+        (1 << cap) - 1,
+        shift,
+    )
+    head = struct.pack("<12q", 33, *sizes, book is not None)
+    levels = np.zeros(16, np.int32) if book is None else book
+    answer = _emulate(driver, head + b"".join(a.tobytes() for a in (table, x, levels)))
+    chosen, codes = _cut(answer, ((len(x),), np.uint8), (x.shape, np.int8))
+    np.testing.assert_array_equal(chosen, want[0])
+    np.testing.assert_array_equal(codes, want[1])
 
 
 @pytest.mark.slow

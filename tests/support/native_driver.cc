@@ -1,7 +1,7 @@
 // Runs the native kernels without XLA: problems come in on standard input, results go out on standard output.
 //
 // A problem is its kind (0 attention, 1 a recurrence, 2 a selective scan, 3 one's gradient, 4 and 8 max-plus products of that many bytes a
-// number, 16 a tensor to code, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
+// number, 16 a tensor to code, 32 a product with a matrix in codes, 33 groups whose scale is searched, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
 // has this run under an emulator.
 #include <cstdio>
 #include <cstring>
@@ -181,6 +181,48 @@ void codec() {
   write(back);
 }
 
+// Vectors [count, inner] (across: [count, rows]) times codes of four bits or eight, whose scales are floats.
+void codes_product() {
+  const auto n = read<int64_t>(6);
+  capibara::CodesProduct p{};
+  p.w.four = n[0], p.across = n[1], p.count = n[2], p.w.rows = n[3], p.w.inner = n[4], p.w.group = n[5], p.threads = 3;
+  p.w.width = p.w.four ? (p.w.inner + 1) / 2 : p.w.inner, p.w.groups = (p.w.inner + p.w.group - 1) / p.w.group;
+  const auto x = read<float>(p.count * (p.across ? p.w.rows : p.w.inner)), scales = read<float>(p.w.rows * p.w.groups),
+             levels = read<float>(16);
+  const auto codes = read<uint8_t>(p.w.rows * p.w.width);
+  std::vector<float> out(p.count * (p.across ? p.w.inner : p.w.rows)), numbers(p.w.rows * p.w.inner);
+  p.x = x.data(), p.w.scales = scales.data(), p.w.levels = levels.data(), p.w.codes = codes.data(), p.out = out.data();
+  const auto& kernels = *capibara::isa().quantised;
+  each(1, kernels.packed(p) + 1, [&](int64_t, float* packed) {
+    p.packed = packed;
+    each(kernels.pack_items(p), 1, [&](int64_t i, float*) { kernels.pack(p, i); });
+    each(kernels.items(p), kernels.scratch(p), [&](int64_t i, float* s) { kernels.multiply(p, i, s); });
+    each(kernels.finish_items(p), 1, [&](int64_t i, float*) { kernels.finish(p, i); });
+  });
+  for (int64_t row = 0; row < p.w.rows; ++row)
+    kernels.decode(p.w, row, 0, p.w.inner, 3e38f, numbers.data() + row * p.w.inner);
+  write(out);
+  write(numbers);
+}
+
+void search() {
+  const auto n = read<int64_t>(11);
+  capibara::FixedSearch s{};
+  s.groups = n[0], s.size = n[1], s.bits = int32_t(n[2]), s.fraction = int32_t(n[3]), s.both_signs = int32_t(n[4]);
+  s.low = int32_t(n[5]), s.high = int32_t(n[6]), s.last = int32_t(n[7]), s.cap = int32_t(n[8]), s.shift = int32_t(n[9]);
+  const auto scales = read<double>(129);
+  const auto values = read<float>(s.groups * s.size);
+  const auto book = read<int32_t>(16);
+  std::vector<uint8_t> chosen(s.groups);
+  std::vector<int8_t> codes(values.size());
+  s.values = values.data(), s.scales = scales.data(), s.largest = scales[128], s.book = n[10] ? book.data() : nullptr;
+  s.chosen = chosen.data(), s.codes = codes.data();
+  const auto& kernels = *capibara::isa().fixed;
+  each(1, kernels.scratch(s) / int64_t(sizeof(float)) + 1, [&](int64_t, float* room) { kernels.search(s, room); });
+  write(chosen);
+  write(codes);
+}
+
 }  // namespace
 
 int main() {
@@ -201,6 +243,10 @@ int main() {
       max_plus<double>();
     else if (kind == 16)
       codec();
+    else if (kind == 32)
+      codes_product();
+    else if (kind == 33)
+      search();
     else
       return kind == -1 ? 0 : 1;
   }

@@ -58,8 +58,13 @@ def fallback_engine() -> str:
 
 
 def strategy_engine(strategy: str) -> contextlib.AbstractContextManager[None]:
-    """Where codecs compute: with the strategy ``"jax"`` in JAX; with a warning on what is here, where that is not."""
-    from capibara.compress.codecs.engine import use_engine
+    """Where codecs compute: with the strategy ``"jax"`` in JAX; with a warning on what is here, where that is not.
+
+    Where JAX has the CPU alone, compiled code computes, if it is built: it makes the same bytes, and JAX would have to
+    compile a program for every shape first, which takes longer than the work.
+    """
+    from capibara.compress.codecs.engine import on_accelerator, use_engine
+    from capibara.native.loading import open_library
 
     if strategy != "jax":
         return contextlib.nullcontext()
@@ -69,6 +74,8 @@ def strategy_engine(strategy: str) -> contextlib.AbstractContextManager[None]:
             f"strategy='jax': JAX does not run here ({problem}): codecs run on what is here, with the same bytes.",
         )
         return contextlib.nullcontext()
+    if not on_accelerator("jax") and open_library()[0] is not None:
+        return use_engine("native")
     return use_engine("jax")
 
 
