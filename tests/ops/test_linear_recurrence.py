@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import capibara.jax as cjax
 from capibara.ops import OpShapeError, OpTypeError, OpValueError, explain
@@ -253,3 +255,16 @@ def test_bad_input():
         lif(x, slope=0)
     with pytest.raises(OpTypeError, match="inputs must be an array of floating point"):
         lif(np.zeros((4, 3), "int32"))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_inside_shard_map_coefficients_may_vary_where_the_steps_do_not(implementation):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    a, x = rng.normal(size=(1, 4, 3)).astype("float32"), rng.normal(size=(4, 3)).astype("float32")
+
+    def run(a, x):
+        return linear_recurrence(a[0], x, implementation=implementation)[0][None]
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    want, _ = loop(a[0], x, np.zeros(3, "float32"))
+    np.testing.assert_allclose(jax.jit(mapped)(a, x)[0], want, rtol=1e-5, atol=1e-6)

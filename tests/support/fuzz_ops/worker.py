@@ -39,7 +39,7 @@ def run_family(family: Any, rng: np.random.Generator, draws: int = DRAWS) -> Ite
     if not isinstance(family, Family):
         yield from family.run(rng, draws)
         return
-    with precision(family):
+    with precision(family), np.errstate(all="ignore"):
         problems: list[Problem] = []
         for _ in range(6 * draws):
             if len(problems) == draws:

@@ -13,6 +13,7 @@ from jax import lax
 
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.explicit import Dims, join_dims, over_explicit_axes
+from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.scan.recurrence import recurrence, takes_native
 
@@ -129,6 +130,7 @@ def _reference(p: RecurrenceProblem, a: Any, x: Any, first: Any) -> tuple[Any, A
     first = jnp.zeros(p.x[1:], x.dtype) if first is None else jnp.asarray(first)
     full = (*p.x, p.x[-1]) if p.matrix else p.x
     a = jnp.broadcast_to(a, full)
+    first = alike(first, a, x)
 
     def step(h: Any, now: Any) -> tuple[Any, Any]:
         a_t, x_t = now
