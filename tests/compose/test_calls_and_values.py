@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from torch_oracle import HAS_TORCH, needs_torch, torch
 
 from capibara import compose as ml
 from capibara.compose.physical.constants import argument
 
-torch = pytest.importorskip("torch")
-
-BACKENDS: dict[str, Any] = {"jax": ml.JaxBackend, "numpy": ml.NumpyBackend, "torch": ml.TorchBackend}
+BACKENDS: dict[str, Any] = {"jax": ml.JaxBackend, "numpy": ml.NumpyBackend}
+if HAS_TORCH:
+    BACKENDS["torch"] = ml.TorchBackend
 EVERYWHERE = pytest.mark.parametrize("name", list(BACKENDS))
 X = np.ones((2, 3), "float32")
 SHAPES = {"x": [2, 3]}
@@ -61,6 +62,7 @@ def test_parameters_must_be_arrays_of_floats(name: str, weight: Any, gradients: 
         compiled.evaluate(params, {"x": X}, *given)
 
 
+@needs_torch
 @pytest.mark.parametrize("what", ["inputs", "params", "cotangents"])
 def test_tensors_of_pytorch_are_refused_by_jax_with_a_remedy(what: str) -> None:
     compiled = ml.compile(linear(), shapes=SHAPES)
@@ -76,6 +78,7 @@ def test_tensors_of_pytorch_are_refused_by_jax_with_a_remedy(what: str) -> None:
         compiled.evaluate(params, {"x": x}, {"y": cotangent})
 
 
+@needs_torch
 def test_numpy_takes_every_dense_tensor() -> None:
     compiled = ml.compile(linear(), ml.NumpyBackend(), shapes=SHAPES)
     params = compiled.randomize_params(0)
@@ -84,6 +87,7 @@ def test_numpy_takes_every_dense_tensor() -> None:
         np.testing.assert_array_equal(compiled.evaluate(params, {"x": tensor})["y"], want)
 
 
+@needs_torch
 def test_pytorch_takes_parameters_and_inputs_of_numpy_also_for_gradients() -> None:
     compiled = ml.compile(linear(), ml.TorchBackend(), shapes=SHAPES)
     params = compiled.randomize_params(0)
@@ -269,14 +273,20 @@ def test_settings_of_the_jax_backend_that_cannot_be(options: dict[str, Any], wor
         ml.JaxBackend(**options)
 
 
+def torch_settings() -> tuple[Any, ...]:
+    return (
+        torch.get_default_dtype(),
+        torch.get_rng_state().tolist(),
+        torch.is_grad_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
 def test_no_setting_of_any_library_is_changed() -> None:
     def settings() -> tuple[Any, ...]:
         return (
             dict(jax.config.values),
-            torch.get_default_dtype(),
-            torch.get_rng_state().tolist(),
-            torch.is_grad_enabled(),
-            torch.get_float32_matmul_precision(),
+            *(torch_settings() if HAS_TORCH else ()),
             np.random.get_state()[1].tolist(),  # noqa: NPY002  # type: ignore[union-attr]
             np.geterr(),
         )
@@ -387,6 +397,7 @@ def test_parameters_are_saved_only_as_they_can_be_loaded(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@needs_torch
 def test_bfloat16_parameters_of_pytorch_in_a_file(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     compiled = ml.compile(linear(), ml.TorchBackend("bfloat16"), shapes=SHAPES)

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 from primitive_table import draw
+from torch_oracle import HAS_TORCH, needs_torch, torch
+from torch_oracle import functional as F
 
 from capibara import compose as ml
 
@@ -47,7 +47,7 @@ def run(block: ml.Block, train: Any = False, state: Any = None, params: Any = No
 
 
 def close(got: Any, want: Any, rtol: float = 1e-10) -> None:
-    want = want.detach().numpy() if isinstance(want, torch.Tensor) else want
+    want = want.detach().numpy() if HAS_TORCH and isinstance(want, torch.Tensor) else want
     np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-12)
 
 
@@ -58,6 +58,7 @@ def t(value: Any) -> torch.Tensor:
 # ---- signals and images ----------------------------------------------------------------------------------
 
 
+@needs_torch
 def test_convolutions() -> None:
     x, image = draw(2, 4, 9), draw(2, 4, 6, 7)
     p, out, _ = run(m.Convolution1D(3, 6, 2, "same", 2, groups=2), input=x)
@@ -76,6 +77,7 @@ def test_weights_of_convolutions_start_with_variance_1_over_their_inputs() -> No
     np.testing.assert_allclose(weight.std() * 1000**0.5, 1, rtol=0.02)
 
 
+@needs_torch
 def test_pooling() -> None:
     image = draw(2, 3, 6, 7)
     close(run(m.MaxPool2D(2), input=image)[1]["output"], F.max_pool2d(t(image), 2))
@@ -83,6 +85,7 @@ def test_pooling() -> None:
     close(run(m.MaxPool1D(3, 1, 1), input=image[0])[1]["output"], F.max_pool1d(t(image[0]), 3, 1, 1))
 
 
+@needs_torch
 def test_normalisation() -> None:
     x = draw(3, 4, 5)
     p, out, _ = run(m.GroupNorm(2), input=x)
@@ -94,6 +97,7 @@ def test_normalisation() -> None:
     close(run(m.GroupNorm(1, False, False), input=x)[1]["output"], F.group_norm(t(x), 1))
 
 
+@needs_torch
 def test_batch_norm_keeps_its_statistics() -> None:
     x = draw(3, 4, 5, 2)
     state = {"mean": draw(4), "variance": draw(4, low=0.5)}
@@ -112,6 +116,7 @@ def test_batch_norm_keeps_its_statistics() -> None:
 # ---- recurrent networks ----------------------------------------------------------------------------------
 
 
+@needs_torch
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
 @pytest.mark.parametrize("initial", [False, True])
 def test_sequences(kind: str, initial: bool) -> None:

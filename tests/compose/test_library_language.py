@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")  # an oracle that not every Python has
-
-import torch
-import torch.nn.functional as F
-from primitive_table import Case, check, draw, run
+from primitive_table import Case, check, draw, run, table
+from torch_oracle import functional as F
+from torch_oracle import torch
 
 from capibara import compose as ml
 
@@ -232,7 +227,7 @@ def found() -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, found: Any) -> None:
-    check(CASES[name], found[name])
+    check(f"language/{name}", CASES[name], found[name])
 
 
 # ---- nothing is left out ----------------------------------------------------------------------------------
@@ -250,18 +245,9 @@ ELSEWHERE = {
 }
 
 
-def _table(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"complete_{name}", HERE / f"test_library_{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_primitive_has_a_reference() -> None:
     """A new primitive needs a row in a table; those run on all backends (``test_three_backends``)."""
-    cases = [c for t in ("elements", "arrays", "operations") for c in _table(t).CASES.values()] + list(
+    cases = [c for t in ("elements", "arrays", "operations") for c in table(t).CASES.values()] + list(
         CASES.values()
     )
     there = {type(case.make()).__name__ for case in cases}

@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")  # an oracle that not every Python has
-
 from primitive_table import draw
 
 from capibara import compose as ml

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
+from torch_oracle import HAS_TORCH
 
 from capibara import compose as ml
 
 BACKENDS = {
     "jax": lambda: ml.JaxBackend(dtype="float64"),
     "numpy": lambda: ml.NumpyBackend("float64"),
-    "torch": lambda: ml.TorchBackend("float64"),
 }
+if HAS_TORCH:
+    BACKENDS["torch"] = lambda: ml.TorchBackend("float64")
 KINDS = {"f": "float", "i": "int", "b": "bool"}
 NAN, INF = np.nan, np.inf
 

@@ -12,16 +12,15 @@ import pytest
 from emulation import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_oracle import needs_torch, torch
 
 from capibara import compose as ml
 from capibara.compose import initializers
 
-torch = pytest.importorskip("torch")
-
 MAKERS: dict[str, Any] = {"numpy": ml.NumpyBackend, "torch": ml.TorchBackend, "jax": ml.JaxBackend}
 
 
-@pytest.fixture(params=["numpy", "torch"])
+@pytest.fixture(params=["numpy", pytest.param("torch", marks=needs_torch)])
 def backend(request: Any) -> Any:
     return MAKERS[request.param]("float64")
 
@@ -119,6 +118,7 @@ def test_narrow_computation_keeps_wide_parameters(backend: Any) -> None:
         assert str(value.dtype).endswith("float64")
 
 
+@needs_torch
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_torch_in_other_precisions(dtype: str) -> None:
     compiled = linear(ml.TorchBackend(dtype))
@@ -168,6 +168,7 @@ def test_dropout_in_a_repetition_differs_by_layer(backend: Any) -> None:
     assert abs((backend.to_numpy(out["y"]) != 0).mean() - 1 / 8) < 5 * np.sqrt(7 / 64 / 400)
 
 
+@needs_torch
 def test_numpy_and_torch_start_and_drop_alike() -> None:
     found = []
     for kind in ("numpy", "torch"):
@@ -388,6 +389,7 @@ def test_numpy_without_jax_and_torch() -> None:
     assert "capibara-jax[torch]" in out
 
 
+@needs_torch
 def test_torch_without_jax() -> None:
     out = run(
         """

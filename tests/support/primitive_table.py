@@ -1,20 +1,27 @@
 """Tables of primitives against PyTorch in float64: values, gradients, and the shapes that were declared.
 
-All cases of a table become one model, so that a table is compiled once.
+All cases of a table become one model, so that a table is compiled once. Without PyTorch, results are compared with
+what it gave; after a change of a table, ``python tests/support/primitive_table.py`` records that anew.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import torch
+from torch_oracle import HAS_TORCH, torch
 
 from capibara import compose as ml
 
-torch.set_num_threads(1)
+COMPOSE = Path(__file__).parents[1] / "compose"
+RECORD = COMPOSE / "golden" / "references.npz"
+TABLES = ("elements", "arrays", "operations", "language")
 KINDS = {"f": "float", "i": "int", "b": "bool"}
 
 
@@ -90,44 +97,78 @@ def weight_of(array: Any) -> Any:
     return np.cos(np.arange(array.size, dtype="float64") * 0.7 + 0.3).reshape(array.shape)
 
 
-def check(case: Case, found: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> None:
-    """Compare what was found with PyTorch."""
-    outputs, gradients, shapes = found
+def wanted(case: Case) -> dict[str, np.ndarray]:
+    """What PyTorch says: ``"out0"``, ``"out1"`` …, and, where there is a gradient, ``"d NAME"`` for each real input."""
     tensors = {k: torch.tensor(np.asarray(v)) for k, v in case.inputs.items()}
     for tensor in tensors.values():
         tensor.requires_grad_(tensor.dtype == torch.float64)
-    wanted = case.want(**tensors)
-    wanted = wanted if isinstance(wanted, tuple | list) else (wanted,)
-    assert len(wanted) == len(outputs)
-    for (key, got), want in zip(outputs.items(), wanted, strict=True):
-        want = torch.as_tensor(want)
-        np.testing.assert_allclose(got, want.detach().numpy(), rtol=case.rtol, atol=1e-12, err_msg=key)
-        assert got.shape == tuple(want.shape)
-        assert KINDS[got.dtype.kind] == KINDS[want.detach().numpy().dtype.kind]
+    out = case.want(**tensors)
+    out = [torch.as_tensor(each) for each in (out if isinstance(out, tuple | list) else (out,))]
+    found = {f"out{i}": each.detach().numpy() for i, each in enumerate(out)}
+    terms = [
+        (torch.as_tensor(weight_of(each.detach().numpy())) * each).sum() for each in out if each.requires_grad
+    ]
+    if case.gradient and terms:
+        real = {k: t for k, t in tensors.items() if t.requires_grad}
+        pulled = torch.autograd.grad(terms, list(real.values()), allow_unused=True)
+        for (key, tensor), each in zip(real.items(), pulled, strict=True):
+            found[f"d {key}"] = (torch.zeros_like(tensor) if each is None else each).numpy()
+    return found
+
+
+@cache
+def _record() -> dict[str, np.ndarray]:
+    with np.load(RECORD, allow_pickle=False) as file:
+        return dict(file)
+
+
+def recorded(name: str) -> dict[str, np.ndarray]:
+    """What PyTorch said when the record was made, for ``"table/case"``."""
+    start = f"{name}/"
+    found = {k.removeprefix(start): v for k, v in _record().items() if k.startswith(start)}
+    assert found, f"{name} is not in {RECORD.name}: run python tests/support/primitive_table.py, with PyTorch"
+    return found
+
+
+def same_references(got: dict[str, np.ndarray], want: dict[str, np.ndarray], rtol: float) -> None:
+    """Compare a record with PyTorch."""
+    assert sorted(got) == sorted(want)
+    for key, each in want.items():
+        assert (got[key].shape, got[key].dtype) == (each.shape, each.dtype), key
+        np.testing.assert_allclose(got[key], each, rtol=max(rtol, 1e-10), atol=1e-11, err_msg=key)
+
+
+def check(name: str, case: Case, found: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> None:
+    """Compare what was found for ``"table/case"`` with PyTorch, or with what it said."""
+    outputs, gradients, shapes = found
+    want = wanted(case) if HAS_TORCH else recorded(name)
+    assert sum(key.startswith("out") for key in want) == len(outputs)
+    for i, (key, got) in enumerate(outputs.items()):
+        right = want[f"out{i}"]
+        np.testing.assert_allclose(got, right, rtol=case.rtol, atol=1e-12, err_msg=key)
+        assert got.shape == right.shape
+        assert KINDS[got.dtype.kind] == KINDS[right.dtype.kind]
         assert got.dtype in (np.float64, np.int32, bool)
         assert shapes[key] == got.shape, key
-    if not case.gradient:
+    pulled = {key.removeprefix("d "): each for key, each in want.items() if key.startswith("d ")}
+    if not pulled:
         for got in gradients.values():
             np.testing.assert_array_equal(got, 0)
-        return
-    terms = [
-        (torch.as_tensor(weight_of(got)) * want).sum()
-        for got, want in zip(outputs.values(), wanted, strict=True)
-        if want.requires_grad
-    ]
-    if not terms:
-        for got in gradients.values():
-            np.testing.assert_array_equal(got, 0)
-        return
-    real = {k: t for k, t in tensors.items() if t.requires_grad}
-    pulled = torch.autograd.grad(sum(terms), list(real.values()), allow_unused=True)  # type: ignore[arg-type]
-    for (key, tensor), want in zip(real.items(), pulled, strict=True):
-        if key == case.but:
-            continue
-        want = torch.zeros_like(tensor) if want is None else want
-        np.testing.assert_allclose(
-            gradients[key], want.numpy(), rtol=max(case.rtol, 1e-10), atol=1e-11, err_msg=f"gradient of {key}"
-        )
+    for key, right in pulled.items():
+        if key != case.but:
+            np.testing.assert_allclose(
+                gradients[key], right, rtol=max(case.rtol, 1e-10), atol=1e-11, err_msg=f"gradient of {key}"
+            )
+
+
+def table(name: str) -> ModuleType:
+    """The module ``tests/compose/test_library_NAME.py``."""
+    spec = importlib.util.spec_from_file_location(f"table_{name}", COMPOSE / f"test_library_{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def check_dtypes(cases: dict[str, Case], compute: str) -> None:
@@ -143,3 +184,14 @@ def check_dtypes(cases: dict[str, Case], compute: str) -> None:
         if str(v.dtype) != compiled.outputs[k].dtype
     }
     assert not wrong
+
+
+if __name__ == "__main__":
+    everything: dict[str, Any] = {
+        f"{name}/{label}/{key}": value
+        for name in TABLES
+        for label, case in table(name).CASES.items()
+        for key, value in wanted(case).items()
+    }
+    np.savez_compressed(RECORD, **everything)
+    print(f"{len(everything)} arrays of PyTorch {torch.__version__} in {RECORD}")
