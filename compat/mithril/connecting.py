@@ -8,6 +8,7 @@ are still open (``Reshape()``) waits for :meth:`Connectable.connect`.
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any, ClassVar
 
 from capibara.compose import TBD
@@ -16,7 +17,7 @@ from capibara.compose.logical.block import Block
 from capibara.compose.logical.connections import IOKey, Placement
 from capibara.compose.logical.operators import Operators
 
-__all__ = ["Connectable", "given"]
+__all__ = ["Connectable", "as_identifier", "given"]
 
 
 def given(value: Any) -> bool:
@@ -35,11 +36,14 @@ class Connectable(Block):
 
     places: ClassVar[str] = ""
     signature: ClassVar[str] = ""
+    sized: ClassVar[tuple[str, ...]] = ()
+    """Settings that are sizes, and may be connections that follow from shapes."""
 
     def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
         if len(args) > len(self._options()):
             raise WiringError(f"{type(self).__name__}: got {len(args)} arguments, expected {self.signature}")
         options |= dict(zip(self._options(), args, strict=False))
+        self.__dict__["title"], name = name, as_identifier(name)
         self.__dict__["_wanted"] = {}
         self.__dict__["_values"] = {}
         self._make(options, name)
@@ -64,13 +68,18 @@ class Connectable(Block):
         settings: dict[str, Any] = {}
         open_ones = []
         for key, (other, default) in known.items():
+            own = key in options
             value = options.pop(key, default)
             if other not in takes:
-                if given(value):
+                if own and given(value):
                     self._values[key] = value
             elif given(value):
-                settings[other] = self._setting(key, value)
                 self._wanted[key] = value
+                if key in self.sized and _holds_connection(value):
+                    settings[other], ports = _sizes(key, value)
+                    self._values.update(ports)
+                else:
+                    settings[other] = self._setting(key, value)
             elif takes[other].default is inspect.Parameter.empty:
                 open_ones.append(key)
         for key, value in options.items():
@@ -157,6 +166,21 @@ class Connectable(Block):
         rest = {k: v for k, v in joined.items() if k != first}
         before = keys[: keys.index(first)]
         return super().__call__(*(rest.pop(k, None) for k in before), joined[first], **rest)
+
+
+def as_identifier(name: Any) -> Any:
+    """A name that compose takes: Mithril takes any, such as ``"0"``, which :attr:`Connectable.title` keeps."""
+    if name is None or re.fullmatch(r"[A-Za-z]\w*", name):
+        return name
+    return "n" + re.sub(r"\W", "_", name)
+
+
+def _sizes(key: str, value: Any) -> tuple[Any, dict[str, Any]]:
+    """Sizes with None for each that is a connection, and the connections by port."""
+    if not isinstance(value, list | tuple):
+        return None, {key: value}
+    row = tuple(None if isinstance(size, Operators) else size for size in value)
+    return row, {f"size_{i}": size for i, size in enumerate(value) if isinstance(size, Operators)}
 
 
 def _literal(text: str) -> Any:

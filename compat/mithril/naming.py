@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from capibara.compose.logical.block import Block, Primitive
 from capibara.compose.logical.model import Model
 from capibara.compose.logical.wires import Wire
+from mithril.connecting import as_identifier
 
 __all__ = ["name_all"]
 
@@ -28,7 +29,7 @@ def name_all(model: Model, *, short: bool = True) -> None:
     numbers: Counter[str] = Counter()
     for path, key, wire in places:
         if not short:
-            name = "_".join((*path, key))
+            name = as_identifier("_".join((*path, key)))
         elif counts[key] == 1 and key not in taken:
             name = key
         else:
@@ -61,16 +62,21 @@ def _unnamed(model: Model) -> Iterator[Place]:
 
 def _inside(model: Model, path: tuple[str, ...]) -> list[tuple[Block, tuple[str, ...]]]:
     """The blocks of a model, last first, under Mithril's names: their own, or that of their class, numbered."""
-    kinds = Counter(_kind(child.block) for child in model.children if not child.block.name)
+    kinds = Counter(_kind(child.block) for child in model.children if not _title(child.block))
     numbers: Counter[str] = Counter()
     found = []
     for child in model.children:
-        name, kind = child.block.name, _kind(child.block)
+        name, kind = _title(child.block), _kind(child.block)
         if not name:
             name = kind if kinds[kind] == 1 else f"{kind}_{numbers[kind]}"
             numbers[kind] += 1
         found.append((child.block, (*path, name.lower())))
     return found[::-1]
+
+
+def _title(block: Block) -> str | None:
+    """The name that the author gave."""
+    return block.__dict__.get("title") or block.name
 
 
 def _kind(block: Block) -> str:

@@ -393,3 +393,27 @@ def test_embeddings_and_gates():
     rows = params["weight"][ids]
     out = compiled.evaluate(params, {"ids": ids})["output"]
     np.testing.assert_allclose(out, rows / (1 + np.exp(-rows)), rtol=1e-5)
+
+
+def test_attention_is_causal_unless_told_otherwise_and_any_name_will_do():
+    model = Model()
+    inner = Model(name="0")
+    inner |= Linear(4, name="q-1").connect("input", output="query")
+    attend = models.ScaledDotProduct().connect(query="query", key="input", value="input", output="output")
+    inner |= attend
+    model |= inner.connect(input="input", output="causal")
+    full = models.ScaledDotProduct(is_causal=False)(query="input", key="input", value="input")
+    model |= Buffer().connect(full, output="whole")
+    compiled = ml.compile(model, ml.NumpyBackend(), shapes={"input": [3, 4]}, use_short_namings=False)
+    p, x = compiled.randomize_params(), draw(3, 4)
+    assert set(p) == {"n0_q_1_weight", "n0_q_1_bias"}
+    out = compiled.evaluate(p, {"input": x})
+    query = x @ p["n0_q_1_weight"].T + p["n0_q_1_bias"]
+
+    def attention(query: Any, mask: Any) -> Any:
+        scores = np.where(mask, query @ x.T / 2, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True) @ x
+
+    np.testing.assert_allclose(out["causal"], attention(query, np.tri(3, dtype=bool)), rtol=1e-5)
+    np.testing.assert_allclose(out["whole"], attention(x, np.ones((3, 3), bool)), rtol=1e-5)

@@ -35,6 +35,7 @@ class Reshape(Connectable, p.Reshape):
 
     signature = "shape input"
     places = "input shape output"
+    sized = ("shape",)
 
 
 class BroadcastTo(Connectable, p.BroadcastTo):
@@ -42,13 +43,15 @@ class BroadcastTo(Connectable, p.BroadcastTo):
 
     signature = "shape input"
     places = "input shape output"
+    sized = ("shape",)
 
 
 class Arange(Connectable, p.Arange):
-    """``start, start + step, …`` up to but without ``stop``."""
+    """``start, start + step, …`` up to but without ``stop``, integers or connections that follow from shapes."""
 
     signature = "start=0 stop step=1"
     places = "start stop step dtype output"
+    sized = ("start", "stop")
 
 
 class Eye(Connectable, p.Eye):
