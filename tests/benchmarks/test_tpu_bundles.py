@@ -78,9 +78,12 @@ def test_forward_on_one_kind_of_chip():
 REACHED = {
     ("v5e", 128, 512, "backward"): 0.98,
     ("v5e", 256, 512, "backward"): 0.99,
+    ("v5e", 64, 1024, "backward"): 0.99,
+    ("v5e", 128, 1024, "backward"): 0.98,
     ("v5p", 256, 256, "forward"): 0.98,
     ("v5p", 128, 512, "backward"): 0.99,
     ("v5p", 256, 512, "backward"): 1.06,
+    ("v5p", 64, 1024, "backward"): 0.99,
 }
 
 
