@@ -121,6 +121,7 @@ def test_compiled_code_runs_unless_something_else_is_asked_for(monkeypatch: pyte
     with use_engine("numpy"):
         assert fixed_search.default_executor() == "numpy"
     monkeypatch.setattr(fixed_search, "open_library", lambda: (None, "not built"))
+    monkeypatch.setattr(fixed_search, "has_native", lambda: False)
     assert fixed_search.default_executor() == "numpy"
     fixed_search.get_executor.cache_clear()
     with pytest.raises(CompressError, match="not built"):

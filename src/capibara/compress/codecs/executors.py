@@ -23,7 +23,7 @@ from capibara.compress.formats import NumberFormat
 from capibara.errors import MissingExtraError, did_you_mean
 from capibara.native.loading import open_library
 
-__all__ = ["Executor", "NumpyExecutor", "best_executor", "get_executor"]
+__all__ = ["Executor", "NumpyExecutor", "best_executor", "get_executor", "has_native"]
 
 
 class Executor(Protocol):
@@ -166,11 +166,12 @@ def get_executor(name: str) -> Executor:
 def best_executor() -> Executor:
     """The one that :func:`capibara.compress.codecs.engine.use_engine` asks for; else compiled code, else NumPy."""
     wanted = wanted_engine()
-    if wanted == "auto" or (wanted == "native" and not _has_native()):
-        wanted = "native" if _has_native() else "numpy"
+    if wanted == "auto" or (wanted == "native" and not has_native()):
+        wanted = "native" if has_native() else "numpy"
     return get_executor(wanted)
 
 
 @cache
-def _has_native() -> bool:
+def has_native() -> bool:
+    """Whether compiled code is here."""
     return open_library()[0] is not None

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from capibara.compress.codecs.engine import on_accelerator, wanted_engine
+from capibara.compress.codecs.executors import has_native
 from capibara.compress.errors import CompressError
 from capibara.errors import MissingExtraError, did_you_mean
 from capibara.native.loading import open_library
@@ -309,7 +310,7 @@ def default_executor() -> str:
     wanted = wanted_engine()
     if wanted in ("torch", "jax") and on_accelerator(wanted):
         return wanted
-    return "numpy" if wanted == "numpy" or open_library()[0] is None else "native"
+    return "native" if wanted != "numpy" and has_native() else "numpy"
 
 
 def search(

@@ -64,7 +64,7 @@ def strategy_engine(strategy: str) -> contextlib.AbstractContextManager[None]:
     compile a program for every shape first, which takes longer than the work.
     """
     from capibara.compress.codecs.engine import on_accelerator, use_engine
-    from capibara.native.loading import open_library
+    from capibara.compress.codecs.executors import has_native
 
     if strategy != "jax":
         return contextlib.nullcontext()
@@ -74,7 +74,7 @@ def strategy_engine(strategy: str) -> contextlib.AbstractContextManager[None]:
             f"strategy='jax': JAX does not run here ({problem}): codecs run on what is here, with the same bytes.",
         )
         return contextlib.nullcontext()
-    if not on_accelerator("jax") and open_library()[0] is not None:
+    if not on_accelerator("jax") and has_native():
         return use_engine("native")
     return use_engine("jax")
 
