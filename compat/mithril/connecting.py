@@ -19,6 +19,9 @@ from capibara.compose.logical.operators import Operators
 
 __all__ = ["Connectable", "as_identifier", "given"]
 
+WORDS = ("average", "dtype", "input_type", "padding", "weights")
+"""Settings that are words; for any other a string is the name of a connection."""
+
 
 def given(value: Any) -> bool:
     """Whether there is a value (``TBD``, ``None`` for a port and the empty string say that there is none)."""
@@ -94,7 +97,7 @@ class Connectable(Block):
             self._base().__init__(self, **settings, name=name)
 
     def _setting(self, key: str, value: Any) -> Any:
-        if _holds_connection(value):
+        if _holds_connection(value) or (isinstance(value, str) and key not in WORDS):
             raise WiringError(
                 f"{type(self).__name__}: {key} is {value!r}, expected a value that is known when the model is "
                 f"written. Give the number itself; arrays are connected, settings such as {key} are not"
@@ -192,4 +195,4 @@ def _literal(text: str) -> Any:
 def _holds_connection(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(_holds_connection(v) for v in value)
-    return isinstance(value, (Operators | IOKey, str))
+    return isinstance(value, Operators | IOKey)

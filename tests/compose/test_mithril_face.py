@@ -417,3 +417,20 @@ def test_attention_is_causal_unless_told_otherwise_and_any_name_will_do():
 
     np.testing.assert_allclose(out["causal"], attention(query, np.tri(3, dtype=bool)), rtol=1e-5)
     np.testing.assert_allclose(out["whole"], attention(x, np.ones((3, 3), bool)), rtol=1e-5)
+
+
+def test_settings_that_are_words():
+    x, label = draw(4, 3), np.array([0, 2, 1, 0])
+    shares = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    model = Model()
+    loss = models.CrossEntropy(input_type="probs")
+    model |= loss.connect(input="input", target="target", output="loss")
+    model |= models.Cast(dtype=ml.int16).connect("input", output="cut")
+    model |= Convolution2D(3, 1, padding="same").connect(input="image", output="same")
+    shapes = {"input": [4, 3], "target": [4], "image": [1, 1, 5, 5]}
+    compiled = ml.compile(model, ml.NumpyBackend(), shapes=shapes)
+    given = {"input": shares, "target": label, "image": draw(1, 1, 5, 5)}
+    out = compiled.evaluate(compiled.randomize_params(), given)
+    np.testing.assert_allclose(out["loss"], -np.log(shares[range(4), label]), rtol=1e-5)
+    np.testing.assert_array_equal(out["cut"], 0)
+    assert out["same"].shape == (1, 1, 5, 5)
