@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from capibara.errors import CapibaraError
@@ -21,6 +22,7 @@ __all__ = [
     "HeldJaxpr",
     "UnsupportedJaxError",
     "UnsupportedJaxWarning",
+    "find_package",
     "installed_version",
     "libtpu_problem",
     "require_supported_jax",
@@ -44,11 +46,19 @@ class UnsupportedJaxWarning(UserWarning):
     """The installed JAX is not one of those that Capibara is tested with."""
 
 
+def find_package(name: str) -> ModuleSpec | None:
+    """Where a package would be imported from; None where there is none, or a finder refuses to say."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # blocked on purpose; put there by hand, without a spec
+        return None
+
+
 def installed_version() -> str | None:
     """The version of the installed JAX, which is not imported for it; None where there is none."""
     if (module := sys.modules.get("jax")) is not None:
         return getattr(module, "__version__", None)
-    spec = importlib.util.find_spec("jax")
+    spec = find_package("jax")
     if spec is None or spec.origin is None:
         return None
     # The folder's name says it. importlib.metadata, which can do more, takes longer to import than all the rest here.

@@ -7,13 +7,12 @@ Both look at names of files only: JAX is not imported for them.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 
-from capibara.jax_versions import UnsupportedJaxWarning, installed_version, version_problem
+from capibara.jax_versions import UnsupportedJaxWarning, find_package, installed_version, version_problem
 
 __all__ = ["has_tpu", "keep_to_cpu", "prepare"]
 
@@ -45,7 +44,7 @@ def keep_to_cpu(environment: Mapping[str, str], system: str = "/") -> bool:
     chosen = "JAX_PLATFORMS" in environment or "JAX_FORCE_TPU_INIT" in environment
     if chosen or any(name.startswith("TPU_") and name not in _ABOUT_NO_TPU for name in environment):
         return False
-    if importlib.util.find_spec("libtpu") is None:
+    if find_package("libtpu") is None:
         return False
     return not has_tpu(system) and not any(_others(system))
 
@@ -69,7 +68,7 @@ def _others(system: str) -> Iterator[bool]:
     yield from (
         os.path.exists(os.path.join(system, "dev", name)) for name in ("nvidia0", "nvidiactl", "dxg", "kfd")
     )
-    yield importlib.util.find_spec("jax_plugins") is not None
+    yield find_package("jax_plugins") is not None
     from importlib import metadata
 
     yield bool(metadata.entry_points(group="jax_plugins"))

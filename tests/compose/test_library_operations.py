@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from primitive_table import Case, check, check_dtypes, draw, run
 from torch_oracle import functional as F
-from torch_oracle import torch
+from torch_oracle import needs_torch, torch
 
 from capibara import compose as ml
 
@@ -389,6 +389,7 @@ def test_dtypes(compute: str) -> None:
     check_dtypes(CASES, compute)
 
 
+@needs_torch
 def test_batch_norm_of_running_statistics() -> None:
     inputs = {"input": SIGNAL, "mean": draw(4), "variance": draw(4, low=0.5)}
     got = ml.compile(p.BatchNormalise(), ml.JaxBackend("float64")).apply({}, inputs, train=False)

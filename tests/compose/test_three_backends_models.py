@@ -12,12 +12,14 @@ import pytest
 from emulation import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_oracle import needs_torch, torch
+from torch_oracle import HAS_TORCH, needs_torch, torch
 
 from capibara import compose as ml
 from capibara.compose import initializers
 
-MAKERS: dict[str, Any] = {"numpy": ml.NumpyBackend, "torch": ml.TorchBackend, "jax": ml.JaxBackend}
+MAKERS: dict[str, Any] = {"numpy": ml.NumpyBackend, "jax": ml.JaxBackend}
+if HAS_TORCH:
+    MAKERS["torch"] = ml.TorchBackend
 
 
 @pytest.fixture(params=["numpy", pytest.param("torch", marks=needs_torch)])

@@ -183,6 +183,22 @@ def test_the_version_is_found_where_jax_is(tmp_path: Path):
     assert python(code, jax_of_version(tmp_path, "0.11.7")).stdout.strip() == "0.11.7"
 
 
+def test_a_finder_that_refuses_is_no_reason_to_fail():
+    code = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "libtpu", "jax_plugins"):
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Finder())
+import capibara
+from capibara.jax_versions import installed_version
+print(installed_version())
+"""
+    done = python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
+
+
 # ---- the TPU compiler -----------------------------------------------------------------------------------------------
 
 

@@ -35,16 +35,24 @@ def matmul(left: Array, right: Array, accumulate: str) -> Array:
     return product.astype(jnp.result_type(left, right))
 
 
+def _wide(x: Array) -> Array:
+    """Factorisations exist in 32 and 64 bits only; JAX 0.12 refuses others."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def cholesky(x: Array) -> Array:
-    return jnp.linalg.cholesky(x)
+    return jnp.linalg.cholesky(_wide(x)).astype(x.dtype)
 
 
 def eigvalsh(x: Array) -> Array:
-    return jnp.linalg.eigvalsh(x)
+    return jnp.linalg.eigvalsh(_wide(x)).astype(x.dtype)
 
 
 def solve_triangular(matrix: Array, right: Array, transposed: bool) -> Array:
-    return jax.scipy.linalg.solve_triangular(matrix, right, trans=1 if transposed else 0, lower=True)
+    solved = jax.scipy.linalg.solve_triangular(
+        _wide(matrix), _wide(right), trans=1 if transposed else 0, lower=True
+    )
+    return solved.astype(jnp.result_type(matrix, right))
 
 
 def diagonal(x: Array) -> Array:
@@ -85,8 +93,8 @@ def principal_components(x: Array, count: int) -> tuple[Array, Array, Array]:
     """Mean, the directions of largest variance as columns (largest entry positive), the variances; no gradient."""
     x = lax.stop_gradient(x)
     mean = jnp.mean(x, axis=0)
-    _, size, rows = jnp.linalg.svd(x - mean, full_matrices=False)
-    rows = rows[:count]
+    _, size, rows = jnp.linalg.svd(_wide(x - mean), full_matrices=False)
+    size, rows = size.astype(x.dtype), rows[:count].astype(x.dtype)
     largest = jnp.take_along_axis(rows, jnp.argmax(jnp.abs(rows), axis=1)[:, None], axis=1)
     return mean, (rows * jnp.sign(largest)).T, jnp.square(size[:count]) / (x.shape[0] - 1)
 
