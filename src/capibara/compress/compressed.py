@@ -20,6 +20,7 @@ import numpy as np
 
 from capibara.compress.container import Archive
 from capibara.compress.errors import ArchiveError, CompressError, FolderError
+from capibara.compress.folders import find_archives, join_archives
 from capibara.compress.merged_models import MERGED, is_pairs, relu_chain, resized
 from capibara.compress.models.adapters import STRUCTURE, Adapter, adapt, assemble
 from capibara.compress.models.numbers import from_bits, is_torch
@@ -232,7 +233,7 @@ class CompressedModel:
         """Open an archive.
 
         Args:
-          path: of :meth:`save`, of ``capibara compress`` …
+          path: of :meth:`save`, of ``capibara compress`` …; or a folder whose archives together hold the model.
           model: one of the same kind as the original, whose numbers do not matter: then it can be run. A module may be
             on the device ``"meta"``.
           apply: runs a tree of arrays.
@@ -244,6 +245,9 @@ class CompressedModel:
           CompressError: its tensors are not those of ``model``; ``decode=False``, and no weight can run in its codes.
           OSError: it cannot be read.
         """
+        owned = None
+        if Path(path).is_dir():
+            path, owned = _joined(Path(path))
         if model is None:
             if apply is not None:
                 raise CompressError(
@@ -255,12 +259,12 @@ class CompressedModel:
                     "decode: got False, but no model that runs. Remedy: load(path, model, decode=False), or "
                     "capibara.compress.load_quantised."
                 )
-            return CompressedModel(path)
+            return CompressedModel(path, owned=owned)
         with Archive(path) as archive:
             if MERGED in archive.metadata:
                 model = resized(model, archive)
                 apply = relu_chain if apply is None and is_pairs(model) else apply
-        return open_compressed(path, adapt(model, apply), decode=decode)
+        return open_compressed(path, adapt(model, apply), owned, decode)
 
     def reopened(self, decode: bool | str) -> CompressedModel:
         """The same archive, run in another way; of one that was opened with ``decode=True``."""
@@ -283,6 +287,20 @@ def open_compressed(
     """A compressed model that can be run, of the class that fits the original."""
     kind = _torch_class() if adapter.kind == "torch" else CompressedModel
     return kind(path, adapter, owned=owned, decode=decode)
+
+
+def _joined(folder: Path) -> tuple[Path, Any]:
+    """The archive of a folder; several as one in a temporary folder, and what keeps that.
+
+    Raises:
+      CompressError: no archive, or two with a tensor of one name.
+    """
+    paths = find_archives(folder)
+    if len(paths) == 1:
+        return paths[0], None
+    made, keeper = make_folder()
+    join_archives(paths, made / "model.capi")
+    return made / "model.capi", keeper
 
 
 def _object(text: str, path: object, kind: Any = dict | str) -> Any:
@@ -336,13 +354,17 @@ def _torch_class() -> type[CompressedModel]:
                 from capibara.compress.torch_codes import coded_module
 
                 with Archive(self.path) as archive:
-                    self.module, names, why = coded_module(adapter.model, archive, adapter.tied)
+                    module, names, why = coded_module(adapter.model, archive, adapter.tied)
                 if decode is False and not names:
                     refuse(self.path, why)
                 self._names, self._tied = (names, why), dict(adapter.tied)
                 self._adapter = None  # the original's numbers may go
             else:
-                self.module = CompressedModel.decompress(self)
+                module = CompressedModel.decompress(self)
+            # Its parts are this one's own, under the same names; it stands beside them, and not among them.
+            self.__dict__["module"] = module
+            for own in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+                self.__dict__[own] = getattr(module, own)
             if left := [n for n, v in self.module.state_dict().items() if is_torch(v) and v.is_meta]:
                 raise CompressError(f"model: {left[0]} is on the device 'meta', and not in {self.path}")
             unsaved = [n for n, b in self.module.named_buffers() if b.is_meta]
@@ -352,7 +374,6 @@ def _torch_class() -> type[CompressedModel]:
                     "Remedy: make the model on another device."
                 )
             self.train(training)
-            self.register_load_state_dict_pre_hook(_prefixed)
 
         @property
         def model(self) -> Any:
@@ -386,18 +407,32 @@ def _torch_class() -> type[CompressedModel]:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return torch.nn.Module.__call__(self, *args, **kwargs)
 
+        def __getattr__(self, name: str) -> Any:
+            """What else the original has: ``config``, ``generate``, ``device`` …"""
+            try:
+                return torch.nn.Module.__getattr__(self, name)
+            except AttributeError:
+                if name == "module" or "module" not in self.__dict__:
+                    raise
+                return getattr(self.__dict__["module"], name)
+
+        def _apply(self, *args: Any, **kwargs: Any) -> Any:
+            self.module._apply(*args, **kwargs)
+            return self
+
+        def train(self, mode: bool = True) -> Any:
+            self.module.train(mode)
+            self.training = mode
+            return self
+
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return self.module.state_dict(*args, **kwargs)
+
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module.load_state_dict(*args, **kwargs)
 
         def __repr__(self) -> str:
             return CompressedModel.__repr__(self)
 
     CompressedTorchModel.__qualname__ = CompressedTorchModel.__name__
     return CompressedTorchModel
-
-
-def _prefixed(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Names as the original has them, as ``state_dict`` gives them, on their way to the module inside."""
-    own = module.module.state_dict()  # which may itself have a part that is called "module"
-    found = {name: state.pop(prefix + name) for name in own if prefix + name in state}
-    state.update({f"{prefix}module.{name}": value for name, value in found.items()})

@@ -14,6 +14,7 @@ from typing import Any
 from capibara.compress.allocation import Allocation, Survey, allocate, everywhere, survey
 from capibara.compress.calibration.layers import layer_moments
 from capibara.compress.codecs.executors import best_executor
+from capibara.compress.codecs.fixed import Fixed
 from capibara.compress.codecs.protocol import CODECS
 from capibara.compress.compressed import PROFILE, STATS, CompressedModel, make_folder, open_compressed
 from capibara.compress.container import Archive, ArchiveWriter
@@ -115,13 +116,22 @@ class Compression:
     def _alone(self, codec: str, ratio: float, chosen: Allocation) -> Allocation | None:
         """What the codec as a strategy makes of each tensor, where that is nearly as good as what was chosen, by
         estimate."""
-        if codec in EXACT:
+        if codec in EXACT or not self._may_differ(codec, ratio, chosen):
             return None
         try:
             other = allocate(self._surveyed_alone(codec), ratio, weights=self.weights)
         except CompressError:
             return None
         return other if other.points and other.error < 1.25 * chosen.error else None
+
+    def _may_differ(self, codec: str, ratio: float, chosen: Allocation) -> bool:
+        """Whether a codec alone can meet the ratio, and is not what was chosen: looked at without a survey."""
+        if codec not in FIXED:
+            return any(p.codec != codec for p in chosen.points.values())
+        found, how = self.surveyed(), CODECS[codec]
+        assert isinstance(how, Fixed)
+        least = sum(min(c.points[0].size, c.count * how.kind.bits / 8) for c in found.curves.values())
+        return found.fixed + least < 1.02 * found.total / ratio
 
     def _surveyed_alone(self, codec: str) -> Survey:
         """The survey of one codec as a strategy.

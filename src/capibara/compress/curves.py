@@ -25,6 +25,7 @@ from capibara.compress.codecs.fixed_settings import feeds_back
 from capibara.compress.codecs.low_rank import remember
 from capibara.compress.codecs.matrices import get_axes
 from capibara.compress.codecs.protocol import CODECS, get_codec, settings_of_rows, stored_settings
+from capibara.compress.codecs.uniform import UNIFORM
 from capibara.compress.container.index import CHUNK
 from capibara.compress.container.writer import coded_shape, rows_together
 from capibara.compress.errors import CompressError
@@ -371,7 +372,7 @@ def _measure_uniform(
     # Above eight bits the curve is straight.
     middle = max(first, math.floor(top - 8))
     steps = np.array([*range(first, middle, 3), *range(middle, last + 1)], np.float64)
-    points = [measure("uniform", {"step": 2.0**s, **given}, bits, form, shape, metric) for s in steps]
+    points = _measured(2.0**steps, bits, form, shape, metric, given)
     share = curve.count / bits.size
     # A curve that does not fall would not be one.
     sizes = np.maximum.accumulate(np.array([p.size for p in points])[::-1])[::-1] * share
@@ -380,3 +381,22 @@ def _measure_uniform(
     curve.log_steps = fine
     curve.sizes = np.interp(fine, steps, sizes)
     curve.errors = 2.0 ** np.interp(fine, steps, np.log2(errors))
+
+
+def _measured(
+    steps: np.ndarray,
+    bits: np.ndarray,
+    form: NumberFormat,
+    shape: tuple[int, ...],
+    metric: Metric | None,
+    given: Mapping[str, Any],
+) -> list[Point]:
+    """``uniform`` with each of the steps, those of one chunk together."""
+    if metric is None or coded_shape(shape, UNIFORM) != shape or rows_together(shape, UNIFORM) < shape[0]:
+        return [measure("uniform", {"step": s, **given}, bits, form, shape, metric) for s in steps.tolist()]
+    found = UNIFORM.by_outputs(bits.reshape(-1), form, shape, given, steps.tolist())
+    if any(one is None for one in found):
+        raise CompressError(
+            "values: their range is too large for steps. Remedy: codec='lossless' for this tensor."
+        )
+    return [Point("uniform", {}, len(one[0]), one[1]) for one in found if one is not None]

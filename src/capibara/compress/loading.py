@@ -7,18 +7,21 @@ their devices. At no time is the whole model in the host's memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from capibara.compress.container import Archive, Entry
 from capibara.compress.errors import ArchiveError, CompressError
+from capibara.compress.folders import find_archives, names_of
 from capibara.compress.models.adapters import STRUCTURE, assemble
 from capibara.compress.models.numbers import numpy_dtype
 from capibara.errors import MissingExtraError, did_you_mean
@@ -41,7 +44,7 @@ def load_sharded(
     ``jax.device_put(CompressedModel.load(archive).model, shardings)``.
 
     Args:
-      archive: a ``.capi`` file.
+      archive: a ``.capi`` file, or a folder whose archives together hold the model.
       shardings: one ``jax.sharding.Sharding`` for all tensors; or one for each, by name, or nested as the tensors were
         (as :meth:`capibara.compose.CompiledModel.propose_shardings` gives them); or a function of name and shape.
       progress: called with a tensor's name and bytes, when it is on its devices.
@@ -60,10 +63,35 @@ def load_sharded(
     except ImportError:
         raise MissingExtraError("jax", "train", "Loading onto a mesh") from None
     if not isinstance(archive, Archive):
-        with Archive(archive) as opened:
-            return load_sharded(opened, shardings, progress=progress)
+        paths = find_archives(archive) if Path(archive).is_dir() else [Path(archive)]
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(Archive(path)) for path in paths]
+            if len(opened) == 1:
+                return load_sharded(opened[0], shardings, progress=progress)
+            find = _finder(archive, names_of(opened), shardings, jax)
+            return {
+                name: array for one in opened for name, array in _arrays(one, find, progress, jax).items()
+            }
     structure = _structure(archive)
-    find = _finder(archive, shardings, structure, jax)
+    made = _arrays(archive, _finder(archive.path, archive.entries, shardings, jax), progress, jax)
+
+    def made_of(name: str) -> Any:
+        if name not in made:
+            raise ArchiveError(
+                f"{archive.path}: its metadata names a tensor that is not there: {name!r:.200}"
+            )
+        return made[name]
+
+    return made if structure is None else assemble(structure, made_of)
+
+
+def _arrays(
+    archive: Archive,
+    find: Callable[[str, tuple[int, ...]], Any],
+    progress: Callable[[str, int], None] | None,
+    jax: Any,
+) -> dict[str, Any]:
+    """The arrays by name."""
     wanted: list[tuple[Entry, jax.sharding.Sharding]] = []
     for entry in archive:
         sharding = find(entry.name, entry.shape)
@@ -80,15 +108,7 @@ def load_sharded(
             array, sharding = made[entry.same_as], find(entry.name, entry.shape)
             same = array.sharding.is_equivalent_to(sharding, len(entry.shape))
             made[entry.name] = array if same else jax.device_put(array, sharding)
-
-    def made_of(name: str) -> Any:
-        if name not in made:
-            raise ArchiveError(
-                f"{archive.path}: its metadata names a tensor that is not there: {name!r:.200}"
-            )
-        return made[name]
-
-    return made if structure is None else assemble(structure, made_of)
+    return made
 
 
 def _structure(archive: Archive) -> Any:
@@ -100,7 +120,7 @@ def _structure(archive: Archive) -> Any:
 
 
 def _finder(
-    archive: Archive, shardings: Any, structure: Any, jax: Any
+    path: object, names: Collection[str], shardings: Any, jax: Any
 ) -> Callable[[str, tuple[int, ...]], Any]:
     """Gives the sharding of a tensor."""
     if isinstance(shardings, jax.sharding.Sharding):
@@ -109,12 +129,11 @@ def _finder(
         return shardings
     if isinstance(shardings, Mapping | list | tuple):
         flat = dict(_flatten(shardings, (), jax))
-        if unknown := [n for n in flat if n not in archive.entries]:
+        if unknown := [n for n in flat if n not in names]:
             raise CompressError(
-                f"shardings: {unknown[0]!r} is not a tensor of {archive.path}."
-                f"{did_you_mean(unknown[0], archive.entries)}"
+                f"shardings: {unknown[0]!r} is not a tensor of {path}.{did_you_mean(unknown[0], names)}"
             )
-        if missing := [n for n in archive.entries if n not in flat]:
+        if missing := [n for n in names if n not in flat]:
             raise CompressError(f"shardings: there is none for {missing[0]!r}, and {len(missing) - 1} others")
         return lambda name, shape: flat[name]
     raise CompressError(

@@ -13,7 +13,7 @@ from capibara.errors import did_you_mean
 __all__ = ["EXACT", "FIXED", "MODES", "CompressionProfile"]
 
 MODES: dict[str, float | None] = {"lossless": None, "conservative": 2.0, "balanced": 4.0, "aggressive": 8.0}
-EXACT = ("lossless", "exponent")  # codecs that lose nothing
+EXACT = ("lossless", "exponent", "zeros")  # codecs that lose nothing
 FIXED = ("int8", "int4", "nf4")  # codecs that have a ratio of their own
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from capibara.compress.allocation import Allocation
+from capibara.compress.codecs.zeros import exact_codec
 from capibara.compress.container import Archive, ArchiveWriter
 from capibara.compress.container.index import Entry, dump, parse_footer
 from capibara.compress.container.writer import Tensor
@@ -46,6 +47,8 @@ def add_tensors(
 
     def tensor(name: str, form: NumberFormat, shape: tuple[int, ...]) -> Tensor:
         bits = numbers_of(source, name)
+        if chosen is None:
+            return Tensor(name, bits, form, shape, exact_codec(bits, form, shape))
         if (point := points.get(name)) is None:
             return Tensor(name, bits, form, shape)
         return Tensor(name, bits, form, shape, point.codec, point.settings)

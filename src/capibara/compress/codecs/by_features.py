@@ -11,7 +11,7 @@ quantization", 2026). Multiples of these steps are entropy-coded input by input,
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,18 +49,20 @@ class Rounded:
 def round_by_outputs(
     matrix: np.ndarray,
     hessian: np.ndarray,
-    step: float,
+    steps: Sequence[float],
     means_of: Callable[[Iterator[np.ndarray]], np.ndarray],
     stored: Callable[[np.ndarray], np.ndarray],
     damping: float,
-) -> Iterator[Rounded]:
-    """A matrix with one step, which loses nothing where all numbers are multiples; the same with errors made up for;
-    and that with a step for each feature.
+) -> list[list[Rounded]]:
+    """For each step a matrix rounded to it, which loses nothing where all numbers are multiples; the same with errors
+    made up for; and that with a step for each feature.
+
+    All go through the columns together: a column of a small matrix takes less time than the calls that round it.
 
     Args:
       matrix: float64 [out, features].
       hessian: float64 [features, features], E[x xᵀ] of the inputs; its scale does not matter.
-      step: the geometric mean of the steps.
+      steps: the geometric means of the steps.
       means_of: of numbers in steps, a few at a time, the ``means``.
       stored: what becomes of float64 numbers in the type of the tensor.
       damping: share of the mean moment that is added to the diagonal.
@@ -74,34 +76,55 @@ def round_by_outputs(
     free = np.log2(factor.diagonal())
     codes = np.clip(np.rint(_QUARTERS * (free - free.mean())), -_MOST, _MOST).astype(np.int8)
     second = hessian / (float(np.mean(np.diag(hessian))) or 1.0)
-
+    rows, features = matrix.shape
+    block = max(BLOCK // features, 1)
     # Steps that are too small for the numbers are seen by multiples that are too large, or not finite.
-    @np.errstate(all="ignore")
-    def one(codes: np.ndarray | None, fed_back: bool) -> Rounded:
-        steps = _steps(step, np.zeros(matrix.shape[1]) if codes is None else codes)
-        rows = max(BLOCK // matrix.shape[1], 1)
-        means = means_of(matrix[i : i + rows] / steps for i in range(0, len(matrix), rows))
-        offsets = np.append(means / 256, 0.0)
-        multiples = np.rint(matrix.T / steps[:, None])
+    with np.errstate(all="ignore"):
+        kinds = [None, codes] if codes.any() else [None]
+        variants = [(step, kind) for step in steps for kind in kinds]
+        widths = np.stack([_steps(s, np.zeros(features) if k is None else k) for s, k in variants])
+        means = [means_of(matrix[i : i + block] / w for i in range(0, rows, block)) for w in widths]
+        offsets = np.stack([np.append(m / 256, 0.0) for m in means])
+        many, places = len(variants), offsets.shape[1]
+        first = (np.arange(many) * places)[:, None]
 
-        def restored(multiples: np.ndarray, steps: np.ndarray | float) -> np.ndarray:
+        def restored(multiples: np.ndarray, width: np.ndarray) -> np.ndarray:
+            """Of [variants, outputs]."""
             magnitude = np.abs(multiples)
-            off = offsets[np.fmin(magnitude, len(means)).astype(np.int64)]
-            return stored(np.copysign((magnitude + off) * steps, multiples))
+            off = offsets.ravel()[np.fmin(magnitude, places - 1).astype(np.int64) + first]
+            return stored(np.copysign((magnitude + off) * width, multiples))
+
+        multiples = np.empty((features, many, rows))
+        lost = np.empty((features, many, rows))
 
         def rounded(j: int, columns: np.ndarray) -> np.ndarray:
-            multiples[j] = np.rint(columns[0] / steps[j])
-            return restored(multiples[j], steps[j])
+            width = widths[:, j, None]
+            np.rint(columns[0].reshape(many, rows) / width, out=multiples[j])
+            found = restored(multiples[j], width)
+            np.subtract(found, matrix[:, j], out=lost[j])
+            return found.ravel()
 
-        if fed_back:
-            feed_back(matrix, factor, rounded)
-        lost = restored(multiples, steps[:, None]) - matrix.T
-        return Rounded(codes, means, multiples, float(np.vdot(lost, second @ lost)))
+        feed_back(np.tile(matrix, (many, 1)), factor, rounded)
+        errors = _weighed(lost, second)
+        out: list[list[Rounded]] = []
+        plain = slice(None, None, len(kinds))
+        fed, widths, offsets, first = multiples, widths[plain], offsets[plain], first[: len(steps)]
+        multiples = np.rint(matrix.T[:, None] / widths.T[:, :, None])
+        lost = np.stack([restored(m, w[:, None]) for m, w in zip(multiples, widths.T, strict=True)])
+        lost -= matrix.T[:, None]
+        for i, error in enumerate(_weighed(lost, second)):
+            found = [Rounded(None, means[i * len(kinds)], multiples[:, i], error)]
+            for k, kind in enumerate(kinds):
+                at = i * len(kinds) + k
+                found.append(Rounded(kind, means[at], fed[:, at], errors[at]))
+            out.append(found)
+    return out
 
-    yield one(None, False)
-    yield one(None, True)
-    if codes.any():
-        yield one(codes, True)
+
+def _weighed(lost: np.ndarray, second: np.ndarray) -> list[float]:
+    """tr(D H Dᵀ) of each of [features, variants, outputs]."""
+    flat = lost.reshape(len(lost), -1)
+    return (flat * (second @ flat)).reshape(lost.shape).sum((0, 2)).tolist()
 
 
 def _steps(step: float, codes: np.ndarray) -> np.ndarray:

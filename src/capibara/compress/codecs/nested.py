@@ -36,7 +36,7 @@ __all__ = [
     "split",
 ]
 
-NESTED = ("low_rank", "sparse")  # codecs with parts, which no part may have
+NESTED = ("low_rank", "sparse", "zeros")  # codecs with parts, which no part may have
 _MOST_HEAD = 1 << 16
 _LENGTH = struct.Struct("<I")
 _FREE, _MOST_EACH = 1 << 24, 1 << 14  # numbers that any payload may become, and for each byte above that

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from capibara.compress.codecs import exponent, fixed, lossless, low_rank, sparse, uniform
+from capibara.compress.codecs import exponent, fixed, lossless, low_rank, sparse, uniform, zeros
 from capibara.compress.codecs.matrices import get_axes
 from capibara.compress.errors import ArchiveError
 from capibara.compress.formats import NumberFormat
@@ -48,6 +48,7 @@ CODECS: dict[str, Codec] = {
     "nf4": fixed.NF4_CODEC,
     "low_rank": low_rank.LOW_RANK,
     "sparse": sparse.SPARSE,
+    "zeros": zeros.ZEROS,
 }
 
 # Settings that say something of a layer's inputs: for the encoder alone, and too large for an index.

@@ -18,14 +18,20 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from capibara.compress.calibration.activations import from_matrix
 from capibara.compress.codecs import lossless
-from capibara.compress.codecs.by_features import most_of_steps, pack_steps, read_steps, round_by_outputs
+from capibara.compress.codecs.by_features import (
+    Rounded,
+    most_of_steps,
+    pack_steps,
+    read_steps,
+    round_by_outputs,
+)
 from capibara.compress.codecs.in_place import DecodesInPlace
 from capibara.compress.codecs.matrices import finite_matrix, get_axes, get_moments, get_number
 from capibara.compress.errors import CompressError, DamagedError
@@ -100,6 +106,26 @@ class Uniform(DecodesInPlace):
         settings: Mapping[str, Any],
         step: float,
     ) -> bytes:
+        found = self.by_outputs(flat, form, shape, settings, [step])[0]
+        if found is None:
+            _type_for(math.inf, step, flat, form)
+        assert found is not None
+        return found[0]
+
+    def by_outputs(
+        self,
+        flat: np.ndarray,
+        form: NumberFormat,
+        shape: tuple[int, ...],
+        settings: Mapping[str, Any],
+        steps: Sequence[float],
+    ) -> list[tuple[bytes, float] | None]:
+        """Of each step the payload that :meth:`encode` makes with a hessian, and the squared error of the outputs, for
+        moments of 1 in the mean; ``None`` where the step is too small for the numbers.
+
+        Raises:
+          CompressError: integers, numbers that are not finite, or a hessian that does not fit.
+        """
         axes = get_axes(settings, shape)
         matrix = finite_matrix(flat, form, shape, axes)
         hessian = get_moments(settings["hessian"], matrix.shape[1])
@@ -114,25 +140,30 @@ class Uniform(DecodesInPlace):
         def stored(values: np.ndarray) -> np.ndarray:
             return to_float(_bits_of(values, form), form).astype(np.float64)
 
+        def best(step: float, tried: Sequence[Rounded]) -> tuple[bytes, float] | None:
+            found: tuple[float, bytes, float] | None = None
+            for one in tried:
+                if not (top := float(np.abs(one.multiples).max())) < _TOP:
+                    continue
+                whole = one.multiples.astype(_type_for(top, step, flat, form))
+                if one.codes is None:
+                    whole = np.ascontiguousarray(from_matrix(whole.T, shape, axes))
+                    payload = _packed(step, one.means, whole, shape)
+                else:
+                    payload = _packed(step, one.means, whole, whole.shape, pack_steps(one.codes, axes))
+                # A bit for each number halves the error.
+                cost = 8 * len(payload) / flat.size + math.log2(max(one.error, 1e-300)) / 2
+                if found is None or cost < found[0]:
+                    found = cost, payload, one.error
+            return None if found is None else found[1:]
+
         damping = 0.01 if damping is None else damping
-        best: tuple[float, bytes] | None = None
-        for one in round_by_outputs(matrix, hessian, step, means_of, stored, damping):
-            if not (top := float(np.abs(one.multiples).max())) < _TOP:
-                continue
-            whole = one.multiples.astype(_type_for(top, step, flat, form))
-            if one.codes is None:
-                whole = np.ascontiguousarray(from_matrix(whole.T, shape, axes))
-                payload = _packed(step, one.means, whole, shape)
-            else:
-                payload = _packed(step, one.means, whole, whole.shape, pack_steps(one.codes, axes))
-            # A bit for each number halves the error.
-            cost = 8 * len(payload) / flat.size + math.log2(max(one.error, 1e-300)) / 2
-            if best is None or cost < best[0]:
-                best = cost, payload
-        if best is None:
-            _type_for(math.inf, step, flat, form)
-        assert best is not None
-        return best[1]
+        # As many steps together as fit into the cache with a small matrix, and few of a large one.
+        together, out = max((1 << 20) // flat.size, 1), []
+        for first in range(0, len(steps), together):
+            some = steps[first : first + together]
+            out += map(best, some, round_by_outputs(matrix, hessian, some, means_of, stored, damping))
+        return out
 
     def decode_into(
         self,
