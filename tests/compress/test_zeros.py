@@ -58,6 +58,9 @@ def test_the_exact_codec_is_chosen_by_what_takes_fewer_bytes(tmp_path: Path) -> 
     form, shape = get_format("BF16"), (256, 512)
     tensors = {"sparse": sparse("BF16", 0.9), "dense": sparse("BF16", 0.0), "few": sparse("BF16", 0.05)}
     tensors["none"] = np.zeros(256 * 512, np.uint16)
+    for name, large in (("sparse", (1024, 384)), ("sparse", (3, 1 << 17)), ("dense", (1024, 384))):
+        bits = sparse("BF16", 0.9 if name == "sparse" else 0.0, large)
+        assert exact_codec(bits, form, large) == ("zeros" if name == "sparse" else "lossless")
     assert exact_codec(tensors["none"], form, shape) == "lossless"
     assert exact_codec(tensors["sparse"][:100], form, (100,)) == "lossless"
     source = tmp_path / "model.safetensors"

@@ -159,7 +159,8 @@ class Uniform(DecodesInPlace):
 
         damping = 0.01 if damping is None else damping
         # As many steps together as fit into the cache with a small matrix, and few of a large one.
-        together, out = max((1 << 20) // flat.size, 1), []
+        together = max((1 << 20) // flat.size, 1)
+        out: list[tuple[bytes, float] | None] = []
         for first in range(0, len(steps), together):
             some = steps[first : first + together]
             out += map(best, some, round_by_outputs(matrix, hessian, some, means_of, stored, damping))
