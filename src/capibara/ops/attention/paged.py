@@ -279,9 +279,10 @@ def paged_attention(
 
     Pages are read some at a time, and only as many as the longest sequence fills; so memory does not grow with the
     table; the gradient gathers them all. On TPUs a kernel copies each sequence's own pages into the chip's memory while
-    it computes those before; it takes heads of at most 128 elements (a multiple of 8: 64, 80, 96, …), or with a
-    multiple of 8 key heads (or one in bfloat16) of a multiple of 128, float32 or bfloat16 throughout. It was compiled
-    for TPUs and checked interpreted, and not measured on one.
+    it computes those before; it takes heads of at most 128 elements (a multiple of 8: 64, 80, 96, …; on v5p, whose
+    compiler lays out pools of small heads otherwise and would copy them, 128 only), or with a multiple of 8 key heads
+    (or one in bfloat16) of a multiple of 128, float32 or bfloat16 throughout. It was compiled for TPUs and checked
+    interpreted, and not measured on one.
 
     Args:
       query: ``[batch, new, heads, dim]``, floating point: positions ``lengths - new … lengths - 1``, whose own keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 
 from capibara.ops.attention.pallas_calls import round_up
@@ -54,6 +55,11 @@ def check(problem: PagedProblem) -> None:
             f"takes heads of a multiple of {SUBLANES} up to {LANES}, or of {LANES}, not {problem.dim} and "
             f"{problem.value_dim}"
         )
+    if min(problem.dim, problem.value_dim) < LANES and _on_v5p():
+        raise NotImplementedError(
+            f"takes heads of at least {LANES} elements on v5p, not {problem.dim} and {problem.value_dim}: there XLA "
+            "lays pools of smaller heads out with the pages innermost, and would copy all of them"
+        )
     # Others are padded in memory: to see pages as rows, XLA would copy all of them.
     if problem.kv_heads not in (1, 2, 4) and problem.kv_heads % SUBLANES:
         raise NotImplementedError(f"takes 1, 2, 4 or a multiple of 8 key heads, not {problem.kv_heads}")
@@ -78,6 +84,11 @@ def check(problem: PagedProblem) -> None:
         raise NotImplementedError(
             f"would need {needed >> 20} MiB of a chip's memory for its blocks, more than {VMEM_BYTES >> 20}"
         )
+
+
+def _on_v5p() -> bool:
+    """Whether this process computes on one; what it compiles for other machines is not known here."""
+    return jax.default_backend() == "tpu" and jax.devices()[0].device_kind in ("TPU v5", "TPU v5p")
 
 
 def _page_bytes(problem: PagedProblem) -> int:
