@@ -1,6 +1,7 @@
 """Composed models against hand-written JAX: what a call costs, and what building and compiling a model costs.
 
-The calls are of a three-layer MLP small enough that dispatch is most of the time. Building and compiling is that of a
+The calls are of a three-layer MLP small enough that dispatch is most of the time, and on NumPy and PyTorch of one of
+two layers beside the same arithmetic written by hand. Building and compiling is that of a
 12-layer model of the size of GPT-2 small, without ``Repeat`` and without XLA, and the same with 96 layers.
 
 Where ``CAPIBARA_MITHRIL_PYTHON`` names an interpreter that has Mithril, the same is measured there (``_mithril.py``).
@@ -72,6 +73,7 @@ def run(rounds: int = 40) -> list[dict[str, Any]]:
                     "microseconds": table["capibara"].median / CALLS * 1e6,
                 }
             )
+    rows += _portable(rounds)
     ours = {row["what"]: row["ratio"] for row in rows}
     seconds = {layers: _build(layers) for layers in (2, 12, 24, 96)}
     shape = "d 768, 12 heads, vocabulary 50257"
@@ -87,6 +89,94 @@ def run(rounds: int = 40) -> list[dict[str, Any]]:
             }
         )
     return rows + _beside_mithril(ours, seconds)
+
+
+def _portable(rounds: int) -> list[dict[str, Any]]:
+    """Calls of NumPy and PyTorch models beside the same arithmetic written by hand, gradients by hand or autograd."""
+    from capibara.measure import interleaved
+
+    rows = []
+    for library, calls in (("NumPy", _in_numpy()), ("PyTorch", _in_torch())):
+        for name, (ours, hand) in calls.items():
+            table = interleaved({"capibara": _many(ours), "by hand": _many(hand)}, rounds, 2)
+            print(table)
+            rows.append(
+                {
+                    "what": f"evaluate {name}, MLP of 2 layers on {library}",
+                    "shape": "8 × 16-16-1",
+                    "peer": f"plain {library}",
+                    "ratio": table.ratio("by hand", "capibara"),
+                    "microseconds": table["capibara"].median / CALLS * 1e6,
+                }
+            )
+    return rows
+
+
+def _small(backend: Any) -> Any:
+    """A compiled MLP, its parameters, its input and the cotangent of its output."""
+    from capibara import compose as ml
+
+    model = ml.Model()
+    model |= ml.Linear(16)(input="x", output="h")
+    model |= ml.Relu()(input="h", output="a")
+    model |= ml.Linear(1)(input="a", output="y")
+    compiled = ml.compile(model, backend, shapes={"x": [8, 16]})
+    params = compiled.randomize_params(0)
+    return compiled, params, backend.randn(8, 16), backend.ones(8, 1)
+
+
+def _in_numpy() -> dict[str, Any]:
+    import numpy as np
+
+    from capibara import compose as ml
+
+    compiled, params, x, ones = _small(ml.NumpyBackend())
+    w0, b0, w1, b1 = (params[layer][key] for layer in ("linear", "linear_1") for key in ("weight", "bias"))
+
+    def forward() -> Any:
+        return np.maximum(x @ w0 + b0, 0) @ w1 + b1
+
+    def gradients() -> Any:
+        before = x @ w0 + b0
+        hidden = np.maximum(before, 0)
+        back = (ones @ w1.T) * (before > 0)
+        return hidden @ w1 + b1, (x.T @ back, back.sum(0), hidden.T @ ones, ones.sum(0))
+
+    given = {"x": x}
+    return {
+        "values": (lambda: compiled.evaluate(params, given), forward),
+        "gradients": (lambda: compiled.evaluate(params, given, {"y": ones}), gradients),
+    }
+
+
+def _in_torch() -> dict[str, Any]:
+    import torch
+
+    from capibara import compose as ml
+
+    compiled, params, x, ones = _small(ml.TorchBackend())
+    w0, b0, w1, b1 = leaves = [
+        params[layer][key].detach().requires_grad_(True)
+        for layer in ("linear", "linear_1")
+        for key in ("weight", "bias")
+    ]
+
+    def computed() -> Any:
+        return torch.relu(x @ w0 + b0) @ w1 + b1
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return computed()
+
+    def gradients() -> Any:
+        out = computed()
+        return out, torch.autograd.grad(out, leaves, ones)
+
+    given = {"x": x}
+    return {
+        "values": (lambda: compiled.evaluate(params, given), forward),
+        "gradients": (lambda: compiled.evaluate(params, given, {"y": ones}), gradients),
+    }
 
 
 def _beside_mithril(ours: dict[str, float], seconds: dict[int, float]) -> list[dict[str, Any]]:

@@ -98,6 +98,26 @@ CASES = {
         {"input": draw(2, 3), "indices": INDEX},
         lambda input, indices: torch.take_along_dim(input, _counted(indices, 3), 1),
     ),
+    "scatter": Case(
+        lambda: p.Scatter(1),
+        {"input": X, "indices": np.array([2, -3]), "updates": draw(2, 2, 4)},
+        lambda input, indices, updates: input.index_copy(1, _counted(indices, 3), updates),
+    ),
+    "scatter_add": Case(
+        lambda: p.Scatter(1, True),
+        {"input": X, "indices": np.array([1, -2, 1]), "updates": draw(2, 3, 4)},
+        lambda input, indices, updates: input.index_add(1, _counted(indices, 3), updates),
+    ),
+    "scatter_along_axis": Case(
+        lambda: p.ScatterAlongAxis(1),
+        {"input": draw(2, 3), "indices": np.array([[0, -1], [2, 1]]), "updates": draw(2, 2)},
+        lambda input, indices, updates: input.scatter(1, _counted(indices, 3), updates),
+    ),
+    "scatter_along_axis_add": Case(
+        lambda: p.ScatterAlongAxis(1, True),
+        {"input": draw(2, 3), "indices": np.array([[0, 0], [2, 1]]), "updates": draw(2, 2)},
+        lambda input, indices, updates: input.scatter_add(1, _counted(indices, 3), updates),
+    ),
     "trapezoid": Case(
         p.Trapezoid,
         {"y": X, "x": np.array([0.0, 1.0, 3.0, 3.5])},

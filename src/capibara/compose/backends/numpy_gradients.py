@@ -34,7 +34,7 @@ def given(cotangents: dict[str, Any], name: str, output: Array) -> Array | None:
     value = cotangents.get(name)
     if value is None:
         return None
-    array = np.asarray(value)
+    array = value if type(value) is np.ndarray else np.asarray(value)
     if array.shape != output.shape:
         raise InputError(
             f"output_gradients[{name!r}] has shape {array.shape}, expected {output.shape}, the shape of that output"
@@ -55,7 +55,9 @@ def total(*parts: Array | None) -> Array | None:
 
 def of_parameter(param: Array, *parts: Array | None) -> Array:
     """The gradient of a parameter, in its shape and dtype: zeros if nothing flows to it."""
-    out = total(*parts)
+    out = parts[0] if len(parts) == 1 else total(*parts)
+    if type(out) is np.ndarray:
+        return out.astype(param.dtype)  # a copy: one array may flow to several parameters
     return np.zeros_like(param) if out is None else np.asarray(out).astype(param.dtype)
 
 
@@ -84,15 +86,15 @@ def _fit(g: Array, like: Any) -> Array:
 
 
 def _rows(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _dense(g: Array, out: Array, x: Array, w: Array, accumulate: str) -> tuple[Any, Any]:
     def by_input() -> Array:
-        return (g @ w.T).astype(x.dtype)
+        return (g @ w.T).astype(x.dtype, copy=False)
 
     def by_weight() -> Array:
-        return (_rows(x).T @ _rows(g)).astype(w.dtype)
+        return (_rows(x).T @ _rows(g)).astype(w.dtype, copy=False)
 
     return by_input, by_weight
 
@@ -120,13 +122,13 @@ def _gradient(op: str) -> Callable[..., tuple[Any, ...]]:
     def run(
         cotangents: Any, outputs: Any, *inputs: Any, wanted: tuple[int, ...] | None = None, **attributes: Any
     ) -> tuple[Any, ...]:
+        if rule is not None and cotangents is not None:  # of one output
+            makers = rule(cotangents, outputs, *inputs, **attributes)
+            return tuple([make() for make in makers] if wanted is None else [makers[i]() for i in wanted])
         places = tuple(range(len(inputs))) if wanted is None else wanted
         if _nothing(cotangents):
             return (None,) * len(places)
-        if rule is None:
-            return _traced(function, cotangents, inputs, places, attributes)
-        makers = rule(cotangents, outputs, *inputs, **attributes)
-        return tuple(makers[i]() for i in places)
+        return _traced(function, cotangents, inputs, places, attributes)
 
     run.__name__ = run.__qualname__ = op
     run.__doc__ = f"The cotangents of the inputs of ``{op}``."

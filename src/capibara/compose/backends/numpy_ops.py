@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from capibara.compose.backends import numpy_space
-from capibara.compose.backends.portable import operations
+from capibara.compose.backends.portable import operations, short
 from capibara.compose.backends.portable.creation import Maker
 from capibara.compose.backends.portable.operations import *  # noqa: F403
 
@@ -15,6 +17,14 @@ full = _maker.full
 randint = _maker.randint
 randn = _maker.randn
 random_uniform = _maker.random_uniform
+
+# Those that small models call most, without a look at what they were given where it is NumPy's arrays.
+dense = short.dense(np.ndarray, np.dot, lambda x, accumulate: x.dtype == accumulate)
+add = short.two(np.ndarray, np.add, operations.add)
+subtract = short.two(np.ndarray, np.subtract, operations.subtract)
+multiply = short.two(np.ndarray, np.multiply, operations.multiply)
+relu = short.one(np.ndarray, lambda x: np.maximum(x, 0), operations.relu)
+tanh = short.one(np.ndarray, np.tanh, operations.tanh)
 
 __all__ = [
     "arange",

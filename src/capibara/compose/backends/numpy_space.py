@@ -33,9 +33,11 @@ def stop(x: Any) -> Any:
 
 def _fit(g: Any, like: Any) -> Any:
     """A cotangent summed over what was broadcast."""
-    shape = np.shape(value_of(like))
+    shape = like.shape if type(like) is np.ndarray else np.shape(value_of(like))
     if g.shape == shape:
         return g
+    if g.ndim == 2 and g.shape[1:] == shape:  # a bias
+        return np.add.reduce(g, 0)
     extra = g.ndim - len(shape)
     axes = tuple(range(extra)) + tuple(
         i + extra for i, n in enumerate(shape) if n == 1 and g.shape[i + extra] != 1
@@ -357,6 +359,37 @@ def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
         np.where(v.shape[i] == 1, 0, g) if i != place_of(axis, v.ndim) else at for i, g in enumerate(grid)
     ]
     return getitem(x, tuple(grid))
+
+
+def _put(x: Any, index: tuple[Any, ...], updates: Any, add: bool) -> Any:
+    out = np.array(value_of(x))
+
+    def back(g: Any) -> Any:
+        if add:
+            return g
+        g = np.array(g)
+        g[index] = 0
+        return g
+
+    if add:
+        np.add.at(out, index, value_of(updates))
+    else:
+        out[index] = value_of(updates)
+    return record(out, (x, back), (updates, lambda g: g[index]))
+
+
+def scatter(x: Any, indices: Any, updates: Any, axis: int, add: bool) -> Any:
+    v = value_of(x)
+    at = np.clip(value_of(indices), 0, v.shape[axis] - 1)
+    return _put(x, (slice(None),) * place_of(axis, v.ndim) + (at,), updates, add)
+
+
+def scatter_along_axis(x: Any, indices: Any, updates: Any, axis: int, add: bool) -> Any:
+    v = value_of(x)
+    at = np.clip(value_of(indices), 0, v.shape[axis] - 1)
+    grid: list[Any] = list(np.ogrid[tuple(slice(n) for n in at.shape)])
+    grid[place_of(axis, v.ndim)] = at
+    return _put(x, tuple(grid), updates, add)
 
 
 def astype(x: Any, dtype: Any) -> Any:

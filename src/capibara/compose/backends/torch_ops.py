@@ -4,8 +4,10 @@ Gradients are PyTorch's own."""
 
 from __future__ import annotations
 
+import torch
+
 from capibara.compose.backends import torch_space
-from capibara.compose.backends.portable import operations
+from capibara.compose.backends.portable import operations, short
 from capibara.compose.backends.portable.creation import Maker
 from capibara.compose.backends.portable.operations import *  # noqa: F403
 
@@ -17,6 +19,16 @@ full = _maker.full
 randint = _maker.randint
 randn = _maker.randn
 random_uniform = _maker.random_uniform
+
+_NAMED = {"float32": torch.float32, "float64": torch.float64}
+
+# Those that small models call most, without a look at what they were given where it is tensors.
+dense = short.dense(torch.Tensor, torch.matmul, lambda x, accumulate: x.dtype is _NAMED.get(accumulate))
+add = short.two(torch.Tensor, torch.add, operations.add)
+subtract = short.two(torch.Tensor, torch.sub, operations.subtract)
+multiply = short.two(torch.Tensor, torch.mul, operations.multiply)
+relu = short.one(torch.Tensor, torch.relu, operations.relu)
+tanh = short.one(torch.Tensor, torch.tanh, operations.tanh)
 
 __all__ = [
     "arange",

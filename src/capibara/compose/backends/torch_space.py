@@ -221,16 +221,39 @@ def _forward_slices(row: tuple[Any, ...], x: Any) -> tuple[tuple[Any, ...], Any]
     return tuple(out), x
 
 
+def _inside(indices: Any, size: Any) -> Any:
+    if isinstance(size, torch.SymInt):  # being traced
+        return torch.minimum(indices.long().clamp(min=0), torch.scalar_tensor(size - 1, dtype=torch.int64))
+    return indices.long().clamp(0, size - 1)
+
+
 def take(x: Any, indices: Any, axis: int) -> Any:
-    at = asarray(indices, like=x).long().clamp(0, x.shape[axis] - 1)
+    at = _inside(asarray(indices, like=x), x.shape[axis])
     axis %= x.ndim
     picked = torch.index_select(x, axis, at.reshape(-1))
     return picked.reshape(*x.shape[:axis], *at.shape, *x.shape[axis + 1 :])
 
 
 def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
-    at = indices.long().clamp(0, x.shape[axis] - 1)
+    at = _inside(indices, x.shape[axis])
+    if builtins.any(
+        isinstance(n, torch.SymInt) for n in x.shape
+    ):  # being traced: the other would close the size
+        return torch.gather(x, axis % x.ndim, at)
     return torch.take_along_dim(x, at, dim=axis)
+
+
+def scatter(x: Any, indices: Any, updates: Any, axis: int, add: bool) -> Any:
+    at = _inside(asarray(indices, like=x), x.shape[axis])
+    axis %= x.ndim
+    rows = updates.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    run = torch.index_add if add else torch.index_copy
+    return run(x, axis, at.reshape(-1), rows)
+
+
+def scatter_along_axis(x: Any, indices: Any, updates: Any, axis: int, add: bool) -> Any:
+    at = _inside(indices, x.shape[axis])
+    return (torch.scatter_add if add else torch.scatter)(x, axis % x.ndim, at, updates)
 
 
 def astype(x: Any, dtype: Any) -> Any:

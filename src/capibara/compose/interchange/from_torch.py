@@ -22,9 +22,9 @@ import numpy as np
 
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Given
-from capibara.compose.interchange.from_torch_moves import Refused
 from capibara.compose.interchange.from_torch_recurrent import RECURRENT, Blank
-from capibara.compose.interchange.from_torch_step import Step, UnsupportedTorchError, kind_of, size_of
+from capibara.compose.interchange.from_torch_sizes import OpenSizes, Refused
+from capibara.compose.interchange.from_torch_step import Step, UnsupportedTorchError, kind_of
 from capibara.compose.interchange.from_torch_trace import (
     entry_of,
     is_getitem,
@@ -127,6 +127,7 @@ class _Importer:
         self.params: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
         self._values: dict[Any, Any] = {}
+        self._sizes = OpenSizes(self.model)
         self._holders: dict[tuple[str, ...], Model] = {}
         self._by_name = {n.name: n for n in program.graph.nodes}
         self._statistics = self._moving()
@@ -251,7 +252,9 @@ class _Importer:
         key = _part(node.name)
         while key in self.model.wires or key == "output" or key.startswith("output_"):
             key += "_in"
-        return self.model.add_input(key, tuple(size_of(n) for n in value.shape), kind_of(value))
+        port = self.model.add_input(key, self._sizes.dims(value.shape), kind_of(value))
+        self._sizes.learn(port, value.shape)
+        return port
 
     def _hold(self, held: Mapping[tuple[str, ...], Mapping[str, np.ndarray[Any, Any]]]) -> None:
         """A model of nothing but parameters for each module that has some, nested as the modules are."""
@@ -294,9 +297,9 @@ class _Importer:
         entry = entry_of(node)
         assert entry is not None
         try:
-            if name_of(node).split("::")[1].split(".")[0] not in RECURRENT and _blank((args, keywords)):
-                raise Refused("an array in a size that is left open")
-            self._values[node] = entry(Step(self.model, node), *args, **keywords)
+            if name_of(node).split("::")[1].split(".")[0] not in RECURRENT:
+                args, keywords = _made((args, keywords))
+            self._values[node] = entry(Step(self.model, node, self._sizes), *args, **keywords)
         except Refused as error:
             raise UnsupportedTorchError(f"from_torch: {name_of(node)} in {place_of(node)}: {error}") from None
 
@@ -309,10 +312,7 @@ class _Importer:
         keys = ["output"] if len(names) == 1 else [f"output_{i}" for i in range(len(names))]
         for key, name in zip(keys, names, strict=True):
             value = self._values[self._by_name[name]]
-            if isinstance(value, Blank):
-                raise UnsupportedTorchError(
-                    "from_torch: the module returns an array of one number in an open size"
-                )
+            value = _made(value)
             block = Buffer() if isinstance(value, Port) else ToTensor()
             self.model.add(block, input=value, output=key)
         self.model.expose(*keys)
@@ -320,9 +320,10 @@ class _Importer:
             self.model.update_state(key, self._values[node])
 
 
-def _blank(value: Any) -> bool:
+def _made(value: Any) -> Any:
+    """Arguments with the arrays of one number that have been left unmade so far."""
     if isinstance(value, dict):
-        return any(map(_blank, value.values()))
+        return {k: _made(v) for k, v in value.items()}
     if isinstance(value, list | tuple) and not isinstance(value, Port):
-        return any(map(_blank, value))
-    return isinstance(value, Blank)
+        return type(value)(map(_made, value))
+    return value.made() if isinstance(value, Blank) else value

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compose import primitives as p
-from capibara.compose.interchange.from_torch_moves import Refused
+from capibara.compose.interchange.from_torch_sizes import Refused
 
 __all__ = ["ELEMENTS", "times", "two"]
 

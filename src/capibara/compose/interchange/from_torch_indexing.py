@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from capibara.compose import primitives as p
-from capibara.compose.interchange.from_torch_moves import Refused, cut
+from capibara.compose.interchange.from_torch_moves import cut
+from capibara.compose.interchange.from_torch_sizes import Refused, same_size
 
 __all__ = ["INDEXING"]
 
@@ -35,9 +36,7 @@ def _gather(step: Any, x: Any, axis: int, indices: Any, **_: Any) -> Any:
         raise Refused("of a scalar")
     axis %= len(sizes)
     for i, (have, want) in enumerate(zip(sizes, picks, strict=True)):
-        if i != axis and have != want:
-            if not isinstance(want, int):
-                raise Refused("along a part of a dimension whose size is left open")
+        if i != axis and not same_size(have, want):
             x = cut(step, x, i, slice(0, want))
     return step.put(p.TakeAlongAxis(axis), input=x, indices=indices)
 
@@ -51,14 +50,9 @@ def _index(step: Any, x: Any, indices: Any) -> Any:
     sizes = step.given(0).shape
     first = axes[0]
     if len(rows) > 1:
-        if not all(isinstance(sizes[a], int) for a in axes[1:]):
-            raise Refused("along several dimensions, of which the second or a later one is left open")
         # One index into all of those dimensions as one. Negative ones in the first dimension stay negative, and
         # count from the end of the whole; the others are turned here.
-        picks = rows[0][1]
-        for axis, more in rows[1:]:
-            picks = step.put(p.Multiply(), left=picks, right=int(sizes[axis]))
-            picks = step.put(p.Add(), left=picks, right=_from_the_start(step, more, int(sizes[axis])))
+        picks = _as_one(step, rows, sizes)
         first = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
         rest = [a for a in range(len(sizes)) if a not in axes]
         order = (*rest[:first], *axes, *rest[first:])
@@ -70,8 +64,18 @@ def _index(step: Any, x: Any, indices: Any) -> Any:
     return step.put(p.Take(first), input=x, indices=picks)
 
 
-def _from_the_start(step: Any, indices: Any, size: int) -> Any:
-    if isinstance(indices, np.ndarray):
+def _as_one(step: Any, rows: list[tuple[int, Any]], sizes: Any) -> Any:
+    """Indices into several dimensions as one into all of them as one."""
+    picks = rows[0][1]
+    for axis, more in rows[1:]:
+        size = step.size(sizes[axis])
+        picks = step.put(p.Multiply(), left=picks, right=size)
+        picks = step.put(p.Add(), left=picks, right=_from_the_start(step, more, size))
+    return picks
+
+
+def _from_the_start(step: Any, indices: Any, size: Any) -> Any:
+    if isinstance(indices, np.ndarray) and isinstance(size, int):
         return np.where(indices < 0, indices + size, indices)
     below = step.put(p.Less(), left=indices, right=0)
     return step.put(p.Where(), cond=below, input1=step.put(p.Add(), left=indices, right=size), input2=indices)
@@ -206,19 +210,99 @@ def _copy(step: Any, _x: Any, source: Any, *_: Any) -> Any:
     source = step.cast(1, source)
     if tuple(getattr(step.given(1), "shape", ())) == tuple(step.result.shape):
         return source
-    if None in step.shape:
-        raise Refused("a size that is left open")
-    return step.put(p.BroadcastTo(step.shape), input=source)
+    return step.broadcast(source, step.result.shape)
 
 
 def _repeat(step: Any, x: Any, times: Any) -> Any:
+    before = [1] * (len(times) - len(step.given(0).shape)) + list(step.given(0).shape)
     for _ in range(len(times) - len(step.given(0).shape)):
         x = step.put(p.ExpandDims(0), input=x)
     for axis, count in enumerate(times):
-        if not isinstance(count, int) or count < 1:
-            raise Refused(f"{count} times")
-        x = _join(step, [x] * count, axis)
+        if isinstance(count, int):
+            if count < 1:
+                raise Refused(f"{count} times")
+            x = _join(step, [x] * count, axis)
+            continue
+        # As often as an open size says: along a dimension of its own, which is then joined with the one repeated.
+        sizes = [*step.result.shape[:axis], *before[axis:]]
+        if same_size(before[axis], 1):
+            x = step.broadcast(x, [*sizes[:axis], count, *sizes[axis + 1 :]])
+            continue
+        x = step.broadcast(step.put(p.ExpandDims(axis), input=x), [*sizes[:axis], count, *sizes[axis:]])
+        x = step.put(p.Flatten(axis, axis + 1), input=x)
     return x
+
+
+# ---- scattered ------------------------------------------------------------------------------------------------
+
+
+def _scatter(add: bool) -> Any:
+    def run(step: Any, x: Any, axis: int, indices: Any, source: Any, *, reduce: Any = None, **_: Any) -> Any:
+        sizes, picks = step.given(0).shape, step.given(2).shape
+        if reduce is not None and reduce != "add" and reduce != "sum":
+            raise Refused(f"reduce={reduce!r}; 'add' is known")
+        if not sizes:
+            raise Refused("of a scalar")
+        axis %= len(sizes)
+        for i, (have, want) in enumerate(zip(sizes, picks, strict=True)):
+            if i != axis and not same_size(have, want):
+                raise Refused("into a part of a dimension; give indices for all of it")
+        source = step.turned(source, step.kind_at(3), step.kind)
+        given = getattr(step.given(3), "shape", None)
+        if given is None:  # a number
+            source = step.broadcast(np.asarray(source), picks)
+        for i, want in enumerate(picks if given is not None else ()):
+            if not same_size(given[i], want):
+                source = cut(step, source, i, slice(0, want), rank=len(picks))
+        block = p.ScatterAlongAxis(axis, add or reduce is not None)
+        return step.put(block, input=step.cast(0, x), indices=indices, updates=source)
+
+    return run
+
+
+def _scatter_reduce(
+    step: Any, x: Any, axis: int, indices: Any, source: Any, reduce: str, *, include_self: bool = True
+) -> Any:
+    if reduce != "sum" or not include_self:
+        raise Refused(
+            f"reduce={reduce!r}, include_self={include_self}; 'sum' with the values that are there is known"
+        )
+    return _scatter(True)(step, x, axis, indices, source)
+
+
+def _index_add(step: Any, x: Any, axis: int, indices: Any, source: Any, *, alpha: Any = 1) -> Any:
+    source = step.cast(3, source)
+    if alpha != 1:
+        source = step.put(p.Multiply(), left=source, right=alpha)
+    return step.put(p.Scatter(axis, True), input=x, indices=indices, updates=source)
+
+
+def _index_put(step: Any, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    rows = [(axis, i) for axis, i in enumerate(indices) if i is not None]
+    for axis, _ in rows:
+        if str(step.node.args[1][axis].meta["val"].dtype) == "torch.bool":
+            raise Refused("a mask, which changes as many elements as are true; use torch.where")
+    axes, sizes = [axis for axis, _ in rows], list(step.given(0).shape)
+    if axes != list(range(axes[0], axes[-1] + 1)):
+        raise Refused("along dimensions that are not next to each other")
+    shape = _together([step.node.args[1][axis].meta["val"].shape for axis in axes])
+    values = step.broadcast(step.cast(2, values), [*sizes[: axes[0]], *shape, *sizes[axes[-1] + 1 :]])
+    picks = step.broadcast(_as_one(step, rows, sizes), shape)
+    if len(rows) == 1:
+        return step.put(p.Scatter(axes[0], accumulate), input=x, indices=picks, updates=values)
+    flat = step.put(p.Flatten(axes[0], axes[-1]), input=x)
+    flat = step.put(p.Scatter(axes[0], accumulate), input=flat, indices=picks, updates=values)
+    row, ports = step.row(sizes)
+    return step.put(p.Reshape(row), input=flat, **ports)
+
+
+def _together(shapes: list[Any]) -> list[Any]:
+    """What shapes of traced sizes broadcast to."""
+    out: list[Any] = []
+    for i in range(1, max(map(len, shapes)) + 1):
+        row = [s[-i] for s in shapes if len(s) >= i]
+        out.insert(0, next((n for n in row if not same_size(n, 1)), 1))
+    return out
 
 
 def _flip(step: Any, x: Any, axes: Any) -> Any:
@@ -243,6 +327,12 @@ INDEXING: dict[str, Any] = {
     "select_scatter": _select_scatter,
     "copy": _copy,
     "repeat": _repeat,
+    "scatter": _scatter(False),
+    "scatter_add": _scatter(True),
+    "scatter_reduce": _scatter_reduce,
+    "index_add": _index_add,
+    "index_put": _index_put,
+    "_unsafe_index_put": _index_put,
     "flip": _flip,
 }
 """By the operation's name without its overload."""

@@ -12,27 +12,24 @@ from typing import Any
 import numpy as np
 
 from capibara.compose import primitives as p
+from capibara.compose.interchange.from_torch_sizes import Refused, same_size
 
-__all__ = ["MOVES", "Refused", "cut"]
-
-
-class Refused(Exception):
-    """An operation is known, but not with these arguments; the text says which."""
+__all__ = ["MOVES", "cut"]
 
 
 def _view(step: Any, x: Any, *_: Any, **__: Any) -> Any:
     shape = step.shape
-    if shape.count(None) > 1:
-        raise Refused("a shape with more than one size left open")
-    return step.put(p.Reshape(tuple(-1 if n is None else n for n in shape)), input=x)
+    if shape.count(None) <= 1:
+        return step.put(p.Reshape(tuple(-1 if n is None else n for n in shape)), input=x)
+    row, ports = step.row(step.result.shape)
+    return step.put(p.Reshape(row), input=x, **ports)
 
 
 def _expand(step: Any, x: Any, *_: Any, **__: Any) -> Any:
-    if tuple(step.given(0).shape) == tuple(step.result.shape):
+    before, after = tuple(step.given(0).shape), tuple(step.result.shape)
+    if len(before) == len(after) and all(map(same_size, before, after)):
         return x
-    if None in step.shape:
-        raise Refused("a size that is left open; give it by a broadcasting operation instead")
-    return step.put(p.BroadcastTo(step.shape), input=x)
+    return step.broadcast(x, after)
 
 
 def _same(step: Any, x: Any, *_: Any, **__: Any) -> Any:
@@ -48,18 +45,30 @@ def _squeeze(step: Any, x: Any, axes: Any = None) -> Any:
 
 
 def _slice(step: Any, x: Any, axis: int = 0, start: Any = None, end: Any = None, every: int = 1) -> Any:
-    if not all(n is None or isinstance(n, int) for n in (start, end)):
-        raise Refused("a bound that is left open")
-    end = None if end is None or end >= sys.maxsize else end
-    return cut(step, x, axis, slice(start or None, end, None if every == 1 else every))
+    size = step.given(0).shape[axis]
+    if end is not None and ((isinstance(end, int) and end >= sys.maxsize) or same_size(end, size)):
+        end = None
+    start = None if isinstance(start, int) and start == 0 else start
+    return cut(step, x, axis, slice(start, end, None if every == 1 else every))
 
 
 def cut(step: Any, x: Any, axis: int, entry: Any, rank: int | None = None) -> Any:
     """A part along one dimension; ``rank``: of ``x``, if it is not that of the operation's first argument."""
-    if entry == slice(None):
+    if not isinstance(entry, slice):
+        if not isinstance(entry, int):
+            raise Refused("a place that is left open")
+        return _indexed(step, x, axis, entry, rank, {})
+    bounds = {"start": entry.start, "stop": entry.stop}
+    ports = {k: step.size(n) for k, n in bounds.items() if n is not None and not isinstance(n, int)}
+    row = [k if k in ports else n for k, n in bounds.items()]
+    if row == [None, None] and entry.step is None:
         return x
+    return _indexed(step, x, axis, slice(*row, entry.step), rank, ports)
+
+
+def _indexed(step: Any, x: Any, axis: int, entry: Any, rank: int | None, ports: dict[str, Any]) -> Any:
     rank = len(step.given(0).shape) if rank is None else rank
-    return step.put(p.Indexer((*[slice(None)] * (axis % rank), entry)), input=x)
+    return step.put(p.Indexer((*[slice(None)] * (axis % rank), entry)), input=x, **ports)
 
 
 def _split(step: Any, x: Any, size: Any, axis: int = 0) -> Any:

@@ -9,6 +9,7 @@ share one entry: ``add`` is ``aten::add.Tensor`` and ``aten::add.Scalar``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ import numpy as np
 from capibara.compose import primitives as p
 from capibara.compose.interchange.from_torch_elements import ELEMENTS, times, two
 from capibara.compose.interchange.from_torch_indexing import INDEXING
-from capibara.compose.interchange.from_torch_moves import MOVES, Refused
+from capibara.compose.interchange.from_torch_moves import MOVES
 from capibara.compose.interchange.from_torch_recurrent import RECURRENT, Blank
+from capibara.compose.interchange.from_torch_sizes import Refused
 from capibara.compose.interchange.from_torch_windows import WINDOWS
 from capibara.compose.primitives import reductions
 
@@ -187,9 +189,10 @@ def _bitwise(make: Callable[[], Any]) -> Any:
 def _filled(value: Any) -> Any:
     def run(step: Any, *args: Any, **_: Any) -> Any:
         number = args[1] if value is None else value
-        if None in step.shape:
-            return Blank(number)
         dtype = {"float": "float64", "int": "int64", "bool": "bool"}[step.kind]
+        if None in step.shape:
+            shape = step.result.shape
+            return Blank(number, cache(lambda: step.broadcast(np.full((), number, dtype), shape)))
         return np.full(step.shape, number, dtype)
 
     return run
@@ -201,7 +204,15 @@ def _scalar(step: Any, value: Any, **_: Any) -> Any:
 
 def _arange(step: Any, *args: Any, **_: Any) -> Any:
     if None in step.shape or not all(isinstance(n, int | float) for n in args):
-        raise Refused("a size that is left open")
+        start, stop, every = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
+        if isinstance(start, float) or isinstance(stop, float) or not isinstance(every, int):
+            raise Refused("a step that is left open, or bounds of floats with sizes that are")
+        ends = {"start": step.size(start), "stop": step.size(stop)}
+        ports = {k: n for k, n in ends.items() if not isinstance(n, int)}
+        given = {k: None if k in ports else n for k, n in ends.items()}
+        return step.turned(
+            step.put(p.Arange(given["stop"], given["start"], every), **ports), "int", step.kind
+        )
     return np.arange(*args).astype("float64" if step.kind == "float" else "int64")
 
 

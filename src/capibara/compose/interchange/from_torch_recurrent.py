@@ -6,13 +6,14 @@ however long the sequence. The length itself is the example's: torch closes it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from capibara.compose import primitives as p
-from capibara.compose.interchange.from_torch_moves import Refused
+from capibara.compose.interchange.from_torch_sizes import Refused
 from capibara.compose.logical.connections import Port
 
 __all__ = ["LAYERS", "RECURRENT", "Blank"]
@@ -23,9 +24,13 @@ LAYERS = ("lstm", "gru", "rnn_tanh")
 
 @dataclass(frozen=True)
 class Blank:
-    """An array of one number in a shape with open sizes: what layers start from where they are given no state."""
+    """An array of one number in a shape with open sizes: what layers start from where they are given no state.
+
+    It is made only where something else reads it: ``made`` gives its port, the same at every call.
+    """
 
     value: float
+    made: Callable[[], Port]
 
 
 def _initial(step: Any, states: Any, i: int, x: Any, hidden: int) -> Any:

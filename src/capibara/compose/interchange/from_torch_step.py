@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compose.errors import ComposeError
+from capibara.compose.interchange.from_torch_sizes import OpenSizes
 from capibara.compose.logical.connections import Port
 from capibara.compose.logical.model import Model
 
@@ -38,9 +39,10 @@ def kind_of(tensor: Any) -> str:
 class Step:
     """One operation of the trace, as the functions of the table see it."""
 
-    def __init__(self, model: Model, node: Any) -> None:
+    def __init__(self, model: Model, node: Any, sizes: OpenSizes) -> None:
         self.model = model
         self.node = node
+        self.sizes = sizes
 
     def put(self, block: Any, **ports: Any) -> Port:
         """Add a block; its (first) output."""
@@ -51,6 +53,24 @@ class Step:
         """Add a block; all of its outputs."""
         self.model.add(block, **ports)
         return tuple(Port(block, key) for key in block.output_keys)
+
+    def size(self, size: Any) -> Any:
+        """A size: the number, or the connection that it is where it is left open."""
+        return size if isinstance(size, int) else self.sizes.port(size)
+
+    def broadcast(self, value: Any, shape: Any) -> Any:
+        """A value repeated up to a shape with sizes that may be open."""
+        from capibara.compose import primitives as p
+
+        row, ports = self.row(shape)
+        return self.put(p.BroadcastTo(row), input=value, **ports)
+
+    def row(self, shape: Any) -> tuple[tuple[int | None, ...], dict[str, Any]]:
+        """A shape as blocks take it: None for open sizes, and the ports that give them."""
+        ports = {f"size_{i}": self.sizes.port(n) for i, n in enumerate(shape) if not isinstance(n, int)}
+        closed = {key: n for key, n in ports.items() if isinstance(n, int)}
+        row = tuple(closed.get(f"size_{i}", size_of(n)) for i, n in enumerate(shape))
+        return row, {key: n for key, n in ports.items() if key not in closed}
 
     @property
     def result(self) -> Any:

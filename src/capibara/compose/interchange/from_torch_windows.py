@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from capibara.compose import primitives as p
-from capibara.compose.interchange.from_torch_moves import Refused, cut
+from capibara.compose.interchange.from_torch_moves import cut
+from capibara.compose.interchange.from_torch_sizes import Refused
 
 __all__ = ["WINDOWS"]
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from capibara.compose.backends import torch_ops
+from capibara.compose.backends.batches import any_batch
 from capibara.compose.backends.portable import language, windows
 from capibara.compose.backends.torch_ops import *  # noqa: F403
 
@@ -46,6 +47,12 @@ class ExactNumbers(TorchFunctionMode):
             return torch.scalar_tensor(args[0], **options)
         if name == "as_tensor" and isinstance(args[0], float) and options.get("dtype") == torch.float64:
             return torch.tensor(args[0], dtype=torch.float64)
+        if name in self.ARITHMETIC and builtins.any(isinstance(a, torch.SymInt) for a in args):
+            # Its translation of an array with an open size takes arrays only.
+            kind = next((a.dtype for a in args if isinstance(a, Tensor)), torch.int64)
+            args = tuple(
+                torch.scalar_tensor(a, dtype=kind) if isinstance(a, torch.SymInt) else a for a in args
+            )
         if name in self.NAMES and builtins.any(
             isinstance(a, Tensor) and a.dtype == torch.float64 for a in args
         ):
@@ -75,6 +82,7 @@ def convolution(
     return run(given, weight.to(wide), None, stride, row or 0, dilation, groups).to(x.dtype)
 
 
+@any_batch
 def max_pool(x: Tensor, kernel: Row, stride: Row, padding: Pairs, dilation: Row) -> Tensor:
     if not x.dtype.is_floating_point:
         return windows.max_pool(x, kernel, stride, padding, dilation)
@@ -87,6 +95,7 @@ def max_pool(x: Tensor, kernel: Row, stride: Row, padding: Pairs, dilation: Row)
     return functional.max_pool2d(x, kernel, stride, row, dilation)
 
 
+@any_batch
 def avg_pool(
     x: Tensor, kernel: Row, stride: Row, padding: Pairs, dilation: Row, count_padding: bool
 ) -> Tensor:

@@ -158,9 +158,8 @@ class GPRVOuter(Model):
 class GPRLoss(Model):
     """Negative log likelihood of a Gaussian process: ``½ dᵀ alpha + Σ log diag L + n/2 log 2π``, ``d = labels - mu``.
 
-    ``labels``, ``mu``, ``alpha [n, 1]``, ``L [n, n]`` (the Cholesky factor of the covariance) → ``output []``.
-    ``robust``:
-    the logarithm goes on along its tangent near 0.
+    ``labels``, ``mu``, ``alpha [n, 1]``, ``L [n, n]`` (the Cholesky factor of the covariance) → ``output []``: a
+    scalar, which ``jax.grad`` takes. ``robust``: the logarithm goes on along its tangent near 0.
     """
 
     def __init__(self, robust: bool = False, *, name: str | None = None) -> None:

@@ -14,7 +14,9 @@ class L1(Model):
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)
         self.add_input("input", "*b", "float")
-        self.add(p.Absolute(), "sizes", input="input", output="size")
+        # Not Absolute, whose gradient at 0, where biases start, is 1 on JAX.
+        self.add(p.Sign(), "signs", input="input", output="sign")
+        self.add(p.Multiply(), "sizes", left="input", right="sign", output="size")
         self.add(p.Sum(), "total", input="size", output="output")
         self.expose("output")
 
@@ -32,14 +34,18 @@ class L2(Model):
 
 
 class QuadraticFormRegularizer(Model):
-    """``½ x K xᵀ``: ``input [1, n]``, ``kernel [n, n]`` → ``output [1, 1]``."""
+    """``½ x K xᵀ``: ``input``, a row ``[1, n]`` or a column ``[n, 1]``, and ``kernel [n, n]`` → ``output []``.
+
+    The weight of :class:`~.kernels.KernelizedSVM` is such a column.
+    """
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)
-        self.add_input("input", (1, "n"), "float")
+        self.add_input("input", "rows columns", "float")
         self.add_input("kernel", "n n", "float")
-        self.add(p.MatrixMultiply(), "left_product", left="input", right="kernel", output="weighted")
-        self.add(p.Transpose((1, 0)), "turned", input="input", output="column")
-        self.add(p.MatrixMultiply(), "product", left="weighted", right="column", output="form")
+        self.add(p.Reshape((1, -1)), "row", input="input", output="flat")
+        self.add(p.MatrixMultiply(), "left_product", left="flat", right="kernel", output="weighted")
+        self.add(p.Multiply(), "product", left="weighted", right="flat", output="terms")
+        self.add(p.Sum(), "total", input="terms", output="form")
         self.add(p.Multiply(), "half", left="form", right=0.5, output="output")
         self.expose("output")

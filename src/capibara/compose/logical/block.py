@@ -19,7 +19,13 @@ from capibara.compose.logical.shapes import Constraint, Dim, Rest, Shape, as_sha
 from capibara.compose.logical.wires import Kind, Wire
 from capibara.errors import did_you_mean
 
-__all__ = ["Block", "Child", "IOKey", "Placement", "Port", "Primitive", "site_of"]
+__all__ = ["Block", "Child", "IOKey", "Placement", "Port", "Primitive", "SizeFrom", "site_of"]
+
+
+class SizeFrom(NamedTuple):
+    """In an attribute of an operation: the size that the port of this name is connected to."""
+
+    port: str
 
 
 class Child(NamedTuple):
@@ -38,6 +44,8 @@ class Block:
     """The operation takes ``dtype=``, the compute dtype; ``"int"``: only when it makes floats of integers."""
     registered: bool = False
     """The operation is one that the user registered on the backend."""
+    sizes: tuple[str, ...] = ()
+    """Inputs that are sizes, which the operation gets in its attributes."""
     pure: bool = True
     """Equal arguments give equal results, and nothing else happens."""
     decodes: bool = False
@@ -211,6 +219,9 @@ class Primitive(Block):
         constraints: ``(rule, (port, …))`` beyond what equal names in the shapes say.
         uses_key: the operation takes ``key=`` (randomness). uses_train: it takes ``train=``.
         accumulates: the operation takes ``accumulate=``, the dtype that its sums are kept in.
+        sizes: inputs whose values are sizes (integers of at least 0), known when the operation is traced or run:
+            the last of ``inputs``. The operation does not get them as arrays; a :class:`SizeFrom` in an attribute
+            stands for one. In ``constraints``, ``"#port"`` is the row of dimensions that a port holds the sizes of.
         cost: a note for humans of what the operation does (shown by ``summary``).
     """
 
@@ -226,10 +237,12 @@ class Primitive(Block):
         uses_train: bool = False,
         accumulates: bool = False,
         constrain_output: bool = False,
+        sizes: tuple[str, ...] = (),
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         self.op = op
+        self.sizes = sizes
         self.attributes = dict(attributes or {})
         self.uses_key = uses_key
         self.uses_train = uses_train
@@ -244,14 +257,23 @@ class Primitive(Block):
             self.wires[key] = Wire(self._shape(shape), cell)
         for key in self._outputs:
             self.wires[key].producer = (self, key)
+        for key in sizes:
+            self.wires[key].value = Shape([Rest()] if self.wires[key].shape.items else [Dim()])
         for rule, keys in constraints:
-            shapes = [self.wires[k].shape for k in keys]
+            shapes = [self._sizes_in(k[1:]) if k[0] == "#" else self.wires[k].shape for k in keys]
             Constraint(rule, shapes, self._explain(keys)).post()
         settle()
 
+    def _sizes_in(self, key: str) -> Shape:
+        wire = self.wires[key]
+        if wire.value is None:
+            wire.value = Shape([Rest()])
+        return wire.value
+
     def _explain(self, keys: tuple[str, ...]) -> Callable[[ShapeError], ShapeError]:
         def explain(error: ShapeError) -> ShapeError:
-            shapes = ", ".join(f"{self.label}.{k} {self.wires[k].find().shape}" for k in keys)
+            ports = dict.fromkeys(k.removeprefix("#") for k in keys)
+            shapes = ", ".join(f"{self.label}.{k} {self.wires[k].find().shape}" for k in ports)
             site = site_of(self)
             joined = f"\n  added at {site}" if site else ""
             return ShapeError(

@@ -183,9 +183,15 @@ class Operators:
     def __getitem__(self, index: Any) -> Connection:
         """NumPy's basic indexing; one place may be an array of integers (:class:`~.Take`, which clips).
 
+        Bounds of a slice may be connections that follow from shapes: ``x[: y.shape[0]]``.
+
         With an array in one place the others are ``:`` or one ``...``.
         """
         places = [_whole(i) for i in (index if isinstance(index, tuple) else (index,))]
+        bounds: dict[str, Any] = {}
+        places = [_bounded(i, bounds) if isinstance(i, slice) else i for i in places]
+        if bounds:
+            return self._apply("Indexer", {"input": self, **bounds}, tuple(places))
         picked = [i for i, entry in enumerate(places) if isinstance(entry, Operators) or _is_array(entry)]
         if not picked:
             return self._one("Indexer", tuple(places))
@@ -264,8 +270,29 @@ class Operators:
         return self._one("Transpose", None if not axes or axes[0] is None else _row(axes))
 
     def reshape(self, *shape: Any) -> Connection:
-        """``x.reshape(2, -1)`` or ``x.reshape((2, -1))``: sizes known when the model is written."""
-        return self._one("Reshape", _row(shape))
+        """``x.reshape(2, -1)`` or ``x.reshape((x.shape[0], -1))``: integers, or connections that follow from shapes.
+
+        ``x.reshape(y.shape)`` takes all of them from a connection.
+        """
+        return self._shaped("Reshape", shape)
+
+    def _shaped(self, op: str, shape: Any) -> Connection:
+        if len(shape) == 1 and not isinstance(shape[0], int):
+            if isinstance(shape[0], Operators) and _is_row(shape[0]):
+                return self._apply(op, {"input": self, "shape": shape[0]}, None)
+            shape = (shape[0],) if isinstance(shape[0], Operators) else shape[0]
+        if not isinstance(shape, list | tuple):
+            raise WiringError(
+                f"{shape!r} must be integers or connections, one a dimension, or a tuple of them"
+            )
+        row = [_whole(n) for n in shape]
+        sizes = {f"size_{i}": n for i, n in enumerate(row) if isinstance(n, Operators)}
+        if None in row:
+            raise WiringError(
+                f"{shape!r}: None is not a size; give integers, or connections that follow from shapes"
+            )
+        given = tuple(None if isinstance(n, Operators) else n for n in row)
+        return self._apply(op, {"input": self, **sizes}, given)
 
     def flatten(self, start: int = 0, end: int = -1) -> Connection:
         return self._one("Flatten", start, end)
@@ -279,8 +306,9 @@ class Operators:
     def swapaxes(self, axis1: int, axis2: int) -> Connection:
         return self._one("SwapAxes", axis1, axis2)
 
-    def broadcast_to(self, shape: tuple[int, ...]) -> Connection:
-        return self._one("BroadcastTo", shape)
+    def broadcast_to(self, *shape: Any) -> Connection:
+        """NumPy's broadcasting up to a shape, with sizes as in :meth:`reshape`."""
+        return self._shaped("BroadcastTo", shape)
 
     def split(self, count: int, axis: int = 0) -> tuple[Connection, ...]:
         """``count`` equal parts along one dimension."""
@@ -331,6 +359,30 @@ class Operators:
         return self._one("StopGradient")
 
 
+def _is_row(value: Any) -> bool:
+    """Whether a connection is a row of sizes, such as ``x.shape``, as far as that is known yet."""
+    from capibara.compose.logical.connections import Connection, Port
+
+    if isinstance(value, Connection):
+        value = Port(value.call.first, value.key)
+    dims = value.wire.shape.dims() if isinstance(value, Port) else None
+    return dims is not None and len(dims) == 1
+
+
+def _bounded(entry: slice, ports: dict[str, Any]) -> slice:
+    """A slice with the names of ports for bounds that are connections, which are put into ``ports``."""
+
+    def bound(part: str) -> Any:
+        value = _whole(getattr(entry, part))
+        if not isinstance(value, Operators):
+            return value
+        key = part if part not in ports else f"{part}_{len(ports)}"
+        ports[key] = value
+        return key
+
+    return slice(bound("start"), bound("stop"), _whole(entry.step))
+
+
 def _row(values: tuple[Any, ...]) -> Any:
     """``f(1, 2)`` and ``f((1, 2))`` alike."""
     if len(values) == 1 and not isinstance(values[0], int):
@@ -338,10 +390,7 @@ def _row(values: tuple[Any, ...]) -> Any:
     if isinstance(values, Operators) or (
         isinstance(values, list | tuple) and any(isinstance(v, Operators) for v in values)
     ):
-        raise WiringError(
-            f"{values!r}: sizes must be known when the model is written, and cannot be connections; -1 follows from "
-            "the others"
-        )
+        raise WiringError(f"{values!r}: an order of dimensions is integers, and cannot be a connection")
     if not isinstance(values, int | list | tuple):
         raise WiringError(f"{values!r} must be integers, one a dimension, or a tuple of them")
     return values

@@ -32,6 +32,8 @@ __all__ = [
     "Rest",
     "Shape",
     "as_shape",
+    "product_of",
+    "quotient",
     "set_size",
     "settle",
     "unify",
@@ -42,14 +44,18 @@ MAX_SIZE = 1 << 48
 
 
 class Dim:
-    """One dimension: its size if known, a readable name, and the logical axis it belongs to."""
+    """One dimension: its size if known, a readable name, and the logical axis it belongs to.
 
-    __slots__ = ("axis", "name", "parent", "size", "watchers")
+    ``factors``: dimensions whose product it is, where that is known and its size is not.
+    """
+
+    __slots__ = ("axis", "factors", "name", "parent", "size", "watchers")
 
     def __init__(self, size: int | None = None, name: str | None = None, axis: str | None = None) -> None:
         self.size = size
         self.name = name
         self.axis = axis
+        self.factors: tuple[Dim, ...] | None = None
         self.parent: Dim | None = None
         self.watchers: tuple[Constraint, ...] = ()
 
@@ -204,6 +210,8 @@ def _unify_dims(a: Dim, b: Dim) -> None:
     # is tried.)
     if a.size is None and b.size is None:
         learned = tuple(w for w in b.watchers if w in a.watchers)
+        if (a.factors is None) != (b.factors is None):  # what it is the product of is news to the other
+            learned += a.watchers if a.factors is None else b.watchers
     else:
         learned = (a.watchers if a.size is None else ()) + (b.watchers if b.size is None else ())
     put(b, "parent", a)
@@ -213,6 +221,8 @@ def _unify_dims(a: Dim, b: Dim) -> None:
         put(a, "axis", b.axis)
     if a.name is None and b.name is not None:
         put(a, "name", b.name)
+    if a.factors is None and b.factors is not None:
+        put(a, "factors", b.factors)
     if not known_before:
         watchers = a.watchers
         if b.watchers:
@@ -223,6 +233,47 @@ def _unify_dims(a: Dim, b: Dim) -> None:
 def set_size(dim: Dim, size: int) -> None:
     """Give a dimension its size, or check the one it has."""
     _unify_dims(dim, Dim(size))
+
+
+def product_of(dims: Iterable[Dim]) -> tuple[int, list[Dim]]:
+    """A product of sizes: the known part of it, and the dimensions that are not known (some perhaps several times)."""
+    known, open_dims = 1, []
+    stack = [(dim, ()) for dim in dims]
+    while stack:
+        dim, around = stack.pop()
+        dim = dim.find()
+        if dim.size is not None:
+            known *= dim.size
+        elif dim.factors is not None and dim not in around:
+            stack.extend((factor, (*around, dim)) for factor in dim.factors)
+        else:
+            open_dims.append(dim)
+    return known, open_dims
+
+
+def quotient(whole: Iterable[Dim], part: Iterable[Dim]) -> Dim | None:
+    """The size by which ``part`` is multiplied to give ``whole``, as a dimension; None while it is not known.
+
+    Raises:
+        ShapeError: both are known and there is no such size.
+    """
+    have, left = product_of(whole)
+    want, right = product_of(part)
+    for dim in right[:]:
+        if dim in left:
+            left.remove(dim)
+            right.remove(dim)
+    if right or (left and (not want or have % want)):
+        return None
+    if not want or have % want:
+        raise ShapeError(f"{have} is not a multiple of {want}")
+    if not left:
+        return Dim(have // want)
+    if len(left) == 1 and have == want:
+        return left[0]
+    made = Dim()
+    made.factors = (Dim(have // want), *left)
+    return made
 
 
 def _fill(rest: Rest, items: Sequence[Dim | Rest]) -> None:

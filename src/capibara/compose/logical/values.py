@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compose.errors import InputError, KindError, WiringError
-from capibara.compose.logical.shapes import Dim, Shape
+from capibara.compose.logical.shapes import MAX_SIZE, Dim, Shape
 from capibara.compose.logical.trail import put
 from capibara.compose.logical.wires import Wire
 
@@ -27,6 +27,7 @@ __all__ = [
 MOST = 1_000_000
 """Elements of the longest list that is taken for numbers: longer ones should be arrays."""
 DEEPEST = 32
+_MOST_SIZES = 64
 
 
 class ToBeDetermined:
@@ -171,7 +172,23 @@ def as_constant(value: Any) -> Wire:
             )
     wire = Wire(Shape(Dim(int(n)) for n in getattr(value, "shape", ())), kind, "constant")
     wire.constant = value
+    wire.value = _as_sizes(value)
     return wire
+
+
+def _as_sizes(value: Any) -> Shape | None:
+    """The sizes that an integer, or a row of a few, may stand for; None if it is something else."""
+    if isinstance(value, Numbers):
+        value = value.values
+    elif (
+        isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu" and value.size <= _MOST_SIZES
+    ):
+        value = value.tolist()
+    row = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if len(row) > _MOST_SIZES:
+        return None
+    sizes = [n for n in row if isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_SIZE]
+    return Shape(Dim(n) for n in sizes) if len(sizes) == len(row) else None
 
 
 def check_constant(wire: Wire) -> None:

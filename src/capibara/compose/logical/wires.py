@@ -97,9 +97,22 @@ class Declaration:
 
 
 class Wire:
-    """One value: its shape, its kind, where it comes from and what role it has in the compiled function."""
+    """One value: its shape, its kind, where it comes from and what role it has in the compiled function.
 
-    __slots__ = ("constant", "consumed", "declaration", "kind", "parent", "producer", "role", "shape")
+    ``value``: of integers that are sizes, the dimensions that they are the sizes of.
+    """
+
+    __slots__ = (
+        "constant",
+        "consumed",
+        "declaration",
+        "kind",
+        "parent",
+        "producer",
+        "role",
+        "shape",
+        "value",
+    )
 
     def __init__(self, shape: Shape, kind: Kind | str | None = None, role: str | None = None) -> None:
         self.shape = shape
@@ -107,6 +120,7 @@ class Wire:
         self.role = role  # None (data), "param", "state", "constant"
         self.declaration: Declaration | None = None
         self.constant: Any = None
+        self.value: Shape | None = None
         self.producer: tuple[Producer, str] | None = None
         self.consumed = False
         self.parent: Wire | None = None
@@ -146,7 +160,11 @@ def join(a: Wire, b: Wire, where: Callable[[ShapeError], ShapeError] | None = No
             raise WiringError(f"a {roles.pop()} cannot also be the result of an operation")
     _unify_kinds(a.kind, b.kind)
     unify(a.shape, b.shape, where)
+    if a.value is not None and b.value is not None:
+        unify(a.value, b.value, where)
     put(b, "parent", a)
+    if a.value is None:
+        put(a, "value", b.value)
     if a.producer is None and b.producer is not None:
         put(a, "producer", b.producer)
     if a.declaration is None:

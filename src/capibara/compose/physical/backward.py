@@ -56,7 +56,7 @@ def gradient_lines(
     through = []
     for node in graph.nodes:
         inside = node.region is not None and bool(node.region.params)
-        if inside or any(id(w) in needs for w in node.inputs):
+        if inside or any(id(w) in needs for w in node.given):
             through.append(node)
             needs |= {id(w) for w in node.outputs if _floats(w)}
     lines: list[str] = []
@@ -105,15 +105,15 @@ def _operation(
 
     block = node.block
     assert isinstance(block, Primitive)
-    wanted = [i for i, w in enumerate(node.inputs) if id(w) in needs]
+    wanted = [i for i, w in enumerate(node.given) if id(w) in needs]
     if not wanted:
         return
-    arguments = [read(w) for w in node.inputs]
+    arguments = [read(w) for w in node.given]
     given = ", ".join(str(f) for f in flows)
     outputs = ", ".join(read(w) for w in node.outputs)
     if len(flows) > 1:
         given, outputs = f"({given})", f"({outputs})"
-    named = arguments_of(node, job)
+    named = arguments_of(node, job, read)
     if len(wanted) < len(arguments):
         named.insert(0, f"wanted=({', '.join(map(str, wanted))},)")
     own = getattr(block, "registered", False)

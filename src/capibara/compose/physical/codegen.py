@@ -21,6 +21,7 @@ from capibara.compose.physical.codegen_names import lookup, nested
 from capibara.compose.physical.constants import argument, as_source, frozen
 from capibara.compose.physical.graph import Graph, Node, Path
 from capibara.compose.physical.in_place import written_in_place
+from capibara.compose.physical.sizes import filled
 from capibara.compose.precision import Precision
 
 __all__ = ["generate", "keywords", "literal", "module_source"]
@@ -267,11 +268,13 @@ def _gradients(
     return "\n".join([head, *lines[1:], *back])
 
 
-def arguments_of(node: Node, job: _Job) -> list[str]:
-    """The keyword arguments of an operation as they are written."""
+def arguments_of(node: Node, job: _Job, read: Any) -> list[str]:
+    """The keyword arguments of an operation as they are written (``read``: the source of a value)."""
     block = node.block
     assert isinstance(block, Primitive)
-    arguments = [f"{k}={argument(v, f'{node.label}: {k}')}" for k, v in keywords(node, job.precision).items()]
+    arguments = [
+        f"{k}={argument(v, f'{node.label}: {k}')}" for k, v in keywords(node, job.precision, read).items()
+    ]
     if block.uses_key:
         arguments.append(f"key=ops.fold(key, {node.index})")
     if block.uses_train:
@@ -308,11 +311,11 @@ def literal(wire: Wire) -> bool | int | float | None:
     return float(value) if isinstance(value, float) else None
 
 
-def keywords(node: Node, precision: Precision) -> dict[str, Any]:
-    """The arguments of an operation that are known when the model is compiled."""
+def keywords(node: Node, precision: Precision, read: Any = None) -> dict[str, Any]:
+    """The arguments of an operation that are known when the model is compiled, and sizes as source."""
     block = node.block
     assert isinstance(block, Primitive)
-    named = dict(block.attributes)
+    named = {key: filled(value, node, read) for key, value in block.attributes.items()}
     if block.accumulates:
         named["accumulate"] = precision.accumulate
     takes = getattr(block, "takes_dtype", False)  # "int": only when the operation makes floats of integers
@@ -324,7 +327,7 @@ def keywords(node: Node, precision: Precision) -> dict[str, Any]:
 def _operation(node: Node, job: _Job, names: _Names, lines: list[str], read: Any) -> None:
     block = node.block
     assert isinstance(block, Primitive)
-    arguments = [*(read(w) for w in node.inputs), *arguments_of(node, job)]
+    arguments = [*(read(w) for w in node.given), *arguments_of(node, job, read)]
     single = len(node.outputs) == 1
     for key, wire in zip(block.output_keys, node.outputs, strict=True):
         names.of[id(wire)] = names.new(

@@ -132,7 +132,15 @@ class Keys:
 
     def shapes(self, shapes: Mapping[Any, Any]) -> None:
         for key, spec in shapes.items():
-            if isinstance(key, str) and key not in self.model.input_keys and key not in self.extra:
+            place = isinstance(key, str) and key not in self.model.wires and "." in key
+            if place and key not in self.extra and self._find("shapes", key).wire.role != "param":
+                raise CompileError(f"shapes names {key!r}, which is neither an input nor a parameter")
+            if (
+                isinstance(key, str)
+                and not place
+                and key not in self.model.input_keys
+                and key not in self.extra
+            ):
                 names = self.model.input_keys
                 if key not in self.model.wires or self.model.wires[key].find().role != "param":
                     there = (
@@ -144,7 +152,7 @@ class Keys:
                     raise CompileError(f"shapes names {key!r}, which is not an input; {there}")
             found = self._find("shapes", key) if key not in self.extra else _Found(key, self.extra[key])
             try:
-                if found.name in self.model.wires:
+                if self.model.wires.get(found.name, Wire(Shape())).find() is found.wire:
                     self.model.set_shapes(**{found.name: spec})
                 else:
                     join(found.wire, Wire(self.model._shape(spec)))

@@ -14,10 +14,16 @@ import numpy as np
 
 from capibara.compose.errors import CompileError
 
-__all__ = ["READABLE", "argument", "array", "as_source", "frozen", "tensor"]
+__all__ = ["READABLE", "Code", "argument", "array", "as_source", "frozen", "tensor"]
 
 READABLE = 64
 """Elements up to which an array is written as a list of numbers."""
+
+
+class Code(str):
+    """Source that stands in an argument as it is."""
+
+    __slots__ = ()
 
 
 def frozen(value: Any) -> Any:
@@ -43,6 +49,8 @@ def argument(value: Any, place: str) -> str:
     """
     if value is None or value is Ellipsis or isinstance(value, bool):
         return repr(value)
+    if isinstance(value, Code):
+        return str(value)
     if isinstance(value, str):
         return repr(str(value))
     if getattr(value, "shape", None) == () and hasattr(value, "item"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from capibara.compose.errors import CycleError, UnconnectedError, WiringError
 from capibara.compose.logical.block import Block, Primitive, site_of
@@ -45,6 +46,8 @@ class Node:
     Attributes:
         index: its place in the graph as flattened; passes do not change it, so that the random numbers that it
             draws do not depend on what else is left out.
+        sizes: of the ports that are sizes, how each follows from ``inputs[arrays:]``, whose shapes are read.
+        arrays: how many of ``inputs`` the operation gets; None: all.
     """
 
     block: Block
@@ -54,6 +57,13 @@ class Node:
     path: Path
     region: Graph | None = None
     index: int = 0
+    sizes: dict[str, Any] = field(default_factory=dict)
+    arrays: int | None = None
+
+    @property
+    def given(self) -> list[Wire]:
+        """The inputs that the operation gets."""
+        return self.inputs[: self.arrays]
 
 
 @dataclass

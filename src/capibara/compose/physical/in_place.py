@@ -33,7 +33,7 @@ def written_in_place(graph: Graph) -> tuple[Path, ...] | None:
     for node in graph.nodes:
         if not isinstance(node.block, Primitive):
             continue
-        inputs = dict(zip(node.block.ports_in, node.inputs, strict=True))
+        inputs = dict(zip(node.block.ports_in, node.given, strict=False))  # without those that are sizes
         outputs = dict(zip(node.block.output_keys, node.outputs, strict=True))
         for before, after in node.block.in_place.items():
             path = states.get(id(inputs[before]))

@@ -254,7 +254,8 @@ def _signature(node: Node) -> tuple[Any, ...]:
         inputs.sort(key=str)
     axes = tuple(w.axes for w in node.outputs) if block.constrain_output else None
     kinds = tuple(w.kind.find().value for w in node.outputs)
-    return (block.op, tuple(inputs), repr(sorted(block.attributes.items())), axes, kinds)
+    named = repr((sorted(block.attributes.items()), node.sizes))
+    return (block.op, tuple(inputs), named, axes, kinds)
 
 
 def _identity(wire: Wire) -> tuple[Any, ...]:

@@ -31,6 +31,7 @@ from capibara.compose.physical.compiled import CompiledModel, Program
 from capibara.compose.physical.graph import Graph, flatten
 from capibara.compose.physical.passes import optimise
 from capibara.compose.physical.registered import check_registered, functions_of
+from capibara.compose.physical.sizes import resolve_sizes
 from capibara.compose.physical.specs import ModelSpecs
 
 __all__ = ["compile"]
@@ -76,7 +77,8 @@ def compile(
     Args:
         model: the model. It is not changed, and can be compiled again in other ways.
         backend: where and in which precision to run; by default float32 on JAX's default device.
-        shapes: sizes of inputs, ``{"input": [32, 128]}``; None in a shape leaves that size free.
+        shapes: sizes of inputs, ``{"input": [32, 128]}``, and of parameters, ``{"layer_0.weight": [128, 64]}``, also
+            those of a ``TrainModel`` (``"model.layer_0.weight"``); None in a shape leaves that size free.
         constant_keys: inputs with the value that they always have: a number, nested lists or an array. They are no
             inputs of the compiled model, and what follows from them alone is computed now. Float arrays get the
             compute dtype.
@@ -128,6 +130,7 @@ def compile(
             _discard(graph, discarded)
         wires = [w for node in graph.walk() for w in node.inputs]
         settle_numbers([*wires, *graph.outputs.values(), *graph.next_states.values()], backend.policy.compute)
+        resolve_sizes(graph)
         _check_elements(graph)
         check_registered(graph, backend)
         _check_powers(graph)

@@ -9,6 +9,7 @@ from capibara.compose.logical.arguments import choice, flag, number, whole
 from capibara.compose.logical.block import Primitive
 from capibara.compose.precision import FLOAT_DTYPES
 from capibara.compose.primitives.rules import broadcast3_rule, broadcast_rule, scalar
+from capibara.compose.primitives.size_rules import PASSED_ON, SIZE_RULES
 
 __all__ = [
     "Absolute",
@@ -63,6 +64,7 @@ class _Unary(Primitive):
 
     op_name: ClassVar[str | None] = None
     kinds: ClassVar[tuple[str | None, str | None]] = ("float", "float")
+    constraints: ClassVar[tuple[Any, ...]] = ()
 
     def __init__(self, *, name: str | None = None) -> None:
         self._build({}, name)
@@ -74,6 +76,7 @@ class _Unary(Primitive):
             {"input": ("*b", into)},
             {"output": ("*b", out)},
             attributes,
+            constraints=self.constraints,
             name=name,
         )
 
@@ -83,7 +86,7 @@ class Relu(_Unary):
 
 
 class LeakyRelu(_Unary):
-    """``x`` where it is positive, else ``slope * x``; the gradient at 0 is ``slope``."""
+    """``x`` where it is positive, else ``slope * x``; the gradient at 0 is 1 on JAX, else ``slope``."""
 
     def __init__(self, slope: float = 0.01, *, name: str | None = None) -> None:
         scalar("slope", slope)
@@ -151,8 +154,8 @@ class Log(_Robust):
 class Sqrt(_Robust):
     """``√x``: NaN below 0, and an infinite gradient at 0.
 
-    ``robust=True``: below ``threshold`` (by default the dtype's smallest normal number) the tangent, which is
-    finite with a finite gradient everywhere.
+    ``robust=True``: ``√|x|``, and ``|x| / √threshold`` where ``|x|`` is below ``threshold`` (by default the dtype's
+    smallest normal number): finite with a finite gradient everywhere, both 0 at 0.
     """
 
 
@@ -198,6 +201,8 @@ class Ceil(_Unary):
 
 class Buffer(_Same):
     """The input itself: gives a value another name."""
+
+    constraints = (PASSED_ON,)
 
 
 class StopGradient(_Same):
@@ -288,12 +293,16 @@ class _Binary(Primitive):
 
     def _build(self, attributes: dict[str, Any], name: str | None, op: str | None = None) -> None:
         left, right, out = self.kinds
+        op = op or self.op_name or type(self).__name__.lower()
+        constraints: list[Any] = [(broadcast_rule, ("left", "right", "output"))]
+        if op in SIZE_RULES:
+            constraints.append((SIZE_RULES[op], ("#left", "#right", "#output")))
         super().__init__(
-            op or self.op_name or type(self).__name__.lower(),
+            op,
             {"left": ("*l", left), "right": ("*r", right)},
             {"output": ("*o", out)},
             attributes,
-            constraints=[(broadcast_rule, ("left", "right", "output"))],
+            constraints=constraints,
             name=name,
         )
 
@@ -470,6 +479,7 @@ class Cast(Primitive):
             {"input": ("*b", None)},
             {"output": ("*b", {"int32": "int", "bool": "bool"}.get(dtype, "float"))},
             {} if accumulate else {"dtype": dtype},
+            constraints=[PASSED_ON] if dtype == "int32" else [],
             accumulates=accumulate,
             name=name,
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import ceil
 from typing import Any
 
 from capibara.compose.errors import ShapeError, WiringError
-from capibara.compose.logical.arguments import whole
-from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.arguments import flag, identifier, whole
+from capibara.compose.logical.block import Primitive, SizeFrom
 from capibara.compose.logical.shapes import Dim, Shape, unify
 from capibara.compose.primitives.rules import axis_of, scalar, sizes
+from capibara.compose.primitives.size_rules import SizeRow, indexed_sizes
 
 __all__ = [
     "Arange",
@@ -25,6 +28,8 @@ __all__ = [
     "RandInt",
     "Randn",
     "RandomUniform",
+    "Scatter",
+    "ScatterAlongAxis",
     "Slice",
     "Take",
     "TakeAlongAxis",
@@ -36,16 +41,23 @@ __all__ = [
 
 
 def _written(index: Any) -> tuple[Any, ...]:
-    """An index as literals that stand in generated source."""
+    """An index as literals that stand in generated source; a bound that is text is the name of a port."""
     entries = index if isinstance(index, tuple) else (index,)
     row: list[Any] = []
     for entry in entries:
         if isinstance(entry, slice):
-            for part in (entry.start, entry.stop, entry.step):
-                whole("index", part, None, optional=True)
+            bounds = []
+            for part in (entry.start, entry.stop):
+                if isinstance(part, str):
+                    identifier(part, f"index={index!r}: {part!r} is not the name of a port")
+                    bounds.append(SizeFrom(part))
+                else:
+                    whole("index", part, None, optional=True)
+                    bounds.append(part)
+            whole("index", entry.step, None, optional=True)
             if entry.step == 0:
                 raise WiringError(f"index={index!r}: a slice cannot have a step of 0")
-            row.append(("slice", entry.start, entry.stop, entry.step))
+            row.append(("slice", *bounds, entry.step))
         elif entry is None or entry is Ellipsis:
             row.append(entry)
         elif isinstance(entry, int) and not isinstance(entry, bool):
@@ -80,7 +92,7 @@ def _indexed(dims: list[Dim], index: tuple[Any, ...]) -> tuple[list[Dim], bool]:
                 done = done and dim.size is not None
             elif entry[1:] in ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1)):
                 out.append(dim)
-            elif dim.size is None:
+            elif dim.size is None or any(isinstance(part, SizeFrom) for part in entry[1:]):
                 out.append(Dim())
                 done = False
             else:
@@ -93,27 +105,45 @@ class Indexer(Primitive):
 
     Numbers outside of a dimension are refused once its size is known. The gradient goes back to where the
     elements came from, and is 0 elsewhere.
+
+    A bound of a slice that is text is a port for it, an integer that follows from shapes:
+    ``Indexer(slice(None, "stop"))(input=x, stop=y.shape[0])``, which is ``x[: y.shape[0]]``.
     """
 
     def __init__(self, index: Any, *, name: str | None = None) -> None:
         entries = _written(index)
+        bounds = [b for e in entries if isinstance(e, tuple) for b in e[1:] if isinstance(b, SizeFrom)]
+        ports = tuple(dict.fromkeys(b.port for b in bounds))
 
-        def rule(before: Shape, after: Shape) -> bool:
+        def rule(before: Shape, after: Shape, *values: Shape) -> bool:
             dims = before.dims()
             if dims is None:
                 return False
-            out, done = _indexed(dims, entries)
+            known = {port: value.items[0].find().size for port, value in zip(ports, values, strict=True)}  # type: ignore[union-attr]
+            out, done = _indexed(dims, tuple(_filled(entry, known) for entry in entries))
             unify(after, Shape(out))
             return done
 
         super().__init__(
             "indexer",
-            {"input": ("*b", "T")},
+            {"input": ("*b", "T")} | dict.fromkeys(ports, ((), "int")),
             {"output": ("*o", "T")},
             {"index": entries},
-            constraints=[(rule, ("input", "output"))],
+            constraints=[
+                (rule, ("input", "output", *(f"#{port}" for port in ports))),
+                (indexed_sizes(entries), ("#input", "#output")),
+            ],
+            sizes=ports,
             name=name,
         )
+
+
+def _filled(entry: Any, known: dict[str, int | None]) -> Any:
+    """A slice with the bounds that are known."""
+    if not isinstance(entry, tuple):
+        return entry
+    row = ((known[b.port] if isinstance(b, SizeFrom) else b, b) for b in entry[1:])
+    return ("slice", *(b if size is None else size for size, b in row))
 
 
 class Slice(Indexer):
@@ -199,6 +229,68 @@ class TakeAlongAxis(Primitive):
         )
 
 
+class Scatter(Primitive):
+    """``input`` with other rows at ``indices`` along one dimension: the counterpart of :class:`Take`.
+
+    ``input [*b]``, ``indices int [*i]``, ``updates`` in the shape that ``Take(axis)`` would give → ``output [*b]``.
+    ``add=True`` adds to what is there, also several times where an index comes several times; otherwise one of those
+    updates stays, and which one is left to the backend. Indices as for ``Take``. Equivalent JAX, for ``axis=0``:
+    ``input.at[indices].add(updates)``, ``input.at[indices].set(updates)``.
+    """
+
+    def __init__(self, axis: int = 0, add: bool = False, *, name: str | None = None) -> None:
+        whole("axis", axis, None)
+        flag("add", add)
+
+        def rule(before: Shape, indices: Shape, updates: Shape) -> bool:
+            dims, picks = before.dims(), indices.dims()
+            if dims is None or picks is None:
+                return False
+            at = axis_of(axis, len(dims))
+            unify(updates, Shape([*dims[:at], *picks, *dims[at + 1 :]]))
+            return True
+
+        super().__init__(
+            "scatter",
+            {"input": ("*b", "T"), "indices": ("*i", "int"), "updates": ("*u", "T")},
+            {"output": ("*b", "T")},
+            {"axis": int(axis), "add": add},
+            constraints=[(rule, ("input", "indices", "updates"))],
+            name=name,
+        )
+
+
+class ScatterAlongAxis(Primitive):
+    """``input`` with other elements along one dimension: the counterpart of :class:`TakeAlongAxis`.
+
+    ``input [*b]``, ``indices int [*i]``, ``updates [*i]`` → ``output [*b]``; the dimensions other than ``axis`` are
+    alike. ``add`` and indices as for :class:`Scatter`. Equivalent NumPy: ``numpy.put_along_axis`` on a copy.
+    """
+
+    def __init__(self, axis: int = -1, add: bool = False, *, name: str | None = None) -> None:
+        whole("axis", axis, None)
+        flag("add", add)
+
+        def rule(before: Shape, indices: Shape) -> bool:
+            dims, picks = before.dims(), indices.dims()
+            known = dims or picks
+            if known is None:
+                return False
+            at = axis_of(axis, len(known))
+            other = [Dim() if i == at else d for i, d in enumerate(known)]
+            unify(indices if dims is not None else before, Shape(other))
+            return dims is not None and picks is not None
+
+        super().__init__(
+            "scatter_along_axis",
+            {"input": ("*b", "T"), "indices": ("*i", "int"), "updates": ("*i", "T")},
+            {"output": ("*b", "T")},
+            {"axis": int(axis), "add": add},
+            constraints=[(rule, ("input", "indices"))],
+            name=name,
+        )
+
+
 class _Made(Primitive):
     """An array made from nothing. ``takes_dtype``: the operation takes ``dtype=``, the compute dtype."""
 
@@ -211,30 +303,76 @@ class _Made(Primitive):
         attributes: dict[str, Any],
         kind: str = "float",
         *,
+        ports: dict[str, Any] | None = None,
+        constraints: Iterable[Any] = (),
         uses_key: bool = False,
         name: str | None = None,
     ) -> None:
-        super().__init__(op, {}, {"output": (shape, kind)}, attributes, uses_key=uses_key, name=name)
+        ports = ports or {}
+        super().__init__(
+            op,
+            ports,
+            {"output": (shape, kind)},
+            attributes,
+            constraints,
+            sizes=tuple(ports),
+            uses_key=uses_key,
+            name=name,
+        )
         if kind == "int":
             self.takes_dtype = False
 
 
 class Arange(_Made):
-    """``start, start + step, …`` up to but without ``stop``: integers if all three are, else floats."""
+    """``start, start + step, …`` up to but without ``stop``: integers if all three are, else floats.
 
-    def __init__(self, stop: float, start: float = 0, step: float = 1, *, name: str | None = None) -> None:
-        for key, value in (("stop", stop), ("start", start), ("step", step)):
-            scalar(key, value)
+    Without ``stop``, or with ``start=None``, it is a port for an integer that follows from shapes:
+    ``Arange()(stop=x.shape[0])``.
+    """
+
+    def __init__(
+        self,
+        stop: float | None = None,
+        start: float | None = 0,
+        step: float = 1,
+        *,
+        name: str | None = None,
+    ) -> None:
+        given = {"start": start, "stop": stop}
+        for key, value in (*given.items(), ("step", step)):
+            scalar(key, value, optional=key != "step")
         if step == 0:
             raise WiringError("step=0: an arange must move")
-        from math import ceil
-
-        count = max(0, ceil((stop - start) / step))
-        integer = all(isinstance(v, int) for v in (start, stop, step))
-        attributes: dict[str, Any] = {"start": start, "stop": stop, "step": step}
+        ports = {key: ((), "int") for key, value in given.items() if value is None}
+        integer = all(isinstance(v, int | None) for v in (start, stop, step))
+        attributes: dict[str, Any] = {
+            key: SizeFrom(key) if value is None else value for key, value in given.items()
+        }
+        attributes["step"] = step
         if integer:
             attributes["dtype"] = "int32"
-        super().__init__("arange", (count,), attributes, "int" if integer else "float", name=name)
+
+        def rule(output: Shape, *values: Shape) -> bool:
+            dims = {key: value.items[0].find() for key, value in zip(ports, values, strict=True)}  # type: ignore[union-attr]
+            if ports and step == 1 and start == 0:
+                unify(output, Shape([dims["stop"]]))
+                return True
+            ends = {key: dims[key].size if value is None else value for key, value in given.items()}
+            if None in ends.values():
+                unify(output, Shape([Dim()]))
+                return False
+            unify(output, Shape([Dim(max(0, ceil((ends["stop"] - ends["start"]) / step)))]))
+            return True
+
+        super().__init__(
+            "arange",
+            "n",
+            attributes,
+            "int" if integer else "float",
+            ports=ports,
+            constraints=[(rule, ("output", *(f"#{key}" for key in ports)))],
+            name=name,
+        )
 
 
 class Eye(_Made):
@@ -253,25 +391,42 @@ class EyeComplement(Eye):
 
 
 class Full(_Made):
-    """``output`` of a shape, every element ``value`` (a float)."""
+    """``output`` of a shape, every element ``value`` (a float).
 
-    def __init__(self, shape: tuple[int, ...], value: float, *, name: str | None = None) -> None:
+    Sizes that are None, or ``shape=None``, are connections as for :class:`Reshape`.
+    """
+
+    def __init__(
+        self, shape: tuple[int | None, ...] | None, value: float, *, name: str | None = None
+    ) -> None:
         scalar("value", value)
-        row = sizes("shape", shape)
-        super().__init__("full", row, {"shape": row, "value": float(value)}, name=name)
+        row = SizeRow("shape", shape)
+
+        def rule(output: Shape, *values: Shape) -> bool:
+            unify(output, row.shape(values))
+            return True
+
+        super().__init__(
+            "full",
+            "*o",
+            {"shape": row.row, "value": float(value)},
+            ports=row.ports,
+            constraints=[(rule, ("output", *row.values))],
+            name=name,
+        )
 
 
 class Ones(Full):
     """``output`` of a shape, every element 1."""
 
-    def __init__(self, shape: tuple[int, ...], *, name: str | None = None) -> None:
+    def __init__(self, shape: tuple[int | None, ...] | None, *, name: str | None = None) -> None:
         super().__init__(shape, 1.0, name=name)
 
 
 class Zeros(Full):
     """``output`` of a shape, every element 0."""
 
-    def __init__(self, shape: tuple[int, ...], *, name: str | None = None) -> None:
+    def __init__(self, shape: tuple[int | None, ...] | None, *, name: str | None = None) -> None:
         super().__init__(shape, 0.0, name=name)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from capibara.compose.errors import ShapeError, WiringError
 from capibara.compose.logical.arguments import items, several, whole
 from capibara.compose.logical.block import Primitive
-from capibara.compose.logical.shapes import Dim, Shape, set_size, unify
+from capibara.compose.logical.shapes import Dim, Shape, product_of, quotient, set_size, unify
 from capibara.compose.primitives.rules import axes_of, axis_of, broadcast_rule, fix, placed, product, sizes
+from capibara.compose.primitives.size_rules import PASSED_ON, SizeRow, joined_sizes, product_dim
 
 __all__ = [
     "AtLeast1D",
@@ -37,14 +38,21 @@ class _Move(Primitive):
     """``input`` of any kind → ``output`` of the same, with a rule between the two shapes."""
 
     def __init__(
-        self, op: str, attributes: dict[str, Any], rule: Any, *, output: Any = "*o", name: str | None = None
+        self,
+        op: str,
+        attributes: dict[str, Any],
+        rule: Any,
+        *,
+        output: Any = "*o",
+        more: tuple[Any, ...] = (),
+        name: str | None = None,
     ) -> None:
         super().__init__(
             op,
             {"input": ("*b", "T")},
             {"output": (output, "T")},
             attributes,
-            constraints=[(rule, ("input", "output"))] if rule is not None else [],
+            constraints=[*([(rule, ("input", "output"))] if rule is not None else []), *more],
             name=name,
         )
 
@@ -90,7 +98,10 @@ class Concat(Primitive):
             {k: (f"*b{i}", "T") for i, k in enumerate(keys)},
             {"output": ("*o", "T")},
             {"axis": axis},
-            constraints=[(rule, (*keys, "output"))],
+            constraints=[
+                (rule, (*keys, "output")),
+                (joined_sizes, (*(f"#{k}" for k in keys), "#output")),
+            ],
             name=name,
         )
 
@@ -135,7 +146,10 @@ class Stack(Primitive):
             {f"input_{i}": ("*b", "T") for i in range(count)},
             {"output": ("*o", "T")},
             {"axis": int(axis)},
-            constraints=[(rule, ("input_0", "output"))],
+            constraints=[
+                (rule, ("input_0", "output")),
+                (joined_sizes, (*(f"#input_{i}" for i in range(count)), "#output")),
+            ],
             name=name,
         )
 
@@ -197,37 +211,83 @@ class Unstack(Primitive):
         )
 
 
-class Reshape(_Move):
-    """The same elements, row by row, in another shape; at most one size is -1 and follows from the others."""
+class _Sized(Primitive):
+    """``input`` of any kind → ``output`` of the same, in a shape with sizes that may be connections."""
 
-    def __init__(self, shape: tuple[int, ...], *, name: str | None = None) -> None:
-        row = sizes("shape", shape, -1)
-        free = [i for i, size in enumerate(row) if size == -1]
+    def __init__(self, op: str, shape: SizeRow, rule: Any, name: str | None) -> None:
+        super().__init__(
+            op,
+            {"input": ("*b", "T"), **shape.ports},
+            {"output": ("*o", "T")},
+            {"shape": shape.row},
+            constraints=[(rule, ("input", "output", *shape.values))],
+            sizes=shape.keys,
+            name=name,
+        )
+
+
+class Reshape(_Sized):
+    """The same elements, row by row, in another shape; at most one size is -1 and follows from the others.
+
+    A size that is None comes from a port, ``size_0`` for the first place, an integer that follows from shapes:
+    ``Reshape((None, 8))(input=x, size_0=y.shape[0])``, which is ``x.reshape((y.shape[0], 8))``. With ``shape=None`` all
+    of them come from the port ``shape``, int ``[rank]``.
+    """
+
+    def __init__(self, shape: tuple[int | None, ...] | None, *, name: str | None = None) -> None:
+        row = SizeRow("shape", shape, -1)
+        free = [i for i, size in enumerate(row.given or ()) if size == -1]
         if len(free) > 1:
             raise WiringError(
                 f"shape={shape!r} has more than one -1: only one size can follow from the others"
             )
 
-        def rule(before: Shape, after: Shape) -> bool:
-            out = [Dim(None if size == -1 else size) for size in row]
-            unify(after, Shape(out))
-            dims = before.dims()
-            total = product(dims) if dims is not None else None
-            fixed = product(d for i, d in enumerate(out) if i not in free) or 0
-            if total is None:
-                rest = [d for d in dims or () if d.find().size is None]
-                known = product(d for d in dims or () if d.find().size is not None) or 0
-                all_out = product(out)
-                if len(rest) == 1 and known and all_out is not None and all_out % known == 0:
-                    return fix(rest[0], all_out // known)
+        def rule(before: Shape, after: Shape, *values: Shape) -> bool:
+            shape = row.shape(values)
+            unify(after, shape)
+            out, dims = shape.dims(), before.dims()
+            if out is None or dims is None:
                 return False
-            if not free and total != fixed:
-                raise ShapeError(f"{total} elements do not fill the shape {row}")
-            if free and (not fixed or total % fixed):
-                raise ShapeError(f"{total} elements cannot be put in the shape {row}")
-            return not free or fix(out[free[0]], total // fixed)
+            total, fixed = product(dims), product(d for i, d in enumerate(out) if i not in free)
+            if not free:
+                if total is not None and fixed is not None and total != fixed:
+                    raise ShapeError(f"{total} elements do not fill the shape {shape}")
+                return (total is not None and fixed is not None) or _balanced(dims, out)
+            if total is not None and fixed is not None and (not fixed or total % fixed):
+                raise ShapeError(f"{total} elements cannot be put in the shape {row.given}")
+            if (size := out[free[0]].find()).size is not None and _balanced(dims, out):
+                return True
+            found = quotient(dims, [d for i, d in enumerate(out) if i not in free])
+            if found is None:
+                return False
+            unify(Shape([size]), Shape([found]))
+            return size.find().size is not None
 
-        super().__init__("reshape", {"shape": row}, rule, name=name)
+        super().__init__("reshape", row, rule, name)
+
+
+def _balanced(dims: list[Dim], out: list[Dim]) -> bool:
+    """Learn the one size that is unknown, of two shapes with as many elements; whether nothing is left to learn."""
+    have, left = product_of(dims)
+    want, right = product_of(out)
+    for dim in right[:]:
+        if dim in left:
+            left.remove(dim)
+            right.remove(dim)
+    if not left and not right:
+        if have != want:
+            raise ShapeError(f"{have} elements do not fill the shape {Shape(out)}")
+        return True
+    if not have or not want:
+        return False
+    if len(left) == 1 and not right and want % have == 0:
+        return fix(left[0], want // have)
+    if len(right) == 1 and not left and have % want == 0:
+        return fix(right[0], have // want)
+    if len(left) == len(right) == 1 and have == want:
+        unify(Shape(left), Shape(right))
+        return True
+    return False
 
 
 class Flatten(_Move):
@@ -247,7 +307,7 @@ class Flatten(_Move):
             first, last = axis_of(start, len(dims)), axis_of(end, len(dims))
             if first > last:
                 raise ShapeError(f"start={start} comes after end={end} in {len(dims)} dimensions")
-            one = dims[first] if first == last else Dim()
+            one = dims[first] if first == last else product_dim(dims[first : last + 1])
             unify(after, Shape([*dims[:first], one, *dims[last + 1 :]]))
             return first == last or fix(one, product(dims[first : last + 1]))
 
@@ -346,18 +406,20 @@ class ExpandDims(_Move):
         super().__init__("expand_dims", {"axis": places}, rule, name=name)
 
 
-class BroadcastTo(_Move):
-    """Repeat along missing dimensions and those of size 1, as NumPy's broadcasting does, up to ``shape``."""
+class BroadcastTo(_Sized):
+    """Repeat along missing dimensions and those of size 1, as NumPy's broadcasting does, up to ``shape``.
 
-    def __init__(self, shape: tuple[int, ...], *, name: str | None = None) -> None:
-        row = sizes("shape", shape)
-        super().__init__(
-            "broadcast_to",
-            {"shape": row},
-            lambda before, after: broadcast_rule(before, after, after),
-            output=row,
-            name=name,
-        )
+    Sizes that are None, or ``shape=None``, are connections as for :class:`Reshape`.
+    """
+
+    def __init__(self, shape: tuple[int | None, ...] | None, *, name: str | None = None) -> None:
+        row = SizeRow("shape", shape)
+
+        def rule(before: Shape, after: Shape, *values: Shape) -> bool:
+            unify(after, row.shape(values))
+            return broadcast_rule(before, after, after)
+
+        super().__init__("broadcast_to", row, rule, name)
 
 
 class Pad(_Move):
@@ -406,7 +468,7 @@ class Item(_Move):
                 set_size(d, 1)
             return True
 
-        super().__init__("item", {}, rule, output=(), name=name)
+        super().__init__("item", {}, rule, output=(), more=(PASSED_ON,), name=name)
 
 
 class AtLeast1D(_Move):
@@ -420,18 +482,21 @@ class AtLeast1D(_Move):
             unify(after, Shape(dims or [Dim(1)]))
             return True
 
-        super().__init__("at_least_1d", {}, rule, name=name)
+        super().__init__("at_least_1d", {}, rule, more=(PASSED_ON,), name=name)
 
 
 class ToTensor(_Move):
     """A number as an array (an array stays as it is)."""
 
     def __init__(self, *, name: str | None = None) -> None:
-        super().__init__("to_tensor", {}, None, output="*b", name=name)
+        super().__init__("to_tensor", {}, None, output="*b", more=(PASSED_ON,), name=name)
 
 
 class ShapeOf(Primitive):
-    """The sizes of an array: ``input`` → ``output int [rank]``. They are constants of the compiled program."""
+    """The sizes of an array: ``input`` → ``output int [rank]``. They are constants of the compiled program.
+
+    What follows from them by indexing and arithmetic of integers can be a size again: ``x.reshape((x.shape[0], -1))``.
+    """
 
     def __init__(self, *, name: str | None = None) -> None:
         def rule(array: Shape, row: Shape) -> bool:
@@ -445,9 +510,14 @@ class ShapeOf(Primitive):
             "shape_of",
             {"input": ("*b", None)},
             {"output": (("rank",), "int")},
-            constraints=[(rule, ("input", "output"))],
+            constraints=[(rule, ("input", "output")), (_are_sizes, ("input", "#output"))],
             name=name,
         )
+
+
+def _are_sizes(array: Shape, value: Shape) -> bool:
+    unify(value, array)
+    return True
 
 
 class Size(Primitive):
@@ -456,19 +526,21 @@ class Size(Primitive):
     def __init__(self, dim: int | tuple[int, ...] | None = None, *, name: str | None = None) -> None:
         axis = axes_of(dim)
 
-        def rule(array: Shape) -> bool:
+        def rule(array: Shape, value: Shape) -> bool:
             dims = array.dims()
             if dims is None:
                 return False
-            placed(axis, len(dims))
-            return True
+            taken = placed(axis, len(dims))
+            count = product_dim([d for i, d in enumerate(dims) if i in taken])
+            unify(value, Shape([count]))
+            return count.find().size is not None or len(taken) == 1
 
         super().__init__(
             "size_of",
             {"input": ("*b", None)},
             {"output": ((), "int")},
             {"axis": axis},
-            constraints=[(rule, ("input",))],
+            constraints=[(rule, ("input", "#output"))],
             name=name,
         )
 

@@ -186,23 +186,22 @@ class _Pool(Primitive):
                 raise WiringError(f"padding={padding!r} is more than half of kernel_size={kernel_size!r}")
 
         def rule(image: Shape, output: Shape) -> bool:
-            x, out = image.dims(), output.dims()
-            assert x is not None
-            assert out is not None
+            _, _, x = image.resolve() if image.dims() is None else ((), None, image.dims() or [])
+            _, _, out = output.resolve() if output.dims() is None else ((), None, output.dims() or [])
             done = True
-            for i in range(count):
-                size = x[2 + i].find().size
+            for i in range(-count, 0):
+                size = x[i].find().size
                 if size is None:
                     done = False
                 else:
-                    set_size(out[2 + i], _slid(size, kernel[i], steps[i], pads[i], gaps[i]))
+                    set_size(out[i], _slid(size, kernel[i], steps[i], pads[i], gaps[i]))
             return done
 
         names = ["height", "width"][-count:]
         super().__init__(
             self.op_name,
-            {"input": (["n", "c", *names], "float")},
-            {"output": (["n", "c", *(f"out_{s}" for s in names)], "float")},
+            {"input": (["*n", "c", *names], "float")},
+            {"output": (["*n", "c", *(f"out_{s}" for s in names)], "float")},
             {"kernel": kernel, "stride": steps, "padding": pads, "dilation": gaps, **more},
             constraints=[(rule, ("input", "output"))],
             name=name,
@@ -210,19 +209,19 @@ class _Pool(Primitive):
 
 
 class PrimitiveMaxPool1D(_Pool):
-    """The largest of each window (of several equal ones the first gets the gradient): ``[n, c, s]``."""
+    """The largest of each window (of several equal ones the first gets the gradient): ``[*n, c, s]``."""
 
     space, op_name = 1, "max_pool"
 
 
 class PrimitiveMaxPool2D(_Pool):
-    """The largest of each window (of several equal ones the first gets the gradient): ``[n, c, h, w]``."""
+    """The largest of each window (of several equal ones the first gets the gradient): ``[*n, c, h, w]``."""
 
     space, op_name = 2, "max_pool"
 
 
 class _AvgPool(_Pool):
-    """The mean of each window: ``[n, c, *s]``; ``count_padding`` counts padding as zeros, else it is left out."""
+    """The mean of each window: ``[*n, c, *s]``; ``count_padding`` counts padding as zeros, else it is left out."""
 
     op_name = "avg_pool"
 

@@ -110,8 +110,12 @@ def buffer(x: Array) -> Array:
     return x
 
 
-def absolute(x: Array) -> Array:
-    return x * jnp.sign(x)  # not jnp.abs, whose gradient at 0 is 1
+absolute = jnp.abs
+
+
+def _magnitude(x: Array) -> Array:
+    """``|x|`` with gradient 0 at 0, for what is to be smooth there."""
+    return x * jnp.sign(x)
 
 
 def cast(x: Array, dtype: str) -> Array:
@@ -131,7 +135,7 @@ def gelu(x: Array, approximate: bool = True) -> Array:
 
 
 def leaky_relu(x: Array, slope: float) -> Array:
-    return jnp.where(x > 0, x, slope * x)
+    return jnp.where(x >= 0, x, slope * x)  # as jax.nn.leaky_relu, with a slope of x's dtype
 
 
 def elu(x: Array, alpha: float) -> Array:
@@ -174,16 +178,16 @@ def robust_log(x: Array, threshold: float | None) -> Array:
 def robust_sqrt(x: Array, threshold: float | None) -> Array:
     x = jnp.asarray(x)
     t = _tiny(x, threshold, False)
-    root = t**0.5
-    below = x < t
-    return jnp.where(below, root / 2 + x / (2 * root), jnp.sqrt(jnp.where(below, t, x)))
+    size = _magnitude(x)
+    below = size < t
+    return jnp.where(below, size / t**0.5, jnp.sqrt(jnp.where(below, t, size)))
 
 
 def robust_power(base: Array, exponent: Array, threshold: float | None) -> Array:
     base = jnp.asarray(base)
     exponent = jnp.asarray(exponent, base.dtype)
     t = _tiny(base, threshold, True)
-    size = absolute(base)
+    size = _magnitude(base)
     below = (size < t) & (exponent < 1)
     # The tangent at the threshold, in terms of t only, so that neither branch's gradient is infinite.
     low = jnp.where(exponent < 1, exponent, 1)

@@ -26,6 +26,8 @@ __all__ = [
     "randint",
     "randn",
     "random_uniform",
+    "scatter",
+    "scatter_along_axis",
     "take",
     "take_along_axis",
     "trapezoid",
@@ -55,6 +57,27 @@ def permute_tensor(x: Array, indices: Array) -> Array:
 
 def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
     return jnp.take_along_axis(x, _counted(indices, x.shape[axis]), axis=axis, mode="clip")
+
+
+def _put(x: Array, index: tuple[Any, ...], updates: Array, add: bool) -> Array:
+    at = x.at[index]
+    return at.add(updates) if add else at.set(updates)
+
+
+def _inside(indices: Array, size: int) -> Array:
+    return jnp.clip(_counted(indices, size), 0, size - 1)
+
+
+def scatter(x: Array, indices: Array, updates: Array, axis: int, add: bool) -> Array:
+    before = (slice(None),) * (axis % x.ndim)
+    return _put(x, (*before, _inside(jnp.asarray(indices), x.shape[axis])), updates, add)
+
+
+def scatter_along_axis(x: Array, indices: Array, updates: Array, axis: int, add: bool) -> Array:
+    place, indices = axis % x.ndim, jnp.asarray(indices)
+    grid = [jax.lax.broadcasted_iota(jnp.int32, indices.shape, i) for i in range(x.ndim)]
+    grid[place] = _inside(indices, x.shape[axis])
+    return _put(x, tuple(grid), updates, add)
 
 
 def arange(start: float, stop: float, step: float, dtype: str) -> Array:

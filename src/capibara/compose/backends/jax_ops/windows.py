@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from capibara.compose.backends.batches import any_batch
+
 __all__ = [
     "avg_pool",
     "batch_norm",
@@ -75,6 +77,7 @@ def _windows(x: Array, kernel: Row, stride: Row, padding: Pairs, dilation: Row, 
     return jnp.stack(picked)
 
 
+@any_batch
 def max_pool(x: Array, kernel: Row, stride: Row, padding: Pairs, dilation: Row) -> Array:
     """The largest of each window, the first of several; padding counts as minus infinity."""
     if all(d == 1 for d in dilation):
@@ -85,6 +88,7 @@ def max_pool(x: Array, kernel: Row, stride: Row, padding: Pairs, dilation: Row) 
     return jnp.take_along_axis(windows, jnp.argmax(windows, axis=0)[None], axis=0)[0]
 
 
+@any_batch
 def avg_pool(x: Array, kernel: Row, stride: Row, padding: Pairs, dilation: Row, count_padding: bool) -> Array:
     total = jnp.sum(_windows(x, kernel, stride, padding, dilation, 0), axis=0)
     if count_padding:

@@ -204,8 +204,9 @@ def robust_log(x: Array, threshold: float | None) -> Array:
 def robust_sqrt(x: Array, threshold: float | None) -> Array:
     xp, x = as_arrays(x)
     t = _tiny(x, threshold, False)
-    root, below = t**0.5, x < t
-    return xp.where(below, root / 2 + x / (2 * root), xp.sqrt(xp.where(below, xp.constant(t, x), x)))
+    size = absolute(x)
+    below = size < t
+    return xp.where(below, size / t**0.5, xp.sqrt(xp.where(below, xp.constant(t, x), size)))
 
 
 def robust_power(base: Array, exponent: Array, threshold: float | None) -> Array:

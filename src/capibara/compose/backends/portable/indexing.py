@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from capibara.compose.backends.portable.space import space
+from capibara.compose.backends.portable.space import as_arrays, space
 
 Array = Any
 
@@ -30,6 +30,17 @@ def permute_tensor(x: Array, indices: Array) -> Array:
 
 def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
     return space(x).take_along_axis(x, _counted(x, indices, axis), axis)
+
+
+def scatter(x: Array, indices: Array, updates: Array, axis: int, add: bool) -> Array:
+    xp, x = as_arrays(x)
+    return xp.scatter(x, _counted(x, indices, axis), xp.asarray(updates, None, x), axis, add)
+
+
+def scatter_along_axis(x: Array, indices: Array, updates: Array, axis: int, add: bool) -> Array:
+    xp, x = as_arrays(x)
+    updates = xp.asarray(updates, None, x)
+    return xp.scatter_along_axis(x, _counted(x, indices, axis), updates, axis, add)
 
 
 def full_like(x: Array, value: float) -> Array:

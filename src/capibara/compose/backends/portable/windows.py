@@ -9,6 +9,7 @@ import math
 from itertools import product
 from typing import Any
 
+from capibara.compose.backends.batches import any_batch
 from capibara.compose.backends.portable.space import space
 
 Array = Any
@@ -69,6 +70,7 @@ def channel_multiply(x: Array, values: Array) -> Array:
     return x * _per_channel(values, x.ndim)
 
 
+@any_batch
 def max_pool(x: Array, kernel: Row, stride: Row, padding: Pairs, dilation: Row) -> Array:
     """The largest of each window, the first of several; padding counts as minus infinity."""
     xp = space(x)
@@ -78,6 +80,7 @@ def max_pool(x: Array, kernel: Row, stride: Row, padding: Pairs, dilation: Row) 
     return xp.getitem(xp.take_along_axis(windows, first, 0), 0)
 
 
+@any_batch
 def avg_pool(x: Array, kernel: Row, stride: Row, padding: Pairs, dilation: Row, count_padding: bool) -> Array:
     xp = space(x)
     total = xp.sum(xp.stack(_views(_padded(x, padding, 0), kernel, stride, dilation), 0), 0)
