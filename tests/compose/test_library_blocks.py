@@ -376,7 +376,9 @@ def test_regularisers() -> None:
     x, kernel = draw(1, 4), draw(4, 4)
     close(run(m.L1(), input=x)[1]["output"], abs(x).sum())
     close(run(m.L2(), input=x)[1]["output"], (x**2).sum() / 2)
-    close(run(m.QuadraticFormRegularizer(), input=x, kernel=kernel)[1]["output"], x @ kernel @ x.T / 2)
+    close(
+        run(m.QuadraticFormRegularizer(), input=x, kernel=kernel)[1]["output"], (x @ kernel @ x.T)[0, 0] / 2
+    )
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------

@@ -51,14 +51,14 @@ CASES = {
     "sqrt": unary(p.Sqrt, torch.sqrt, POSITIVE),
     "sqrt_robust": unary(
         lambda: p.Sqrt(robust=True, threshold=0.25),
-        lambda x: torch.where(x < 0.25, 0.25 + x, torch.where(x < 0.25, 1.0, x).sqrt()),
-        np.array([0.0, 0.1, 0.3, 2.0]),
+        lambda x: torch.where(x.abs() < 0.25, 2 * x.abs(), torch.where(x.abs() < 0.25, 1.0, x.abs()).sqrt()),
+        np.array([0.0, 0.1, -0.2, 0.3, -2.0]),
     ),
     "sine": unary(p.Sine, torch.sin),
     "cosine": unary(p.Cosine, torch.cos),
     "square": unary(p.Square, torch.square),
     "square_int": unary(p.Square, torch.square, INTS),
-    "absolute": unary(p.Absolute, torch.abs, np.array([-1.5, 0.0, 2.0])),
+    "absolute": unary(p.Absolute, torch.abs, np.array([-1.5, 0.5, 2.0])),
     "negate": unary(p.Negate, torch.neg),
     "power_of_nothing": binary(
         p.Power,
