@@ -132,7 +132,8 @@ def _known(wire: Wire) -> list[Size] | None:
 def _of_array(node: Node, op: str, leaf: Callable[[Wire], int]) -> Any:
     source = node.inputs[0].find()
     dims = source.shape.dims()
-    axis = node.block.attributes.get("axis") if op == "size_of" else None  # type: ignore[attr-defined]
+    assert isinstance(node.block, Primitive)
+    axis = node.block.attributes.get("axis") if op == "size_of" else None
     axes = (axis,) if isinstance(axis, int) else axis
     if axes is None:
         if dims is None and op == "shape_of":
@@ -164,7 +165,8 @@ def _result(node: Node, op: str, rows: list[Any]) -> Any:
     if op in _SAME or op == "cast":
         return first
     if op == "indexer":
-        entries = node.block.attributes["index"]  # type: ignore[attr-defined]
+        assert isinstance(node.block, Primitive)
+        entries = node.block.attributes["index"]
         if len(entries) != 1 or not isinstance(entries[0], int | tuple):
             raise _Unknown(f"is indexed by {entries!r}")
         entry = entries[0]

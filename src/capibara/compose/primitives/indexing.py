@@ -357,11 +357,11 @@ class Arange(_Made):
             if ports and step == 1 and start == 0:
                 unify(output, Shape([dims["stop"]]))
                 return True
-            ends = {key: dims[key].size if value is None else value for key, value in given.items()}
-            if None in ends.values():
+            first, last = (dims[key].size if value is None else value for key, value in given.items())
+            if first is None or last is None:
                 unify(output, Shape([Dim()]))
                 return False
-            unify(output, Shape([Dim(max(0, ceil((ends["stop"] - ends["start"]) / step)))]))
+            unify(output, Shape([Dim(max(0, ceil((last - first) / step)))]))
             return True
 
         super().__init__(
