@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from capibara.ops import OpWarning
 from capibara.ops.attention import flash_attention
 
 
@@ -45,9 +46,10 @@ def test_document_2(arrays):
     np.testing.assert_allclose(attention_output, want, atol=0.05)
 
     input_embeddings = jnp.ones((2, 5, 24))
-    mha_output = attention_ops.fused_multihead_attention(
-        x=input_embeddings, num_heads=12, use_bias=True, dropout_rate=0.1
-    )
+    with pytest.warns(OpWarning, match=r"dropout_rate=0.1 has no effect without a key.*Remedy: key="):
+        mha_output = attention_ops.fused_multihead_attention(
+            x=input_embeddings, num_heads=12, use_bias=True, dropout_rate=0.1
+        )
     assert mha_output.shape == (2, 5, 24)
     assert np.all(np.isfinite(mha_output))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
+
+from capibara.ops import OpWarning
 
 
 def test_document_2():
@@ -23,9 +26,14 @@ def test_document_2():
             precision="bfloat16",
         )
 
-    fft_result = transform(signal)
+    with pytest.warns(OpWarning) as caught:  # without a TPU, on one device
+        fft_result = transform(signal)
+    said = " ".join(str(each.message) for each in caught)
+    assert "radix_factors=[2, 4, 8] and precision='bfloat16' have no effect" in said
+    assert "use_parallel=True has no effect" in said
     assert np.linalg.norm(fft_result - want) < 0.02 * np.linalg.norm(want)
-    np.testing.assert_allclose(jax.jit(transform)(signal), fft_result, atol=1e-4)
+    with pytest.warns(OpWarning, match="implementation='matmul'"):
+        np.testing.assert_allclose(jax.jit(transform)(signal), fft_result, atol=1e-4)
 
 
 def test_kernels_has_the_same_class():

@@ -274,6 +274,27 @@ def test_gradients_take_memory_of_a_segment(step):
     assert temporary(way, num_segments=32) < 1 << 20
 
 
+@pytest.mark.parametrize("steps", [1024, 1000])
+def test_more_segments_do_not_take_more_memory(steps):
+    init, xs = jnp.ones(1024), jnp.ones((steps, 1))
+
+    def temporary(num_segments):
+        grad = jax.jit(
+            jax.grad(
+                lambda i: jnp.sum(
+                    parallel_scan(lambda c, x: (jnp.tanh(c + x), None), i, xs, num_segments=num_segments)[0]
+                )
+            )
+        )
+        analysis = grad.lower(init).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    default = temporary(None)
+    assert default < 1 << 19
+    assert temporary(256) <= 1.1 * default
+
+
 def test_infinities_and_nan_are_those_of_the_loop():
     def step(c, ax):
         c = ax[0] * c + ax[1]

@@ -11,7 +11,7 @@ from capibara.jax_versions import require_supported_jax
 require_supported_jax()  # first: an old JAX would fail below, less clearly
 
 from capibara.ops import attention, collective, conv, fft, linalg, scan, tropical, vq
-from capibara.ops.errors import NoImplementationError, OpShapeError, OpTypeError, OpValueError
+from capibara.ops.errors import NoImplementationError, OpShapeError, OpTypeError, OpValueError, OpWarning
 from capibara.ops.explaining import Explanation, explain
 from capibara.ops.registry import list_ops
 from capibara.ops.tuning import use_tuning
@@ -22,6 +22,7 @@ __all__ = [
     "OpShapeError",
     "OpTypeError",
     "OpValueError",
+    "OpWarning",
     "attention",
     "collective",
     "conv",

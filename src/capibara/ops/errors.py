@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from capibara.errors import CapibaraError
 
-__all__ = ["NoImplementationError", "OpShapeError", "OpTypeError", "OpValueError"]
+__all__ = ["NoImplementationError", "OpShapeError", "OpTypeError", "OpValueError", "OpWarning"]
 
 
 class OpShapeError(CapibaraError, ValueError):
@@ -17,6 +17,10 @@ class OpValueError(CapibaraError, ValueError):
 
 class OpTypeError(CapibaraError, TypeError):
     """An argument has the wrong type or dtype."""
+
+
+class OpWarning(UserWarning):
+    """An argument has no effect here, or stands for something that was chosen; the message names the remedy."""
 
 
 class NoImplementationError(CapibaraError, NotImplementedError):

@@ -42,7 +42,8 @@ class Explanation:
         ``"xla"`` where a function has none: it is XLA operations on every platform.
       reasons: Why each of the others does not run.
       parameters: What was measured on this device and is used in place of the heuristic (see ``capibara tune``).
-      parts: The operations inside a function that is none itself.
+      parts: The operations inside a function that is not one itself.
+      remarks: Arguments that have no effect here, each with the remedy; a call warns of them.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Explanation:
     reasons: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, int | str] = field(default_factory=dict)
     parts: tuple[Explanation, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.platform}: {self.chosen}"]
@@ -58,6 +60,7 @@ class Explanation:
             values = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
             lines.append(f"  measured on this device: {values}")
         lines += [f"  not {name}: {why}" for name, why in self.reasons.items()]
+        lines += [f"  note: {text}" for text in self.remarks]
         for part in self.parts:
             lines += [f"  {line}" for line in str(part).splitlines()]
         return "\n".join(lines)
@@ -93,8 +96,9 @@ def explain(
         return _answer(found, found.prepare(*args, **kwargs)[0], where)
     if not callable(op):
         raise OpTypeError(f"explain: op must be an operation's name or its public function, got {op!r}")
-    parts = tuple(dict.fromkeys(_Key(_answer(*each, where)) for each in _traced(op, args, kwargs)))
-    return _whole(op, where, tuple(part.answer for part in parts))
+    met, remarks = _traced(op, args, kwargs)
+    parts = tuple(dict.fromkeys(_Key(_answer(*each, where)) for each in met))
+    return _whole(op, where, tuple(part.answer for part in parts), tuple(dict.fromkeys(remarks)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,10 +122,13 @@ def _answer(op: Op, problem: Any, platform: str) -> Explanation:
         choice.implementation.name,
         MappingProxyType(choice.reasons),
         MappingProxyType(choice.parameters),
+        remarks=tuple(choice.implementation.remarks(problem)),
     )
 
 
-def _whole(function: Callable[..., Any], platform: str, parts: tuple[Explanation, ...]) -> Explanation:
+def _whole(
+    function: Callable[..., Any], platform: str, parts: tuple[Explanation, ...], remarks: tuple[str, ...]
+) -> Explanation:
     inner = function.func if isinstance(function, functools.partial) else function
     name = getattr(inner, "__name__", type(inner).__name__)
     if not parts:
@@ -130,9 +137,9 @@ def _whole(function: Callable[..., Any], platform: str, parts: tuple[Explanation
                 f"explain: {name} runs no operation of capibara.ops; op must be an operation's name, its public "
                 f"function, or a function that runs some. Registered: {', '.join(sorted(list_ops()))}."
             )
-        return Explanation(name, platform, "xla")
+        return Explanation(name, platform, "xla", remarks=remarks)
     chosen = ", ".join(dict.fromkeys(part.chosen for part in parts))
-    return Explanation(name, platform, chosen, parts=parts)
+    return Explanation(name, platform, chosen, parts=parts, remarks=remarks)
 
 
 def _is_array(x: Any) -> bool:
@@ -141,8 +148,8 @@ def _is_array(x: Any) -> bool:
 
 def _traced(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[Op, Any]]:
-    """Every operation and problem that ``function`` of these arguments meets."""
+) -> tuple[list[tuple[Op, Any]], list[str]]:
+    """Every operation and problem that ``function`` of these arguments meets, and the remarks of others."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
@@ -159,7 +166,8 @@ def _traced(
     # before are traced again, or the operations in them would not be met.
     fresh = f"capibara explain {next(_calls)}"
     met: list[tuple[Op, Any]] = []
-    with recording(lambda op, problem: met.append((op, problem))):
+    remarks: list[str] = []
+    with recording(lambda op, problem: met.append((op, problem)), remarks):
         try:
             jax.make_jaxpr(call, axis_env=[(fresh, 1)])(*arrays)
         except (OpValueError, NameError):
@@ -167,11 +175,12 @@ def _traced(
             if axes is None or not jax.sharding.get_abstract_mesh().empty:
                 raise
             met.clear()
+            remarks.clear()
             mesh = jax.sharding.AbstractMesh((1,) * len(axes), axes)
             every = PartitionSpec()
             alone = jax.shard_map(call, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
             jax.make_jaxpr(alone)(*arrays)
-    return met
+    return met, remarks
 
 
 def _axes(

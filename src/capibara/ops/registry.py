@@ -28,6 +28,7 @@ import contextlib
 import contextvars
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -39,10 +40,10 @@ import numpy as np
 
 from capibara.errors import did_you_mean
 from capibara.ops import tuning as measured
-from capibara.ops.errors import NoImplementationError, OpTypeError, OpValueError
+from capibara.ops.errors import NoImplementationError, OpTypeError, OpValueError, OpWarning
 from capibara.ops.tuning import Tuned, Tuning
 
-__all__ = ["Choice", "Implementation", "Op", "Problem", "get_op", "list_ops", "portable", "public"]
+__all__ = ["Choice", "Implementation", "Op", "Problem", "get_op", "list_ops", "portable", "public", "remark"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -82,6 +83,8 @@ class Implementation:
     portable: bool = True
     tuned_on: tuple[str, ...] = ()
     tunables: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    # Of a problem that this runs: which arguments have no effect, and the remedy. `explain` shows it, calls warn of it.
+    remarks: Callable[[Any], list[str]] = lambda _: []
 
     def refusal(self, problem: Any, platform: str | None) -> str | None:
         """Why this implementation does not take ``problem`` on ``platform``; ``None`` when it does.
@@ -255,6 +258,10 @@ class Op:
         recorder = _recorder.get()
         if recorder is not None:
             recorder(self, problem)
+        elif entry == "forward" and not _elsewhere.get():
+            choice = self.select(problem, measured.lowering_platform())
+            for text in choice.implementation.remarks(problem):
+                remark(self.name, text)
         # NumPy's float64 becomes JAX's default silently here, as in `jnp` functions; `astype` would warn of it.
         arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arrays)
         platforms = PLATFORMS
@@ -288,9 +295,19 @@ class Op:
 _OPS: dict[str, Op] = {}
 _elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("elsewhere", default=False)
 # Told of every problem that is traced: how `explain` finds the operations inside another function.
+_remarks: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("remarks", default=None)
 _recorder: contextvars.ContextVar[Callable[[Op, Any], None] | None] = contextvars.ContextVar(
     "recorder", default=None
 )
+
+
+def remark(op: str, text: str) -> None:
+    """Warn that arguments of a call have no effect: once, as Python's filters do. ``explain`` collects it instead."""
+    found = _remarks.get()
+    if found is not None:
+        found.append(f"{op}: {text}")
+    else:
+        warnings.warn(f"{op}: {text}", OpWarning, stacklevel=1)
 
 
 @contextlib.contextmanager
@@ -312,13 +329,14 @@ def list_ops() -> Mapping[str, Op]:
 
 
 @contextlib.contextmanager
-def recording(recorder: Callable[[Op, Any], None]) -> Iterator[None]:
-    """While the context lasts, tell ``recorder`` of every operation and problem that is traced."""
-    token = _recorder.set(recorder)
+def recording(recorder: Callable[[Op, Any], None], remarks: list[str]) -> Iterator[None]:
+    """While the context lasts, tell ``recorder`` of every operation and problem that is traced; collect ``remarks``."""
+    tokens = _recorder.set(recorder), _remarks.set(remarks)
     try:
         yield
     finally:
-        _recorder.reset(token)
+        _recorder.reset(tokens[0])
+        _remarks.reset(tokens[1])
 
 
 def public(op: Op) -> Callable[[_F], _F]:

@@ -139,7 +139,8 @@ def flash_attention(
         ``heads`` (grouped-query attention: query head ``h`` reads head ``h // (heads // kv_heads)``).
       value: Like ``key``; its last axis may have another size.
       block_size: Query rows (and in the looped form keys) computed at a time; ``None``: what ``capibara tune`` has
-        measured here, else the implementation's own choice. It changes speed and memory, not the result.
+        measured here, else the implementation's own choice. It changes speed and memory, not the result; a hint to
+        ``"native"``, whose blocks are those of the processor's caches.
       use_causal_mask: Query ``i`` sees keys ``0 … i`` only (both counted from the start of their arrays).
       precision: ``None`` (``jax.default_matmul_precision`` as it is at the call, in the backward pass too),
         ``"bfloat16"`` or ``"float16"`` (operands are rounded to it, sums stay in float32),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from capibara.ops.attention.api import flash_attention
 from capibara.ops.checks import check_flag, check_key
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.registry import remark
 
 __all__ = ["fused_multihead_attention", "multihead_attention_params"]
 
@@ -99,7 +100,8 @@ def fused_multihead_attention(
       x: ``[batch, sequence, embed]``, floating point.
       num_heads: Divides ``embed``.
       use_bias: Whether the projections have biases.
-      dropout_rate: At least 0, below 1. Without ``key`` nothing is dropped: that is evaluation.
+      dropout_rate: At least 0, below 1. Without ``key`` nothing is dropped, and an :class:`OpWarning` says so: give
+        the key to train, and a rate of 0 to evaluate.
       params: As :func:`multihead_attention_params` makes them; they are computed with in the dtype of ``x``. ``None``:
         new ones, made from ``key`` (from ``jax.random.key(0)`` without one), the same in every call.
       key: A key of ``jax.random`` for dropout.
@@ -135,6 +137,12 @@ def fused_multihead_attention(
         )
     if "layout" in options:
         raise OpValueError("fused_multihead_attention: layout is not an option here; remove it")
+    if dropout_rate and key is None:
+        remark(
+            "fused_multihead_attention",
+            f"dropout_rate={dropout_rate} has no effect without a key: nothing is dropped. Remedy: "
+            "key=jax.random.key(…), another one each step, to train; dropout_rate=0 to evaluate.",
+        )
     embed = x.shape[-1]
     heads = _check_heads("fused_multihead_attention", embed, num_heads, "the last axis of x")
     shapes = _shapes(embed, heads, use_bias)

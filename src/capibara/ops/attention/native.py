@@ -31,8 +31,6 @@ def check(problem: AttentionProblem) -> None:
         raise NotImplementedError(reason)
     if problem.dtype not in _DTYPES:
         raise NotImplementedError(f"computes in float32, not {problem.dtype}")
-    if problem.block_size is not None:
-        raise NotImplementedError("has no block_size")
 
 
 def _attributes(problem: AttentionProblem) -> dict[str, int | float]:

@@ -44,6 +44,7 @@ class Conv2dProblem:
     dtype: str
     precision: jax.lax.Precision | None
     implementation: str
+    tile_given: bool = False
     tuned: Tuned | None = None
 
     @property
@@ -173,5 +174,6 @@ def prepare(
         dtype=str(jax.dtypes.canonicalize_dtype(jnp.promote_types(inputs.dtype, filters.dtype))),
         precision=check_precision(op, precision),
         implementation=implementation,
+        tile_given=tile_size is not None,
     )
     return problem, (inputs, filters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,24 @@ from capibara.ops.tuning import Tuning
 
 __all__ = ["winograd_conv2d"]
 
+
+def _no_tiles(problem: Conv2dProblem) -> list[str]:
+    if not problem.tile_given or problem.implementation != "auto":
+        return []
+    asked = dataclasses.replace(problem, implementation="winograd")
+    remedy, reason = "implementation='winograd' takes it all the same", "it is not taken on this platform"
+    for each in (problem, asked):
+        try:
+            forms.winograd_check(each)
+        except NotImplementedError as error:
+            reason = f"it {error}"
+            remedy = remedy if each is problem else "leave tile_size out"
+    return [
+        f"tile_size={problem.tile} has no effect: XLA's convolution runs, not Winograd's form ({reason}). Remedy: "
+        f"{remedy}."
+    ]
+
+
 OP = Op(
     "winograd_conv2d",
     prepare,
@@ -30,7 +49,7 @@ OP = Op(
             ("cpu",),
             forms.winograd_check,
         ),
-        Implementation("xla", {"forward": forms.xla, "backward": forms.xla_backward}),
+        Implementation("xla", {"forward": forms.xla, "backward": forms.xla_backward}, remarks=_no_tiles),
         Implementation("reference", {"forward": forms.reference, "backward": forms.reference_backward}),
     ],
     Tuning(lambda: specs.SPECS, specs.arguments, alike_in_speed),

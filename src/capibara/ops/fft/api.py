@@ -25,6 +25,28 @@ from capibara.ops.tuning import Tuning
 
 __all__ = ["radix_optimized_fft"]
 
+
+def _undivided(problem: FFTProblem) -> list[str]:
+    if "use_parallel" not in problem.asked:
+        return []
+    return [
+        "use_parallel=True has no effect: signal lies on one device. Remedy: jax.device_put(signal, "
+        "NamedSharding(mesh, …)) first, split in a transformed dimension; or use_parallel=False."
+    ]
+
+
+def _of_xla(problem: FFTProblem) -> list[str]:
+    ignored = [] if problem.radix_factors is None else [f"radix_factors={list(problem.radix_factors)}"]
+    ignored += [f"precision={problem.precision!r}"] if "precision" in problem.asked else []
+    if not ignored or problem.implementation != "auto":
+        return _undivided(problem)
+    return [
+        f"{' and '.join(ignored)} {'have' if ignored[1:] else 'has'} no effect: XLA's transform runs, which is faster "
+        "here and has neither radices nor bfloat16. Remedy: implementation='matmul', or leave them out.",
+        *_undivided(problem),
+    ]
+
+
 OP = Op(
     NAME,
     prepare,
@@ -38,8 +60,9 @@ OP = Op(
             matmul.check,
             tuned_on=("cpu", "cuda", "rocm"),
             tunables={"most_radix": (16, 32, 64, 128, 256)},
+            remarks=_undivided,
         ),
-        Implementation("xla", {"forward": plain.xla}),
+        Implementation("xla", {"forward": plain.xla}, remarks=_of_xla),
         Implementation("reference", {"forward": plain.reference}),
     ],
     Tuning(lambda: specs.SPECS, specs.arguments, alike_in_speed),

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from capibara.errors import did_you_mean
+from capibara.ops.collective import placement
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.tuning import Tuned
 
@@ -50,6 +52,8 @@ class FFTProblem:
     implementation: str
     most_radix: int | None = None
     """The largest radix that is chosen where none are given."""
+    asked: tuple[str, ...] = ()
+    """Of the arguments: ``"precision"`` that the signal has not, ``"use_parallel"`` where nothing is split."""
     tuned: Tuned | None = None
 
     @property
@@ -240,6 +244,22 @@ def _check_precision(precision: Any, dtype: str) -> str:
     return name
 
 
+def _asked(precision: Any, dtype: str, use_parallel: bool, axis_name: Any, signal: Any) -> tuple[str, ...]:
+    asked = ["precision"] if precision is not None and _check_precision(precision, dtype) != dtype else []
+    if use_parallel:
+        names = placement.check_axis_name(NAME, axis_name)
+        bound = placement.bound_axis(NAME, names, needed=False)
+        if bound is not None:
+            alone = lax.axis_size(bound) == 1
+        elif isinstance(signal, Tracer):
+            alone = False  # where it lies is for XLA to say
+        else:
+            sharding = getattr(signal, "sharding", None)
+            alone = names is None and (sharding is None or len(sharding.device_set) == 1)
+        asked += ["use_parallel"] if alone else []
+    return tuple(asked)
+
+
 def prepare(
     signal: Any,
     radix_factors: Any = None,
@@ -256,7 +276,7 @@ def prepare(
     implementation: str = "auto",
 ) -> tuple[FFTProblem, tuple[Any, ...]]:
     """Check a call; return the problem it is where the whole signal lies here, and its arrays."""
-    del axis_name, split_axis  # of the distribution, which leads to problems of its own
+    del split_axis  # of the distribution, which leads to problems of its own
     check_flag("use_parallel", use_parallel)
     inverse, real = check_flag("inverse", inverse), check_flag("real", real)
     arrays, form, dtype = _check_arrays(signal, real and not inverse)
@@ -280,5 +300,6 @@ def prepare(
         radix_factors=_check_factors(radix_factors),
         precision=_check_precision(precision, dtype),
         implementation=implementation,
+        asked=_asked(precision, dtype, use_parallel, axis_name, arrays[0]),
     )
     return problem, arrays

@@ -34,9 +34,10 @@ class SVDProblem:
     columns: int
     rank: int
     compute_uv: bool
-    use_randomized: bool
+    use_randomized: bool | None
     power_iterations: int
     oversampling: int
+    rank_chosen: bool
     dtype: str
     implementation: str
 
@@ -53,7 +54,7 @@ def _prepare(
     matrix: Any,
     rank: int | None = None,
     compute_uv: bool = True,
-    use_randomized: bool = True,
+    use_randomized: bool | None = None,
     power_iterations: int = 3,
     oversampling: int = 16,
     *,
@@ -64,8 +65,12 @@ def _prepare(
     op = "fast_svd"
     dtype = check_matrix(op, "matrix", matrix)
     least = min(matrix.shape[-2:])
+    oversampling = check_count(op, "oversampling", oversampling, 0)
+    if use_randomized is not None:
+        check_bool(op, "use_randomized", use_randomized)
+    chosen = rank is None and use_randomized is True and least > 2 * oversampling
     if rank is None:
-        rank = least
+        rank = -(-least // 4) if chosen else least
     rank = check_count(op, "rank", rank, 0)
     if rank > least:
         raise OpValueError(
@@ -81,9 +86,10 @@ def _prepare(
         columns=matrix.shape[-1],
         rank=rank,
         compute_uv=check_bool(op, "compute_uv", compute_uv),
-        use_randomized=check_bool(op, "use_randomized", use_randomized),
+        use_randomized=use_randomized,
         power_iterations=check_count(op, "power_iterations", power_iterations, 0),
-        oversampling=check_count(op, "oversampling", oversampling, 0),
+        oversampling=oversampling,
+        rank_chosen=chosen,
         dtype=dtype,
         implementation=implementation,
     )
@@ -92,7 +98,7 @@ def _prepare(
 
 def _check_randomized(problem: SVDProblem) -> None:
     p = problem
-    if not p.use_randomized:
+    if p.use_randomized is False:
         raise NotImplementedError("is randomised, and use_randomized=False was asked for")
     sketch = p.rank + p.oversampling
     if sketch > p.least:
@@ -100,6 +106,26 @@ def _check_randomized(problem: SVDProblem) -> None:
             f"needs rank + oversampling ({p.rank} + {p.oversampling} = {sketch}) of at most min(rows, columns) = "
             f"{p.least}"
         )
+
+
+def _truncated(problem: SVDProblem) -> list[str]:
+    if not problem.rank_chosen:
+        return []
+    return [
+        f"use_randomized=True without a rank finds the {problem.rank} largest of {problem.least} singular values. "
+        "Remedy: rank=…, as many as are wanted; all of them with use_randomized=False."
+    ]
+
+
+def _not_randomized(problem: SVDProblem) -> list[str]:
+    p = problem
+    if not p.use_randomized or p.rank + p.oversampling <= p.least or p.implementation != "auto":
+        return []
+    return [
+        f"use_randomized=True has no effect: rank + oversampling ({p.rank} + {p.oversampling}) is more than "
+        f"min(rows, columns) = {p.least}, and all singular values are computed. Remedy: a smaller rank or "
+        "oversampling, or use_randomized=False."
+    ]
 
 
 def _randomized(problem: SVDProblem, matrix: jax.Array, key: jax.Array) -> Any:
@@ -122,8 +148,8 @@ OP = Op(
     "fast_svd",
     _prepare,
     [
-        Implementation("xla", {"forward": _randomized}, check=_check_randomized),
-        Implementation("reference", {"forward": _whole}),
+        Implementation("xla", {"forward": _randomized}, check=_check_randomized, remarks=_truncated),
+        Implementation("reference", {"forward": _whole}, remarks=_not_randomized),
     ],
 )
 
@@ -133,7 +159,7 @@ def fast_svd(
     matrix: jax.Array,
     rank: int | None = None,
     compute_uv: bool = True,
-    use_randomized: bool = True,
+    use_randomized: bool | None = None,
     power_iterations: int = 3,
     oversampling: int = 16,
     *,
@@ -150,16 +176,18 @@ def fast_svd(
     The randomised form reads the matrix ``2 + 2·power_iterations`` times. With the defaults the spectral error is
     within about 8 % of the smallest that this rank allows, on slowly decaying spectra; it is closer the faster the
     singular values decay. All are computed where the sketch (``rank + oversampling``) is larger than the matrix, where
-    ``rank`` is None, or ``use_randomized`` is False.
+    ``rank`` and ``use_randomized`` are None, or ``use_randomized`` is False.
 
     Differentiable, by the derivatives of the singular values and vectors themselves. Those of the vectors need distinct
     singular values, and that of the last vector a gap after it. Works under ``jit`` and ``vmap``.
 
     Args:
       matrix: ``[..., rows, columns]``, float32, float64, bfloat16 or float16.
-      rank: How many; None: ``min(rows, columns)``.
+      rank: How many; None: ``min(rows, columns)``, or with ``use_randomized=True`` a quarter of that
+        where it is more than twice ``oversampling``, and an :class:`OpWarning` says so.
       compute_uv: False: only the singular values.
-      use_randomized: False: compute all of them, keep the largest.
+      use_randomized: None: by a sketch where ``rank`` is given and it fits. True: also without a rank. False: compute
+        all of them, keep the largest.
       power_iterations: Multiplications of the sketch with the matrix and its transpose. More is more exact.
       oversampling: Sketched directions beyond ``rank``.
       key: For the sketch; None: ``jax.random.key(0)``, so that a call repeats exactly.

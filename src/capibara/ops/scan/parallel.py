@@ -106,7 +106,7 @@ def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any, mo
     loop = p.traced
     n, carry, length = loop.consts, loop.carry, loop.length
     count = 1 if not p.use_checkpointing else p.num_segments or _default_segments(p, length, most)
-    count = min(count, length)
+    count = _dividing(length, min(count, length))
     size = length // count
 
     def run(*values: Any) -> list[Any]:
@@ -124,8 +124,7 @@ def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any, mo
         else:
             whole = count * size
             cut = [x[:whole].reshape(count, size, *x.shape[1:]) for x in xs]
-            part = jax.checkpoint(functools.partial(one, size))
-            last, ys = lax.scan(lambda h, x: part(consts, h, x), first, cut, length=count)
+            last, ys = _pieces(functools.partial(one, size), consts, first, cut, count, math.isqrt(length))
             ys = [y.reshape(whole, *y.shape[2:]) for y in ys]
             if whole < length:
                 rest = jax.checkpoint(functools.partial(one, length - whole))
@@ -136,6 +135,34 @@ def _segmented(segment: Callable[..., Any], p: ParallelProblem, *arrays: Any, mo
         return [*last, *ys]
 
     return _around(p, run, *arrays)
+
+
+def _dividing(length: int, count: int) -> int:
+    """The number nearest to ``count`` that divides the steps, up to a factor of 2; ``count`` where there is none.
+
+    Steps that are left over would need copies of all inputs and outputs.
+    """
+    if count == 1:
+        return 1
+    every = (n for more in range(count + 1) for n in (count + more, count - more))
+    return next((n for n in every if max(2, count / 2) <= n <= 2 * count and length % n == 0), count)
+
+
+def _pieces(one: Callable[..., Any], consts: Any, first: Any, xs: Any, count: int, root: int) -> Any:
+    """``one`` of each of ``count`` pieces; for gradients only the carries between them are kept.
+
+    With far more pieces than the root of the steps these would take more memory than the pieces save: then only those
+    between so many groups of pieces.
+    """
+    part = jax.checkpoint(one)
+    groups = next(n for n in range(root, 0, -1) if count % n == 0) if count > 2 * root else 1
+    if groups == 1:
+        return lax.scan(lambda h, x: part(consts, h, x), first, xs, length=count)
+    inner = count // groups
+    group = jax.checkpoint(lambda consts, h, x: lax.scan(lambda h, x: part(consts, h, x), h, x, length=inner))
+    cut = [x.reshape(groups, inner, *x.shape[1:]) for x in xs]
+    last, ys = lax.scan(lambda h, x: group(consts, h, x), first, cut, length=groups)
+    return last, [y.reshape(count, *y.shape[2:]) for y in ys]
 
 
 def _around(p: ParallelProblem, run: Callable[..., list[Any]], *arrays: Any) -> Any:
@@ -333,9 +360,11 @@ def parallel_scan(
       init: the first carry, a pytree. xs: a pytree of arrays ``[steps, …]``, or None with ``length``.
       num_segments: pieces of the sequence that are computed one after the other; the carry between them is kept,
         what is inside is computed again for gradients, so that these take memory in proportion to ``steps /
-        num_segments`` (and to ``num_segments`` carries). ``None``: about the square root of the steps for steps one
-        by one; for affine ones as few as keep a piece's states below 16 MiB (``"native"``: 256 MiB), or what
-        ``capibara tune`` has measured to be faster (64 MiB at most). It need not divide the steps.
+        num_segments`` (and to ``num_segments`` carries; far beyond the root of the steps to about that root, for one
+        pass more). Where it does not divide the steps the nearest number that does is taken, up to a factor of 2.
+        ``None``: about the square root of the steps for steps one by one; for affine ones as few as keep a piece's
+        states below 16 MiB (``"native"``: 256 MiB), or what ``capibara tune`` has measured to be faster (64 MiB at
+        most).
       use_checkpointing: False keeps everything for the gradient, in one piece, whatever ``num_segments``.
       length, reverse: as for ``lax.scan``.
       implementation: ``"auto"`` (``"affine"`` on TPUs and GPUs where it can; on CPUs ``"native"``, a compiled loop over
