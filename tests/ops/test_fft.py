@@ -24,6 +24,9 @@ from capibara.ops.fft import plan, radix_optimized_fft
 from capibara.ops.fft.specs import SPECS, FFTSpec
 from capibara.ops.tagged import tagged
 
+# Which arguments have no effect is for test_arguments_without_effect.py.
+pytestmark = pytest.mark.filterwarnings("ignore::capibara.ops.OpWarning")
+
 FAST: Any = {"xla_backend_optimization_level": 0}
 NAMES = ("matmul", "xla", "reference")
 BOUND = {"bfloat16": 6e-3, "float32": 1e-6, "float64": 1e-15}

@@ -23,6 +23,9 @@ from operation_calls import functions
 
 from capibara.ops import list_ops
 
+# Which arguments have no effect is for test_arguments_without_effect.py.
+pytestmark = pytest.mark.filterwarnings("ignore::capibara.ops.OpWarning")
+
 # One of each category, which are quick to compile.
 QUICK = (
     "attention.write_pages",

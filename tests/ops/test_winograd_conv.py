@@ -18,7 +18,7 @@ import pytest
 from emulation import emulated
 
 from capibara.measure import count_flops
-from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
+from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, OpWarning, explain
 from capibara.ops.conv import winograd_conv2d, winograd_forms
 from capibara.ops.conv.problem import prepare
 from capibara.ops.conv.specs import SPECS, ConvSpec
@@ -272,6 +272,9 @@ MESH = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from capibara.ops.conv import winograd_conv2d
+
+# Which arguments have no effect is for test_arguments_without_effect.py.
+pytestmark = pytest.mark.filterwarnings("ignore::capibara.ops.OpWarning")
 rng = np.random.default_rng(0)
 x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 6, 6, 2), (3, 3, 2, 3)))
 f = lambda x, w: winograd_conv2d(x, w, implementation="winograd")
@@ -308,11 +311,14 @@ def test_the_documented_call():
 
     input_tensor, conv_filters = (v.astype(np.float32) for v in draw(SPECS[0]))
     conv_ops = TpuV4ConvOps()
-    conv_output = conv_ops.winograd_conv2d(
-        inputs=input_tensor,
-        filters=conv_filters,
-        strides=(1, 1),
-        padding="SAME",
-        tile_size=(4, 4),
-    )
+    with pytest.warns(
+        OpWarning, match=r"tile_size=\(4, 4\) has no effect.*Remedy: implementation='winograd'"
+    ):
+        conv_output = conv_ops.winograd_conv2d(
+            inputs=input_tensor,
+            filters=conv_filters,
+            strides=(1, 1),
+            padding="SAME",
+            tile_size=(4, 4),
+        )
     np.testing.assert_allclose(conv_output, oracle(input_tensor, conv_filters), rtol=1e-4, atol=1e-4)

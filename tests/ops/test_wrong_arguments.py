@@ -32,6 +32,9 @@ from capibara.ops.vq import (
     vector_quantise,
 )
 
+# Which arguments have no effect is for test_arguments_without_effect.py.
+pytestmark = pytest.mark.filterwarnings("ignore::capibara.ops.OpWarning")
+
 RANDOM = np.random.default_rng(0)
 
 

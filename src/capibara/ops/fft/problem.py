@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from capibara.errors import did_you_mean
 from capibara.ops.collective import placement
@@ -254,8 +255,7 @@ def _asked(precision: Any, dtype: str, use_parallel: bool, axis_name: Any, signa
         elif isinstance(signal, Tracer):
             alone = False  # where it lies is for XLA to say
         else:
-            sharding = getattr(signal, "sharding", None)
-            alone = names is None and (sharding is None or len(sharding.device_set) == 1)
+            alone = names is None and not isinstance(getattr(signal, "sharding", None), NamedSharding)
         asked += ["use_parallel"] if alone else []
     return tuple(asked)
 
