@@ -223,7 +223,8 @@ def _forward_slices(row: tuple[Any, ...], x: Any) -> tuple[tuple[Any, ...], Any]
 
 def _inside(indices: Any, size: Any) -> Any:
     if isinstance(size, torch.SymInt):  # being traced
-        return torch.minimum(indices.long().clamp(min=0), torch.scalar_tensor(size - 1, dtype=torch.int64))
+        last: Any = size - 1
+        return torch.minimum(indices.long().clamp(min=0), torch.scalar_tensor(last, dtype=torch.int64))
     return indices.long().clamp(0, size - 1)
 
 

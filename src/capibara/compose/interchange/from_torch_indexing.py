@@ -248,7 +248,7 @@ def _scatter(add: bool) -> Any:
             if i != axis and not same_size(have, want):
                 raise Refused("into a part of a dimension; give indices for all of it")
         source = step.turned(source, step.kind_at(3), step.kind)
-        given = getattr(step.given(3), "shape", None)
+        given: Any = getattr(step.given(3), "shape", None)
         if given is None:  # a number
             source = step.broadcast(np.asarray(source), picks)
         for i, want in enumerate(picks if given is not None else ()):

@@ -60,7 +60,7 @@ def cut(step: Any, x: Any, axis: int, entry: Any, rank: int | None = None) -> An
         return _indexed(step, x, axis, entry, rank, {})
     bounds = {"start": entry.start, "stop": entry.stop}
     ports = {k: step.size(n) for k, n in bounds.items() if n is not None and not isinstance(n, int)}
-    row = [k if k in ports else n for k, n in bounds.items()]
+    row: list[Any] = [k if k in ports else n for k, n in bounds.items()]
     if row == [None, None] and entry.step is None:
         return x
     return _indexed(step, x, axis, slice(*row, entry.step), rank, ports)

@@ -238,7 +238,7 @@ def set_size(dim: Dim, size: int) -> None:
 def product_of(dims: Iterable[Dim]) -> tuple[int, list[Dim]]:
     """A product of sizes: the known part of it, and the dimensions that are not known (some perhaps several times)."""
     known, open_dims = 1, []
-    stack = [(dim, ()) for dim in dims]
+    stack: list[tuple[Dim, tuple[Dim, ...]]] = [(dim, ()) for dim in dims]
     while stack:
         dim, around = stack.pop()
         dim = dim.find()
