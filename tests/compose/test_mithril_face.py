@@ -434,3 +434,22 @@ def test_settings_that_are_words():
     np.testing.assert_allclose(out["loss"], -np.log(shares[range(4), label]), rtol=1e-5)
     np.testing.assert_array_equal(out["cut"], 0)
     assert out["same"].shape == (1, 1, 5, 5)
+
+
+def test_sizes_are_connections():
+    model = Model(name="heads")
+    model |= Linear(6, name="qkv").connect("input", output="wide")
+    sizes = model.input.shape
+    model |= Split(3, axis=-1).connect(model.wide, output="parts")
+    parts = [model.parts[i].reshape((sizes[0], sizes[1], 2, -1)).transpose((0, 2, 1, 3)) for i in range(3)]
+    attend = models.ScaledDotProduct(is_causal=False)
+    model |= attend.connect(query=parts[0], key=parts[1], value=parts[2], output="mixed")
+    model |= Buffer().connect(model.mixed.transpose((0, 2, 1, 3)).reshape(sizes[:3]), output="output")
+    compiled = ml.compile(model, ml.NumpyBackend(), shapes={"input": [2, 3, 2]})
+    p, x = compiled.randomize_params(), draw(2, 3, 2)
+    wide = x @ p["weight"].T + p["bias"]
+    q, k, v = (part.reshape(2, 3, 2, 1).swapaxes(1, 2) for part in np.split(wide, 3, -1))
+    weights = np.exp(q @ k.swapaxes(-1, -2))
+    mixed = weights / weights.sum(-1, keepdims=True) @ v
+    wanted = mixed.swapaxes(1, 2).reshape(2, 3, 2)
+    np.testing.assert_allclose(compiled.evaluate(p, {"input": x})["output"], wanted, rtol=1e-4)

@@ -364,7 +364,13 @@ def _is_row(value: Any) -> bool:
     from capibara.compose.logical.connections import Connection, Port
 
     if isinstance(value, Connection):
-        value = Port(value.call.first, value.key)
+        block, source = value.call.first, value.call.connections.get("input")
+        index = (
+            getattr(block, "attributes", {}).get("index") if getattr(block, "op", "") == "indexer" else None
+        )
+        if index is not None and len(index) == 1 and isinstance(index[0], tuple):
+            return isinstance(source, Operators) and _is_row(source)  # x.shape[:2]: a slice of a row is one
+        value = Port(block, value.key)
     dims = value.wire.shape.dims() if isinstance(value, Port) else None
     return dims is not None and len(dims) == 1
 
