@@ -50,9 +50,11 @@ class ExactNumbers(TorchFunctionMode):
         if name in self.ARITHMETIC and builtins.any(isinstance(a, torch.SymInt) for a in args):
             # Its translation of an array with an open size takes arrays only.
             kind = next((a.dtype for a in args if isinstance(a, Tensor)), torch.int64)
-            args = tuple(
-                torch.scalar_tensor(a, dtype=kind) if isinstance(a, torch.SymInt) else a for a in args
-            )
+            sizes: list[Any] = list(args)
+            for i, size in enumerate(args):
+                if isinstance(size, torch.SymInt):
+                    sizes[i] = torch.scalar_tensor(sizes[i], dtype=kind)
+            args = tuple(sizes)
         if name in self.NAMES and builtins.any(
             isinstance(a, Tensor) and a.dtype == torch.float64 for a in args
         ):
