@@ -63,7 +63,7 @@ def forward(
         jnp.zeros(0, jnp.float32) if table is None else _whole_table(table),
     )
     what = _Product(replace(problem, batch=(), dtype="float32"))
-    out = _bind(*alike(arrays, *arrays), what)
+    out = _bind(*alike(arrays, *arrays), what=what)
     return out.reshape(*problem.batch, problem.rows).astype(problem.dtype)
 
 
@@ -79,7 +79,7 @@ def _whole_table(table: jax.Array) -> jax.Array:
     return jnp.pad(table.astype(jnp.float32), (0, 256 - table.shape[0]), mode="edge")
 
 
-def _bind(x: Any, codes: Any, scales: Any, levels: Any, table: Any, what: _Product) -> jax.Array:
+def _bind(x: Any, codes: Any, scales: Any, levels: Any, table: Any, *, what: _Product) -> jax.Array:
     return _primitive.bind(x, codes, scales, levels, table, what=what)
 
 
@@ -132,7 +132,7 @@ def _tangent(primals: Any, tangents: Any, *, what: _Product) -> Any:
     dx, _, dscales, dlevels, dtable = tangents
     found = []
     if not isinstance(dx, ad.Zero):
-        found.append(_bind(dx, codes, scales, levels, table, what))
+        found.append(_bind(dx, codes, scales, levels, table, what=what))
     # Linear in each of these, too.
     if not isinstance(dlevels, ad.Zero):
         found.append(_by_xla(x, codes, scales, dlevels, table, what=what))
@@ -141,7 +141,7 @@ def _tangent(primals: Any, tangents: Any, *, what: _Product) -> Any:
         found.append(_by_xla(x, codes, dtable[scales], levels, table, what=plain))
     if not what.problem.scale_codes and not isinstance(dscales, ad.Zero):
         found.append(_by_xla(x, codes, dscales, levels, table, what=plain))
-    out = _bind(*primals, what)
+    out = _bind(*primals, what=what)
     return out, sum(found[1:], found[0]) if found else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
@@ -154,7 +154,7 @@ def _transposed(ct: Any, x: Any, *arrays: Any, what: _Product) -> Any:
     nothing = (None,) * len(arrays)
     if isinstance(ct, ad.Zero):
         return ad.Zero(x.aval), *nothing
-    return _bind(ct, *arrays, replace(what, across=not what.across)), *nothing
+    return _bind(ct, *arrays, what=replace(what, across=not what.across)), *nothing
 
 
 ad.primitive_transposes[_primitive] = _transposed
@@ -164,11 +164,11 @@ def _map(arrays: Any, axes: Any, *, what: _Product) -> Any:
     x, *matrix = arrays
     if all(axis is None for axis in axes[1:]):
         x = jnp.moveaxis(x, axes[0], 0)
-        return _bind(x.reshape(-1, x.shape[-1]), *matrix, what).reshape(*x.shape[:2], what.columns), 0
+        return _bind(x.reshape(-1, x.shape[-1]), *matrix, what=what).reshape(*x.shape[:2], what.columns), 0
     moving = [None if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(arrays, axes, strict=True)]
 
     def one(now: Any) -> Any:
-        return _bind(*(a if n is None else n for a, n in zip(arrays, now, strict=True)), what)
+        return _bind(*(a if n is None else n for a, n in zip(arrays, now, strict=True)), what=what)
 
     return lax.map(one, moving), 0
 
