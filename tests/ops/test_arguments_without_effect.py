@@ -18,7 +18,7 @@ from capibara.ops.linalg import fast_svd
 SIGNAL = np.ones(64, np.complex64)
 IMAGE, FILTERS = np.ones((1, 8, 8, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
 LAYER = np.ones((1, 2, 8), np.float32)
-MATRIX = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
+MATRIX = jnp.asarray(np.random.default_rng(0).normal(size=(40, 50)), jnp.float32)
 
 CALLS = {
     "radix": (radix_optimized_fft, (SIGNAL,), {"radix_factors": [2, 4, 8]}, "implementation='matmul'"),
