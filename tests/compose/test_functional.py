@@ -161,10 +161,10 @@ def test_functional_with_settings_tuples_and_unused_inputs() -> None:
     [
         (lambda: ml.functional(lambda *x: x), r"takes \*x"),
         (lambda: ml.functional(lambda x: None), "return a connection"),
-        (lambda: ml.functional(lambda x: {1: x}), "no name"),
+        (lambda: ml.functional(lambda x: {1: x}), "is not a name"),
         (lambda: ml.functional(lambda x, *, w: x), "needs the setting w"),
         (lambda: ml.functional(lambda x, *, w=1: x, v=2), "no keyword-only parameter 'v'"),
-        (lambda: ml.functional(3), "no function"),  # type: ignore[arg-type]
+        (lambda: ml.functional(3), "is not a function"),  # type: ignore[arg-type]
     ],
 )
 def test_functional_refuses(make: Any, message: str) -> None:

@@ -77,7 +77,7 @@ def test_what_cannot_be_lowered_is_refused() -> None:
         compiled.lower()
     with pytest.raises(ml.CompileError, match="no free size"):
         compiled.lower(bach=3)
-    with pytest.raises(ml.InputError, match="no input; the inputs are"):
+    with pytest.raises(ml.InputError, match="not an input; the inputs are"):
         compiled.lower({"z": jax.ShapeDtypeStruct((2, 4), "float32")})
     with pytest.raises(ml.InputError, match="'x'"):
         compiled.lower({"x": jax.ShapeDtypeStruct((2, 5), "float32")})

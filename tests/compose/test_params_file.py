@@ -85,7 +85,7 @@ def edited(path: Path, edit: Any) -> None:
         (lambda h: h["layer_0.bias"].update(shape=[-4]), "no shape"),
         (lambda h: h["layer_0.bias"].update(shape="4"), "no shape"),
         (lambda h: h["layer_0.bias"].update(dtype="I32"), "dtype I32, expected float32"),
-        (lambda h: h["layer_0.bias"].update(data_offsets=[0, 10**12]), "no safetensors file"),
+        (lambda h: h["layer_0.bias"].update(data_offsets=[0, 10**12]), "is not a safetensors file"),
         (lambda h: h.update({"layer_0.bias": 3}), "no shape"),
         (lambda h: h["__metadata__"].update(version="2"), "version '2'"),
         (lambda h: h.pop("__metadata__"), "format is not"),
