@@ -285,7 +285,7 @@ def test_canonical_inputs_and_outputs() -> None:
         around += outer
     with pytest.raises(ml.WiringError, match="is not an input"):
         chain().set_cins("y")
-    with pytest.raises(ml.WiringError, match="no result"):
+    with pytest.raises(ml.WiringError, match="is not a result"):
         chain().set_couts("x")
 
 
