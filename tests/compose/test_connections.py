@@ -220,7 +220,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an index": (lambda x: x[1.5], "integer"),
     "two arrays": (lambda x: x[[0], [1]], "others must be ':'"),
     "an axis": (lambda x: x.sum("a"), "axis"),
-    "a size": (lambda x: x.reshape(x.shape[0], -1), "must be known"),
     "a step": (lambda x: x[::0], "step of 0"),
     "parts": (lambda x: x.split(10**12), "ports"),
 }

@@ -112,7 +112,7 @@ def test_what_the_snippets_give(devices):
     assert found["shapes"]["arrays"]["concatenated"]["shape"] == [6, 4]
     assert found["inference"]["arrays"]["output_tensor"]["shape"] == [32, 64]
     gradients = found["gradients"]["arrays"]
-    assert gradients["weight_grad"]["shape"] == [128, 64]
+    assert gradients["weight_grad"]["shape"] == [64, 128]
     assert gradients["bias_grad"]["shape"] == [64]
     assert found["random"]["arrays"]["random_numbers"]["shape"] == [3, 4]
     assert next(iter(found["optax"]["outputs"].values()))["shape"] == [16, 10]

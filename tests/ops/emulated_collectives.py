@@ -257,7 +257,7 @@ class Checks:
             return {name: f(v[0, 0])[None, None] for name, f in every.items()}
 
         split = P("data", "model")
-        forms = {
+        forms: dict[Any, Any] = {
             check: jax.shard_map(local, mesh=self.mesh, in_specs=split, out_specs=split, check_vma=check)
             for check in (False, True)
         }

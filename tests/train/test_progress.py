@@ -6,7 +6,6 @@ import io
 
 import pytest
 
-from capibara.train import progress
 from capibara.train.progress import PlainReporter, duration
 
 
@@ -27,7 +26,7 @@ def test_durations_have_a_unit_that_fits(seconds, text):
 
 def test_lines_say_how_long_the_rest_takes(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
     stream = io.StringIO()
     reporter = PlainReporter(stream)
     reporter.start(100, 400)  # resumed: steps before this process say nothing of its speed

@@ -251,9 +251,10 @@ def _scatter(add: bool) -> Any:
         given: Any = getattr(step.given(3), "shape", None)
         if given is None:  # a number
             source = step.broadcast(np.asarray(source), picks)
-        for i, want in enumerate(picks if given is not None else ()):
-            if not same_size(given[i], want):
-                source = cut(step, source, i, slice(0, want), rank=len(picks))
+        else:
+            for i, want in enumerate(picks):
+                if not same_size(given[i], want):
+                    source = cut(step, source, i, slice(0, want), rank=len(picks))
         block = p.ScatterAlongAxis(axis, add or reduce is not None)
         return step.put(block, input=step.cast(0, x), indices=indices, updates=source)
 

@@ -63,7 +63,7 @@ def cut(step: Any, x: Any, axis: int, entry: Any, rank: int | None = None) -> An
     row: list[Any] = [k if k in ports else n for k, n in bounds.items()]
     if row == [None, None] and entry.step is None:
         return x
-    return _indexed(step, x, axis, slice(*row, entry.step), rank, ports)
+    return _indexed(step, x, axis, slice(row[0], row[1], entry.step), rank, ports)
 
 
 def _indexed(step: Any, x: Any, axis: int, entry: Any, rank: int | None, ports: dict[str, Any]) -> Any:

@@ -198,7 +198,7 @@ class Sums:
             self.twofold.add(name)
         if name in self.twofold or not len(x):
             return
-        if order is not None and not np.array_equal(order, np.arange(features)):
+        if order is not None and not np.array_equal(order, np.arange(features or 0)):
             whole = np.zeros((len(x), features or 0))
             whole[:, order] = x
             x = whole

@@ -275,7 +275,7 @@ class _Evaluation:
             fixed = [a for a in range(len(shape)) if (lies[a] == lies[a, 0]).all()]
             axes = self.sums.axes.get(leaf) or tuple(sorted(fixed, key=lambda a: (shape[a] > 1, -a))[:1])
         features = math.prod(shape[a] for a in axes)
-        order = np.ravel_multi_index(tuple(where[list(axes)]), tuple(shape[a] for a in axes))
+        order: Any = np.ravel_multi_index(tuple(where[list(axes)]), tuple(shape[a] for a in axes))
         # All outputs must have the same inputs, each of them once.
         offsets = first[seen] - first[seen][0]
         some = places[held]
