@@ -99,5 +99,6 @@ def test_as_onnx_another_reader_runs_it_at_other_sizes(case: str) -> None:
     run = ReferenceEvaluator(proto)
     for sizes in SIZES:
         arrays = OPEN[case][1](*sizes)
-        got: Any = run.run(None, {k: a.numpy() for k, a in zip(compiled.input_keys, arrays, strict=True)})[0]
+        outputs: Any = run.run(None, {k: a.numpy() for k, a in zip(compiled.input_keys, arrays, strict=True)})
+        (got,) = outputs
         np.testing.assert_allclose(got, module(*arrays).detach().numpy(), rtol=1e-9, atol=1e-9)

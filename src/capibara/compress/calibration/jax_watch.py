@@ -262,7 +262,7 @@ class _Evaluation:
     def add(self, leaf: str, places: np.ndarray, inputs: np.ndarray) -> None:
         """Take in inputs [batch, rows, features] of a leaf's elements [batch, outputs, features]."""
         shape = self.shapes[leaf]
-        held = (places >= 0).any(2)
+        held: Any = (places >= 0).any(2)
         if not held.any():
             return
         first = places[tuple(np.argwhere(held)[0])]
