@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from paged_oracle import definition, in_pages
 
-from capibara.ops import OpShapeError, OpTypeError, OpValueError, explain
+from capibara.ops import OpShapeError, OpTypeError, OpValueError, OpWarning, explain
 from capibara.ops.attention import (
     flash_attention,
     fused_multihead_attention,
@@ -181,7 +181,8 @@ def test_a_layer_is_its_definition(use_bias):
 def test_dropout_needs_a_key_keeps_the_mean_and_is_the_keys():
     x = jnp.ones((2, 64, 24))
     params = multihead_attention_params(jax.random.key(1), 24, 12)
-    whole = fused_multihead_attention(x, 12, True, 0.25, params=params)
+    with pytest.warns(OpWarning, match="key"):
+        whole = fused_multihead_attention(x, 12, True, 0.25, params=params)
     np.testing.assert_array_equal(whole, fused_multihead_attention(x, 12, params=params))
     dropped = fused_multihead_attention(x, 12, True, 0.25, params=params, key=jax.random.key(2))
     zero = np.asarray(dropped == 0)

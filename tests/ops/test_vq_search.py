@@ -171,7 +171,7 @@ def test_explain_is_what_is_lowered():
         lowered = jax.jit(nearest_code).trace(x, codebook).lower(lowering_platforms=(platform,)).as_text()
         forced = jax.jit(partial(nearest_code, implementation=answer.chosen)).trace(x, codebook)
         products = [
-            set(re.findall(r"dot_general.*", text))
+            set(re.findall(r"(?<=dot_general )%.*", re.sub(r"%\w+", "%", text)))
             for text in (lowered, forced.lower(lowering_platforms=(platform,)).as_text())
         ]
         # Which of the forms it is shows in the sizes of its products.

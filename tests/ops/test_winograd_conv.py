@@ -272,9 +272,6 @@ MESH = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from capibara.ops.conv import winograd_conv2d
-
-# Which arguments have no effect is for test_arguments_without_effect.py.
-pytestmark = pytest.mark.filterwarnings("ignore::capibara.ops.OpWarning")
 rng = np.random.default_rng(0)
 x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 6, 6, 2), (3, 3, 2, 3)))
 f = lambda x, w: winograd_conv2d(x, w, implementation="winograd")
