@@ -260,6 +260,7 @@ def test_import_names_tell_whose_file_answers(tmp_path, monkeypatch):
     for name, text in (("mithril", "x = 1\n"), ("independent_core", "from capibara.compress import *\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)  # another test may have imported it
     monkeypatch.syspath_prepend(str(tmp_path))
     names = {each.name: each for each in installation.import_names()}
     assert names["capibara"].by_capibara

@@ -83,8 +83,11 @@ def test_import_loads_nothing_but_jax_s_own_set_and_a_few_of_ours(fresh_python):
     assert {name for name in ours - plain if not name.startswith("capibara")} == set()
     assert {name for name in ours if name.startswith("capibara")} == {
         "capibara",
+        "capibara.errors",
         "capibara.jax",
         "capibara.jax._overlay",
+        "capibara.jax_versions",
+        "capibara.startup",
     }
 
 

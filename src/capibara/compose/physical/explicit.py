@@ -26,9 +26,10 @@ def automatic_mesh(mesh: Any) -> Any:
 
     if mesh is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return mesh
+    automatic = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)  # the default differs between versions
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        return jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
-    return jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+        return jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=automatic)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
 
 
 def _explicit(mesh: Any) -> bool:
