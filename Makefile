@@ -55,10 +55,10 @@ QUICK := --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 
 test: setup-dev $(VENV)/.capibara-tpu  ## the tests that finish in minutes
 	for flag in $(QUICK); do flags="$${XLA_FLAGS:-} $$flag"; \
 	XLA_FLAGS="$$flags" $(BIN)/python -c "import jax; jax.numpy.zeros(1)" > /dev/null 2>&1 && export XLA_FLAGS="$$flags"; done; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=12 --durations-min=5
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=12 --durations-min=5
 
 test-all: setup-dev $(VENV)/.capibara-tpu  ## every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 --durations-min=5
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=5
 
 # `make test` once more, in an environment of its own that is made as the first one is.
 test-newest:  ## the same with the newest Python that is here (3.13 or 3.12), and so with the newest JAX
