@@ -51,10 +51,11 @@ demo: setup  ## train about two minutes on CPython's documentation text, then wr
 # Programs for the CPU are compiled in a quarter of the time with these, and are slower; tests compile thousands and run
 # each a few times. An XLA that does not know a flag ends at it: only those that it knows are given.
 QUICK := --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
+USE_QUICK = for flag in $(QUICK); do flags="$${XLA_FLAGS:-} $$flag"; XLA_FLAGS="$$flags" $(BIN)/python -c \
+  "import jax; jax.numpy.zeros(1)" > /dev/null 2>&1 && export XLA_FLAGS="$$flags"; done
 
 test: setup-dev $(VENV)/.capibara-tpu  ## the tests that finish in minutes
-	for flag in $(QUICK); do flags="$${XLA_FLAGS:-} $$flag"; \
-	XLA_FLAGS="$$flags" $(BIN)/python -c "import jax; jax.numpy.zeros(1)" > /dev/null 2>&1 && export XLA_FLAGS="$$flags"; done; \
+	$(USE_QUICK); \
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=12 --durations-min=5
 
 test-all: setup-dev $(VENV)/.capibara-tpu  ## every test
@@ -92,7 +93,7 @@ fuzz: setup-dev $(LIBRARY)  ## ten minutes of damaged archives; FUZZ="--seconds 
 	PYTHONPATH=tests/support $(BIN)/python -m fuzz_archive $(FUZZ)
 
 fuzz-ops: setup-dev $(LIBRARY)  ## 300 random problems an operation and transformation; FUZZ="--op scan --seed 1" for others
-	PYTHONPATH=tests/support $(BIN)/python -m fuzz_ops $(FUZZ)
+	$(USE_QUICK); PYTHONPATH=tests/support $(BIN)/python -m fuzz_ops $(FUZZ)
 
 lint: setup-dev  ## format, rules, types, import order (that stubs are up to date is a test)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from emulation import emulated
 from fuzz_ops.case import Arg, Family, compare
+from fuzz_ops.plant import plant
 from fuzz_ops.table import OPERATIONS
 from fuzz_ops.worker import family_of, run_family
 from operation_calls import functions
 
+from capibara.jax.tpu_v4 import backend
 from capibara.ops import list_ops
 
 # Which arguments have no effect is for test_arguments_without_effect.py.
@@ -37,10 +39,20 @@ QUICK = (
     "tropical.scan",
     "vq.dequantise",
 )
+# With a fault planted in each: every way that there is has to find it.
+PLANTED = ("conv.causal_conv1d!value", "scan.selective_scan!gradient")
 
 
 def test_every_operation_is_fuzzed():
     assert set(OPERATIONS) == set(functions())
+
+
+def test_documented_methods_are_operations_that_are_fuzzed():
+    faces = [getattr(backend, name) for name in backend.__all__ if name.endswith("Ops")]
+    methods = [f for face in faces for name, f in vars(face).items() if not name.startswith("_")]
+    assert len(methods) > 40
+    ours = list(functions().values())
+    assert [m for m in methods if m.__func__ not in ours] == []
 
 
 # For other hardware; interpreted here, and too slow for more than a few problems by `make fuzz-ops`.
@@ -62,7 +74,7 @@ def test_every_implementation_for_this_processor_is_named(op):
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, object]]:
     """A few problems of an operation of each category, in the process that has devices."""
-    what = {"operations": QUICK, "problems": 4, "draws": 4, "seed": 0, "numbers": [0]}
+    what = {"operations": (*QUICK, *PLANTED), "problems": 4, "draws": 4, "seed": 0, "numbers": [0]}
     done = subprocess.run(
         [sys.executable, "-m", "fuzz_ops.worker", json.dumps(what)],
         env={
@@ -81,6 +93,7 @@ def found() -> list[dict[str, object]]:
 
 
 def test_nothing_is_wrong_in_a_few_problems(found):
+    found = [row for row in found if row["op"] in QUICK]
     assert len(found) == len(QUICK)
     assert {way["way"] for row in found for way in row["ways"]} >= {
         "value",
@@ -96,6 +109,22 @@ def test_nothing_is_wrong_in_a_few_problems(found):
         if way["wrong"]
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("op", PLANTED)
+def test_every_way_finds_what_is_planted_in_an_operation(found, op):
+    (row,) = (row for row in found if row["op"] == op)
+    missed = {way["way"] for way in row["ways"] if not way["wrong"]}
+    blind = {"grad", "grad2"} if op.endswith("!value") else {"value", "jit"}
+    assert {way["way"] for way in row["ways"]} >= {
+        "jit",
+        "vmap",
+        "grad",
+        "explicit",
+        "shard_map",
+        "unchecked",
+    }
+    assert missed <= blind
 
 
 def square(x):
@@ -146,6 +175,20 @@ def test_a_maximum_that_changes_hands_near_by_is_not_a_finding():
         call=jnp.max, oracle=lambda x: [np.max(x)], fix=fix, twice=False, moods=("normal",), x64=True
     )
     assert [row["wrong"] for row in found.values()] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "ways"),
+    [
+        ("value", {"value", "jit", "vmap", "grad", "grad2"}),
+        ("gradient", {"vmap", "grad", "grad2"}),
+        ("second", {"grad2"}),
+    ],
+)
+def test_what_is_planted_in_a_family_is_found(fault, ways):
+    family = Family("square", square, lambda x: [x * x], (Arg((3,)),), differentiable=(0,), twice=True)
+    found = planted(call=plant(family, fault).call, moods=("normal",))
+    assert {way for way, row in found.items() if row["wrong"]} == ways
 
 
 def test_an_exception_is_a_finding():

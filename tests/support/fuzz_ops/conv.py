@@ -133,7 +133,7 @@ def plain(n: int, transpose: bool) -> Any:
             tolerance=16 * EPS[dtype],
             magnitude=lambda x, w: oracle(abs(x), abs(w)),
             differentiable=(0, 1),
-            twice=dtype in ("float32", "float64") and n < 3,
+            twice=dtype in ("float32", "float64"),
             dtypes=(dtype,),
         )
 

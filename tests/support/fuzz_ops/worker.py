@@ -12,7 +12,8 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,12 +21,14 @@ import numpy as np
 
 from capibara.errors import CapibaraError
 from fuzz_ops.case import Ambiguous, Family, draw
+from fuzz_ops.plant import plant
 from fuzz_ops.table import OPERATIONS
 from fuzz_ops.ways import NEED, WAYS, Problem, precision
 
 __all__ = ["DRAWS", "family_of", "fuzz", "run_family"]
 
-DRAWS = 20
+# A draw costs a hundredth of what a family's programs do.
+DRAWS = 60
 
 
 def family_of(name: str, seed: int, number: int) -> tuple[Any, np.random.Generator]:
@@ -34,7 +37,9 @@ def family_of(name: str, seed: int, number: int) -> tuple[Any, np.random.Generat
     return OPERATIONS[name](rng), rng
 
 
-def run_family(family: Any, rng: np.random.Generator, draws: int = DRAWS) -> Iterator[dict[str, Any]]:
+def run_family(
+    family: Any, rng: np.random.Generator, draws: int = DRAWS, skip: Collection[str] = ()
+) -> Iterator[dict[str, Any]]:
     """For each way how many problems ran, how many were refused, and what was wrong with them."""
     if not isinstance(family, Family):
         yield from family.run(rng, draws)
@@ -53,7 +58,10 @@ def run_family(family: Any, rng: np.random.Generator, draws: int = DRAWS) -> Ite
             need = NEED.get(way)
             if way in family.refused or not problems or (need and not getattr(family, need)):
                 continue
-            yield run_way(way, function(family, problems, np.random.default_rng(rng.integers(2**32))), draws)
+            # Drawn in any case: what a way finds does not hang on which others run.
+            own = np.random.default_rng(rng.integers(2**32))
+            if way not in skip:
+                yield run_way(way, function(family, problems, own), draws)
 
 
 def run_way(way: str, found: Iterator[tuple[int, str | None]], draws: int) -> dict[str, Any]:
@@ -85,9 +93,13 @@ def fuzz(
     seconds: float | None = None,
     numbers: list[int] | None = None,
     draws: int = DRAWS,
+    fault: str | None = None,
     tell: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Run families of an operation until each has had so many problems by value, or the time is up."""
+    """Run families of an operation until each way has had so many problems, or the time is up.
+
+    ``fault``: one of :data:`fuzz_ops.plant.FAULTS`, to see it found.
+    """
     end = None if seconds is None else time.monotonic() + seconds
     count: Counter[str] = Counter()
     number = 0
@@ -99,11 +111,14 @@ def fuzz(
         else:
             which = number
         number += 1
-        if (end is not None and time.monotonic() > end) or number >= 2 * problems / draws:
+        if (end is not None and time.monotonic() > end) or number >= 4 * problems / draws:
             break
         start = time.monotonic()
         family, rng = family_of(name, seed, which)
-        ways = list(run_family(family, rng, draws))
+        family = family if fault is None else plant(family, fault)
+        # A way that has had its problems waits for those that fit fewer families, as second derivatives do.
+        done = () if numbers is not None else [way for way, had in count.items() if had >= problems]
+        ways = list(run_family(family, rng, draws, done))
         count.update({row["way"]: row["problems"] for row in ways if row["problems"]})
         tell(
             {
@@ -122,13 +137,19 @@ def fuzz(
     gc.collect()
 
 
+def _say(name: str, row: dict[str, Any]) -> None:
+    print("ROW" + json.dumps({**row, "op": name}), flush=True)
+
+
 def main() -> None:
     options = json.loads(sys.argv[1])
     names = options.pop("operations")
     if not names:
         print("OPERATIONS" + json.dumps(list(OPERATIONS)))
-    for name in names:
-        fuzz(name, **options, tell=lambda row: print("ROW" + json.dumps(row), flush=True))
+    for each in names:
+        # "name!fault" has a fault planted.
+        name, _, fault = each.partition("!")
+        fuzz(name, **options, fault=fault or None, tell=partial(_say, each))
 
 
 if __name__ == "__main__":
