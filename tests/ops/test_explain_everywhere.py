@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from operation_calls import CALLS, called, custom_calls, functions, named
 from tpu_compiler import ask, needs_libtpu
+from tpu_kinds import topologies
 
 import capibara.jax.tpu_v4.kernels as kernels
 from capibara import ops
@@ -243,7 +244,7 @@ print(json.dumps(out))
 @needs_libtpu
 @pytest.mark.parametrize(
     "kind",
-    ["v4:2x2x1", *(pytest.param(k, marks=pytest.mark.slow) for k in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"))],
+    topologies("v4"),
 )
 def test_compiled_for_tpus(kind):
     found = ask(SCRIPT, kind, str(Path(__file__).parent.parent / "support"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tpu_compiler import environment, needs_libtpu
+from tpu_kinds import topologies
 
 pytestmark = needs_libtpu
 
@@ -48,10 +49,7 @@ print(json.dumps(out))
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "v4:2x2x1",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")),
-    ],
+    params=topologies("v4"),
 )
 def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     result = subprocess.run(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from paged_oracle import definition, in_pages
 from tpu_compiler import ask, needs_libtpu
+from tpu_kinds import topologies
 
 from capibara.ops import NoImplementationError, explain
 from capibara.ops.attention import paged_attention, paged_tpu
@@ -232,7 +233,7 @@ print(json.dumps(out))
 
 
 @needs_libtpu
-@pytest.mark.parametrize("kind", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("kind", topologies("v4", "v6e"))
 def test_compiled_for_tpus_it_copies_no_pool(kind):
     found = ask(SCRIPT, kind)
     assert found.pop("odd heads")["explain"] == "xla"

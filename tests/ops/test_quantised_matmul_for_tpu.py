@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from quantised_oracle import KINDS, quantised_case
 from tpu_compiler import ask, needs_libtpu
+from tpu_kinds import topologies
 
 from capibara.ops import NoImplementationError, explain
 from capibara.ops.linalg import quantised_matmul
@@ -167,7 +168,7 @@ print(json.dumps(out))
 
 
 @needs_libtpu
-@pytest.mark.parametrize("kind", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("kind", topologies("v4", "v6e"))
 def test_compiled_for_tpus_the_numbers_are_nowhere(kind):
     found = ask(SCRIPT, kind)
     for name, each in found.items():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tpu_compiler import ask, needs_libtpu
+from tpu_kinds import topologies
 
 pytestmark = needs_libtpu
 
@@ -64,11 +65,7 @@ CHUNKED = ("short", "long", "bfloat16")
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "v4:2x2x1",
-        "v5e:2x2",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("v5p:2x2x1", "v6e:2x2")),
-    ],
+    params=topologies("v4"),
 )
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return ask(SCRIPT, request.param)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from tpu_compiler import ask, needs_libtpu
+from tpu_kinds import topologies
 from tropical_oracle import oracle
 
 from capibara.ops import NoImplementationError, explain, tropical
@@ -159,7 +160,7 @@ print(json.dumps(out))
 
 
 @needs_libtpu
-@pytest.mark.parametrize("kind", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("kind", topologies("v4", "v6e"))
 def test_compiled_for_tpus_it_keeps_no_array_of_terms(kind):
     found = ask(SCRIPT, kind)
     vector = found.pop("vector")
