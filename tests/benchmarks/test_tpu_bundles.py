@@ -74,17 +74,20 @@ def test_forward_on_one_kind_of_chip():
     assert row["ours"] <= TARGET * row["theirs"], row
 
 
-# Where the target is not met: what is.
-REACHED = {
-    ("v5e", 128, 512, "backward"): 0.98,
-    ("v5e", 256, 512, "backward"): 0.99,
-    ("v5e", 64, 1024, "backward"): 0.99,
-    ("v5e", 128, 1024, "backward"): 0.98,
-    ("v5p", 256, 256, "forward"): 0.98,
-    ("v5p", 128, 512, "backward"): 0.99,
-    ("v5p", 256, 512, "backward"): 1.06,
-    ("v5p", 64, 1024, "backward"): 0.99,
+# Where the target is not met: what is. Against splash attention's two kernels, and against its one.
+REACHED = {("v5p", 256, 256, "forward"): 0.98}
+REACHED_FUSED = {
+    ("v5e", 128): 1.01,
+    ("v5e", 256): 1.07,
+    ("v5p", 128): 1.01,
+    ("v5p", 256): 1.07,
 }
+
+
+@needs_libtpu
+def test_one_kernel_for_all_gradients_on_one_kind_of_chip():
+    _, row = compare("v6e", [(128, 256)])
+    assert row["ours"] <= TARGET * row["fused"] < row["theirs"], row
 
 
 @pytest.mark.slow
@@ -95,3 +98,6 @@ def test_all_kinds_and_sizes(kind, block):
     for row in compare(kind, [shape for shape in SHAPES if shape[1] == block]):
         limit = REACHED.get((kind, row["dim"], block, row["pass"]), TARGET)
         assert row["ours"] <= limit * row["theirs"], row
+        if "fused" in row:
+            limit = REACHED_FUSED.get((kind, row["dim"]), TARGET)
+            assert row["ours"] <= limit * row["fused"], row

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.ops import NoImplementationError, explain
-from capibara.ops.attention import flash_attention, pallas_tpu
+from capibara.ops.attention import flash_attention, pallas_tpu, pallas_tpu_fused, pallas_tpu_kernels
 from capibara.ops.attention.pallas_tpu_kernels import Plan
 from capibara.ops.attention.problem import prepare
 from capibara.ops.attention.specs import SPECS, AttentionSpec
@@ -62,6 +62,39 @@ def test_value_is_the_definition_and_gradient_that_of_the_reference(spec):
     np.testing.assert_allclose(found[0][0], oracle(arrays, options), rtol=2e-5, atol=2e-5)
     for name in arrays:
         np.testing.assert_allclose(found[0][1][name], found[1][1][name], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "dim", "softcap"), [(640, 640, 8, None), (256, 128, 8, 3.0), (384, 384, 136, None)]
+)
+def test_gradients_of_one_kernel_and_of_two_are_those_of_the_definition(rows, keys, dim, softcap):
+    # Whole kernels: which of them run is chosen by the length, and few lengths here are long enough for two.
+    q_len, kv_len = 2 * rows, 2 * keys
+    plan = Plan(rows, keys, kv_len - 9, None, 3, 0.3, softcap, jax.lax.Precision.HIGHEST, "float32", True)
+    random = np.random.default_rng(0)
+    q, do = (jnp.asarray(random.normal(size=(1, 1, 2, q_len, dim)), jnp.float32) for _ in range(2))
+    k, v = (jnp.asarray(random.normal(size=(1, 1, kv_len, dim)), jnp.float32) for _ in range(2))
+    hidden = (np.arange(kv_len) >= kv_len - 9) | (np.arange(kv_len) > np.arange(q_len)[:, None] + 3)
+
+    def definition(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores = 0.3 * jnp.einsum("bhgqd,bhkd->bhgqk", q, k, precision="highest")
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(hidden, -jnp.inf, scores)
+        out = jnp.einsum("bhgqk,bhkd->bhgqd", jax.nn.softmax(scores), v, precision="highest")
+        return out, jax.nn.logsumexp(scores, axis=-1)
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> tuple[Any, ...]:
+        out, pull, stat = jax.vjp(definition, q, k, v, has_aux=True)
+        given = (q, k, v, do, stat[:, :, :, None], jnp.sum(do * out, axis=-1)[:, :, :, None])
+        two = (pallas_tpu_kernels.query_gradient(plan, *given),)
+        two = (*two, *pallas_tpu_kernels.key_value_gradients(plan, *given))
+        return pull(do), pallas_tpu_fused.gradients(plan, *given), two
+
+    wanted, *found = jax.jit(both, compiler_options=FAST)(q, k, v, do)
+    for name, want, *got in zip(("query", "key", "value"), wanted, *found, strict=True):
+        for one in got:
+            np.testing.assert_allclose(one, want, rtol=1e-4, atol=5e-5, err_msg=name)
 
 
 def test_bfloat16_is_rounded_once_not_accumulated():
@@ -143,7 +176,7 @@ def test_second_gradient():
 def test_the_grid_reaches_every_visible_pair_once(q_len, kv_len, block, left, right):
     q, k = (jax.ShapeDtypeStruct((1, 1, n, 4), jnp.float32) for n in (q_len, kv_len))
     problem, _ = prepare(q, k, k, window=(left, right), block_size=block)
-    plan, rows, keys = pallas_tpu._plan(problem, True)
+    plan, rows, keys = pallas_tpu.output_plan(problem, True)
     assert isinstance(plan, Plan)
     row_blocks, key_blocks = rows // plan.rows, keys // plan.keys
     assert (row_blocks - 1) * plan.rows < q_len <= rows

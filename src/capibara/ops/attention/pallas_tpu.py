@@ -11,12 +11,14 @@ from capibara.ops.attention.pallas_calls import EXACT, FAST, Kernels, grouped, p
 from capibara.ops.attention.pallas_plan import Plan
 from capibara.ops.attention.problem import AttentionProblem, from_bhsd, to_bhsd
 
-__all__ = ["backward", "check", "forward"]
+__all__ = ["backward", "check", "forward", "gradient_plan", "output_plan"]
 
 LANES = 128
 BLOCK = 512
 # Of 16 MiB on the smallest chip: what blocks of operands, sums and scores may take.
 VMEM_BYTES = 13 << 20
+# And where one kernel keeps the sums of all keys: what it holds beside them is known better.
+SUMS_BYTES = 15 << 20
 
 
 def check(problem: AttentionProblem) -> None:
@@ -43,7 +45,8 @@ def _block(problem: AttentionProblem, wanted: int) -> int:
         # three arrays of scores in float32 and two as they are multiplied.
         scores = (3 * 4 + 2 * size) * min(block, BLOCK)
         if block * (2 * 2 * size * dims + 2 * 4 * dims + 4 * dims + scores) <= VMEM_BYTES:
-            return block
+            # Between the two sizes a sequence would be padded more, and a block of scores is cut in two anyway.
+            return BLOCK if BLOCK < block < round_up(wanted, LANES) else block
     return 0
 
 
@@ -53,9 +56,11 @@ def _cut(length: int, block: int) -> tuple[int, int]:
     return round_up(-(-length // count), LANES), count
 
 
-def _plan(problem: AttentionProblem, interpret: bool) -> tuple[Plan, int, int]:
-    """The kernels' plan and the padded lengths."""
-    block = _block(problem, problem.block_size or BLOCK)
+def output_plan(
+    problem: AttentionProblem, interpret: bool, block: int | None = None
+) -> tuple[Plan, int, int]:
+    """The kernels' plan and the padded lengths; ``block``: the largest block, otherwise the problem's."""
+    block = _block(problem, block or problem.block_size or BLOCK)
     rows, row_blocks = _cut(problem.q_len, block)
     keys, key_blocks = _cut(problem.kv_len, block)
     exact = problem.precision in EXACT and (problem.operand_dtype or problem.dtype) == "float32"
@@ -74,6 +79,21 @@ def _plan(problem: AttentionProblem, interpret: bool) -> tuple[Plan, int, int]:
     return plan, rows * row_blocks, keys * key_blocks
 
 
+def gradient_plan(problem: AttentionProblem, interpret: bool) -> tuple[Plan, int, int, bool]:
+    """The backward pass' plan and padded lengths, and whether one kernel computes all three gradients."""
+    from capibara.ops.attention.pallas_tpu_fused import vmem_bytes
+
+    # Larger blocks would leave less room for the sums.
+    plan, rows, keys = output_plan(problem, interpret, min(problem.block_size or BLOCK, BLOCK))
+    blocks = keys // plan.keys
+    size = jnp.dtype(problem.operand_dtype or problem.dtype).itemsize
+    held = vmem_bytes(plan, keys, size, problem.head_dim, problem.value_dim)
+    # Under a window that is shorter than the keys, blocks of queries reach fewer of them.
+    if plan.key_blocks(blocks).steps == blocks and held <= SUMS_BYTES:
+        return plan, rows, keys, True
+    return *output_plan(problem, interpret), False
+
+
 def _operands(
     problem: AttentionProblem, rows: int, keys: int, query: Any, key: Any, value: Any, ids: tuple[Any, ...]
 ) -> tuple[Any, ...]:
@@ -89,7 +109,7 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     from capibara.ops.attention import pallas_tpu_kernels as kernels
 
-    plan, rows, keys = _plan(problem, interpret)
+    plan, rows, keys = output_plan(problem, interpret)
     q, k, v, ids = _operands(problem, rows, keys, query, key, value, ids)
     out, stat = kernels.output(plan, q, k, v, *ids)
     out = ungrouped(problem, out)[:, :, : problem.q_len]
@@ -107,17 +127,21 @@ def _backward(
     out_grad: Any,
     *ids: Any,
 ) -> tuple[jax.Array, ...]:
+    from capibara.ops.attention import pallas_tpu_fused
     from capibara.ops.attention import pallas_tpu_kernels as kernels
 
-    plan, rows, keys = _plan(problem, interpret)
+    plan, rows, keys, fused = gradient_plan(problem, interpret)
     q, k, v, ids = _operands(problem, rows, keys, query, key, value, ids)
     do, out = to_bhsd(out_grad, problem.layout), to_bhsd(out, problem.layout)
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     do = grouped(problem, pad(do.astype(q.dtype), 2, rows))
     stat, delta = (grouped(problem, pad(x, 2, rows)[:, :, None]) for x in (stat, delta))
     given = (q, k, v, do, stat, delta, *ids)
-    dq = kernels.query_gradient(plan, *given)
-    dk, dv = kernels.key_value_gradients(plan, *given)
+    if fused:
+        dq, dk, dv = pallas_tpu_fused.gradients(plan, *given)
+    else:
+        dq = kernels.query_gradient(plan, *given)
+        dk, dv = kernels.key_value_gradients(plan, *given)
     dq = ungrouped(problem, dq)[:, :, : problem.q_len]
     grads = (dq, dk[:, :, : problem.kv_len], dv[:, :, : problem.kv_len])
     return tuple(from_bhsd(x, problem.layout) for x in grads)
