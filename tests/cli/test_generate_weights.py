@@ -111,11 +111,11 @@ def test_parameters_that_stay_in_their_codes(
         "--json",
     ]
     told = []
-    for extra in ([], ["--in-codes"]):
+    for extra in ([], ["--quantized"]):
         assert main([*asked, *extra]) == 0
         told.append(json.loads(capsys.readouterr().out))
     assert told[0]["text"] == told[1]["text"]
-    assert [t["in_codes"] for t in told] == [False, True]
+    assert [t["quantized"] for t in told] == [False, True]
 
 
 def test_codes_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,15 +131,15 @@ def test_codes_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     same = load_compressed(path, config, decode="auto")
     jax.tree.map(np.testing.assert_array_equal, same.params, model.params)
     config.to_toml(tmp_path / "config.toml")
-    assert main(["generate", "--weights", str(path), "--in-codes"]) == 2
+    assert main(["generate", "--weights", str(path), "--quantized"]) == 2
     told = capsys.readouterr().err
     assert (
-        f"--in-codes: no parameter of {path} is stored with int8, int4 or nf4. Remedy: leave it out" in told
+        f"--quantized: no parameter of {path} is stored with int8, int4 or nf4. Remedy: leave it out" in told
     )
-    assert main(["generate", "--weights", str(tmp_path / "none.capi"), "--in-codes"]) == 2
+    assert main(["generate", "--weights", str(tmp_path / "none.capi"), "--quantized"]) == 2
     assert "--weights: [Errno 2] No such file or directory" in capsys.readouterr().err
-    assert main(["generate", "--config", "demo", "--in-codes"]) == 2
-    assert "--in-codes: a checkpoint has no codes. Remedy: --weights FILE.capi." in capsys.readouterr().err
+    assert main(["generate", "--config", "demo", "--quantized"]) == 2
+    assert "--quantized: a checkpoint has no codes. Remedy: --weights FILE.capi." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("decode", [True, "auto"])

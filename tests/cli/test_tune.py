@@ -25,7 +25,7 @@ def measured(monkeypatch):
         note("working")
         outcome = Outcome(case, key=f"{case.op.name}|{case.dtype}|n={len(seen)}", default="xla", candidates=3)
         if case.op.name == "selective_scan":
-            outcome.entry = Entry(None, {"xla": {"chunk_length": 32}}, {"xla": 1.25, "": 1.25}, 15, "0.10.2")
+            outcome.entry = Entry(None, {"xla": {"chunk_size": 32}}, {"xla": 1.25, "": 1.25}, 15, "0.10.2")
             outcome.seconds = {"heuristic": {"forward": 0.5}, "choice": {"forward": 0.4}}
         return outcome
 
@@ -43,7 +43,7 @@ def test_a_table_and_a_file(measured, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     assert cli.main(["tune", "selective_scan", "tropical_matmul", "--cache", str(tmp_path)]) == 0
     out = capsys.readouterr()
-    assert "xla: chunk_length=32 (1.25×)" in out.out
+    assert "xla: chunk_size=32 (1.25×)" in out.out
     assert "written to" in out.out
     assert "\x1b[" not in out.out
     assert out.err == ""
@@ -59,7 +59,7 @@ def test_json_is_one_object(measured, tmp_path, capsys):
     assert facts["file"] == str(tuning.tuning_file(tmp_path)[0])
     assert facts["device"]["platform"] == "cpu"
     first = facts["cases"][0]
-    assert (first["parameters"], first["gain"]) == ({"xla": {"chunk_length": 32}}, 1.25)
+    assert (first["parameters"], first["gain"]) == ({"xla": {"chunk_size": 32}}, 1.25)
     assert facts["not_reached"] == []
     assert "versions" in facts["machine"]
 

@@ -129,7 +129,7 @@ MODELS = {
     "nested_repeat": (_inner_repeat, {"input": (2, 4)}),
     "several_readers": (_hypernetwork, {"input": (2, 4)}),
     "attention": (_attention, {"input": (2, 5, 8), "positions": "arange"}),
-    "state_space": (lambda: ml.StateSpace(8, 3, 4, chunk_length=2), {"input": (2, 5, 8)}),
+    "state_space": (lambda: ml.StateSpace(8, 3, 4, chunk_size=2), {"input": (2, 5, 8)}),
     "rms_norm": (lambda: ml.RMSNorm(4), {"input": (3, 4)}),
     "layer_norm": (lambda: ml.LayerNorm(4), {"input": (3, 4)}),
     "swiglu": (lambda: ml.SwiGLU(6, 4), {"input": (3, 4)}),

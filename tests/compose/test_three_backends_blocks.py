@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Callable[[], ml.Block], dict[str, Any]]] = {
         {"input0": draw(2, 3), "initial_hidden": draw(2, 4), "decoder_input": draw(2, 3)},
     ),
     "SelfAttention": (lambda: m.SelfAttention(4, 2, num_kv_heads=1), {"input": draw(2, 5, 4), **ROPE}),
-    "StateSpace": (lambda: m.StateSpace(8, 3, 4, chunk_length=2), {"input": draw(2, 5, 8)}),
+    "StateSpace": (lambda: m.StateSpace(8, 3, 4, chunk_size=2), {"input": draw(2, 5, 8)}),
     "MixtureOfExperts": (lambda: m.MixtureOfExperts(4, 5, 3), {"input": draw(2, 6, 4)}),
     "VectorQuantiser": (lambda: m.VectorQuantiser(4, 3), {"input": draw(6, 3)}),
     "LinearSVM": (lambda: m.LinearSVM(), {"input": draw(4, 3)}),

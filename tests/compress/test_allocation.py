@@ -17,7 +17,7 @@ from capibara.compress.container import Archive, ArchiveWriter, writer
 from capibara.compress.curves import Curve, Point, coded_size, measure, measure_curve
 from capibara.compress.errors import ArchiveError, CompressError
 from capibara.compress.formats import get_format
-from capibara.compress.models.source import Tensors, find_twins
+from capibara.compress.models.source import Tensors, find_tied
 from capibara.compress.sensitivity import by_scale
 from capibara.compress.writing import add_tensors, compare
 
@@ -225,7 +225,7 @@ def test_errors_are_those_of_a_layers_outputs_where_its_inputs_are_known():
     assert point.error == pytest.approx(expected, rel=1e-6)
 
 
-def test_twins_are_tensors_of_the_same_bytes():
+def test_tied_parameters_are_tensors_of_the_same_bytes():
     one = normal((40, 40))
     arrays = {
         "a": one,
@@ -234,7 +234,7 @@ def test_twins_are_tensors_of_the_same_bytes():
         "tiny": one[:2, :2].copy(),
         "tiny2": one[:2, :2].copy(),
     }
-    assert find_twins(source_of(arrays)) == {"b": "a"}
+    assert find_tied(source_of(arrays)) == {"b": "a"}
 
 
 @pytest.mark.parametrize(

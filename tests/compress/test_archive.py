@@ -290,7 +290,7 @@ def test_a_tensor_in_the_codes_of_another_archive(tmp_path: Path, monkeypatch: p
             codec="uniform",
             settings={"step": 0.1},
         )
-        out.add_twin("y", "x")
+        out.add_tied("y", "x")
     with Archive(tmp_path / "a.capi") as one:
         with ArchiveWriter(tmp_path / "b.capi") as out:
             assert out.add_coded("z", one, "y").coded_bytes == one["x"].coded_bytes

@@ -109,7 +109,7 @@ def test_rows_of_any_tensor(
         entry = write(path, x, codec, **({"step": 0.25} if codec == "uniform" else {}))
         with ArchiveWriter(path.with_name("b.capi")) as archive:
             archive.add("x", bits(x), F32, shape)
-            twin = archive.add_twin("y", "x")
+            tied = archive.add_tied("y", "x")
         with Archive(path) as archive:
             np.testing.assert_array_equal(archive.read("x").view(np.float32), x)
             some = archive.read("x", slice(first, last)).view(np.float32)
@@ -117,7 +117,7 @@ def test_rows_of_any_tensor(
             again = archive.read("y", slice(first, last)).view(np.float32)
     np.testing.assert_array_equal(some, x[first:last])
     np.testing.assert_array_equal(again, x[first:last])
-    assert twin.coded_as is None
+    assert tied.coded_as is None
     if codec != "exponent":  # which cuts no rows
         assert max(c.rows * math.prod(entry.coded_shape[1:]) for c in entry.chunks) <= chunk
     else:
@@ -241,7 +241,7 @@ def test_more_numbers_than_bytes_are_refused_before_memory_is_taken(tmp_path: Pa
         archive.read("x")
 
 
-def test_products_in_codes_refuse_cut_rows(tmp_path: Path) -> None:
+def test_quantized_products_refuse_cut_rows(tmp_path: Path) -> None:
     payload = get_codec("int8").encode(np.zeros(4, np.uint32), F32, (1, 4), {})
     path = tmp_path / "a.capi"
     tensor = {"name": "x", "dtype": "F32", "shape": [1, 4], "codec": "int8", "coded_as": [1, 4],

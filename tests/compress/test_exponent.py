@@ -92,7 +92,7 @@ def test_decoded_by_the_device(tmp_path: Path, name: str) -> None:
     with ArchiveWriter(tmp_path / "a.capi") as writer:
         for key, bits in tensors.items():
             writer.add(key, bits, form, shapes[key], codec="exponent")
-        writer.add_twin("twin", "matrix")
+        writer.add_tied("tied", "matrix")
         writer.add("other", tensors["matrix"], form, shapes["matrix"])
     with Archive(tmp_path / "a.capi") as archive:
         for key, bits in tensors.items():
@@ -100,8 +100,8 @@ def test_decoded_by_the_device(tmp_path: Path, name: str) -> None:
             assert made.shape == shapes[key]
             assert made.dtype == ("bfloat16" if name == "BF16" else "float32")
             np.testing.assert_array_equal(np.asarray(made).view(form.unsigned).reshape(-1), bits)
-        twin = read_on_device(archive, "twin", device=jax.devices()[-1])
-        np.testing.assert_array_equal(np.asarray(twin).view(form.unsigned).reshape(-1), tensors["matrix"])
+        tied = read_on_device(archive, "tied", device=jax.devices()[-1])
+        np.testing.assert_array_equal(np.asarray(tied).view(form.unsigned).reshape(-1), tensors["matrix"])
         with pytest.raises(CompressError, match="got the codec 'lossless', expected 'exponent'"):
             read_on_device(archive, "other")
     # Inside a program of one's own: the coded parts are its arguments.

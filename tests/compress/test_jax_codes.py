@@ -13,7 +13,7 @@ import pytest
 from capibara.compress.container import Archive, ArchiveWriter, writer
 from capibara.compress.direct import Piece, QuantisedMatrix, QuantisedStack, load_codes
 from capibara.compress.formats import get_format
-from capibara.compress.jax_codes import in_codes
+from capibara.compress.jax_codes import quantized
 
 RANDOM = np.random.default_rng(0)
 F32 = get_format("F32")
@@ -35,7 +35,7 @@ def normal(*shape: int) -> jax.Array:
 def same(function: Any, codes: Any, read: np.ndarray, *args: Any, decoded: tuple[str, ...] = ()) -> None:
     """The function does with codes what it does with what is read, and makes no other weights into numbers."""
     told: list[str] = []
-    run = in_codes(function, decoded=lambda name, operation: told.append(operation))
+    run = quantized(function, decoded=lambda name, operation: told.append(operation))
     found = jax.jit(run)({"w": codes}, *args)
     expected = function({"w": jnp.asarray(read)}, *args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
@@ -135,7 +135,7 @@ def test_gradients_of_the_inputs_and_low_precision(tmp_path: Path) -> None:
         return jnp.sum(jnp.sin(x @ p["w"]) ** 2)
 
     x = normal(4, 64)
-    found = jax.grad(in_codes(function), argnums=1)({"w": codes}, x)
+    found = jax.grad(quantized(function), argnums=1)({"w": codes}, x)
     np.testing.assert_allclose(
         found, jax.grad(function, argnums=1)({"w": jnp.asarray(read)}, x), rtol=1e-3, atol=1e-3
     )
@@ -143,7 +143,7 @@ def test_gradients_of_the_inputs_and_low_precision(tmp_path: Path) -> None:
     def short(p: Any, x: Any) -> Any:
         return jax.lax.dot(x, p["w"].astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
-    y = in_codes(short)({"w": codes}, x.astype(jnp.bfloat16))
+    y = quantized(short)({"w": codes}, x.astype(jnp.bfloat16))
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(
         y, short({"w": jnp.asarray(read)}, x.astype(jnp.bfloat16)), rtol=0.03, atol=0.1
@@ -164,6 +164,6 @@ def test_weights_are_never_there_as_a_whole() -> None:
     matrix = QuantisedMatrix((piece,), (rows, length), False)
     for function, size in ((lambda p, x: x @ p["w"], rows), (lambda p, x: x @ p["w"].T, length)):
         x = struct(jnp.float32, 1, size)
-        memory = jax.jit(in_codes(function)).lower({"w": matrix}, x).compile().memory_analysis()
+        memory = jax.jit(quantized(function)).lower({"w": matrix}, x).compile().memory_analysis()
         assert memory is not None
         assert memory.temp_size_in_bytes < 0.6 * 4 * rows * length

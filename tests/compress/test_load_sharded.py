@@ -33,7 +33,7 @@ def test_each_device_gets_its_part(tmp_path, monkeypatch):
     with ArchiveWriter(path) as archive:
         archive.add("rows", counting((64, 48), "<i4").view("<u4"), get_format("I32"), (64, 48))
         archive.add("columns", counting((16, 24), "<f4").view("<u4"), get_format("F32"), (16, 24))
-        archive.add_twin("tied", "columns")
+        archive.add_tied("tied", "columns")
         bf16 = get_format("BF16")
         archive.add("half", from_float(counting((8, 8), np.float32), bf16), bf16, (8, 8))
         archive.add("scalar", counting((), "<f4").view("<u4").reshape(1), get_format("F32"), ())

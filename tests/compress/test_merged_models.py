@@ -137,7 +137,7 @@ def test_one_ratio_after_another_and_thresholds() -> None:
 def test_there_are_no_codes_to_run_in() -> None:
     made = api().compress(as_torch(), decode="auto")
     assert made.merged is not None
-    assert made.running.in_codes == ()
+    assert made.running.quantized == ()
     with pytest.raises(CompressError, match="can be multiplied in its codes"):
         api().compress(pairs(), decode=False)
 

@@ -140,10 +140,10 @@ def test_other_types_and_names(tmp_path: Path) -> None:
         np.testing.assert_array_equal(held[name], value.numpy())
 
 
-def test_in_codes(tmp_path: Path) -> None:
+def test_quantized(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 64))
     made = compressed(decode=False, model=model)
-    assert made.running.in_codes == ("0.weight", "2.weight")
+    assert made.running.quantized == ("0.weight", "2.weight")
     change(made.module[0].bias)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -193,6 +193,17 @@ def test_override_without_a_key_or_equals_sign(override):
     assert "key=value" in bad(override)
 
 
+def test_former_names_are_read(tmp_path):
+    path = tmp_path / "old.toml"
+    path.write_text("[model.ssm]\nchunk_length = 16\n")
+    assert ModularModelConfig.from_toml(path).model.ssm.chunk_size == 16
+    for key in ("model.ssm.chunk_length", "chunk_length", "chunk_size"):
+        assert ModularModelConfig.from_toml(path, [f"{key}=8"]).model.ssm.chunk_size == 8
+    path.write_text("[model.ssm]\nchunk_length = 16\nchunk_size = 8\n")
+    with pytest.raises(SettingsError, match="chunk_length: there is no such setting"):
+        ModularModelConfig.from_toml(path)
+
+
 def test_override_cannot_smuggle_in_a_second_key():
     assert "num_layers" in bad("num_layers=1\nembed_dim = 2")
 

@@ -187,7 +187,7 @@ def test_narrow_floats_keep_their_dtype():
     "sizes", [(0, 5, 2, 3, 1, 4), (2, 5, 2, 0, 1, 4), (2, 5, 2, 3, 1, 0), (2, 5, 0, 3, 1, 4)]
 )
 def test_nothing(sizes):
-    arrays = _inputs(ScanSpec("", *sizes, chunk_length=64))
+    arrays = _inputs(ScanSpec("", *sizes, chunk_size=64))
     _close(_gradient("native", arrays), _gradient("reference", arrays), 1e-5)
 
 

@@ -231,9 +231,9 @@ def _selective_arrays() -> list[Any]:
 
 
 def _selective_scan(
-    name: str, chunk_length: int | None, x: Any, dt: Any, a: Any, b: Any, c: Any, h: Any
+    name: str, chunk_size: int | None, x: Any, dt: Any, a: Any, b: Any, c: Any, h: Any
 ) -> Any:
-    return selective_scan(x, dt, a, b, c, initial_state=h, chunk_length=chunk_length, implementation=name)
+    return selective_scan(x, dt, a, b, c, initial_state=h, chunk_size=chunk_size, implementation=name)
 
 
 @pytest.mark.parametrize("spoilt", SPOILT)

@@ -40,12 +40,12 @@ def oracle(x, dt, a, b, c, initial_state):
     return np.stack(ys, 1), h
 
 
-def run(arrays, implementation="auto", chunk_length=4):
+def run(arrays, implementation="auto", chunk_size=4):
     names = ("x", "dt", "a", "b", "c")
     return selective_scan(
         *(arrays[n] for n in names),
         initial_state=arrays.get("initial_state"),
-        chunk_length=chunk_length,
+        chunk_size=chunk_size,
         implementation=implementation,
     )
 
@@ -57,7 +57,7 @@ def test_value_and_gradient(spec):
     def everything(a):
         found = {}
         for name in ("xla", "reference"):
-            out, pull = jax.vjp(lambda a, name=name: run(a, name, spec.chunk_length), a)
+            out, pull = jax.vjp(lambda a, name=name: run(a, name, spec.chunk_size), a)
             found[name] = out, pull(jax.tree.map(lambda v: jnp.cos(v), out))[0]
         return found
 
@@ -215,9 +215,9 @@ def test_bad_arrays(change, error, match):
 
 def test_bad_options():
     arrays = make(CHECKED[0])
-    with pytest.raises(OpValueError, match="chunk_length must be at least 1"):
-        run(arrays, chunk_length=0)
-    with pytest.raises(OpTypeError, match="chunk_length must be an int"):
-        run(arrays, chunk_length=2.0)
+    with pytest.raises(OpValueError, match="chunk_size must be at least 1"):
+        run(arrays, chunk_size=0)
+    with pytest.raises(OpTypeError, match="chunk_size must be an int"):
+        run(arrays, chunk_size=2.0)
     with pytest.raises(OpValueError, match="no implementation 'cpu'"):
         run(arrays, "cpu")

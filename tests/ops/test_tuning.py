@@ -340,11 +340,11 @@ def test_compiled_functions_of_one_choice_are_not_taken_for_another():
     args = [jnp.ones(s) for s in ((1, 40, 2, 3), (1, 40, 2), (2,), (1, 40, 1, 4), (1, 40, 1, 4))]
     lengths = []
     for size in (8, 16):
-        with forced("selective_scan", Tuned("cpu", "xla", (("xla", (("chunk_length", size),)),))):
+        with forced("selective_scan", Tuned("cpu", "xla", (("xla", (("chunk_size", size),)),))):
             text = jax.jit(lambda *a: selective_scan(*a)).lower(*args).as_text()
             lengths.append(re.search(r"tensor<(\d+)x1x\d+x2x3xf32>", text))
     assert [int(found[1]) for found in lengths if found] == [5, 3]
-    assert op.prepare(*args)[0].chunk_length is None
+    assert op.prepare(*args)[0].chunk_size is None
 
 
 def test_what_is_exported_takes_the_heuristics(folder):

@@ -241,10 +241,10 @@ def test_a_model_leaves_the_chunks_of_its_scan_to_what_was_measured():
     from capibara import compose as ml
     from capibara.config.sections import SSMSection
 
-    assert SSMSection().chunk_length is None
+    assert SSMSection().chunk_size is None
     compiled = ml.compile(ml.StateSpace(8, 3, 4), ml.JaxBackend())
     params, x = compiled.init(jax.random.key(0)), jnp.ones((1, 64, 8))
-    with forced("selective_scan", Tuned("cpu", "xla", (("xla", (("chunk_length", 16),)),))):
+    with forced("selective_scan", Tuned("cpu", "xla", (("xla", (("chunk_size", 16),)),))):
         found = explain(lambda x: compiled.evaluate(params, {"input": x}), x, platform="cpu")
     (part,) = (each for each in found.parts if each.op == "selective_scan")
-    assert dict(part.parameters) == {"chunk_length": 16}
+    assert dict(part.parameters) == {"chunk_size": 16}

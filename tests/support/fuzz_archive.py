@@ -58,7 +58,7 @@ def seeds(folder: Path) -> Iterator[bytes]:
             path = folder / "seed"
             with ArchiveWriter(path, {"a": "b"}) as archive:
                 archive.add("lossless", bits, form, shape)
-                archive.add_twin("twin", "lossless")
+                archive.add_tied("tied", "lossless")
                 for codec, how in CODECS.items():
                     if codec not in ("lossless", "uniform", "exponent") and len(shape) != 2:
                         continue  # they are for matrices
@@ -73,7 +73,7 @@ def seeds(folder: Path) -> Iterator[bytes]:
             if len(shape) > 1 and count:
                 with mock.patch.object(writer, "CHUNK", 10), ArchiveWriter(path) as archive:
                     archive.add("cut", bits, form, shape)
-                    archive.add_twin("twin", "cut")
+                    archive.add_tied("tied", "cut")
                 yield path.read_bytes()
             write_safetensors(path, {"x": (form, shape)}, lambda _, bits=bits: bits)
             yield path.read_bytes()
@@ -151,7 +151,7 @@ def mutate_index(data: bytearray, dice: random.Random) -> None:
         "",
         "lossless",
         "F32",
-        "twin",
+        "tied",
         [],
         {},
         [[]],

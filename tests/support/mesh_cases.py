@@ -228,10 +228,10 @@ def linalg_cases() -> list[Case]:
         return linalg.quantised_matmul(x, codes, scales, group=3, **options)
 
     codes = jnp.asarray(RANDOM.integers(-127, 128, size=(5, 6)), jnp.int8)
-    in_codes = (a, codes, positive(5, 3))
+    quantized = (a, codes, positive(5, 3))
     return [
         simple(
-            "quantised_matmul codes", partial(linalg.quantised_matmul, group=2), in_codes, (ALL, EACH, EACH)
+            "quantised_matmul codes", partial(linalg.quantised_matmul, group=2), quantized, (ALL, EACH, EACH)
         ),
         simple("optimized_gemm", linalg.optimized_gemm, (a, b), (ALL, EACH)),
         simple("optimized_gemm slabs", partial(linalg.optimized_gemm, chunk_size=4), (a, b), (ALL, EACH)),

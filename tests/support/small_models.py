@@ -20,7 +20,7 @@ SMALL = {
     "model.ssm.head_dim": 4,
     "model.ssm.state_dim": 3,
     "model.ssm.conv_width": 3,
-    "model.ssm.chunk_length": 4,
+    "model.ssm.chunk_size": 4,
     "model.vq.codebook_size": 5,
 }
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config.toml beside it",
     )
     parser.add_argument(
-        "--in-codes",
+        "--quantized",
         action="store_true",
         help="with --weights: multiply by parameters of eight or four bits as they are stored, so that memory holds "
         "what the file does",
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     from capibara.serve.sampling import Sampling
     from capibara.serve.weights import load_compressed
 
-    if args.in_codes and args.weights is None:
-        raise ConfigError("--in-codes: a checkpoint has no codes. Remedy: --weights FILE.capi.")
+    if args.quantized and args.weights is None:
+        raise ConfigError("--quantized: a checkpoint has no codes. Remedy: --weights FILE.capi.")
     config, checkpoint = _settings(args)
 
     def chosen(name: str) -> Any:
@@ -97,13 +97,13 @@ def run(args: argparse.Namespace) -> int:
         loaded = load_model(checkpoint)
     else:
         try:
-            decode = "auto" if args.in_codes else True
+            decode = "auto" if args.quantized else True
             loaded = load_compressed(args.weights, config, checkpoint=checkpoint, decode=decode)
         except OSError as error:
             raise ConfigError(f"--weights: {error}. Remedy: a .capi file that can be read.") from None
-        if args.in_codes and not any(map(is_coded, tree_leaves(loaded.params, is_leaf=is_coded))):
+        if args.quantized and not any(map(is_coded, tree_leaves(loaded.params, is_leaf=is_coded))):
             raise ConfigError(
-                f"--in-codes: no parameter of {args.weights} is stored with int8, int4 or nf4. Remedy: leave it out, "
+                f"--quantized: no parameter of {args.weights} is stored with int8, int4 or nf4. Remedy: leave it out, "
                 "or compress the model with one of these strategies."
             )
     generator = Generator(
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         "checkpoint": None if checkpoint is None else str(checkpoint.path),
         "step": None if checkpoint is None else checkpoint.step,
         "weights": args.weights,
-        "in_codes": args.in_codes,
+        "quantized": args.quantized,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,

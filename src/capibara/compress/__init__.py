@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from capibara.compress.container import Archive, ArchiveWriter, Entry
     from capibara.compress.direct import QuantisedMatrix, load_quantised
     from capibara.compress.errors import ArchiveError, CompressError, DamagedError, TargetError
-    from capibara.compress.jax_codes import in_codes
+    from capibara.compress.jax_codes import quantized
     from capibara.compress.loading import load_sharded
     from capibara.compress.model_api import ModelCompressionAPI
     from capibara.compress.profile import CompressionProfile
@@ -51,10 +51,10 @@ __all__ = [
     "TargetError",
     "allocate",
     "collect",
-    "in_codes",
     "load_quantised",
     "load_sharded",
     "merge_neurons",
+    "quantized",
     "survey",
     "use_engine",
     "write_safetensors",
@@ -70,7 +70,7 @@ def _has_jax() -> bool:
 
 if not _has_jax():  # what is there is what ``import *`` takes
     __all__.remove("QuantisedMatrix")
-    __all__.remove("in_codes")
+    __all__.remove("quantized")
     __all__.remove("load_quantised")
 
 _MODULES = {
@@ -82,7 +82,7 @@ _MODULES = {
     "compressed": ("CompressedModel",),
     "container": ("Archive", "ArchiveWriter", "Entry"),
     "direct": ("QuantisedMatrix", "load_quantised"),
-    "jax_codes": ("in_codes",),
+    "jax_codes": ("quantized",),
     "errors": ("ArchiveError", "CompressError", "DamagedError", "TargetError"),
     "loading": ("load_sharded",),
     "model_api": ("ModelCompressionAPI",),

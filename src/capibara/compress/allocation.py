@@ -156,7 +156,7 @@ def survey(
     source: TensorSource,
     *,
     codecs: Iterable[str] | None = None,
-    twins: Mapping[str, str] | None = None,
+    tied: Mapping[str, str] | None = None,
     exclude: Iterable[str] = (),
     smallest: int = 4096,
     metadata: int = 0,
@@ -168,7 +168,7 @@ def survey(
     Args:
       source: the tensors.
       codecs: names of those to choose from beside ``lossless``; all by default.
-      twins: names of tensors that are stored as others, and take no bytes of their own.
+      tied: names of tensors that are stored as others, and take no bytes of their own.
       exclude: patterns of names that stay exact.
       smallest: tensors of fewer numbers stay exact.
       metadata: bytes of the archive's metadata.
@@ -181,7 +181,7 @@ def survey(
     names = list(CODECS) if codecs is None else list(codecs)
     for name in names:
         get_codec(name)
-    twins, exclude = twins or {}, tuple(exclude)
+    tied, exclude = tied or {}, tuple(exclude)
     curves: dict[str, Curve] = {}
     exact: dict[str, int] = {}
     total, entries = 0, []
@@ -191,9 +191,9 @@ def survey(
         rows = shape[0] if shape else 1
         step = max(CHUNK // max(math.prod(shape[1:]), 1), 1)
         chunks = [Chunk(min(step, rows), total + 1000, step, 1 << 31)] * max(-(-rows // step), 1)
-        same = twins.get(name)
+        same = tied.get(name)
         entries.append(Entry(name, form, shape, "uniform", {}, () if same else tuple(chunks), same))
-        if name in twins:
+        if name in tied:
             continue
         bits = source.read(name)
         plain = coded_size("lossless", {}, bits, form, shape)

@@ -20,7 +20,7 @@ from capibara.compress.codecs.protocol import CODECS
 from capibara.compress.container import Archive, ArchiveWriter, Entry
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
-from capibara.compress.models.source import find_twins
+from capibara.compress.models.source import find_tied
 from capibara.compress.original_header import check_header, with_header, without_header
 from capibara.compress.output_folder import OutputFolder
 from capibara.compress.profile import EXACT
@@ -189,19 +189,19 @@ class _Together:
 
 def _allocate(
     sources: list[SafetensorsFile],
-    twins: list[dict[str, str]],
+    tied: list[dict[str, str]],
     ratio: float,
     strategy: str,
     progress: Progress | None,
     analysed: Callable[[Compressibility], None] | None,
 ) -> list[Allocation]:
     """What becomes of each file's tensors, with one budget for all files."""
-    together = {f"{i}:{a}": f"{i}:{b}" for i, found in enumerate(twins) for a, b in found.items()}
+    together = {f"{i}:{a}": f"{i}:{b}" for i, found in enumerate(tied) for a, b in found.items()}
     metadata = sum(len(json.dumps(s.metadata)) + 70 for s in sources)
     found = survey(
         _Together(sources),
         codecs=None if strategy in ("auto", "jax") else [strategy],
-        twins=together,
+        tied=together,
         metadata=metadata,
         progress=None if progress is None else lambda name, size: progress(name.partition(":")[2], size),
     )
@@ -282,14 +282,14 @@ def compress_files(
     with contextlib.ExitStack() as stack, strategy_engine(strategy), folder:
         work = _copy_others(jobs, folder)
         sources = [stack.enter_context(SafetensorsFile(job.source)) for job in work]
-        twins = [find_twins(source) for source in sources]
+        tied = [find_tied(source) for source in sources]
         chosen: list[Allocation | None] = [None] * len(work)
         if ratio is not None:
-            chosen[:] = _allocate(sources, twins, ratio, strategy, progress, analysed)
+            chosen[:] = _allocate(sources, tied, ratio, strategy, progress, analysed)
         elif strategy not in ("auto", "jax", "lossless"):
             chosen[:] = [everywhere(source, strategy) for source in sources]
         written = []
-        for job, source, same, how in zip(work, sources, twins, chosen, strict=True):
+        for job, source, same, how in zip(work, sources, tied, chosen, strict=True):
             place, finished = folder.place(job.target)
             if finished:
                 with Archive(place) as archive:

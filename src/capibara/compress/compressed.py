@@ -96,7 +96,7 @@ class CompressedModel:
 
             with Archive(self.path) as archive:
                 found = CodedArrays(archive, adapter)
-            if found.in_codes:
+            if found.quantized:
                 self._adapter = adapter.skeleton()  # the original's arrays may go
                 return found
             why = found.why
@@ -110,7 +110,7 @@ class CompressedModel:
         """Which weights run in their codes, and the memory that the model takes."""
         size, coded = self.path.stat().st_size, self._coded
         if coded is not None:
-            return Running(coded.in_codes, dict(coded.why), dict(coded.on_the_way), coded.nbytes, size)
+            return Running(coded.quantized, dict(coded.why), dict(coded.on_the_way), coded.nbytes, size)
         names = [t.name for t in self.stats.tensors]
         whole = sum(t.original_bytes for t in self.stats.tensors if not t.codec.startswith("="))
         return Running((), dict.fromkeys(names, self._why), {}, whole, size)
@@ -122,7 +122,7 @@ class CompressedModel:
         Of ``params`` with an ``apply`` it is the parameters. Without the original (after ``load(path)``) it is a nested
         dict of NumPy arrays where the archive knows how they were nested, else a flat one. Without decoding, weights in
         codes are :class:`~capibara.compress.direct.QuantisedMatrix` and the like, for functions that
-        :func:`~capibara.compress.jax_codes.in_codes` made.
+        :func:`~capibara.compress.jax_codes.quantized` made.
 
         Raises:
           DamagedError: a tensor is damaged.

@@ -27,7 +27,7 @@ from capibara.compress.merged_models import (
     worst_error,
 )
 from capibara.compress.models.adapters import Adapter, TreeAdapter, adapt
-from capibara.compress.models.source import Tensors, find_twins
+from capibara.compress.models.source import Tensors, find_tied
 from capibara.compress.profile import EXACT, FIXED, CompressionProfile
 from capibara.compress.sensitivity import by_outputs, by_scale
 from capibara.compress.system.engines import strategy_engine
@@ -48,7 +48,7 @@ class Compression:
     ) -> None:
         self.profile, self.adapter, self.progress = profile, adapter, progress
         self.validation = None if data is None else Validation(adapter, data)
-        self.twins = {**find_twins(adapter.tensors), **adapter.tied}
+        self.tied = {**find_tied(adapter.tensors), **adapter.tied}
         self.began = time.perf_counter()
         self._survey: Survey | None = None
         self._alone_surveys: dict[str, Survey] = {}
@@ -72,7 +72,7 @@ class Compression:
             codecs = [self.profile.strategy]
         metadata = len(json.dumps(self.metadata(), separators=(",", ":"))) + _STATS_SIZE
         return survey(
-            source, codecs=codecs, twins=self.twins, exclude=self.profile.exclude, smallest=self.profile.smallest,
+            source, codecs=codecs, tied=self.tied, exclude=self.profile.exclude, smallest=self.profile.smallest,
             metadata=metadata, moments=self.moments, progress=progress,
         )  # fmt: skip
 
@@ -217,7 +217,7 @@ class Compression:
         source = self.adapter.tensors
         # Sizes were looked for with the quickest executor: bytes are the same from all of them.
         with strategy_engine(self.profile.strategy), ArchiveWriter(path, self.metadata()) as archive:
-            add_tensors(archive, tuned or source, self.twins, chosen, progress)
+            add_tensors(archive, tuned or source, self.tied, chosen, progress)
         errors, lost, whole = compare(path, source)
         weight_error = math.sqrt(lost / whole) if whole else 0.0
         measured = None

@@ -25,7 +25,7 @@ from capibara.compress.models.adapters import Adapter
 from capibara.compress.models.numbers import from_bits, is_torch
 from capibara.jax_versions import scan_counts
 
-__all__ = ["Coded", "CodedArrays", "in_codes", "is_coded", "load_weights"]
+__all__ = ["Coded", "CodedArrays", "is_coded", "load_weights", "quantized"]
 
 Coded = QuantisedMatrix | QuantisedStack
 
@@ -35,10 +35,10 @@ def is_coded(value: object) -> bool:
     return isinstance(value, Coded)
 
 
-def in_codes(
+def quantized(
     function: Callable[..., Any], *, decoded: Callable[[str, str], object] | None = None
 ) -> Callable[..., Any]:
-    """``function(params, *args)`` that takes weights in codes among its parameters.
+    """``function(params, *args)`` that takes quantized weights among its parameters.
 
     Equivalent, but for memory: decoding them first. It goes through ``jax.jit``, ``jax.grad`` (by other arguments and
     parameters) and ``jax.vmap`` as the function does.
@@ -328,7 +328,7 @@ class CodedArrays:
 
     Attributes:
       arrays: by name.
-      in_codes: names of those in codes.
+      quantized: names of those in codes.
       why: of the others, why.
       on_the_way: names in codes that a program made into numbers, and for which operation.
     """
@@ -340,9 +340,9 @@ class CodedArrays:
         self.arrays = {name: found[tied.get(name, name)] for name in adapter.arrays}
         self.why = {name: why[tied.get(name, name)] for name in adapter.arrays if tied.get(name, name) in why}
         self.on_the_way: dict[str, str] = {}
-        self.in_codes = tuple(n for n in self.arrays if n not in self.why)
+        self.quantized = tuple(n for n in self.arrays if n not in self.why)
         self._adapter = adapter.skeleton()
-        self._run = jax.jit(in_codes(self._apply, decoded=self.on_the_way.__setitem__))
+        self._run = jax.jit(quantized(self._apply, decoded=self.on_the_way.__setitem__))
 
     @property
     def nbytes(self) -> int:

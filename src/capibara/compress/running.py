@@ -15,7 +15,7 @@ class Running:
     """What a compressed model holds in memory.
 
     Attributes:
-      in_codes: names of weights that are multiplied as they are stored.
+      quantized: names of weights that are multiplied as they are stored.
       decoded: names of the others, and why they are numbers.
       on_the_way: of those in codes, the ones that a traced program makes into numbers while it runs, and for which
         operation; known once the model has run.
@@ -23,7 +23,7 @@ class Running:
       archive_bytes: of the file.
     """
 
-    in_codes: tuple[str, ...]
+    quantized: tuple[str, ...]
     decoded: Mapping[str, str]
     on_the_way: Mapping[str, str]
     nbytes: int
@@ -32,9 +32,9 @@ class Running:
     def __str__(self) -> str:
         lines = [
             f"{self.nbytes:,} bytes in memory, {self.archive_bytes:,} in the file; "
-            f"{len(self.in_codes)} weights in codes, {len(self.decoded)} decoded"
+            f"{len(self.quantized)} quantized weights, {len(self.decoded)} decoded"
         ]
-        for name in self.in_codes:
+        for name in self.quantized:
             wanted = self.on_the_way.get(name)
             lines.append(f"  {name}: in codes" + (f", numbers while it runs, for {wanted}" if wanted else ""))
         lines += [f"  {name}: decoded: {why}" for name, why in self.decoded.items()]

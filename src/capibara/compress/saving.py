@@ -80,7 +80,7 @@ def save_module(module: torch.nn.Module, source: Path, target: Path, stats_key: 
 
 
 def _held_tensors(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module holds, by the names that an archive has for it: tensors, and weights in codes."""
+    """What a module holds, by the names that an archive has for it: tensors, and quantized weights."""
     tensors = {k: v for k, v in module.state_dict(keep_vars=True).items() if is_torch(v)}
     for path, layer in module.named_modules(remove_duplicate=False):
         if (coded := _coded(layer)) is not None:
@@ -160,8 +160,8 @@ def _write_changed(
         for name, value in held.items():
             known = archive[name].same_as or name if name not in others else None
             key = ("coded", known) if known is not None else ("held", _memory(value))
-            if (twin := first.setdefault(key, name)) != name:
-                out.add_twin(name, twin)
+            if (tied := first.setdefault(key, name)) != name:
+                out.add_tied(name, tied)
             elif known is not None:
                 out.add_coded(name, archive, known)
             else:

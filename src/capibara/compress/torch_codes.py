@@ -328,9 +328,9 @@ def coded_module(
     # One tensor under several names is either codes for all of them or numbers for all of them.
     for first in why:
         coded.pop(first, None)
-    in_codes = [n for n in names if same[n] in coded]
+    quantized = [n for n in names if same[n] in coded]
     # Weights that become codes are not copied.
-    memo: dict[int, Any] = {id(tensors[n]): nn.Parameter(torch.empty(0), False) for n in in_codes}
+    memo: dict[int, Any] = {id(tensors[n]): nn.Parameter(torch.empty(0), False) for n in quantized}
     made = copy.deepcopy(module, memo)
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -344,7 +344,7 @@ def coded_module(
             else:
                 made.get_submodule(parent)._modules[child] = new
     put_tensors(made, archive, [n for n in names if same[n] not in coded], tied)
-    return made, in_codes, {n: why[same[n]] for n in names if same[n] in why}
+    return made, quantized, {n: why[same[n]] for n in names if same[n] in why}
 
 
 def put_tensors(module: nn.Module, archive: Archive, names: Iterable[str], tied: Mapping[str, str]) -> None:

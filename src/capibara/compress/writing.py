@@ -26,7 +26,7 @@ _BLOCK = 1 << 18  # numbers that are compared at a time
 def add_tensors(
     archive: ArchiveWriter,
     source: TensorSource,
-    twins: Mapping[str, str],
+    tied: Mapping[str, str],
     chosen: Allocation | None,
     progress: Callable[[str, int], None] | None = None,
 ) -> None:
@@ -35,7 +35,7 @@ def add_tensors(
     Args:
       archive: open for writing.
       source: the tensors.
-      twins: names of tensors that are stored as others.
+      tied: names of tensors that are stored as others.
       chosen: how; ``None``: all without loss.
       progress: called after each tensor, with the bytes it takes as it is.
     """
@@ -54,10 +54,10 @@ def add_tensors(
         return Tensor(name, bits, form, shape, point.codec, point.settings)
 
     # A second name can be entered when the first is written: it ends a run of tensors that are coded side by side.
-    for again, run in itertools.groupby(source, lambda one: one[0] in twins):
+    for again, run in itertools.groupby(source, lambda one: one[0] in tied):
         if again:
             for name, _, _ in run:
-                told(archive.add_twin(name, twins[name]))
+                told(archive.add_tied(name, tied[name]))
         else:
             archive.add_many((tensor(*one) for one in run), told)
 

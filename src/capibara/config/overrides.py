@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from capibara.config.problems import Problem, SettingsError, field_kind
+from capibara.config.problems import FORMER_NAMES, Problem, SettingsError, field_kind
 from capibara.errors import did_you_mean
 
 __all__ = ["apply_overrides", "leaf_fields", "setting_text"]
@@ -40,6 +40,8 @@ def leaf_fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo
 
 
 def _resolve(key: str, leaves: Mapping[str, FieldInfo], text: str) -> str:
+    section, dot, name = key.rpartition(".")
+    key = f"{section}{dot}{FORMER_NAMES.get(name, name)}"
     if key in leaves:
         return key
     origin = f"override {text!r}"
@@ -142,6 +144,9 @@ def apply_overrides(
             if not isinstance(node, dict):
                 break
         else:
+            for former, name in FORMER_NAMES.items():
+                if name == leaf:
+                    node.pop(former, None)
             node[leaf] = list(value) if isinstance(value, tuple) else value
             origins[path] = f"override {text!r}"
     return merged, origins

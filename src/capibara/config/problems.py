@@ -18,7 +18,17 @@ from pydantic.fields import FieldInfo
 
 from capibara.errors import ConfigError, did_you_mean
 
-__all__ = ["Problem", "SettingsError", "describe_field", "problems_from_validation", "show_value"]
+__all__ = [
+    "FORMER_NAMES",
+    "Problem",
+    "SettingsError",
+    "describe_field",
+    "problems_from_validation",
+    "show_value",
+]
+
+# Settings that were renamed: files, checkpoints and overrides may still have the former name.
+FORMER_NAMES = {"chunk_length": "chunk_size"}
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from capibara.config.flags import flag_problem
 from capibara.config.problems import (
+    FORMER_NAMES,
     NAME_PATTERN,
     PATH_PATTERN,
     Problem,
@@ -92,10 +93,18 @@ class SSMSection(Section):
     conv_width: Annotated[int, Field(ge=1, le=64)] = Field(
         default=4, description="taps of the causal convolution"
     )
-    chunk_length: _Length | None = Field(
+    chunk_size: _Length | None = Field(
         default=None,
         description="tokens computed as one block of the scan; none: as measured by `capibara tune`, or a heuristic",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_names(cls, data: Any) -> Any:
+        """Accept the names that configurations and checkpoints of earlier versions have."""
+        if not isinstance(data, dict):
+            return data
+        return {new if (new := FORMER_NAMES.get(k, k)) not in data else k: v for k, v in data.items()}
 
 
 class VQSection(Section):

@@ -180,7 +180,7 @@ def _ssm(config: ModelSection, cache: Dim | None) -> Model:
         s.head_dim,
         s.expand,
         s.conv_width,
-        s.chunk_length,
+        s.chunk_size,
         epsilon=config.norm_epsilon,
         cached=cache is not None,
     )

@@ -213,6 +213,9 @@ def _entry(key: str, value: Any) -> Entry:
     for name, chosen in found["parameters"].items():
         if not isinstance(chosen, dict) or len(chosen) > 16:
             raise CacheError(f"{where}: the parameters of {name[:64]!r} must be an object of 16 at most")
+        # Files of earlier builds have this parameter under its former name.
+        if "chunk_length" in chosen:
+            chosen["chunk_size"] = chosen.pop("chunk_length")
         for parameter, number in chosen.items():
             names.append(parameter)
             if isinstance(number, str):

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.compress.jax_codes import in_codes, is_coded
+from capibara.compress.jax_codes import is_coded, quantized
 from capibara.errors import ConfigError
 from capibara.serve.sampling import Sampling, sample
 
@@ -108,7 +108,7 @@ class Generator:
 
         self.decoded: dict[str, str] = {}
         if any(map(is_coded, jax.tree_util.tree_leaves(params, is_leaf=is_coded))):
-            advance = in_codes(advance, decoded=self.decoded.__setitem__)
+            advance = quantized(advance, decoded=self.decoded.__setitem__)
         self._advance = jax.jit(advance, donate_argnums=3)
 
     def tokens(self, prompt: Sequence[int] | np.ndarray, *, max_tokens: int, seed: int = 0) -> Iterator[int]:

@@ -37,7 +37,7 @@ def load_compressed(
       checkpoint: what the model has besides parameters (codebooks) comes from there.
       decode: ``True``: all parameters become numbers. ``False``: those that are stored with ``int8``, ``int4`` or
         ``nf4`` stay in their codes, and memory holds about what the file does; :class:`~capibara.serve.Generator`
-        multiplies by them as they are (:func:`capibara.compress.in_codes`). ``"auto"``: the same, without an error
+        multiplies by them as they are (:func:`capibara.compress.quantized`). ``"auto"``: the same, without an error
         where none can.
 
     Raises:
@@ -73,11 +73,11 @@ def load_compressed(
             for entry in archive
         }
         _fitted(path, expected, likes)  # before anything is decoded
-        found = load_sharded(archive, place) if decode is True else _in_codes(archive, likes, decode)
+        found = load_sharded(archive, place) if decode is True else _quantized(archive, likes, decode)
     return LoadedModel(model, _fitted(path, expected, found), state, checkpoint)
 
 
-def _in_codes(archive: Archive, likes: dict[str, Any], decode: bool | str) -> dict[str, Any]:
+def _quantized(archive: Archive, likes: dict[str, Any], decode: bool | str) -> dict[str, Any]:
     """Tensors by name, in codes where the file has codes."""
     from capibara.compress.jax_codes import load_weights
 

@@ -121,7 +121,7 @@ def selective(rng: Generator) -> Family:
 
     def call(x: Any, dt: Any, a: Any, b: Any, c: Any, *more: Any) -> Any:
         return scan.selective_scan(
-            x, dt, a, b, c, initial_state=more[0] if more else None, chunk_length=chunk, implementation=name
+            x, dt, a, b, c, initial_state=more[0] if more else None, chunk_size=chunk, implementation=name
         )
 
     def oracle(x: Any, dt: Any, a: Any, b: Any, c: Any, h: Any = None) -> list[np.ndarray]:
@@ -143,7 +143,7 @@ def selective(rng: Generator) -> Family:
     ] + [Arg((batch, heads, width, states), wide)] * state
     return Family(
         f"selective_scan({dtype} batch={batch} length={length} heads={heads} width={width} groups={groups} "
-        f"states={states}, initial_state={state}, chunk_length={chunk}, implementation={name!r})",
+        f"states={states}, initial_state={state}, chunk_size={chunk}, implementation={name!r})",
         call,
         oracle,
         tuple(args),

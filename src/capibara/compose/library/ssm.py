@@ -22,7 +22,7 @@ class StateSpace(Model):
     Args:
         dimension: size of the input and output.
         state_dim: columns of a head's memory. head_dim: rows. expand: inner size over ``dimension``.
-        conv_width: taps of the short convolution. chunk_length: positions computed at once (speed only); None: what
+        conv_width: taps of the short convolution. chunk_size: positions computed at once (speed only); None: what
             ``capibara tune`` has measured, or a heuristic.
         epsilon: of the normalisation before the output projection.
         cached: decode from a recurrent state: adds the states ``memory``, ``value_tail``, ``write_tail``,
@@ -36,7 +36,7 @@ class StateSpace(Model):
         head_dim: int = 64,
         expand: int = 2,
         conv_width: int = 4,
-        chunk_length: int | None = None,
+        chunk_size: int | None = None,
         *,
         epsilon: float = 1e-5,
         cached: bool = False,
@@ -49,7 +49,7 @@ class StateSpace(Model):
             "head_dim": head_dim,
             "expand": expand,
             "conv_width": conv_width,
-            **({} if chunk_length is None else {"chunk_length": chunk_length}),
+            **({} if chunk_size is None else {"chunk_size": chunk_size}),
         }
         for key, size in sizes.items():
             whole(key, size)
@@ -105,10 +105,10 @@ class StateSpace(Model):
                 axes=("batch", "heads", "head_dim", "state"),
                 dtype="float32",
             )
-            scan = self.add(p.ContinuedScan(chunk_length), "scan", memory="memory", **recurrence)
+            scan = self.add(p.ContinuedScan(chunk_size), "scan", memory="memory", **recurrence)
             self.update_state("memory", scan.next_memory)
         else:
-            self.add(p.SelectiveScan(chunk_length), "scan", **recurrence)
+            self.add(p.SelectiveScan(chunk_size), "scan", **recurrence)
 
         self.add_parameter("skip", (heads, 1), ones, axes=("heads", None))
         self.add(p.Multiply(), left="value_mixed", right="skip", output="direct")

@@ -221,18 +221,18 @@ class SelectiveScan(Primitive):
 
     ``h[t] = exp(step[t] rate) h[t-1] + step[t] input[t] ⊗ write[t]``; ``output[t] = h[t] · read[t]``
     (Dao and Gu, 2024). ``input [batch, sequence, heads, dim]``, ``step [batch, sequence, heads]``,
-    ``rate [heads]``, ``write``/``read [batch, sequence, groups, state]``. ``chunk_length``: positions computed at once
+    ``rate [heads]``, ``write``/``read [batch, sequence, groups, state]``. ``chunk_size``: positions computed at once
     (speed only); None: what ``capibara tune`` has measured, or a heuristic.
     """
 
-    def __init__(self, chunk_length: int | None = None, *, name: str | None = None) -> None:
-        if chunk_length is not None:
-            whole("chunk_length", chunk_length)
+    def __init__(self, chunk_size: int | None = None, *, name: str | None = None) -> None:
+        if chunk_size is not None:
+            whole("chunk_size", chunk_size)
         super().__init__(
             "selective_scan",
             _SCAN_INPUTS,
             {"output": ("batch sequence heads dim", "float")},
-            {"chunk_length": None if chunk_length is None else int(chunk_length)},
+            {"chunk_size": None if chunk_size is None else int(chunk_size)},
             name=name,
         )
 
@@ -242,14 +242,14 @@ class ContinuedScan(Primitive):
 
     decodes = True
 
-    def __init__(self, chunk_length: int | None = None, *, name: str | None = None) -> None:
-        if chunk_length is not None:
-            whole("chunk_length", chunk_length)
+    def __init__(self, chunk_size: int | None = None, *, name: str | None = None) -> None:
+        if chunk_size is not None:
+            whole("chunk_size", chunk_size)
         memory = ("batch heads dim state", "float")
         super().__init__(
             "continued_scan",
             {**_SCAN_INPUTS, "memory": memory},
             {"output": ("batch sequence heads dim", "float"), "next_memory": memory},
-            {"chunk_length": None if chunk_length is None else int(chunk_length)},
+            {"chunk_size": None if chunk_size is None else int(chunk_size)},
             name=name,
         )

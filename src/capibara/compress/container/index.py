@@ -279,11 +279,11 @@ def _add(entries: dict[str, Entry], t: Any, keys: set[str], at: int, end: int) -
     if not isinstance(shape, list) or check_shape(shape) is not None:
         return at, "shape of …"
     if (same_as := t.get("same_as")) is not None:
-        twin = entries.get(same_as) if isinstance(same_as, str) else None
-        if twin is None or chunks is not None or "coded_as" in t:
+        tied = entries.get(same_as) if isinstance(same_as, str) else None
+        if tied is None or chunks is not None or "coded_as" in t:
             return at, "what … is the same as"
-        if twin.same_as is not None or (twin.format, twin.shape) != (form, tuple(shape)):
-            return at, "the twin of …"
+        if tied.same_as is not None or (tied.format, tied.shape) != (form, tuple(shape)):
+            return at, "the tensor tied to …"
         entries[name] = Entry(name, form, tuple(shape), codec, settings, (), same_as)
         return at, None
     if not isinstance(chunks, list):

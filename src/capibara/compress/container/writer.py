@@ -289,14 +289,14 @@ class ArchiveWriter:
             self._file.truncate()
             self._at = begin
 
-    def add_twin(self, name: str, same_as: str) -> Entry:
+    def add_tied(self, name: str, same_as: str) -> Entry:
         """A second name of a tensor that was added: tied weights are stored once."""
         self._check_name(name)
-        if (twin := self._by_name.get(same_as)) is None or twin.same_as is not None:
+        if (tied := self._by_name.get(same_as)) is None or tied.same_as is not None:
             raise CompressError(
                 f"same_as: got {same_as!r}, expected a tensor that was added before under this name"
             )
-        return self._keep(Entry(name, twin.format, twin.shape, twin.codec, twin.settings, (), same_as))
+        return self._keep(Entry(name, tied.format, tied.shape, tied.codec, tied.settings, (), same_as))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from capibara.compress.models.adapters import Adapter, adapt
-from capibara.compress.models.source import Tensors, TensorSource, find_twins
+from capibara.compress.models.source import Tensors, TensorSource, find_tied
 
-__all__ = ["Adapter", "TensorSource", "Tensors", "adapt", "find_twins"]
+__all__ = ["Adapter", "TensorSource", "Tensors", "adapt", "find_tied"]

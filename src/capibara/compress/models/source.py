@@ -10,7 +10,7 @@ import numpy as np
 
 from capibara.compress.formats import NumberFormat
 
-__all__ = ["TensorSource", "Tensors", "find_twins", "numbers_of"]
+__all__ = ["TensorSource", "Tensors", "find_tied", "numbers_of"]
 
 _PART = 1 << 22  # numbers that are compared at a time
 
@@ -50,9 +50,9 @@ class Tensors:
         return self._read(name)
 
 
-def find_twins(source: TensorSource, least: int = 1024) -> dict[str, str]:
+def find_tied(source: TensorSource, least: int = 1024) -> dict[str, str]:
     """Names of tensors of ``least`` numbers or more whose bytes an earlier one has, and that one's name."""
-    twins: dict[str, str] = {}
+    tied: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
     for name, form, shape in source:
         bits = numbers_of(source, name)
@@ -62,8 +62,8 @@ def find_twins(source: TensorSource, least: int = 1024) -> dict[str, str]:
                 crc = zlib.crc32(part.data, crc)
             first = seen.setdefault((form.name, shape, crc), name)
             if first != name and all(map(np.array_equal, _parts(numbers_of(source, first)), _parts(bits))):
-                twins[name] = first
-    return twins
+                tied[name] = first
+    return tied
 
 
 def numbers_of(source: TensorSource, name: str) -> Any:

@@ -19,9 +19,7 @@ OP = Op(
     prepare,
     [
         Implementation("native", {"forward": native.scan}, ("cpu",), native.check, portable=False),
-        Implementation(
-            "xla", {"forward": xla.scan}, tunables={"chunk_length": (8, 16, 32, 64, 128, 256, 512)}
-        ),
+        Implementation("xla", {"forward": xla.scan}, tunables={"chunk_size": (8, 16, 32, 64, 128, 256, 512)}),
         Implementation("reference", {"forward": reference.scan}),
     ],
     Tuning(lambda: specs.SPECS, specs.arguments, alike_in_speed),
@@ -42,7 +40,7 @@ def selective_scan(
     c: jax.Array,
     *,
     initial_state: jax.Array | None = None,
-    chunk_length: int | None = None,
+    chunk_size: int | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """A selective state-space model's recurrence (Mamba-2), computed as matrix products over chunks.
@@ -70,7 +68,7 @@ def selective_scan(
         each group serves ``heads // groups`` neighbouring heads.
       c: ``[batch, length, groups, states]``, what is read from the state.
       initial_state: ``[batch, heads, width, states]``; zeros when ``None``.
-      chunk_length: Positions per chunk; ``None``: what ``capibara tune`` has measured here, else 64. It changes speed
+      chunk_size: Positions per chunk; ``None``: what ``capibara tune`` has measured here, else 64. It changes speed
         and memory, not the result.
       implementation: ``"auto"``, ``"native"`` (compiled loops on CPUs; derivatives in forward mode and second ones
         are those of ``"xla"``), ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
@@ -92,7 +90,7 @@ def selective_scan(
         b,
         c,
         initial_state=initial_state,
-        chunk_length=chunk_length,
+        chunk_size=chunk_size,
         implementation=implementation,
     )
     if problem.length == 0:

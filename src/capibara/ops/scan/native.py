@@ -34,8 +34,8 @@ def check(problem: ScanProblem) -> None:
         raise NotImplementedError(reason)
     if problem.dtype not in _DTYPES:
         raise NotImplementedError(f"computes in float32, not {problem.dtype}")
-    if problem.chunk_length is not None:
-        raise NotImplementedError("has no chunk_length")
+    if problem.chunk_size is not None:
+        raise NotImplementedError("has no chunk_size")
 
 
 # For every number of the state: what is added, and what is read.

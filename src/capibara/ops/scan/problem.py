@@ -25,7 +25,7 @@ class ScanProblem:
     width: int
     groups: int
     states: int
-    chunk_length: int | None
+    chunk_size: int | None
     dtype: str
     implementation: str
     tuned: Tuned | None = None
@@ -41,7 +41,7 @@ class ScanProblem:
 
 def alike_in_speed(problem: ScanProblem) -> dict[str, int | str] | None:
     """What decides which chunks are fast; None where the caller has said them."""
-    if problem.chunk_length is not None:
+    if problem.chunk_size is not None:
         return None
     names = ("batch", "length", "heads", "width", "groups", "states")
     return {name: getattr(problem, name) for name in names}
@@ -55,7 +55,7 @@ def prepare(
     c: Any,
     *,
     initial_state: Any = None,
-    chunk_length: int | None = None,
+    chunk_size: int | None = None,
     implementation: str = "auto",
 ) -> tuple[ScanProblem, tuple[Any, ...]]:
     """Check a call of ``selective_scan``; return its problem and its arrays."""
@@ -90,11 +90,11 @@ def prepare(
             f"selective_scan: {groups} groups of b and c cannot serve {heads} heads; the number of groups must "
             "divide the number of heads"
         )
-    if chunk_length is not None:
-        if isinstance(chunk_length, bool) or not isinstance(chunk_length, numbers.Integral):
-            raise OpTypeError(f"selective_scan: chunk_length must be an int or None, got {chunk_length!r}")
-        if chunk_length < 1:
-            raise OpValueError(f"selective_scan: chunk_length must be at least 1, got {chunk_length}")
+    if chunk_size is not None:
+        if isinstance(chunk_size, bool) or not isinstance(chunk_size, numbers.Integral):
+            raise OpTypeError(f"selective_scan: chunk_size must be an int or None, got {chunk_size!r}")
+        if chunk_size < 1:
+            raise OpValueError(f"selective_scan: chunk_size must be at least 1, got {chunk_size}")
     problem = ScanProblem(
         batch=batch,
         length=length,
@@ -102,7 +102,7 @@ def prepare(
         width=width,
         groups=groups,
         states=states,
-        chunk_length=None if chunk_length is None else int(chunk_length),
+        chunk_size=None if chunk_size is None else int(chunk_size),
         dtype=str(jax.dtypes.canonicalize_dtype(x.dtype)),
         implementation=implementation,
     )

@@ -21,7 +21,7 @@ class ScanSpec:
     width: int
     groups: int
     states: int
-    chunk_length: int
+    chunk_size: int
     tags: tuple[str, ...] = ("small",)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -47,7 +47,7 @@ SPECS: tuple[ScanSpec, ...] = (
 
 
 def arguments(spec: ScanSpec, random: np.random.Generator) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
-    """The arguments of a call, with steps and rates as a trained layer has them, and no ``chunk_length``."""
+    """The arguments of a call, with steps and rates as a trained layer has them, and no ``chunk_size``."""
     shapes = spec.shapes()
     arrays: dict[str, np.ndarray] = {name: random.normal(size=shape) for name, shape in shapes.items()}
     arrays["dt"] = random.uniform(0.001, 0.1, shapes["dt"])

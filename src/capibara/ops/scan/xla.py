@@ -86,7 +86,7 @@ def scan(
         return _step(problem, x, dt, a, b, c, initial_state)
     p = problem
     wide = p.accumulate_dtype
-    size = min(p.chunk_length or CHUNK, p.length)
+    size = min(p.chunk_size or CHUNK, p.length)
     chunks = -(-p.length // size)
     # Padding with dt = 0 is exact: a padded position neither decays the state nor adds to it.
     lack = chunks * size - p.length

@@ -182,19 +182,19 @@ def cached_conv(x: Array, weight: Array, bias: Array, tail: Array) -> tuple[Arra
 
 
 def selective_scan(
-    x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_length: int | None
+    x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_size: int | None
 ) -> Array:
     from capibara.ops.scan import selective_scan as scan
 
-    return scan(x, step, rate, write, read, chunk_length=chunk_length)[0].astype(x.dtype)
+    return scan(x, step, rate, write, read, chunk_size=chunk_size)[0].astype(x.dtype)
 
 
 def continued_scan(
-    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_length: int | None
+    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_size: int | None
 ) -> tuple[Array, Array]:
     from capibara.ops.scan import selective_scan as scan
 
-    out, after = scan(x, step, rate, write, read, initial_state=memory, chunk_length=chunk_length)
+    out, after = scan(x, step, rate, write, read, initial_state=memory, chunk_size=chunk_size)
     return out.astype(x.dtype), after.astype(memory.dtype)
 
 

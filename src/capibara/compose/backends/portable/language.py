@@ -205,14 +205,14 @@ def _scan(x: Array, step: Array, rate: Array, write: Array, read: Array, memory:
 
 
 def selective_scan(
-    x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_length: int | None
+    x: Array, step: Array, rate: Array, write: Array, read: Array, chunk_size: int | None
 ) -> Array:
-    """One position after the other, whatever ``chunk_length``: it changes JAX's speed, and no result."""
+    """One position after the other, whatever ``chunk_size``: it changes JAX's speed, and no result."""
     return space(x).astype(_scan(x, step, rate, write, read, None)[0], space(x).dtype_of(x))
 
 
 def continued_scan(
-    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_length: int | None
+    x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array, chunk_size: int | None
 ) -> tuple[Array, Array]:
     xp = space(x)
     out, after = _scan(x, step, rate, write, read, memory)

@@ -74,7 +74,7 @@ def test_a_torch_module_is_that_of_its_decoded_weights(
     (slope,) = torch.autograd.grad(expected.square().sum(), x)
     (found,) = torch.autograd.grad(made(x).square().sum(), x)
     close(found, slope, 2e-3)
-    assert made.running.in_codes == ("0.weight", "3.weight")
+    assert made.running.quantized == ("0.weight", "3.weight")
     assert set(made.running.decoded) == {"0.bias", "1.weight", "1.bias", "3.bias"}
     made(x).sum().backward()
     assert made.module[3].bias.grad is not None
@@ -91,7 +91,7 @@ def test_memory_is_that_of_the_file(strategy: str) -> None:
     assert made.running.nbytes == sum(kept.values())
     assert made.running.nbytes <= 1.1 * made.path.stat().st_size
     assert made.running.archive_bytes == made.path.stat().st_size
-    assert "3 weights in codes" in str(made.running)
+    assert "3 quantized weights" in str(made.running)
     jax = pytest.importorskip("jax")
     params = {n: jax.numpy.asarray(v.detach().numpy()) for n, v in model.state_dict().items()}
     made = compressed(params, strategy, apply=lambda p, x: p["0.weight"][x] @ p["1.weight"].T)
@@ -108,7 +108,7 @@ def test_tied_tables_convolutions_and_what_runs_with_numbers() -> None:
     tokens = torch.randint(0, 200, (2, 7))
     close(made(tokens), CompressedModel.load(made.path, model)(tokens))
     running = made.running
-    assert set(running.in_codes) == {"embed.weight", "head.weight", "conv.weight"}
+    assert set(running.quantized) == {"embed.weight", "head.weight", "conv.weight"}
     assert "MultiheadAttention, which runs with numbers" in running.decoded["attend.in_proj_weight"]
     assert "stored as lossless" in running.decoded["conv.bias"]
     assert made.module.head.coded is made.module.embed.coded
@@ -180,14 +180,14 @@ def test_the_originals_numbers_may_go() -> None:
     assert made(torch.ones(1, 64)).shape == (1, 96)
 
 
-def test_what_cannot_run_in_codes() -> None:
+def test_what_cannot_run_quantized() -> None:
     model = network()
     with pytest.raises(
         CompressError, match=r"no weight of .* can be multiplied in its codes: 0.weight is stored as"
     ):
         ModelCompressionAPI(CompressionProfile(mode="lossless")).compress(model, decode=False)
     made = ModelCompressionAPI(CompressionProfile(mode="lossless")).compress(model, decode="auto")
-    assert made.running.in_codes == ()
+    assert made.running.quantized == ()
     torch.testing.assert_close(made(torch.ones(1, 64)), model(torch.ones(1, 64)))
     with pytest.raises(CompressError, match="decode: got 'yes'"):
         compressed(model, decode="yes")
@@ -199,7 +199,7 @@ def test_what_cannot_run_in_codes() -> None:
         CompressedModel.load(path, decode=False)
     hooked = network()
     hooked[0].register_forward_hook(lambda *_: None)
-    assert compressed(hooked).running.in_codes == ("3.weight",)
+    assert compressed(hooked).running.quantized == ("3.weight",)
 
 
 def test_functions_of_jax(tmp_path: Any) -> None:
@@ -221,7 +221,7 @@ def test_functions_of_jax(tmp_path: Any) -> None:
     tokens = jnp.asarray([[1, 5, 99]])
     plain = CompressedModel.load(made.path, params, apply=apply)
     np.testing.assert_allclose(made(tokens), plain(tokens), atol=1e-3)
-    assert made.running.in_codes == ("table", "up.w", "odd", "head")
+    assert made.running.quantized == ("table", "up.w", "odd", "head")
     assert made.running.on_the_way == {"odd": "sin"}
     assert "numbers while it runs, for sin" in str(made.running)
     assert made.model["head"] is made.model["table"]
@@ -250,7 +250,7 @@ def test_parameters_of_other_packages_stay_theirs() -> None:
     assert made(torch.ones(2, 64)).shape == (2, 128)
     both = {"theirs": torch.from_numpy(mine), "mine": mine, "jax": jnp.asarray(2 * mine)}
     running = compressed(both, apply=apply).running
-    assert running.in_codes == ("jax",)
+    assert running.quantized == ("jax",)
     assert running.decoded == {"theirs": "a tensor of PyTorch's", "mine": "an array of NumPy's"}
 
 
@@ -275,7 +275,7 @@ def test_composed_models() -> None:
     made = compressed((compiled, params), "int8")
     expected = CompressedModel.load(made.path, (compiled, params))(x)["y"]
     np.testing.assert_allclose(made(x)["y"], expected, atol=1e-4)
-    assert len(made.running.in_codes) == 2
+    assert len(made.running.quantized) == 2
     assert made.running.on_the_way == {}
 
 
