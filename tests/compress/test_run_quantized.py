@@ -223,7 +223,7 @@ def test_functions_of_jax(tmp_path: Any) -> None:
     np.testing.assert_allclose(made(tokens), plain(tokens), atol=1e-3)
     assert made.running.quantized == ("table", "up.w", "odd", "head")
     assert made.running.on_the_way == {"odd": "sin"}
-    assert "numbers while it runs, for sin" in str(made.running)
+    assert "decoded while it runs, for sin" in str(made.running)
     assert made.model["head"] is made.model["table"]
     np.testing.assert_array_equal(made.decompress()["up"]["w"], plain.model["up"]["w"])
     gone = weakref.ref(params["odd"])
