@@ -235,7 +235,7 @@ def test_fresh_parameters_do_not_depend_on_others() -> None:
         (lambda c, p: c.apply(p, {"x": jnp.ones(3)}), r"shape \(3,\), expected"),
         (lambda c, p: c.apply(p, {"x": jnp.ones((2, 4))}), r"shape \(2, 4\), expected \(size, 3\)"),
         (lambda c, p: c.evaluate(p, {"x": jnp.ones((2, 3))}, {"z": 1}), "'z', which is not an output"),
-        (lambda c, p: c.init(jax.random.key(0), bach=3), "'bach' is no free size"),
+        (lambda c, p: c.init(jax.random.key(0), bach=3), "'bach' is not a free size"),
     ],
 )
 def test_wrong_calls(call, words: str) -> None:

@@ -137,8 +137,8 @@ def test_any_matrix(
     ("given", "named"),
     [
         ({"hessian": np.eye(4)}, "hessian: got the shape"),
-        ({"hessian": np.full((6, 6), np.nan)}, "hessian: got one that is no second moment"),
-        ({"hessian": -np.eye(6)}, "hessian: got one that is no second moment"),
+        ({"hessian": np.full((6, 6), np.nan)}, "hessian: got a matrix that is not a second moment"),
+        ({"hessian": -np.eye(6)}, "hessian: got a matrix that is not a second moment"),
         ({"hessian": np.eye(6) - 3}, "hessian: got"),
         ({"hessian": np.eye(6), "damping": -1}, "damping: got -1"),
         ({"hessian": np.eye(6), "damping": "much"}, "damping: got 'much'"),
@@ -306,7 +306,7 @@ def test_tampered_steps() -> None:
             UNIFORM.decode(memoryview(payload[:end]), F32, shape, {})
     # A step beyond all numbers.
     far = struct.pack("<d", 1.7e308) + payload[8:]
-    with pytest.raises(DamagedError, match="steps are none"):
+    with pytest.raises(DamagedError, match="steps are invalid"):
         UNIFORM.decode(memoryview(far), F32, shape, {})
     # Inputs along axes that the tensor has not.
     axes = payload[:HEAD] + b"\x01\x07" + payload[HEAD + 2 :]

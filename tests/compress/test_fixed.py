@@ -245,7 +245,7 @@ def test_inputs_that_never_occur() -> None:
         (INT8, {"executor": "numpi"}, "Did you mean 'numpy'"),
         (INT8, {"executor": 3}, "executor: got 3"),
         (INT4, {"hessian": np.eye(3)}, r"hessian: got the shape \(3, 3\), expected \(64, 64\)"),
-        (INT4, {"hessian": np.full((64, 64), np.nan)}, "hessian: got one that is no second moment"),
+        (INT4, {"hessian": np.full((64, 64), np.nan)}, "hessian: got a matrix that is not a second moment"),
         (INT4, {"hessian": np.eye(64) - 40}, "not positive|negative"),
         (INT4, {"hessian": np.eye(64), "input_axes": [0, 1]}, "input_axes"),
     ],

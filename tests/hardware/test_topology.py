@@ -55,7 +55,7 @@ def test_str_says_both_counts():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "expected numbers joined by 'x'"),
+        ("", "expected numbers separated by 'x'"),
         ("4x", "4x"),
         ("x8", "x8"),
         ("4*8", "4*8"),

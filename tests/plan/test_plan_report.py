@@ -294,7 +294,9 @@ def test_settings_and_flags_can_be_copied():
 
 def test_what_of_the_compilers_memory_is_estimated_is_said():
     compiled = candidate(memory={"activations": GIB, "temporaries": GIB})
-    assert "[the TPU compiler; activations told from temporaries by an estimate]" in plan_text(made(compiled))
+    assert "[the TPU compiler; activations and temporaries separated by an estimate]" in plan_text(
+        made(compiled)
+    )
     assert "[the TPU compiler]" in plan_text(made(candidate(memory={"parameters": GIB, "temporaries": GIB})))
     rough = candidate(memory={"activations": GIB}, memory_source="analytic")
     assert "[an estimate]" in plan_text(made(rough))

@@ -157,5 +157,5 @@ def test_windows_that_are_none(window):
         "  %a = f32[1,8,8,4] parameter(0)\n  %b = f32[3,3,4,4] parameter(1)\n"
         f"  ROOT %c = f32[1,8,8,4] convolution(%a, %b), window={{size=3x3 {window}}}, dim_labels=b01f_01io->b01f"
     )
-    with pytest.raises(PlanError, match="is none that a convolution has"):
+    with pytest.raises(PlanError, match="is not a valid convolution"):
         read_program(text)

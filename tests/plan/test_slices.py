@@ -71,7 +71,7 @@ def test_rings_close_in_whole_cubes_and_pods():
         ("v5e:2x2x2", "expected 2"),
         ("v5e:32x32", "a v5e pod has 256"),
         ("v3:2x2", "plans are made for v4"),
-        ("h100", "expected numbers joined by 'x'"),
+        ("h100", "expected numbers separated by 'x'"),
         ("v9:2x2", "unknown TPU generation"),
         ("v4-7", "multiple of 2"),
     ],

@@ -181,7 +181,7 @@ def test_a_changed_layout_is_said(found: Any) -> None:
         run = found["runs"][name]
         assert 2 <= run["from"] < 6
         (note,) = [note for note in run["notes"] if "layout changed since step" in note]
-        assert ("whole on every device" in note) == ("one" in name)
+        assert ("replicated on every device" in note) == ("one" in name)
     assert any("left out on cpu" in note for note in found["runs"]["moments"]["notes"])
     assert not any("left out on cpu" in note for note in found["runs"]["fsdp"]["notes"])
     assert not any(

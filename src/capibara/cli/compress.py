@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
         # Called before the first archive is written.
         if args.plot is not None and not any(error > 0 for _, error in report.frontier):
             raise CompressError(
-                f"--plot: there is no ratio from {RATIOS[0]:g} to {RATIOS[-1]:g} that these tensors can be shrunk by "
-                "with some loss, so that there is no curve. Remedy: leave it out."
+                f"--plot: no lossy ratio from {RATIOS[0]:g} to {RATIOS[-1]:g} can be reached for these tensors, so "
+                "there is no curve. Remedy: leave it out."
             )
         reports.append(report)
 
@@ -144,9 +144,11 @@ def _check_plot(path: Path, ratio: float | None, jobs: Sequence[Job]) -> None:
     # A folder that archives go to is made when they are written.
     made = {above for job in jobs for above in job.target.resolve().parents}
     if not folder.is_dir() and folder not in made:
-        raise CompressError(f"--plot: there is no folder {folder}. Remedy: make it, or another place.")
+        raise CompressError(
+            f"--plot: there is no folder {folder}. Remedy: create it, or choose another folder."
+        )
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-        raise CompressError(f"--plot: the folder {folder} cannot be written to. Remedy: another place.")
+        raise CompressError(f"--plot: the folder {folder} is not writable. Remedy: choose another folder.")
     if any(path.resolve() in (job.source.resolve(), job.target.resolve()) for job in jobs):
         raise CompressError(f"--plot: {path} is one of the model's own files. Remedy: another name.")
     if importlib.util.find_spec("matplotlib") is None:

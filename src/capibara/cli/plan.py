@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--term", default="on-demand", help="on-demand, spot, committed-1y or committed-3y")
     parser.add_argument("--prices", metavar="FILE", help="prices of your own (TOML)")
     parser.add_argument("--workers", type=int, metavar="N", help="compilations at a time")
-    parser.add_argument("--report", metavar="FILE", help="also write a page (.html) or picture (.png)")
+    parser.add_argument("--report", metavar="FILE", help="also write a page (.html) or figure (.png)")
     parser.add_argument("--lock", metavar="FILE", help="write what was found into a lockfile")
     parser.add_argument(
         "--check", metavar="FILE", help="compile what a lockfile says again, and compare; 1 if it drifted"

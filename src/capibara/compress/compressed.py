@@ -102,7 +102,7 @@ class CompressedModel:
             why = found.why
         if decode is False:
             refuse(self.path, why)
-        self._why = "no weight of it can run in codes"
+        self._why = "none of its weights can run quantized"
         return None
 
     @property

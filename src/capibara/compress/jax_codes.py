@@ -379,6 +379,6 @@ class CodedArrays:
             return self._run(self.arrays, inputs)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
             raise CompressError(
-                f"model: JAX cannot trace it ({type(error).__name__}), which multiplying in codes needs. "
-                "Remedy: jax.numpy in the place of numpy, or decode=True."
+                f"model: JAX cannot trace it ({type(error).__name__}), which running quantized requires. "
+                "Remedy: use jax.numpy instead of numpy, or decode=True."
             ) from error

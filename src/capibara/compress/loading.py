@@ -164,7 +164,7 @@ def _check(entry: Entry, sharding: Any, jax: Any) -> None:
     dtype = numpy_dtype(entry.format)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise CompressError(
-            f"{entry.name}: JAX has no {dtype} unless told so. Remedy: with jax.enable_x64(True): …"
+            f"{entry.name}: JAX does not enable {dtype} by default. Remedy: with jax.enable_x64(True): …"
         )
     try:
         sharding.shard_shape(entry.shape)

@@ -115,9 +115,7 @@ def read_on_device(archive: Archive, name: str, *, device: Any = None) -> jax.Ar
         arrays = jax.device_put((parts.bases, parts.codes, parts.rest, parts.escaped), device)
         one, found = _compiled()(*arrays, parts.width, parts.length, entry.format, shape)
         if int(found) != len(parts.escaped):
-            raise DamagedError(
-                f"{name}: there is another number of escapes than the header says: it is damaged"
-            )
+            raise DamagedError(f"{name}: the number of escapes differs from the header's: it is damaged")
         made.append(one)
     if len(made) == 1:
         return made[0].reshape(entry.shape)

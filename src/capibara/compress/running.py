@@ -36,7 +36,9 @@ class Running:
         ]
         for name in self.quantized:
             wanted = self.on_the_way.get(name)
-            lines.append(f"  {name}: quantized" + (f", decoded while it runs, for {wanted}" if wanted else ""))
+            lines.append(
+                f"  {name}: quantized" + (f", decoded while it runs, for {wanted}" if wanted else "")
+            )
         lines += [f"  {name}: decoded: {why}" for name, why in self.decoded.items()]
         return "\n".join(lines)
 

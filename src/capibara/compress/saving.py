@@ -70,8 +70,8 @@ def save_module(module: torch.nn.Module, source: Path, target: Path, stats_key: 
     if rounded:
         warnings.warn(
             f"path: {target} has {target.stat().st_size:,} bytes, where the archive had {before:,}: {len(rounded)} "
-            f"tensors ({', '.join(rounded[:3])}{', …' if len(rounded) > 3 else ''}) are no longer what was compressed, "
-            "and were written as they are, without loss. Remedy, for the ratio again: "
+            f"tensors ({', '.join(rounded[:3])}{', …' if len(rounded) > 3 else ''}) have changed since compression, "
+            "and were stored losslessly. Remedy, to restore the ratio: "
             "ModelCompressionAPI(profile).compress(model.model).",
             UserWarning,
             stacklevel=4,

@@ -28,7 +28,7 @@ try:
     import torch
     from torch import nn
 except ImportError:
-    raise MissingExtraError("torch", "torch", "Running a torch module in codes") from None
+    raise MissingExtraError("torch", "torch", "Running a quantized torch module") from None
 
 __all__ = [
     "CodedConvolution",

@@ -104,7 +104,7 @@ class AxisRules:
                     )
 
     def check(self, names: Iterable[str | None], mesh_axes: Iterable[str], place: str) -> None:
-        """Refuse names that nobody knows: a typing error would silently leave an array whole on every device.
+        """Refuse names that nobody knows: a typing error would silently leave an array replicated.
 
         Args:
             names: the logical axis names of one array.

@@ -255,14 +255,14 @@ class TPUSection(Section):
         default=32.0, description="memory a device may use, in GiB"
     )
     parameters: Literal["sharded", "replicated"] = Field(
-        default="sharded", description="parameters over data axes: cut among their devices, or whole on each"
+        default="sharded", description="parameters over data axes: sharded over their devices, or replicated"
     )
     optimizer: Literal["as parameters", "sharded"] = Field(
         default="as parameters",
         description="optimizer state over data axes: as the parameters, or cut anyway",
     )
     offload: Literal["none", "optimizer"] = Field(
-        default="none", description="what lies in the hosts' memory between steps"
+        default="none", description="what is kept in host memory between steps"
     )
     flags: Annotated[tuple[_Flag, ...], _listed(max_length=64)] = Field(
         default=(), description="options of the TPU's compiler, name=value"

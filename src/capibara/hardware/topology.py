@@ -115,7 +115,7 @@ def parse_topology(text: str) -> Topology:
         generation = _generation(match[1], text) if match[1] else None
         return Topology(_checked(tuple(int(n) for n in match[2].split("x")), text), generation, text)
     raise TopologyError(
-        f"topology: got {text[:80]!r}, expected numbers joined by 'x' ('4x8'), a generation and a grid "
+        f"topology: got {text[:80]!r}, expected numbers separated by 'x' ('4x8'), a generation and a grid "
         "('v4:2x2x4') or a slice name ('v4-32')"
     )
 

@@ -277,8 +277,8 @@ def _exported(flat: Callable[..., Any], leaves: list[Any], title: str) -> tuple[
         total = sum(c.nbytes for c in constants)
         raise PlanError(
             f"{title} closes over {len(constants)} concrete arrays ({listed}; {total / 2**20:.1f} MiB): they would be "
-            "copied into the program, whole on every device. Make them arguments: def step(params, batch), not a "
-            "function that reads params from outside"
+            "copied into the program and replicated on every device. Make them arguments: def step(params, batch), "
+            "not a function that reads params from outside"
         )
     try:
         exported = jax.export.export(

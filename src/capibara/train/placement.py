@@ -1,6 +1,6 @@
 """Where the arrays of a run lie: one answer for the step that a plan compiled and for the step that a run takes.
 
-Without a layout the work is data-parallel: the state is whole on every device, a batch is cut along its rows, and XLA
+Without a layout the work is data-parallel: the state is replicated, a batch is cut along its rows, and XLA
 inserts the sums between devices. With one device nothing is added. A :class:`~capibara.plan.Layout` says more: a mesh
 with several axes, parameters and moments cut along them by the names of their dimensions (``model.param_axes`` and the
 layout's :class:`~capibara.config.axes.AxisRules`), moments in the hosts' memory.
@@ -40,7 +40,7 @@ class Placement:
     Attributes:
       devices: all of them.
       mesh: the same as a mesh; None for one device.
-      layout: how the state is sharded over the mesh; None: whole on every device.
+      layout: how the state is sharded over the mesh; None: replicated.
     """
 
     devices: tuple[Any, ...]
@@ -90,7 +90,7 @@ class Placement:
             if HOST_MEMORY not in there:
                 raise ConfigError(
                     f"tpu.offload={layout.offload!r}: {chosen[0].platform} devices here cannot reach the host's memory "
-                    f"({HOST_MEMORY!r} is none of {', '.join(sorted(there))}). Pass tpu.offload=none"
+                    f"({HOST_MEMORY!r} is not among {', '.join(sorted(there))}). Pass tpu.offload=none"
                 )
         grid = arrange_devices([size for _, size in layout.mesh], chosen)
         return cls.over(Mesh(grid, tuple(axis for axis, _ in layout.mesh)), layout)
@@ -178,7 +178,7 @@ class Placement:
         data = self._data_devices
         pieces = []
         for batch in batches:
-            # Of a short text some rows may be left over: whole on every device they would take more than training does.
+            # Of a short text some rows may be left over: replicated, they would take more than training does.
             rows = min(batch_size // self.layout.microbatches, len(batch) // data * data)
             count = len(batch) // rows if rows else 0
             pieces += np.split(batch[: count * rows], count) if count else [batch]

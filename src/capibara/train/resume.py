@@ -147,7 +147,7 @@ def check_resumable(
 
 def _layout_words(config: Any) -> str:
     if not config.tpu.enabled:
-        return "whole on every device"
+        return "replicated on every device"
     layout = Layout.from_config(config)
     flags = "".join(f", {name}={value}" for name, value in layout.flags)
     return f"{layout}{flags}"

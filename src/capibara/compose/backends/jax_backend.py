@@ -76,7 +76,7 @@ class JaxBackend(Backend):
             raise CompileError(f"rules={rules!r} must be a capibara.config.axes.AxisRules")
         if platform is not None and platform not in _PLATFORMS:
             raise CompileError(
-                f"platform={platform!r} is none of {', '.join(_PLATFORMS)}.{did_you_mean(str(platform), _PLATFORMS)}"
+                f"platform={platform!r} is not one of {', '.join(_PLATFORMS)}.{did_you_mean(str(platform), _PLATFORMS)}"
             )
         if device is not None and device_mesh is not None:
             raise CompileError(
@@ -342,7 +342,7 @@ def make_mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
         )
     devices = _devices(platform)
     if not devices:
-        raise CompileError(f"platform={platform!r} is not there, so there is no mesh of it. {_there()}")
+        raise CompileError(f"platform={platform!r} is not available, so it has no mesh. {_there()}")
     need = math.prod(shape)
     if need > len(devices):
         raise CompileError(

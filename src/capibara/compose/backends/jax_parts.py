@@ -7,7 +7,7 @@ mesh axes the batch and the heads go to; every device then computes its part by 
 it would take on one device, and nothing is communicated.
 
 Key heads (of state-space layers: groups) each serve several heads. They are split with the heads where they can be.
-Where a mesh axis is larger than their number they are whole on every device, which takes those that its heads read.
+Where a mesh axis is larger than their number they are replicated, which takes those that its heads read.
 
 What cannot be divided is left to XLA as a whole, as is what runs outside of a trace, or inside a ``shard_map`` already.
 """
@@ -67,7 +67,7 @@ class Division:
     Attributes:
         axes: the mesh axes of the batch and of the heads.
         parts: the number of parts that the heads have.
-        groups: the number of key heads that are whole on every device; 0 where they are split with the heads.
+        groups: the number of key heads that are replicated; 0 where they are split with the heads.
     """
 
     axes: Mapping[str, _Names]

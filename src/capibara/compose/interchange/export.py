@@ -77,7 +77,7 @@ def export(
     free = dict.fromkeys(n for spec in everything for n in spec.shape or () if isinstance(n, str))
     for name in sizes:
         if name not in free:
-            raise CompileError(f"{name!r} is no free size of the model; the free sizes are {list(free)}")
+            raise CompileError(f"{name!r} is not a free size of the model; the free sizes are {list(free)}")
     open_sizes = [name for name in free if name not in sizes]
     symbols = (
         jax.export.symbolic_shape(", ".join(f"size_{i}" for i, _ in enumerate(open_sizes)))

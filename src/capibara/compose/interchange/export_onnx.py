@@ -156,7 +156,9 @@ class _Job:
         free = dict.fromkeys(n for s in specs for n in s.shape or () if isinstance(n, str))
         for name, size in sizes.items():
             if name not in free:
-                raise CompileError(f"{name!r} is no free size of the model; the free sizes are {list(free)}")
+                raise CompileError(
+                    f"{name!r} is not a free size of the model; the free sizes are {list(free)}"
+                )
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise CompileError(f"{name}={size!r} must be an integer above 0")
         for path, spec in compiled.states.items():  # of arrays that are here, all sizes are known

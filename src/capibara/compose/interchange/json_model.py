@@ -94,7 +94,7 @@ class _Writer:
         known = REGIONS.get(name) or PRIMITIVES.get(name)
         if type(block) is not known:
             raise ModelFormatError(
-                f"{block.label} is a {name}, which is none of the library's own primitives: it cannot be written down"
+                f"{block.label} is a {name}, which is not one of the library's primitives: it cannot be saved"
             )
         positional, named = block.made_with
         bound = inspect.signature(type(block)).bind(*positional, **named)
@@ -257,7 +257,7 @@ def _written(value: Any, place: str) -> Any:
         return int(value)
     if isinstance(value, float) and not isinstance(value, np.generic):
         if math.isnan(value):
-            raise ModelFormatError(f"{place} is NaN, which cannot be written down")
+            raise ModelFormatError(f"{place} is NaN, which cannot be saved")
         return float(value) if math.isfinite(value) else {"float": "inf" if value > 0 else "-inf"}
     if value is Ellipsis:
         return {"ellipsis": True}
@@ -273,9 +273,9 @@ def _written(value: Any, place: str) -> Any:
         data = np.asarray(value)
         dtype = data.dtype.name
         if dtype not in DTYPES:
-            raise ModelFormatError(f"{place} is an array of dtype {dtype}, which cannot be written down")
+            raise ModelFormatError(f"{place} is an array of dtype {dtype}, which cannot be saved")
         numbers = data.astype("float64") if dtype in FLOAT_DTYPES else data
         if not np.isfinite(numbers).all():
-            raise ModelFormatError(f"{place} holds infinities or NaN, which cannot be written down")
+            raise ModelFormatError(f"{place} holds infinities or NaN, which cannot be saved")
         return {"array": {"dtype": dtype, "shape": list(data.shape), "data": numbers.ravel().tolist()}}
-    raise ModelFormatError(f"{place} is {value!r} ({type(value).__name__}), which cannot be written down")
+    raise ModelFormatError(f"{place} is {value!r} ({type(value).__name__}), which cannot be saved")

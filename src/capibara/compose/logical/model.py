@@ -286,7 +286,7 @@ class Model(Canonical):
                 if source and shown != f"{source[0].label}.{source[1]}"
                 else ""
             )
-            line = f"\n  joined at {site}" if site else ""
+            line = f"\n  connected at {site}" if site else ""
             left, right = before
             if kind is KindError:
                 left, right = (w.kind.find().value or "unknown" for w in (outer.find(), inner.find()))

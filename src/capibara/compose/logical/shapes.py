@@ -389,7 +389,7 @@ def as_shape(
         else:
             items.append(symbol(symbols, field, Dim(name=field)))
     if sum(isinstance(i, Rest) for i in items) > 1:
-        raise ShapeError(f"shape {spec!r} has more than one '*': at most one can be told apart")
+        raise ShapeError(f"shape {spec!r} has more than one '*', expected at most one")
     if axes:
         dims = [i for i in items if isinstance(i, Dim)]
         if len(axes) != len(dims):

@@ -206,7 +206,7 @@ class CompiledModel:
             key: a JAX PRNG key. sizes: values for free sizes, by name.
 
         Raises:
-            InputError: ``key`` is not a key. CompileError: a size is not known, or no free size.
+            InputError: ``key`` is not a key. CompileError: a size is not known, or not a free size.
         """
         return fresh(self, self.params, check_key(key), sizes, "parameter")
 

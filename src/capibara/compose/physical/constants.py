@@ -67,7 +67,7 @@ def argument(value: Any, place: str) -> str:
             return f"[{row}]"
         return f"({row},)" if len(value) == 1 else f"({row})"
     raise CompileError(
-        f"{place}={value!r:.200} ({type(value).__name__}) cannot be written down: use numbers, strings, None, or "
+        f"{place}={value!r:.200} ({type(value).__name__}) cannot be saved: use numbers, strings, None, or "
         "tuples of such"
     )
 

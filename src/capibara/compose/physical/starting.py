@@ -79,12 +79,12 @@ def with_initialisers(specs: Mapping[Path, ArraySpec], init: Any) -> dict[Path, 
 
 
 def check_sizes(specs: Mapping[Path, ArraySpec], sizes: Mapping[str, int], what: str) -> None:
-    """Raises a CompileError for a size that is no free size of the arrays."""
+    """Raises a CompileError for a size that is not a free size of the arrays."""
     free = {n for s in specs.values() for n in s.shape or () if isinstance(n, str)}
     for name in sizes:
         if name not in free:
             raise CompileError(
-                f"{name!r} is no free size of a {what}; the free sizes are {sorted(free)}.{did_you_mean(name, free)}"
+                f"{name!r} is not a free size of a {what}; the free sizes are {sorted(free)}.{did_you_mean(name, free)}"
             )
 
 

@@ -64,7 +64,7 @@ def _written(index: Any) -> tuple[Any, ...]:
             row.append(int(entry))
         else:
             raise WiringError(
-                f"index={index!r}: {entry!r} is none of an integer, a slice, None or '...'; to pick rows by an "
+                f"index={index!r}: {entry!r} is not an integer, a slice, None or '...'; to pick rows by an "
                 "array use Take"
             )
     if sum(entry is Ellipsis for entry in row) > 1:

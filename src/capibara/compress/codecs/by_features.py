@@ -158,5 +158,5 @@ def read_steps(
     codes = lossless.decode(cursor.take(size), _CODES, (sides(shape, axes)[1],)).view(np.int8)
     steps = _steps(step, codes)
     if not (np.isfinite(steps).all() and (steps > 0).all()):
-        raise DamagedError("a tensor's steps are none: the file is damaged")
+        raise DamagedError("a tensor's steps are invalid: the file is damaged")
     return axes, steps, cursor.rest()

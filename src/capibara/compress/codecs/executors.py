@@ -111,7 +111,7 @@ def check_escapes(found: int, escaped: np.ndarray) -> None:
     """Symbols that are escapes must be as many as were written out."""
     if found != len(escaped):
         raise DamagedError(
-            "a block holds another number of escapes than its header says: the file is damaged"
+            "a block has a different number of escapes than its header states: the file is damaged"
         )
 
 

@@ -152,7 +152,7 @@ class Exponent:
         codes = unpack_bits(parts.codes, count, parts.width, np.dtype(np.uint8))
         odd = np.flatnonzero(codes == (1 << parts.width) - 1)
         if len(odd) != len(parts.escaped):
-            raise DamagedError("there is another number of escapes than the header says: the file is damaged")
+            raise DamagedError("the number of escapes differs from the header's: the file is damaged")
         exponents = (codes.reshape(-1, parts.length) + parts.bases[:, None]).reshape(-1)
         exponents[odd] = parts.escaped
         rest = unpack_bits(parts.rest, count, form.mantissa + 1, form.unsigned)

@@ -261,7 +261,7 @@ class Fixed(InPlace):
             or bool(flags & _BOOK) != nf4
             or (flags & _TURNED and len(shape) < 2)
         ):
-            raise DamagedError("a tensor's groups or scales are none: the file is damaged")
+            raise DamagedError("a tensor's groups or scales are invalid: the file is damaged")
         levels = None
         if nf4:
             levels = np.frombuffer(cursor.take(32), "<i2").astype(np.float32)

@@ -89,7 +89,9 @@ def get_moments(hessian: Any, features: int) -> np.ndarray:
         or not math.isfinite(float(np.trace(found)))
         or (np.diag(found) < 0).any()
     ):
-        raise CompressError("hessian: got one that is no second moment of inputs (NaN, infinite or negative)")
+        raise CompressError(
+            "hessian: got a matrix that is not a second moment of inputs (NaN, infinite or negative)"
+        )
     return found
 
 
@@ -107,7 +109,7 @@ def get_hessian(settings: Mapping[str, Any], features: int) -> np.ndarray | None
     second = get_moments(given, features).copy()
     mean = float(second.diagonal().mean()) if features else 1.0
     if not mean > 0:
-        raise CompressError("hessian: got one that is no second moment of inputs (all zero)")
+        raise CompressError("hessian: got a matrix that is not a second moment of inputs (all zero)")
     if not np.allclose(second, second.T, rtol=1e-6, atol=1e-9 * mean):
         raise CompressError("hessian: got one that is not symmetric, expected E[x xᵀ]")
     second /= mean

@@ -24,16 +24,16 @@ PAYLOAD = np.dtype(
 # As the outcomes are numbered in codec_decode.cc.
 _DAMAGE = (
     "",
-    "there are too few bytes for so many numbers",
+    "there are too few bytes for the number of elements",
     "a tensor's header is too long",
-    "a tensor's numbers are cut where they cannot be",
-    "a tensor's table of frequencies is none",
-    "a row belongs to a group that there is not, or none to one that there is",
+    "a tensor's elements are split at an invalid place",
+    "a tensor's table of frequencies is invalid",
+    "a row belongs to a missing group, or a group has no row",
     "more numbers are escaped than there are",
     "a tensor's payload ends too early",
-    "a tensor's payload is longer than what it says",
-    "a block of coded symbols does not come out even",
-    "a block holds another number of escapes than its header says",
+    "a tensor's payload is longer than it states",
+    "a block of coded symbols does not end where it should",
+    "a block has a different number of escapes than its header states",
 )
 _NO_MEMORY = -2
 

@@ -249,7 +249,7 @@ def split(payload: memoryview, count: int, most: int) -> tuple[dict[str, Any], l
             codec, form, settings = one["codec"], get_format(one["dtype"]), one.get("settings", {})
             shape, size = one["shape"], one["size"]
             if not all(type(n) is int and n >= 0 for n in (*shape, size)) or not isinstance(settings, dict):
-                raise DamagedError("a part's sizes are none: the file is damaged")
+                raise DamagedError("a part's sizes are invalid: the file is damaged")
             if not isinstance(codec, str) or codec in NESTED or len(shape) > 32:
                 raise DamagedError("a part is nested: the file is damaged")
             if size > len(payload) - at:

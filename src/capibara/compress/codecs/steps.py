@@ -171,7 +171,7 @@ class StepExecutor(ABC):
         streams = list(_streams(cursor, reader, len(counts)))
         reader.finish()
         if cursor.at != len(cursor.data):
-            raise DamagedError("a tensor's payload is longer than what it says: the file is damaged")
+            raise DamagedError("a tensor's payload is longer than it states: the file is damaged")
         blocks = self.decode(streams, counts, _stack(groups), tables)
         for index, group in enumerate(groups):
             coded = [b for b, t in zip(blocks, tables, strict=True) if t == index]
@@ -229,7 +229,7 @@ def _read_header(reader: BitReader, form: NumberFormat) -> tuple[Cut, list[_Grou
     alternating = not sign and bool(reader.read(1))
     base = 0 if sign or alternating else reader.read(64)
     if sign != form.is_float or not 1 <= symbol <= 14 or shift + symbol + sign > form.bits:
-        raise DamagedError("a tensor's numbers are cut where they cannot be: the file is damaged")
+        raise DamagedError("a tensor's elements are split at an invalid place: the file is damaged")
     cut, groups = Cut(shift, symbol, sign, base, alternating), []
     for _ in range(reader.read(4) + 1):
         drop, entries, escapes = reader.read(6), reader.read(8), reader.read_gamma()
@@ -240,7 +240,7 @@ def _read_header(reader: BitReader, form: NumberFormat) -> tuple[Cut, list[_Grou
             frequencies.append(reader.read_gamma() + 1)
         left = 4096 - sum(frequencies)
         if drop > shift or last >= 1 << symbol or left < 0 or (left > 0) != (escapes > 0):
-            raise DamagedError("a tensor's table of frequencies is none: the file is damaged")
+            raise DamagedError("a tensor's table of frequencies is invalid: the file is damaged")
         groups.append(_Group(drop, np.array(symbols, np.int64), np.array([*frequencies, left]), escapes))
     return cut, groups
 
@@ -250,7 +250,7 @@ def _read_rows(cursor: _Cursor, rows: int, groups: int) -> np.ndarray:
     width = (groups - 1).bit_length()
     which = unpack_bits(cursor.take(packed_size(rows, width)), rows, width, np.dtype(np.uint8))
     if int(which.max()) >= groups:
-        raise DamagedError("a row belongs to a group that there is not: the file is damaged")
+        raise DamagedError("a row belongs to a missing group: the file is damaged")
     return which
 
 

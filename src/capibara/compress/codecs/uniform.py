@@ -181,7 +181,7 @@ class Uniform(DecodesInPlace):
         by_features, size = bool(size & _BY_FEATURES), size & ~_BY_FEATURES
         # Of no numbers the type does not matter: what has none of any type is encoded.
         if not 0 < step < math.inf or size not in _WHOLE or not (form.is_float or not out.size):
-            raise DamagedError("a tensor's step or type is none: the file is damaged")
+            raise DamagedError("a tensor's step or type is invalid: the file is damaged")
         rest, offsets = payload[_HEAD.size :], np.append(np.array(means) / 256, 0.0)
         if by_features:
             axes, steps, rest = read_steps(rest, step, shape)

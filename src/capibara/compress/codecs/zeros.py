@@ -140,5 +140,5 @@ def _unpacked(part: Part, count: int) -> np.ndarray:
     """Flags of a bitmap as bool [count]."""
     packed = part.bits()
     if count % 8 and packed[-1] >> (count % 8):
-        raise DamagedError("a bitmap is longer than what it says: the file is damaged")
+        raise DamagedError("a bitmap is longer than it states: the file is damaged")
     return np.unpackbits(packed, count=count, bitorder="little").view(bool)

@@ -68,7 +68,7 @@ class BitReader:
     def finish(self) -> None:
         """Nothing but the filling of the last byte may be left."""
         if self._left >= 8 or self._value:
-            raise DamagedError("the header of a tensor is longer than what it says: the file is damaged")
+            raise DamagedError("the header of a tensor is longer than it states: the file is damaged")
 
 
 # A field of r bits is cut into planes of these widths, from the top: each packs into bytes without crossing one.

@@ -156,7 +156,7 @@ def check_present(good: bool) -> None:
 def check_even(states: np.ndarray, used: np.ndarray, lengths: np.ndarray) -> None:
     """After decoding, all words must be used up and the lanes be where encoding began."""
     if (used != lengths).any() or (states != LOWEST).any():
-        raise DamagedError("a block of coded symbols does not come out even: the file is damaged")
+        raise DamagedError("a block of coded symbols does not end where it should: the file is damaged")
 
 
 def lay_out(

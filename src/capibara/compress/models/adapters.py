@@ -378,7 +378,7 @@ def assemble(structure: Any, make: Callable[[str], Any], like: Any = None, depth
             made = [assemble(v, make, known[i], depth + 1) for i, v in enumerate(parts)]
             return tuple(made) if kind == "tuple" else made
     raise CompressError(
-        "the archive's structure of tensors is none: the file is damaged, or of a newer version"
+        "the archive's structure of tensors is invalid: the file is damaged, or of a newer version"
     )
 
 

@@ -3,7 +3,7 @@
 With ``xla_dump_to`` the compiler writes, before it makes machine code of a program, which buffers it has
 (``…buffer-assignment.txt``: sizes, places, shapes with their tiles), from which instruction to which each is alive
 (``…live-range.txt``), and the program itself, in which every instruction says where it comes from. It writes the same
-of a program that does not fit. What is alive together in the fullest moment is what the program needs memory for; a
+of a program that does not fit. What is alive together at the memory peak is what the program needs memory for; a
 buffer that is not in use then could be left out without saving a byte.
 
 A refusal that comes with a list of the largest allocations ("Ran out of memory … Largest program allocations in hbm")
@@ -41,7 +41,7 @@ _SHAPE = re.compile(r"([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
 
 
 def read_buffers(folder: Path) -> tuple[dict[str, Any], ...]:
-    """The largest of what is in a device's memory (HBM) in the fullest moment of a step.
+    """The largest of what is in a device's memory (HBM) at the memory peak of a step.
 
     Args:
       folder: that the compiler wrote to. If it holds several programs, the one with the largest is taken.
@@ -210,7 +210,7 @@ def _ranges(path: Path) -> dict[str, tuple[int, int]]:
 def _fullest(
     values: list[tuple[str, int, int, str]], ranges: dict[str, tuple[int, int]]
 ) -> list[tuple[str, int, str]]:
-    """The values that are alive in the fullest moment; of those that share a place the largest."""
+    """The values that are alive at the memory peak; of those that share a place the largest."""
     known = [(*value, *ranges[value[0]]) for value in values if value[0] in ranges]
     if not known:
         return [(name, size, shape) for name, size, _, shape in values]

@@ -1,7 +1,7 @@
 """The memory of a train step, by arithmetic: what the search prunes with before anything is compiled.
 
 A device holds the arguments all the time (exactly known, padding included, see :mod:`capibara.plan.memory.arguments`)
-and, beside them, what the fullest moment of the step needs (modelled, see :mod:`capibara.plan.memory.working_set`).
+and, beside them, the memory peak of the step (modelled, see :mod:`capibara.plan.memory.working_set`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MemoryEstimate:
       temporaries: the largest working set beside them; None where it is not known before compiling.
       padding: of the arguments to tiles.
       model_state: arrays that are not trained (codebooks).
-      moment: ``"loss"`` or ``"backward"``, the fullest moment; ``""`` where only the arguments are known.
+      moment: ``"loss"`` or ``"backward"``, the memory peak; ``""`` where only the arguments are known.
       exact: kinds that are exact, not modelled.
     """
 

@@ -1,6 +1,6 @@
 """Why a step does not fit a device's memory, and what would make it fit.
 
-The compiler refuses a program that is too large with one number. Here its own report says what the fullest moment
+The compiler refuses a program that is too large with one number. Here its own report says what the memory peak
 consists of: the largest buffers, what they are, where in the model they come from, and what of them is padding. Then
 remedies are compiled, each with what it takes and the time that is predicted for it: a remedy is only named if the
 compiler took it.
@@ -75,7 +75,7 @@ class OomReport:
     Attributes:
       layout, target: what was asked for.
       needed_bytes: of one device, as the compiler says. limit_bytes: what a device may use.
-      buffers: the largest of the fullest moment, as :func:`capibara.plan.compiler.buffers.read_buffers` gives them,
+      buffers: the largest at the memory peak, as :func:`capibara.plan.compiler.buffers.read_buffers` gives them,
         with a place for those that the compiler itself made.
       estimate: the arithmetic's view of the same, by kind.
       remedies: changes that were compiled and fit, the fastest step first.
@@ -115,7 +115,7 @@ class OomReport:
             f"{self.layout} on {self.target} takes {size_text(self.needed_bytes)} a device; "
             f"{limit_text(self.target, self.limit_bytes)}.",
             "",
-            "The largest buffers in the fullest moment:",
+            "The largest buffers at the memory peak:",
         ]
         lines += [f"  {line}" for line in _rows(self.buffers, 10)]
         lines.append(

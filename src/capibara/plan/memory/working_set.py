@@ -1,4 +1,4 @@
-"""What a train step needs beside its arguments, in its fullest moment.
+"""What a train step needs beside its arguments, at its memory peak.
 
 Two moments compete:
 
@@ -57,10 +57,10 @@ _WINDOWS, _NO_WINDOWS_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib", 10_
 # and without rematerialisation, and that its backward pass has beside the others'. A state-space block's recurrence
 # keeps matrices between the tokens of a chunk in float32.
 _OWN = {"ssm": (2.0, 36.0, 9.0), "vq": (1.0, 4.0, 2.0)}
-# Of the moments in the hosts' memory, what is here in the fullest moment: the step begins by fetching them, and the
+# Of the moments in the hosts' memory, what is here at the memory peak: the step begins by fetching them, and the
 # compiler moves that later, on v4 nearly all of it (four programs, so the least certain of these figures).
 _FETCHED, _FETCHED_V4 = 0.6, 0.2
-# Of parameters that are whole on every device though their moments are not: copies that are kept while the new ones
+# Of parameters that are replicated though their moments are not: copies that are kept while the new ones
 # are gathered into their place.
 _REPLACED = 0.2
 

@@ -141,7 +141,8 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(
-                f"{instruction.name!r}: window={instruction.attribute('window')[:120]} is none that a convolution has"
+                f"{instruction.name!r}: window={instruction.attribute('window')[:120]} is not a valid convolution "
+                "window"
             ) from None
     groups = re.search(r"batch_group_count=(\d{1,12})", instruction.head)
     # The kernel's input features are those of one feature group already.

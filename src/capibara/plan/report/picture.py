@@ -47,7 +47,7 @@ def figure_of(plan: Plan) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtraError("matplotlib", "plan", "the picture of a plan") from None
+        raise MissingExtraError("matplotlib", "plan", "the figure of a plan") from None
     figure = Figure(figsize=(13, 8), layout="constrained")
     FigureCanvasAgg(figure)
     best = plan.best

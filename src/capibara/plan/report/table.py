@@ -101,7 +101,7 @@ def candidate_lines(c: Candidate, limit: int) -> list[str]:
     hidden = f" ({time.hidden:.3g} s more of it hidden behind work)" if time.hidden else ""
     source = "the TPU compiler" if c.memory_source == "compiler" else "an estimate"
     if c.memory_source == "compiler" and "activations" in c.memory:
-        source += "; activations told from temporaries by an estimate"
+        source += "; activations and temporaries separated by an estimate"
     return [
         f"best   memory  {memory}: {size_text(c.hbm_bytes)} of {size_text(limit)} [{source}]",
         f"       time    {parts}{hidden} [{_sources(c)}]",

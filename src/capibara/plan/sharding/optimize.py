@@ -269,7 +269,7 @@ def _alternatives(problem: Problem, best: Solution, solutions: Sequence[Solution
         return sum(map(len, c.layout)) > len(c.cut)
 
     kinds: list[tuple[str, Callable[[Role, Candidate], bool]]] = [
-        ("every array whole on every device", lambda role, c: not any(c.layout)),
+        ("every array replicated", lambda role, c: not any(c.layout)),
         (
             "matrices cut over tensor axes, nothing stored in parts",
             lambda role, c: bool(c.cut) and not stored(c),

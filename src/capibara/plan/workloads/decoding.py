@@ -2,7 +2,7 @@
 
 Both are the model's own cached form (:meth:`capibara.core.ModularCapibaraModel.decode`) with greedy sampling behind it,
 and the cache is donated: the memory is that of a server that holds one cache for all of its requests. Parameters
-are whole on every device of the ``data`` axis, for gathering them anew for every token would cost more than the token;
+are replicated of the ``data`` axis, for gathering them anew for every token would cost more than the token;
 the cache has its rows over ``data`` and its heads over ``model``.
 
 The cached form counts positions once for all rows, so the rows of a batch begin together. Prompts are read a few
