@@ -27,13 +27,13 @@ __all__ = ["VERBS", "main"]
 VERBS: dict[str, str] = {
     "train": "train a model on text; run again to resume",
     "generate": "write text from a trained model",
-    "compress": "make a safetensors file or a model's folder smaller, without loss or to a ratio",
+    "compress": "compress a safetensors file or a model folder, losslessly or to a ratio",
     "decompress": "write safetensors files from archives",
     "inspect": "list the tensors of an archive",
     "verify": "decode every tensor of archives and check their checksums",
-    "plan": "say what a configuration needs on a TPU slice: memory, time, price",
-    "doctor": "say what is installed, which devices there are and which implementations run",
-    "tune": "measure which block sizes and implementations are fast on this device",
+    "plan": "plan a configuration on a TPU slice: memory, time, price",
+    "doctor": "show what is installed, which devices are available and which implementations run",
+    "tune": "measure the fastest block sizes and implementations on this device",
     "migrate": "check source code against the installed JAX",
 }
 

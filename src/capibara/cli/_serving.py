@@ -27,17 +27,15 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--serve",
         action="store_true",
-        help="plan prefill and decoding instead of training: requests at a time, tokens a second, price",
+        help="plan prefill and decoding instead of training: concurrent requests, tokens per second, price",
     )
-    group.add_argument("--prompt-length", type=int, metavar="N", help="tokens of a request")
-    group.add_argument("--output-length", type=int, metavar="N", help="tokens of an answer")
+    group.add_argument("--prompt-length", type=int, metavar="N", help="tokens per request")
+    group.add_argument("--output-length", type=int, metavar="N", help="tokens per answer")
+    group.add_argument("--latency-ms", type=float, metavar="X", help="maximum milliseconds per token")
     group.add_argument(
-        "--latency-ms", type=float, metavar="X", help="milliseconds that a token may take after another"
+        "--first-token-ms", type=float, metavar="X", help="maximum milliseconds until the first token"
     )
-    group.add_argument(
-        "--first-token-ms", type=float, metavar="X", help="milliseconds that the first token may take"
-    )
-    group.add_argument("--dtype", help="of weights and cache: bfloat16 (default), float16, float32")
+    group.add_argument("--dtype", help="dtype of weights and cache: bfloat16 (default), float16, float32")
 
 
 def check_serving_arguments(args: argparse.Namespace) -> None:

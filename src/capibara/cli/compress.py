@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from capibara.compress.analysis import Compressibility
     from capibara.compress.archive_files import Job
 
-HELP = "make a safetensors file or a model's folder smaller, without loss or to a ratio"
+HELP = "compress a safetensors file or a model folder, losslessly or to a ratio"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,23 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("source", metavar="IN", type=Path, help="a .safetensors file, or a folder")
     parser.add_argument("target", metavar="OUT", type=Path, help="the archive or the folder to write")
-    parser.add_argument(
-        "--ratio", type=float, metavar="N", help="how many times smaller (default: what is lossless)"
-    )
+    parser.add_argument("--ratio", type=float, metavar="N", help="compression ratio (default: lossless)")
     parser.add_argument(
         "--strategy",
         default="auto",
         metavar="CODEC",
-        help="the one codec that may lose something, such as uniform, or int8, which needs no ratio; or jax: the best "
+        help="the only lossy codec to use, such as uniform, or int8, which needs no ratio; or jax: the best "
         "for each tensor, computed by JAX, with the same bytes (default: auto, the best for each tensor)",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="draw the error to expect at other ratios; with --ratio"
+        "--plot", type=Path, metavar="PNG", help="plot the expected error at other ratios; with --ratio"
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="of a folder: keep what is finished when interrupted, and go on from there",
+        help="for a folder: keep finished files when interrupted, and continue from there",
     )
     parser.add_argument("--json", action="store_true", help="print the table of tensors as JSON")
 

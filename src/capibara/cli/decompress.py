@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="of a folder: keep what is finished when interrupted, and go on from there",
+        help="for a folder: keep finished files when interrupted, and continue from there",
     )
 
 

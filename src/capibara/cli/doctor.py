@@ -15,7 +15,7 @@ from capibara.cli._json import print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-HELP = "say what is installed, which devices there are and which implementations run"
+HELP = "show what is installed, which devices are available and which implementations run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from capibara.cli._json import print_json
 
-HELP = """Write text with a trained model: the newest whole checkpoint of the run that --config or
---checkpoint names, or the compressed parameters that --weights names. What is not given is taken from the
+HELP = """Write text with a trained model: the newest complete checkpoint of the run that --config or
+--checkpoint names, or the compressed parameters that --weights names. Other values come from the
 [generate] settings of the configuration. A text longer than the model's max_sequence_length is continued by
 reading its last half window again."""
 
@@ -18,7 +18,7 @@ reading its last half window again."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--config", help="a TOML file or packaged name whose run to use (default: demo)")
+    where.add_argument("--config", help="use the run of this TOML file or packaged name (default: demo)")
     where.add_argument("--checkpoint", metavar="DIR", help="folder of a run, or of one checkpoint")
     parser.add_argument(
         "--weights",
@@ -32,21 +32,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --weights: multiply by parameters of eight or four bits as they are stored, so that memory holds "
         "what the file does",
     )
-    parser.add_argument("--prompt", default="", help="what the text begins with")
+    parser.add_argument("--prompt", default="", help="start of the text")
     parser.add_argument(
-        "--length", "--max-tokens", dest="max_tokens", type=int, metavar="N", help="tokens (bytes) to write"
+        "--length",
+        "--max-tokens",
+        dest="max_tokens",
+        type=int,
+        metavar="N",
+        help="tokens (bytes) to generate",
     )
     parser.add_argument(
-        "--temperature", type=float, help="0: always the likeliest token; 1: as the model has it"
+        "--temperature", type=float, help="0: always the likeliest token; 1: the model's probabilities"
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens; 0: all")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0: all")
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="P",
-        help="choose among the likeliest tokens that have probability P; 1: all",
+        help="sample from the likeliest tokens with total probability P; 1: all",
     )
-    parser.add_argument("--seed", type=int, help="the same seed writes the same text")
+    parser.add_argument("--seed", type=int, help="random seed; the same seed gives the same text")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end instead of streaming"
     )

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Only the index is read. "
         "Exit code: 0, or 2 for a file that is not an archive or a damaged one, and a folder without any."
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a .capi archive, or a folder with some")
+    parser.add_argument("file", metavar="FILE", type=Path, help="a .capi archive, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 

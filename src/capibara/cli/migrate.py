@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-on",
         choices=sorted(_FAILING),
         default="error",
-        help="the least severe finding that gives exit code 1 (default: error)",
+        help="lowest severity that gives exit code 1 (default: error)",
     )
-    parser.add_argument("--no-imports", action="store_true", help="leave import statements out")
-    parser.add_argument("--no-functions", action="store_true", help="leave names and calls out")
-    parser.add_argument("--no-performance", action="store_true", help="leave slow patterns out")
+    parser.add_argument("--no-imports", action="store_true", help="skip import statements")
+    parser.add_argument("--no-functions", action="store_true", help="skip names and calls")
+    parser.add_argument("--no-performance", action="store_true", help="skip slow patterns")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -48,15 +48,15 @@ _LOCKED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace the configuration's"
+        "overrides", nargs="*", metavar="key=value", help="settings that override the configuration's"
     )
     parser.add_argument(
-        "--config", default="demo", help="name of a built-in configuration, or path of a TOML file"
+        "--config", default="demo", help="built-in configuration name, or path of a TOML file"
     )
     parser.add_argument("--topology", help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 … (default: v4-32)")
     parser.add_argument("--view", choices=("chip", "core"), help="what a device is (v4: a chip by default)")
     parser.add_argument(
-        "--memory-limit", type=float, metavar="GIB", help="what a device may use, if less than it has"
+        "--memory-limit", type=float, metavar="GIB", help="memory limit per device, if below its capacity"
     )
     parser.add_argument(
         "--max-compiles", type=int, default=8, metavar="N", help="layouts to compile (default: 8)"
@@ -65,27 +65,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="where nothing fits: list the largest buffers, and compile remedies",
+        help="if nothing fits: list the largest buffers, and compile remedies",
     )
     parser.add_argument(
         "--no-compile", action="store_true", help="estimates only, in a second, without libtpu"
     )
-    parser.add_argument("--region", help="whose price to take")
+    parser.add_argument("--region", help="region of the price")
     parser.add_argument("--term", default="on-demand", help="on-demand, spot, committed-1y or committed-3y")
-    parser.add_argument("--prices", metavar="FILE", help="prices of your own (TOML)")
-    parser.add_argument("--workers", type=int, metavar="N", help="compilations at a time")
+    parser.add_argument("--prices", metavar="FILE", help="your own prices (TOML)")
+    parser.add_argument("--workers", type=int, metavar="N", help="parallel compilations")
     parser.add_argument("--report", metavar="FILE", help="also write a page (.html) or figure (.png)")
-    parser.add_argument("--lock", metavar="FILE", help="write what was found into a lockfile")
+    parser.add_argument("--lock", metavar="FILE", help="write the result to a lockfile")
     parser.add_argument(
-        "--check", metavar="FILE", help="compile what a lockfile says again, and compare; 1 if it drifted"
+        "--check", metavar="FILE", help="recompile a lockfile and compare; exit code 1 if it drifted"
     )
     parser.add_argument(
         "--tolerance",
         type=float,
         metavar="PART",
-        help="by how much --check lets figures grow (0.05)",
+        help="relative growth that --check allows (default: 0.05)",
     )
-    parser.add_argument("--cache", metavar="DIR", help="folder of compiled results, instead of the user's")
+    parser.add_argument(
+        "--cache", metavar="DIR", help="folder of compiled results (default: the user's cache)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     add_serving_arguments(parser)
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from capibara.plan.planned import Planned
 
 HELP = """Train a language model on text. Without TEXT it trains on CPython's own documentation. Run the same
-command again to resume: after Ctrl-C, a kill or a power cut it continues from the newest checkpoint, exactly.
+command again to resume: after Ctrl-C, a kill or a power cut it continues exactly from the newest checkpoint.
 Arguments with '=' are settings, such as train.steps=2000. The learning rate falls until train.steps, so a run
-that is continued with more steps follows the longer curve from where it stands."""
+continued with more steps follows the longer schedule from its current step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--config",
-        help="a TOML file, or a packaged name (default: demo; with --plan the one that was planned)",
+        help="a TOML file, or a packaged name (default: demo; with --plan: the planned one)",
     )
     parser.add_argument(
         "--plan",
         metavar="FILE",
-        help="train in the layout of a plan: a lockfile (capibara plan --lock), or what capibara plan --json printed",
+        help="train with the layout of a plan: a lockfile (capibara plan --lock) or output of capibara plan --json",
     )
-    parser.add_argument("--directory", help="folder of the run, instead of checkpoint.directory")
+    parser.add_argument("--directory", help="folder of the run (default: checkpoint.directory)")
     parser.add_argument("--fresh", action="store_true", help="remove the run in the folder and start over")
-    parser.add_argument(
-        "--allow-new-text", action="store_true", help="continue a run on other text than it was trained on"
-    )
+    parser.add_argument("--allow-new-text", action="store_true", help="continue a run on different text")
     parser.add_argument(
         "--json",
         action="store_true",

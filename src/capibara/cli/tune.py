@@ -20,7 +20,7 @@ from capibara.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from capibara.ops.tuner import Case, Outcome
 
-HELP = """Measure block sizes, chunk lengths and implementations of operations on this device, and keep what is
+HELP = """Measure block sizes, chunk sizes and implementations of operations on this device, and keep what is
 measurably faster than the built-in choice, for this version of Capibara and this kind of device. With key=value the
 sizes of the specs are changed, for instance: capibara tune flash_attention q_len=4096 batch=1 dtype=bfloat16"""
 
@@ -31,19 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         nargs="*",
         metavar="OP|key=value",
-        help="operations (all that can be tuned by default); dtype=…, implementation=…, or a size of their specs",
+        help="operations (default: all tunable ones); dtype=…, implementation=…, or a size of their specs",
     )
     parser.add_argument(
         "--specs",
         choices=("small", "large"),
         default="large",
-        help="which of the operations' shapes to measure",
+        help="which shapes of the operations to measure",
     )
     parser.add_argument(
-        "--max-seconds", type=float, default=600.0, metavar="S", help="time for all of it (default: 600)"
+        "--max-seconds", type=float, default=600.0, metavar="S", help="total time limit (default: 600)"
     )
-    parser.add_argument("--cache", metavar="DIR", help="folder of the measurements, instead of the user's")
-    parser.add_argument("--dry-run", action="store_true", help="measure, and write nothing")
+    parser.add_argument("--cache", metavar="DIR", help="folder of measurements (default: the user's cache)")
+    parser.add_argument("--dry-run", action="store_true", help="measure without writing")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 

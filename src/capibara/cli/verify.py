@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is damaged (each is named), 2 a file is not an archive, or a folder has none."
     )
     parser.add_argument(
-        "files", metavar="FILE", type=Path, nargs="+", help=".capi archives, or folders with some"
+        "files", metavar="FILE", type=Path, nargs="+", help=".capi archives, or folders of them"
     )
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
