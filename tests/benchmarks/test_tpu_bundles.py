@@ -75,12 +75,21 @@ def test_forward_on_one_kind_of_chip():
 
 
 # Where the target is not met: what is. Against splash attention's two kernels, and against its one.
-REACHED = {("v5p", 256, 256, "forward"): 0.98}
+REACHED = {("v5p", 256, 256, "forward"): 0.98, ("v5p", 256, 1024, "forward"): 0.99}
 REACHED_FUSED = {
-    ("v5e", 128): 1.01,
-    ("v5e", 256): 1.07,
-    ("v5p", 128): 1.01,
-    ("v5p", 256): 1.07,
+    ("v4", 128, 256): 1.06,
+    ("v4", 256, 512): 0.98,
+    ("v5e", 256, 256): 1.07,
+    ("v5e", 128, 512): 1.01,
+    ("v5e", 256, 512): 1.03,
+    ("v5e", 128, 1024): 1.01,
+    ("v5e", 256, 1024): 1.03,
+    ("v5p", 256, 256): 1.07,
+    ("v5p", 128, 512): 0.99,
+    ("v5p", 256, 512): 1.04,
+    ("v5p", 128, 1024): 1.01,
+    ("v5p", 256, 1024): 1.02,
+    ("v6e", 256, 1024): 1.02,
 }
 
 
@@ -98,6 +107,6 @@ def test_all_kinds_and_sizes(kind, block):
     for row in compare(kind, [shape for shape in SHAPES if shape[1] == block]):
         limit = REACHED.get((kind, row["dim"], block, row["pass"]), TARGET)
         assert row["ours"] <= limit * row["theirs"], row
-        if "fused" in row:
-            limit = REACHED_FUSED.get((kind, row["dim"]), TARGET)
+        if row.get("fused") is not None:  # heads of 256 in blocks of 1,024 do not fit into v4's memory
+            limit = REACHED_FUSED.get((kind, row["dim"], block), TARGET)
             assert row["ours"] <= limit * row["fused"], row

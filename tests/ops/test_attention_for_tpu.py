@@ -63,8 +63,10 @@ out["vmap"] = {"calls": calls(jax.jit(jax.vmap(flash_attention, (0, None, None))
     *(jax.ShapeDtypeStruct(s, jnp.float32, sharding=one) for s in [(3, 2, 1, 200, 8)] + [(2, 1, 200, 8)] * 2)
 ).compile().as_text())}
 # The longest whose gradients are one kernel's, and the shortest beyond.
-for name, length in (("one kernel", 9216), ("two kernels", 9728)):
+for name, length in (("one kernel", 10240), ("two kernels", 10752)):
     measure(name, [(1, 2, length, 128)] * 3, jnp.bfloat16, use_causal_mask=True, block_size=512)
+options = {"segments": (1, 2048), "block_size": 1024, "softcap": 30.0, "use_causal_mask": True}
+measure("large blocks", [(1, 2, 2048, 256)] * 3, jnp.bfloat16, ids=options.pop("segments"), **options)
 measure("bias", [(1, 2, 256, 64)] * 3, jnp.float32, bias=(1, 2, 256, 256))
 # Each kernel alone: what it holds in memory beside its operands and results.
 from capibara.ops.attention import pallas_tpu_kernels as kernels

@@ -15,10 +15,9 @@ __all__ = ["backward", "check", "forward", "gradient_plan", "output_plan"]
 
 LANES = 128
 BLOCK = 512
-# Of 16 MiB on the smallest chip: what blocks of operands, sums and scores may take.
-VMEM_BYTES = 13 << 20
-# And where one kernel keeps the sums of all keys: what it holds beside them is known better.
-SUMS_BYTES = 15 << 20
+# Of 16 MiB on the smallest chip: what blocks of operands, sums and scores may take by our estimates, which are more
+# than what the compiler takes; the one of a kernel that keeps the sums of all keys the most.
+VMEM_BYTES, OUTPUT_BYTES, SUMS_BYTES = 13 << 20, 14 << 20, 16 << 20
 
 
 def check(problem: AttentionProblem) -> None:
@@ -36,16 +35,21 @@ def check(problem: AttentionProblem) -> None:
         )
 
 
-def _block(problem: AttentionProblem, wanted: int) -> int:
+def _block(problem: AttentionProblem, wanted: int, *, backward: bool = True) -> int:
     """The largest block size up to ``wanted`` that fits; 0 when none does."""
     size = 2 if (problem.operand_dtype or problem.dtype) == "bfloat16" else 4
-    dims = round_up(problem.head_dim, LANES) + round_up(problem.value_dim, LANES)
+    value_dim = round_up(problem.value_dim, LANES)
+    dims = round_up(problem.head_dim, LANES) + value_dim
     for block in range(round_up(wanted, LANES), 0, -LANES):
-        # In the backward pass: two copies of four operands and of the results, the sums, and of at most 512 columns
-        # three arrays of scores in float32 and two as they are multiplied.
-        scores = (3 * 4 + 2 * size) * min(block, BLOCK)
-        if block * (2 * 2 * size * dims + 2 * 4 * dims + 4 * dims + scores) <= VMEM_BYTES:
-            # Between the two sizes a sequence would be padded more, and a block of scores is cut in two anyway.
+        if backward:
+            # Two copies of four operands and of the results, the sums, and of at most 512 columns three arrays of
+            # scores in float32 and two as they are multiplied.
+            held = 2 * 2 * size * dims + 2 * 4 * dims + 4 * dims + (3 * 4 + 2 * size) * min(block, BLOCK)
+        else:
+            # Two copies of three operands and of the output, its sum, two values a row in all lanes, and scores.
+            held = 2 * 2 * size * dims + 4 * value_dim + 2 * 4 * LANES + 2 * 4 * block
+        if block * held <= (VMEM_BYTES if backward else OUTPUT_BYTES):
+            # Between the two sizes a sequence would be padded more.
             return BLOCK if BLOCK < block < round_up(wanted, LANES) else block
     return 0
 
@@ -56,11 +60,12 @@ def _cut(length: int, block: int) -> tuple[int, int]:
     return round_up(-(-length // count), LANES), count
 
 
-def output_plan(
-    problem: AttentionProblem, interpret: bool, block: int | None = None
-) -> tuple[Plan, int, int]:
-    """The kernels' plan and the padded lengths; ``block``: the largest block, otherwise the problem's."""
-    block = _block(problem, block or problem.block_size or BLOCK)
+def output_plan(problem: AttentionProblem, interpret: bool) -> tuple[Plan, int, int]:
+    """The forward pass' plan and padded lengths."""
+    return _plan(problem, interpret, _block(problem, problem.block_size or BLOCK, backward=False))
+
+
+def _plan(problem: AttentionProblem, interpret: bool, block: int) -> tuple[Plan, int, int]:
     rows, row_blocks = _cut(problem.q_len, block)
     keys, key_blocks = _cut(problem.kv_len, block)
     exact = problem.precision in EXACT and (problem.operand_dtype or problem.dtype) == "float32"
@@ -84,14 +89,15 @@ def gradient_plan(problem: AttentionProblem, interpret: bool) -> tuple[Plan, int
     from capibara.ops.attention.pallas_tpu_fused import vmem_bytes
 
     # Larger blocks would leave less room for the sums.
-    plan, rows, keys = output_plan(problem, interpret, min(problem.block_size or BLOCK, BLOCK))
+    wanted = problem.block_size or BLOCK
+    plan, rows, keys = _plan(problem, interpret, _block(problem, min(wanted, BLOCK)))
     blocks = keys // plan.keys
     size = jnp.dtype(problem.operand_dtype or problem.dtype).itemsize
     held = vmem_bytes(plan, keys, size, problem.head_dim, problem.value_dim)
     # Under a window that is shorter than the keys, blocks of queries reach fewer of them.
     if plan.key_blocks(blocks).steps == blocks and held <= SUMS_BYTES:
         return plan, rows, keys, True
-    return *output_plan(problem, interpret), False
+    return *_plan(problem, interpret, _block(problem, wanted)), False
 
 
 def _operands(
