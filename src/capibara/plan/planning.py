@@ -11,7 +11,6 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.hardware import Price
-from capibara.plan.asking import check_counts, limit_of, price_of
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
 from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
@@ -22,6 +21,7 @@ from capibara.plan.search.best_first import Search, search
 from capibara.plan.sizes import limit_text, size_text
 from capibara.plan.slices import Slice, parse_slice
 from capibara.plan.time import Part, StepTime, predict_step
+from capibara.plan.validation import check_counts, limit_of, price_of
 from capibara.plan.work import Rough, TrainWork, Work
 
 __all__ = ["Plan", "candidate_of", "memory_by_kind", "plan"]

@@ -13,14 +13,14 @@ from typing import Any
 
 from capibara.config.axes import AxisRules
 from capibara.files import replace_file
-from capibara.plan.apart import apart
-from capibara.plan.asking import MeshSizes
 from capibara.plan.compiler import Job, ProgramCache
 from capibara.plan.errors import PlanError
+from capibara.plan.isolated import isolated
 from capibara.plan.layout import Layout
 from capibara.plan.search.space import WHOLE_PRODUCTS, meshes
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
+from capibara.plan.validation import MeshSizes
 from capibara.plan.work import Rough
 
 __all__ = ["StepWork", "step_work"]
@@ -228,7 +228,7 @@ def step_work(
         return tuple(jax.tree.leaves(step(*jax.tree.unflatten(structure, arrays))))
 
     title = name or getattr(step, "__name__", type(step).__name__)
-    found, data = apart(lambda: _exported(flat, leaves, title), what=f"exporting {title}")
+    found, data = isolated(lambda: _exported(flat, leaves, title), what=f"exporting {title}")
     digest = hashlib.sha256(data).hexdigest()
     place = (ProgramCache().folder if folder is None else Path(folder)) / f"{digest}.exported"
     try:

@@ -15,10 +15,10 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
-from capibara.plan.asking import MeshSizes
 from capibara.plan.errors import PlanError
 from capibara.plan.layout import Layout
 from capibara.plan.memory.tiles import padded_bytes
+from capibara.plan.validation import MeshSizes
 
 __all__ = ["Block", "item_size", "part_of", "step_arguments"]
 

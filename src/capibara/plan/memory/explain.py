@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from capibara.config import ModularModelConfig
-from capibara.plan.asking import check_counts, limit_of
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
 from capibara.plan.errors import CompilationError, PlanError
 from capibara.plan.layout import Layout
@@ -26,6 +25,7 @@ from capibara.plan.program import read_program
 from capibara.plan.sizes import limit_text, size_text
 from capibara.plan.slices import Slice
 from capibara.plan.time import predict_step
+from capibara.plan.validation import check_counts, limit_of
 from capibara.plan.work import TrainWork
 
 __all__ = ["OomReport", "Remedy", "explain_oom"]

@@ -9,7 +9,6 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.hardware import Price
-from capibara.plan.asking import check_counts, limit_of, price_of
 from capibara.plan.compiler import ProgramCache, find_compiler
 from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.serving.arguments import milliseconds, read_config, read_mesh, read_slices, serving_task
@@ -19,6 +18,7 @@ from capibara.plan.serving.result import ServingOption, ServingPlan, ServingPoin
 from capibara.plan.serving.task import ServingTask
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
+from capibara.plan.validation import check_counts, limit_of, price_of
 
 __all__ = ["plan_serving"]
 

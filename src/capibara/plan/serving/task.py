@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from capibara.config import ModularModelConfig
-from capibara.plan.asking import MeshSizes
 from capibara.plan.compiler import Job
 from capibara.plan.memory.tiles import padded_bytes
 from capibara.plan.sizes import count_text
 from capibara.plan.slices import Slice
 from capibara.plan.time import Part, StepTime
+from capibara.plan.validation import MeshSizes
 
 if TYPE_CHECKING:
     from capibara.compose import CompiledModel

@@ -12,7 +12,6 @@ from capibara.config.axes import AxisRules
 from capibara.config.mesh import TPUMeshConfig, create_tpu_mesh_config
 from capibara.errors import did_you_mean
 from capibara.hardware import Chip, get_chip
-from capibara.plan.asking import MeshSizes
 from capibara.plan.errors import DoesNotFitError, PlanError
 from capibara.plan.sharding.candidates import Candidate, Setting, Work, priced
 from capibara.plan.sharding.explaining import assumptions, does_not_fit
@@ -29,6 +28,7 @@ from capibara.plan.sharding.search import (
 )
 from capibara.plan.sharding.strategy import Alternative, ArraySharding, ShardingStrategy
 from capibara.plan.sharding.tree import Tree, compiled_of, read_tree
+from capibara.plan.validation import MeshSizes
 
 if TYPE_CHECKING:
     from capibara.compose import CompiledModel

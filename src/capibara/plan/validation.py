@@ -1,4 +1,4 @@
-"""What plans of every kind are asked with, checked by name: a memory limit, counts, a price."""
+"""Validation of the arguments that all plans share: a memory limit, counts, a price."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from capibara.plan.apart import can_copy
+from capibara.plan.isolated import can_copy
 
 needs_copies = pytest.mark.skipif(not can_copy(), reason="processes cannot be copied here")
 
@@ -18,7 +18,7 @@ import pathlib, sys
 import jax
 from jax.extend import backend
 from capibara.plan import PlanError, plan, step_work
-from capibara.plan.apart import apart, backends_started
+from capibara.plan.isolated import isolated, backends_started
 
 taken = pathlib.Path(sys.argv[1]) / "taken"
 
@@ -103,10 +103,10 @@ large = np.zeros((256, 256), "float32")
 rows = (jax.ShapeDtypeStruct((4, 256), "float32"),)
 refused("closes over 1 concrete arrays (float32[256, 256]", step_work, lambda x: x @ large, rows, folder=taken.parent)
 refused("cannot be traced", step_work, lambda x: x @ x, rows, folder=taken.parent)
-refused("something ended its process (3) without", apart, lambda: os._exit(3), what="something")
-refused("something took longer than 0 s", apart, lambda: time.sleep(60), what="something", timeout=0.2)
-refused("ZeroDivisionError", apart, lambda: 1 / 0, what="something")
-large_answer = apart(lambda: ({"n": 1}, b"x" * 3_000_000), what="something")
+refused("something ended its process (3) without", isolated, lambda: os._exit(3), what="something")
+refused("something took longer than 0 s", isolated, lambda: time.sleep(60), what="something", timeout=0.2)
+refused("ZeroDivisionError", isolated, lambda: 1 / 0, what="something")
+large_answer = isolated(lambda: ({"n": 1}, b"x" * 3_000_000), what="something")
 assert large_answer == ({"n": 1}, b"x" * 3_000_000)
 try:
     os.waitpid(-1, 0)
@@ -122,8 +122,8 @@ def test_with_its_devices_taken_a_process_works_by_itself():
 
     import jax
 
-    from capibara.plan.apart import apart, backends_started
+    from capibara.plan.isolated import backends_started, isolated
 
     assert jax.devices()
     assert backends_started()
-    assert apart(lambda: ({"process": os.getpid()}, b"y"), what="it") == ({"process": os.getpid()}, b"y")
+    assert isolated(lambda: ({"process": os.getpid()}, b"y"), what="it") == ({"process": os.getpid()}, b"y")

@@ -1,11 +1,11 @@
-"""Running a function in a copy of this process that takes no device.
+"""Run a function in a fork of this process that takes no device.
 
-JAX starts all of its backends the first time that it is asked for a device, and a backend of GPUs or TPUs takes them,
-for this process, until it ends. Exporting a function asks for a device, whatever platform it exports for, and a
-function of Python cannot be sent to a process that was started otherwise. So a process that has started no backend yet,
-and may want its devices later or leave them to others, is copied (``fork``); the copy knows the function, is kept to
-the CPU, and sends back what came of it. A process that has started its backends holds its devices already, and has
-threads that a copy would lack: it does the work itself, which takes nothing more.
+JAX starts all of its backends when a device is first requested, and a GPU or TPU backend holds its devices
+until the process ends. Exporting a function requests a device for any target platform, and a
+Python function cannot be sent to a process that was not forked. So a process without a started backend,
+which may need its devices later or leave them to others, is forked; the copy has the function, is restricted to
+the CPU, and sends back the result. A process with started backends already holds its devices, and has
+threads that a fork would lack: it does the work itself, which takes no further devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from capibara.plan.errors import PlanError
 
-__all__ = ["apart", "backends_started", "can_copy"]
+__all__ = ["backends_started", "can_copy", "isolated"]
 
 Result = tuple[dict[str, Any], bytes]
 _HEAD = 16
@@ -49,13 +49,13 @@ def can_copy() -> bool:
     return sys.platform == "linux" and hasattr(os, "fork")
 
 
-def apart(function: Callable[[], Result], *, what: str, timeout: float = 1800.0) -> Result:
-    """What a function gives, plain data and bytes, computed where it takes no accelerator of this process.
+def isolated(function: Callable[[], Result], *, what: str, timeout: float = 1800.0) -> Result:
+    """Call a function, which returns plain data and bytes, without taking an accelerator in this process.
 
     Args:
-      function: gives what JSON holds, and bytes. What else it does is lost with the copy.
-      what: in words, for errors.
-      timeout: seconds that the copy may take.
+      function: returns JSON data and bytes. Its other effects are lost with the fork.
+      what: description for error messages.
+      timeout: time limit of the fork in seconds.
 
     Raises:
       PlanError: one that the function raised; or the copy ended otherwise, or took too long.
