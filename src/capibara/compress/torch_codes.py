@@ -2,7 +2,8 @@
 
 :func:`coded_module` copies a module with its linear layers, embeddings and convolutions as :class:`CodedLinear`,
 :class:`CodedEmbedding` and :class:`CodedConvolution`: codes and scales are buffers, of which a slab at a time becomes
-numbers inside of the product, and again for the gradient of the inputs. A convolution's weight becomes numbers for each
+numbers inside of the product, and again for the gradient of the inputs. On CPUs compiled code reads the codes where
+vectors are few. A convolution's weight becomes numbers for each
 call, and goes with it. Scales and levels are kept as integers that have a float32's bits: ``module.half()`` and
 ``to(dtype)`` change what the layer computes in, and leave the codes what they are.
 """
@@ -17,16 +18,19 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.codecs.fixed import Parts
+from capibara.compress.codecs.fixed_native import NativeExecutor
 from capibara.compress.container.reader import Archive
 from capibara.compress.formats import NumberFormat
 from capibara.compress.models.adapters import put_tensor
 from capibara.compress.models.numbers import torch_from_bits
 from capibara.compress.stored_codes import exact_changes, split_scales, stored_parts
 from capibara.errors import MissingExtraError
+from capibara.native.loading import open_library
 
 try:
     import torch
     from torch import nn
+    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 except ImportError:
     raise MissingExtraError("torch", "torch", "Running a quantized torch module") from None
 
@@ -40,6 +44,15 @@ __all__ = [
 ]
 
 _SLAB = 1 << 21  # numbers that are made at a time
+_FEW = 8  # vectors that the kernels multiply as they read codes, without making numbers of them first
+# Numbers of a matrix: below, a thread may take longer to begin than one needs for it all.
+_WORTH_THREADS = 1 << 25
+
+
+@functools.cache
+def _kernels() -> NativeExecutor | None:
+    library, _ = open_library()
+    return None if library is None else NativeExecutor(library)
 
 
 def _bits(values: np.ndarray) -> torch.Tensor:
@@ -105,6 +118,48 @@ class CodedPiece(nn.Module):
             values.index_put_(place, self.change.view(torch.float32)[inside], accumulate=True)
         return values
 
+    def by_kernel(self, x: torch.Tensor, across: bool) -> torch.Tensor | None:
+        """The product of few vectors in compiled code, which reads codes; ``None`` where that cannot be.
+
+        Reading the matrix is then what takes the time, and codes are a quarter or an eighth of it. What traces a
+        program or watches its operations must see PyTorch's own.
+        """
+        buffers = [b for b in self.buffers() if b.dtype == torch.uint8 or b.dtype == torch.int8]
+        if (
+            torch.compiler.is_compiling()
+            or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+            or is_in_torch_dispatch_mode()
+            or type(x) is not torch.Tensor
+            or x.dtype != torch.float32
+            or not 0 < len(x) <= _FEW
+            or self.codes.numel() == 0
+            or any(type(b) is not torch.Tensor or b.device.type != "cpu" for b in (x, *self.buffers()))
+            or not all(b.is_contiguous() for b in buffers)
+            or (kernels := _kernels()) is None
+        ):
+            return None
+        table = self.table.view(torch.float32)
+        # A code beyond the table finds NaN.
+        table = nn.functional.pad(table, (0, 256 - len(table)), value=torch.nan).numpy()
+        out = torch.from_numpy(
+            kernels.multiply(
+                x.detach().contiguous().numpy(),
+                self.codes.numpy(),
+                self.scale_codes.numpy(),
+                table,
+                None if self.levels is None else self.levels.view(torch.float32).contiguous().numpy(),
+                self.group,
+                self.length,
+                across=across,
+                threads=torch.get_num_threads() if self.rows * self.length >= _WORTH_THREADS else 1,
+            )
+        )
+        if len(self.row):
+            change = self.change.view(torch.float32)
+            taken, put = (self.row, self.column) if across else (self.column, self.row)
+            out.index_add_(1, put, x.detach().index_select(1, taken) * change)
+        return out
+
     def slabs(self) -> Iterator[tuple[int, int]]:
         step = max(_SLAB // max(self.length, 1), 1)
         for first in range(0, self.rows, step):
@@ -116,6 +171,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, piece: CodedPiece, across: bool) -> torch.Tensor:
+        if (found := piece.by_kernel(x, across)) is not None:
+            return found
         if across:
             out = x.new_zeros(len(x), piece.length)
             for first, last in piece.slabs():

@@ -41,6 +41,16 @@ class _Codes(ctypes.Structure):
     )
 
 
+class _Product(ctypes.Structure):
+    # As quantised.h has it.
+    _fields_ = (
+        ("matrix", _Codes),
+        ("across", ctypes.c_bool),
+        *((name, ctypes.c_int64) for name in ("count", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "packed")),
+    )
+
+
 def _address(array: np.ndarray | None) -> int | None:
     return None if array is None else array.ctypes.data
 
@@ -62,6 +72,9 @@ class NativeExecutor:
         self._largest.argtypes, self._largest.restype = (pointer, size, size, ctypes.c_int32, pointer), None
         self._decode = library.capibara_codes_decode
         self._decode.argtypes, self._decode.restype = (pointer, *(size,) * 4, ctypes.c_float, pointer), None
+
+        self._multiply = library.capibara_codes_multiply
+        self._multiply.argtypes, self._multiply.restype = (pointer,), ctypes.c_int32
 
     def largest(self, values: np.ndarray) -> np.ndarray:
         """The size of each group's largest number, float64 [groups]; of float32 or float64 [groups, size], finite."""
@@ -132,4 +145,37 @@ class NativeExecutor:
         first, last, begin, end = rows.start, min(rows.stop, len(codes)), columns.start, columns.stop
         out = np.empty((last - first, end - begin), np.float32)
         self._decode(ctypes.byref(task), first, last, begin, end, top, _address(out))
+        return out
+
+    def multiply(
+        self,
+        x: np.ndarray,
+        codes: np.ndarray,
+        scale_codes: np.ndarray,
+        table: np.ndarray,
+        levels: np.ndarray | None,
+        group: int,
+        length: int,
+        *,
+        across: bool,
+        threads: int,
+    ) -> np.ndarray:
+        """``x @ W.T`` [count, rows], or ``across`` ``x @ W`` [count, length], of a matrix in codes; float32.
+
+        Args:
+          x: float32 [count, length], or ``across`` [count, rows]; like all arrays in C order.
+          codes: int8 [rows, length], or uint8 [rows, ceil(length / 2)] with ``levels``; not empty.
+          scale_codes: uint8 [rows, groups], places in ``table``.
+          table: float32 [256].
+          levels: float32 [16], or ``None``.
+        """
+        rows = len(codes)
+        out = np.empty((len(x), length if across else rows), np.float32)
+        matrix = _Codes(
+            rows, length, group, codes.shape[1], scale_codes.shape[1], levels is not None,
+            _address(codes), None, _address(scale_codes), _address(table), _address(levels),
+        )  # fmt: skip
+        task = _Product(matrix, across, len(x), threads, _address(x), _address(out), None)
+        if self._multiply(ctypes.byref(task)) == _NO_MEMORY:
+            raise MemoryError
         return out
