@@ -1,4 +1,4 @@
-"""Compose: models written as blocks joined by name, compiled to one pure function.
+"""Compose: models written as blocks connected by name, compiled to one pure function.
 
 from capibara import compose as ml
 

@@ -1,7 +1,7 @@
 """What can go wrong while a model is composed, and how it is said.
 
 Each error names the two places in the nested model that disagree, what each of them has, and the line of the
-user's own code that joined them (see :class:`Site`).
+user's own code that connected them (see :class:`Site`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def user_site() -> Site | None:
-    """The nearest line on the call stack outside Capibara itself: where the user joined two blocks.
+    """The nearest line on the call stack outside Capibara itself: where the user connected two blocks.
 
     Only a file name and a number are taken from the frame (no source text), so it costs about a microsecond.
     """

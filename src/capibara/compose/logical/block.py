@@ -1,8 +1,8 @@
-"""Blocks and their ports: what models are made of, before they are joined.
+"""Blocks and their ports: what models are made of, before they are connected.
 
 A :class:`Block` has ports, each a wire. A :class:`Primitive` is one operation of the backend. Calling a block with
-names says what its ports are to be joined to; :class:`~capibara.compose.logical.model.Model` does the joining. Calling
-it with positional arguments gives its result as a connection, to go on with in functional style.
+names declares what its ports connect to; :class:`~capibara.compose.logical.model.Model` makes the connections. Calling
+it with positional arguments returns its result as a connection, for functional style.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Block:
         return ".".join(n for n in reversed(names) if n) or self.name or type(self).__name__
 
     def __call__(self, *inputs: Any, **connections: Any) -> Any:
-        """Say what the block's ports are to be joined to.
+        """Say what the block's ports are to be connected to.
 
         Args:
             inputs: for the block's inputs in their order (``input_keys``); None leaves one open.
@@ -131,7 +131,7 @@ class Block:
     def summary(
         self, *, shapes: bool = True, types: bool = False, depth: int | None = 0, verbose: bool = True
     ) -> str:
-        """Print a table of the blocks, what their ports are joined to, and how many parameters they have.
+        """Print a table of the blocks, what their ports are connected to, and how many parameters they have.
 
         Args:
             shapes, types: columns with what is known of shapes and kinds so far.
@@ -201,7 +201,7 @@ class Block:
         return self._main_input()
 
     def _finish(self) -> None:
-        """Settle what the outputs are, before the block is joined to others."""
+        """Settle what the outputs are, before the block is connected to others."""
 
     def _shape(self, spec: Any, axes: Iterable[str | None] = ()) -> Shape:
         return as_shape(spec, self.symbols, tuple(axes))

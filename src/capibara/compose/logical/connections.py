@@ -1,4 +1,4 @@
-"""What a block's ports are joined to: names, ports, keys with more said of them, and expressions.
+"""What a block's ports are connected to: names, ports, keys with more said of them, and expressions.
 
 A :class:`Connection` is the result of a block that is not in a model yet: of an operator (``x + 1``) or of a block
 called with positional arguments (``Linear(4)(x)``). It holds the call and what the call reads, so that a whole model
@@ -179,7 +179,7 @@ def as_type(given: Any) -> tuple[str | None, tuple[Any, ...] | None]:
 
 
 class Placement(Operators):
-    """A block and what its ports are to be joined to: what calling a block with names returns.
+    """A block and what its ports are to be connected to: what calling a block with names returns.
 
     It is added with ``model |= …`` or ``model += …``; in an expression it stands for the block's main output.
     """

@@ -1,4 +1,4 @@
-"""Logical models: blocks joined by named connections, nested to any depth.
+"""Logical models: blocks connected by named connections, nested to any depth.
 
 A :class:`Block` has ports, each a wire. A :class:`Primitive` is one operation. A :class:`Model` holds other blocks
 and joins their ports by name::
@@ -34,7 +34,7 @@ __all__ = ["Block", "IOKey", "Model", "Placement", "Port", "Primitive"]
 
 
 class Model(Canonical):
-    """Blocks joined by named connections.
+    """Blocks connected by named connections.
 
     ``model |= block(port="name", …)`` adds a block; ``model += block`` also joins its input to what the model
     last produced. Subclass it to write a block of your own: declare inputs, parameters and states, add blocks.
@@ -152,7 +152,7 @@ class Model(Canonical):
 
         Raises:
             WiringError: there are no outputs, an output has the name of an input, or a block is part of another model.
-            ShapeError, KindError: what is joined does not fit.
+            ShapeError, KindError: what is connected does not fit.
         """
         return gather(cls(name=name), outputs)
 
@@ -276,7 +276,7 @@ class Model(Canonical):
         self._join(outer, block.wires[key], shown, f"{block.label}.{key}", site)
 
     def _join(self, outer: Wire, inner: Wire, shown: str, place: str, site: Site | None) -> None:
-        """Join two values; an error says what each is, what it has, and the line that joined them."""
+        """Join two values; an error says what each is, what it has, and the line that connected them."""
         before = (repr(outer.find().shape), repr(inner.find().shape))
 
         def explain(error: Exception, kind: type[Exception] = ShapeError) -> Exception:
@@ -318,7 +318,7 @@ class Model(Canonical):
     def input_keys(self) -> list[str]:
         if (
             self._frozen is not None
-        ):  # joined to the model around it: its ports are what they were before that
+        ):  # connected to the model around it: its ports are what they were before that
             return self._frozen[0]
         # Two names of one value are one input.
         found: dict[int, str] = {}

@@ -241,7 +241,7 @@ class Settings(Block):
         that of ``key``; the others still find it, and are neither inputs nor outputs.
 
         Args:
-            connections: two or more, or one to be joined with the key.
+            connections: two or more, or one to be connected with the key.
             key: a name, or an :class:`IOKey` with more said of the value.
 
         Raises:

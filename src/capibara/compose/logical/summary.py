@@ -1,4 +1,4 @@
-"""A logical model as a table of text: its blocks, what each port is joined to, shapes, kinds, numbers of parameters.
+"""A logical model as a table of text: its blocks, what each port is connected to, shapes, kinds, numbers of parameters.
 
 It is read off the model as it stands; what is not known yet is shown by its name or as ``?``.
 """

@@ -48,7 +48,7 @@ def on_undo(action: Callable[[], Any]) -> None:
 def root_of(node: Any) -> Any:
     """The representative of a union-find node (anything with a ``parent``).
 
-    Long ways are shortened as they are walked, or a chain of n joined values would take n² steps to build.
+    Long ways are shortened as they are walked, or a chain of n connected values would take n² steps to build.
     """
     parent = node.parent
     if parent is None:

@@ -1,7 +1,7 @@
 """Wires: the values of a model before it is compiled.
 
 A :class:`Wire` is one value that flows through a model: an input, a parameter, a state, or the result of an
-operation. A block's port and the connection it is joined to in the model around it are two wires until they are
+operation. A block's port and the connection it is connected to in the model around it are two wires until they are
 joined; joining merges them (a union-find), so one value that is seen at five depths of nesting is one wire.
 """
 

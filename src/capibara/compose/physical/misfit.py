@@ -1,7 +1,7 @@
 """Why a call failed: sizes that were free when the model was compiled, and do not fit together now.
 
 What an operation says of its operands (JAX, NumPy and PyTorch each in their own words) names neither the connections
-nor the line that joined them. So when one fails, the model's shapes are solved once more with the sizes of the call.
+nor the line that connected them. So when one fails, the model's shapes are solved once more with the sizes of the call.
 """
 
 from __future__ import annotations
