@@ -238,7 +238,7 @@ class CompressedModel:
             on the device ``"meta"``.
           apply: runs a tree of arrays.
           decode: ``True``: all weights become numbers. ``False``: those that are stored with ``int8``, ``int4`` or
-            ``nf4`` stay in codes where the model can run so. ``"auto"``: the same, without an error where none can.
+            ``nf4`` stay quantized where the model can run so. ``"auto"``: the same, without an error where none can.
 
         Raises:
           ArchiveError: no archive, or a damaged one.

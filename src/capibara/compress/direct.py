@@ -106,7 +106,7 @@ class Piece:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A weight in codes of eight or four bits.
+    """A weight quantized to eight or four bits.
 
     Attributes:
       pieces: runs of rows along the weight's first axis.
@@ -254,7 +254,7 @@ class QuantisedMatrix:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantisedStack:
-    """A weight of more than two axes in codes, such as the matrices of several layers, one after another.
+    """A quantized weight of more than two axes, such as the matrices of several layers, one after another.
 
     Attributes:
       codes: int8 [count, rows, length], or uint8 [count, rows, ceil(length / 2)], for each index of the first axis.

@@ -31,7 +31,7 @@ Coded = QuantisedMatrix | QuantisedStack
 
 
 def is_coded(value: object) -> bool:
-    """Whether it is a weight in codes."""
+    """Whether ``value`` is a quantized weight."""
     return isinstance(value, Coded)
 
 
@@ -286,7 +286,7 @@ _RULES: dict[str, Callable[[_Evaluation, Any, list[Any]], list[Any] | None]] = {
 
 
 def load_weights(archive: Archive, likes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Tensors of an archive in codes where it has codes, and numbers elsewhere.
+    """Tensors of an archive: quantized where it has codes, decoded elsewhere.
 
     Args:
       archive: an open one.
@@ -324,13 +324,13 @@ def load_weights(archive: Archive, likes: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 class CodedArrays:
-    """The arrays of a model, in codes where the archive has codes, and the model's function over them.
+    """The arrays of a model, quantized where the archive has codes, and the model's function over them.
 
     Attributes:
       arrays: by name.
-      quantized: names of those in codes.
+      quantized: names of the quantized ones.
       why: of the others, why.
-      on_the_way: names in codes that a program made into numbers, and for which operation.
+      on_the_way: names of quantized weights that a program decoded, and for which operation.
     """
 
     def __init__(self, archive: Archive, adapter: Adapter) -> None:

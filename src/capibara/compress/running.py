@@ -17,7 +17,7 @@ class Running:
     Attributes:
       quantized: names of weights that are multiplied as they are stored.
       decoded: names of the others, and why they are numbers.
-      on_the_way: of those in codes, the ones that a traced program makes into numbers while it runs, and for which
+      on_the_way: of the quantized ones, those that a traced program decodes while it runs, and for which
         operation; known once the model has run.
       nbytes: of codes and numbers in memory.
       archive_bytes: of the file.

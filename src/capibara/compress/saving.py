@@ -92,7 +92,7 @@ def _held_tensors(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _coded(layer: Any) -> Any:
-    """The weight of a layer that runs in codes; only where some do is their module there."""
+    """The weight of a layer that runs quantized; only where some do is their module there."""
     codes = sys.modules.get("capibara.compress.torch_codes")
     coded = getattr(layer, "coded", None)
     return coded if codes is not None and isinstance(coded, codes.CodedWeight) else None

@@ -191,7 +191,7 @@ class _Product(torch.autograd.Function):
 
 
 class CodedWeight(nn.Module):
-    """A weight in codes.
+    """A quantized weight.
 
     Attributes:
       shape: of the weight.
@@ -255,7 +255,7 @@ class CodedWeight(nn.Module):
 
 
 class _Coded(nn.Module):
-    """A layer with a weight in codes."""
+    """A layer with a quantized weight."""
 
     def __init__(self, weight: CodedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class _Coded(nn.Module):
 
 
 class CodedLinear(_Coded):
-    """``nn.Linear`` with its weight in codes; gradients reach its inputs and its bias."""
+    """``nn.Linear`` with a quantized weight; gradients reach its inputs and its bias."""
 
     def __init__(self, layer: nn.Linear, weight: CodedWeight) -> None:
         super().__init__(weight, layer.bias)
@@ -289,7 +289,7 @@ class CodedLinear(_Coded):
 
 
 class CodedEmbedding(_Coded):
-    """``nn.Embedding`` with its table in codes."""
+    """``nn.Embedding`` with a quantized table."""
 
     def __init__(self, layer: nn.Embedding, weight: CodedWeight) -> None:
         super().__init__(weight, None)
@@ -305,7 +305,7 @@ class CodedEmbedding(_Coded):
 
 
 class CodedConvolution(_Coded):
-    """``nn.Conv1d``, ``Conv2d`` or ``Conv3d`` with its weight in codes, which become numbers for each call."""
+    """``nn.Conv1d``, ``Conv2d`` or ``Conv3d`` with a quantized weight, decoded at each call."""
 
     def __init__(self, layer: Any, weight: CodedWeight) -> None:
         super().__init__(weight, layer.bias)
@@ -337,7 +337,7 @@ _KINDS: dict[type, Callable[[Any, CodedWeight], _Coded]] = {
 
 
 def _problem(layer: nn.Module, leaf: str, weight: CodedWeight) -> str | None:
-    """Why a layer cannot run in codes."""
+    """Why a layer cannot run quantized."""
     kind = type(layer)
     if leaf != "weight" or kind not in _KINDS:
         return f"the {leaf} of {kind.__name__}, which runs with numbers"
@@ -353,7 +353,7 @@ def _problem(layer: nn.Module, leaf: str, weight: CodedWeight) -> str | None:
 def coded_module(
     module: nn.Module, archive: Archive, tied: Mapping[str, str]
 ) -> tuple[nn.Module, list[str], dict[str, str]]:
-    """A copy of a module with the weights of an archive, in codes where it can run so.
+    """A copy of a module with the weights of an archive, quantized where it can run so.
 
     Args:
       module: whose numbers do not matter; it may be on the device ``"meta"``.

@@ -71,7 +71,7 @@ class Generator:
     Args:
       model: anything with ``init_cache``, ``decode`` and ``config`` as
         :class:`capibara.core.ModularCapibaraModel`.
-      params: its parameters; some may be in codes (:func:`capibara.serve.load_compressed` with ``decode=False``).
+      params: its parameters; some may be quantized (:func:`capibara.serve.load_compressed` with ``decode=False``).
       state: its non-trained state, if it has any.
       sampling: how tokens are chosen.
       vocabulary: only token ids below this are chosen; by default all of the model's.

@@ -78,7 +78,7 @@ def load_compressed(
 
 
 def _quantized(archive: Archive, likes: dict[str, Any], decode: bool | str) -> dict[str, Any]:
-    """Tensors by name, in codes where the file has codes."""
+    """Tensors by name, quantized where the file has codes."""
     from capibara.compress.jax_codes import load_weights
 
     found, why = load_weights(archive, likes)
