@@ -19,7 +19,8 @@ from emulation import emulated
 from fuzz_ops.case import Arg, Family, compare
 from fuzz_ops.plant import plant
 from fuzz_ops.table import OPERATIONS
-from fuzz_ops.worker import family_of, run_family
+from fuzz_ops.ways import WAYS
+from fuzz_ops.worker import family_of, run_family, ways_of
 from operation_calls import functions
 
 from capibara.jax.tpu_v4 import backend
@@ -125,6 +126,11 @@ def test_every_way_finds_what_is_planted_in_an_operation(found, op):
         "unchecked",
     }
     assert missed <= blind
+
+
+def test_a_first_family_of_one_way_does_not_hide_the_others():
+    assert family_of("collective.async_all_reduce", 1, 0)[0].refused >= {"jit", "grad"}
+    assert ways_of("collective.async_all_reduce", 1) == {*WAYS}
 
 
 def square(x):

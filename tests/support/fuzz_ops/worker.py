@@ -25,7 +25,7 @@ from fuzz_ops.plant import plant
 from fuzz_ops.table import OPERATIONS
 from fuzz_ops.ways import NEED, WAYS, Problem, precision
 
-__all__ = ["DRAWS", "family_of", "fuzz", "run_family"]
+__all__ = ["DRAWS", "family_of", "fuzz", "run_family", "ways_of"]
 
 # A draw costs a hundredth of what a family's programs do.
 DRAWS = 60
@@ -55,13 +55,23 @@ def run_family(
             except Ambiguous:
                 continue
         for way, function in WAYS.items():
-            need = NEED.get(way)
-            if way in family.refused or not problems or (need and not getattr(family, need)):
+            if not problems or not _fits(family, way):
                 continue
             # Drawn in any case: what a way finds does not hang on which others run.
             own = np.random.default_rng(rng.integers(2**32))
             if way not in skip:
                 yield run_way(way, function(family, problems, own), draws)
+
+
+def _fits(family: Any, way: str) -> bool:
+    need = NEED.get(way)
+    return way not in family.refused and (need is None or bool(getattr(family, need)))
+
+
+def ways_of(name: str, seed: int) -> set[str]:
+    """The ways that some family of an operation is checked in; the first few need not have them all."""
+    families = [family_of(name, seed, number)[0] for number in range(20)]
+    return {way for family in families for way in WAYS if _fits(family, way)}
 
 
 def run_way(way: str, found: Iterator[tuple[int, str | None]], draws: int) -> dict[str, Any]:
@@ -103,7 +113,8 @@ def fuzz(
     end = None if seconds is None else time.monotonic() + seconds
     count: Counter[str] = Counter()
     number = 0
-    while numbers is not None or not count or min(count.values()) < problems:
+    ways_wanted = ways_of(name, seed)
+    while numbers is not None or min(count[way] for way in ways_wanted) < problems:
         if numbers is not None:
             if number == len(numbers):
                 break
