@@ -9,7 +9,7 @@ from benchmarks._bundles import KINDS, Kernel, NotCompiledError, count
 
 LONG = "108 programs for TPUs, half a minute each where blocks are large"
 
-__all__ = ["SHAPES", "attention", "compare", "run"]
+__all__ = ["SHAPES", "attention", "compare", "quantized", "run"]
 
 SHAPES = tuple((dim, block) for dim in (64, 128, 256) for block in (256, 512, 1024))
 _PARTS = {False: ("output", "fwd"), True: ("query", "key_value", "gradients", "dq", "dkv")}
@@ -55,6 +55,20 @@ def attention(of: str, dim: int, block: int, backward: bool) -> tuple[Any, tuple
         return jax.vjp(attend, q, k, v)[1](g)
 
     return gradients, (x, x, x, x)
+
+
+def quantized(table: bool) -> tuple[Any, tuple[Any, ...]]:
+    """A product of 512 vectors with 2,048² codes of four bits, with or without a table of levels, and its arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    from capibara.ops.linalg import quantised_matmul
+
+    shape = jax.ShapeDtypeStruct
+    x, codes = shape((512, 2048), jnp.bfloat16), shape((2048, 1024), jnp.uint8)
+    scales, levels = shape((2048, 32), jnp.float32), shape((16,), jnp.float32)
+    arguments = (x, codes, scales, levels)[: 3 + table]
+    return lambda *a: quantised_matmul(*a, group=64, implementation="pallas_tpu"), arguments
 
 
 def _smaller(dim: int, block: int, backward: bool) -> float:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from capibara.ops.linalg.quantised_tpu import LANES
+from capibara.ops.linalg.quantised_tpu import LANES, SUBLANES
 from capibara.ops.one_device import kernel_results
 
 __all__ = ["product", "product_of_tiles"]
@@ -28,14 +28,13 @@ def _numbers(codes: jax.Array, pack: int, levels: Any) -> list[jax.Array]:
     halves = [wide & 15, (wide >> 4) & 15]
     if levels is None:
         return [half.astype(jnp.float32) - 8.0 for half in halves]
-    out = []
-    for half in halves:
-        found = [levels[0, i] for i in range(16)]
-        for bit in range(4):
-            is_set = (half >> bit) & 1 != 0
-            found = [jnp.where(is_set, found[i + 1], found[i]) for i in range(0, len(found), 2)]
-        out.append(found[0])
-    return out
+    # A table in the lanes of a register, from which each lane takes the level that its code names.
+    lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
+    table = jnp.zeros((SUBLANES, LANES), jnp.float32)
+    for i in range(16):
+        table = jnp.where(lane == i, levels[0, i], table)
+    table = jnp.concatenate([table] * (codes.shape[0] // SUBLANES), axis=0)
+    return [jnp.take_along_axis(table, half, axis=1, mode="promise_in_bounds") for half in halves]
 
 
 def _kernel(vectors: int, span: int, x: Any, codes: Any, scales: Any, *rest: Any) -> None:
