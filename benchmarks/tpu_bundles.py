@@ -34,7 +34,7 @@ def attention(of: str, dim: int, block: int, backward: bool) -> tuple[Any, tuple
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
         fused = of == "splash fused"
-        last = {} if fused else {"block_q_dq": block, "block_kv_dq": block}
+        last: dict[str, Any] = {} if fused else {"block_q_dq": block, "block_kv_dq": block}
         sizes = splash.BlockSizes(
             block, block, block, block, block, block, **last, use_fused_bwd_kernel=fused
         )
