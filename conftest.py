@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Files whose tests wait for a compiler or for processes of their own. They are few tests each and take longest, so that
 # one of them left for the end would run while the other worker has nothing to do.
 _SLOW_FILES = re.compile(
-    r"_for_[tg]pu|_for_h100|base_install|compose_examples|test_onnx|sharding|from_torch|mithril"
+    r"_for_[tg]pu|_for_h100|base_install|compose_examples|test_onnx|sharding|from_torch|mithril|on_a_mesh|layouts|test_kill"
 )
 
 
