@@ -438,7 +438,7 @@ def test_bfloat16_is_not_numpys() -> None:
 
 def test_platforms() -> None:
     assert float(ml.JaxBackend(platform="cpu").ones()) == 1
-    with pytest.raises(ml.CompileError, match=r"none of cpu, gpu.*Did you mean 'gpu'"):
+    with pytest.raises(ml.CompileError, match=r"not one of cpu, gpu.*Did you mean 'gpu'"):
         ml.JaxBackend(platform="gpus")
     if jax.default_backend() != "cpu":
         pytest.skip("there is an accelerator")

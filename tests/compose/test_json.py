@@ -119,7 +119,7 @@ class Own(ml.Primitive):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Own(), "none of the library's own"),
+        (lambda: Own(), "not one of the library's primitives"),
         (lambda: ml.Linear(3, init=jax.nn.initializers.ones), "initialiser of 'weight'"),
         (lambda: "model", "is not a model"),
     ],

@@ -60,7 +60,7 @@ def test_models_come_back_nested(tmp_path):
         if jax.config.jax_enable_x64:
             got = load_sharded(made.path, shardings)
         else:
-            with pytest.raises(CompressError, match=r"a\.1: JAX has no int64"):
+            with pytest.raises(CompressError, match=r"a\.1: JAX does not enable int64"):
                 load_sharded(made.path, shardings)
             with jax.enable_x64(True):
                 got = load_sharded(made.path, shardings)

@@ -58,6 +58,8 @@ def test_demo_equals_the_defaults_but_for_what_it_is_tuned_in():
         "optimizer.warmup_steps",
         "optimizer.final_learning_rate_fraction",
         "checkpoint.every_steps",
+        "generate.temperature",
+        "generate.top_p",
     }
 
 
