@@ -446,5 +446,5 @@ def test_platforms() -> None:
     assert backend.platform == "gpu"
     with pytest.raises(ml.CompileError, match=r"platform='gpu' is not there.*cpu:0"):
         backend.ones(3)
-    with pytest.raises(ml.CompileError, match=r"platform='gpu' is not there.*cpu:0"):
+    with pytest.raises(ml.CompileError, match=r"platform='gpu' is not available.*cpu:0"):
         ml.JaxBackend(platform="gpu", device_mesh=(1,))
