@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 LIBRARY := src/capibara/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py .ci/extras.py
 
-.PHONY: demo test test-all test-newest test-extras test-no-jax gpu-compiler bench fuzz fuzz-ops lint format docs setup \
+.PHONY: demo announce-demo test test-all test-newest test-extras test-no-jax gpu-compiler bench fuzz fuzz-ops lint format docs setup \
   setup-dev help clean
 
 # `--group` needs pip 25.1; the pip that comes with a Python may be older.
@@ -44,9 +44,13 @@ $(VENV)/.capibara-bench: $(VENV)/.capibara-dev
 setup: $(VENV)/.capibara $(LIBRARY)
 setup-dev: $(VENV)/.capibara-dev $(LIBRARY)
 
-demo: setup  ## train about two minutes on CPython's documentation text, then write a sample
+demo: announce-demo setup  ## train about two minutes on CPython's documentation text, then write a sample
 	$(BIN)/capibara train --config demo
 	$(BIN)/capibara generate --config demo --prompt "The with statement" --length 400
+
+announce-demo:
+	@echo "This installs Capibara into $(VENV) (about a minute, once), trains a language model of 2.4 million parameters on"
+	@echo "CPython's documentation (2 to 5 minutes on two cores), and writes a sample. Run it again to see the sample only."
 
 # Programs for the CPU are compiled in a quarter of the time with these, and are slower; tests compile thousands and run
 # each a few times. An XLA that does not know a flag ends at it: only those that it knows are given.

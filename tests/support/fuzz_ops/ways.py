@@ -372,15 +372,20 @@ def over_devices(over: Over, check_vma: bool = True, same: bool = False) -> Call
         outs = leaves(over.local, *(x[0] for x in arrays))
         return outs if same else [x[None] for x in outs]
 
-    def call(*arrays: Any) -> list[Any]:
-        # The mesh is made when it is needed: families are drawn in processes of one device, too.
-        outs = jax.shard_map(
+    @cache
+    def mapped() -> Callable[..., Any]:
+        # Made when it is needed, since families are drawn in processes of one device, too; and once, so that calls of
+        # the same family find what is compiled.
+        return jax.shard_map(
             local,
             mesh=devices(over.sizes, over.names),
             in_specs=P(over.names),
             out_specs=P() if same else P(over.names),
             check_vma=check_vma,
-        )(*arrays)
+        )
+
+    def call(*arrays: Any) -> list[Any]:
+        outs = mapped()(*arrays)
         count = int(np.prod(over.sizes))
         return [jnp.broadcast_to(x, (count, *x.shape)) for x in outs] if same else outs
 
