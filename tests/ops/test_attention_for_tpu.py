@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 from tpu_compiler import ask, needs_libtpu
+from tpu_kinds import topologies
 
 pytestmark = needs_libtpu
-
-KINDS = (
-    "v4:2x2x1",
-    "v5e:2x2",
-    "v5p:2x2x1",
-    "v6e:2x2",
-)
 
 SCRIPT = r"""
 import json, re, sys
@@ -115,7 +109,7 @@ IN_TWO_KERNELS = ["key_value", "output", "query"]
 TWO = ("long", "two kernels")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=topologies("v4", "v6e"))
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return ask(SCRIPT, request.param)
 

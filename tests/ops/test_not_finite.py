@@ -230,6 +230,7 @@ def _selective_arrays() -> list[Any]:
     return [x, np.abs(dt) + 0.1, -np.abs(a), b, c, h]
 
 
+@partial(jax.jit, static_argnums=(0, 1))  # compiled once for all that is put into the arrays
 def _selective_scan(
     name: str, chunk_size: int | None, x: Any, dt: Any, a: Any, b: Any, c: Any, h: Any
 ) -> Any:
@@ -264,16 +265,15 @@ def test_a_selective_scans_gradient_of_what_came_before_stays(spoilt):
     weight = np.random.default_rng(5).normal(size=arrays[0].shape).astype(np.float32)
 
     def gradient(name: str, weight: Any) -> list[np.ndarray]:
-        _, pull = jax.vjp(lambda *v: _selective_scan(name, 4 if name == "xla" else None, *v), *arrays)
-        return [np.asarray(v) for v in pull((jnp.asarray(weight), jnp.zeros_like(arrays[5])))]
+        pull = _selective_gradient(name, 4 if name == "xla" else None)
+        return [np.asarray(v) for v in pull(arrays, (weight, np.zeros_like(arrays[5])))]
 
     # Only what comes before is read: its gradient is that of a scan which ends there.
     early = weight.copy()
     early[:, start:] = 0
     shorter = [v[:, :start] if i in (0, 1, 3, 4) else v for i, v in enumerate(arrays)]
     if start:
-        _, pull = jax.vjp(lambda *v: _selective_scan("reference", None, *v), *shorter)
-        want = pull((jnp.asarray(weight[:, :start]), jnp.zeros_like(arrays[5])))
+        want = _selective_gradient("reference", None)(shorter, (weight[:, :start], np.zeros_like(arrays[5])))
         got = gradient("xla", early)
         for i in (0, 1, 3, 4):
             same(got[i][:, :start], want[i], f"{i}")

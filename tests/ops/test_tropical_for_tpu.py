@@ -44,8 +44,10 @@ def draw(shapes: Any, wild: float = 0.0, seed: int = 0) -> list[np.ndarray]:
     return out
 
 
-@pytest.mark.parametrize(("semiring", "wild"), [("max_plus", 0.01), ("min_plus", 0.0)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "semiring", "wild"),
+    [*((shape, "max_plus", 0.01) for shape in SHAPES), ("rows", "min_plus", 0.0), ("batch", "min_plus", 0.0)],
+)
 def test_interpreted_values_and_indices_are_the_definition_s(shape, semiring, wild):
     a, b = draw(SHAPES[shape], wild)
     value, index = oracle(a, b, semiring)
@@ -55,7 +57,7 @@ def test_interpreted_values_and_indices_are_the_definition_s(shape, semiring, wi
     np.testing.assert_array_equal(at, index)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     rows=st.integers(8, 70), inner=st.integers(1, 140), columns=st.integers(32, 200), seed=st.integers(0, 99)
 )
@@ -160,7 +162,7 @@ print(json.dumps(out))
 
 
 @needs_libtpu
-@pytest.mark.parametrize("kind", topologies("v4", "v6e"))
+@pytest.mark.parametrize("kind", topologies("v4"))
 def test_compiled_for_tpus_it_keeps_no_array_of_terms(kind):
     found = ask(SCRIPT, kind)
     vector = found.pop("vector")
