@@ -1,10 +1,10 @@
-"""The command line: ``capibara VERB …``, one module a verb.
+"""The command line: ``capibara VERB …``, one module per verb.
 
-``capibara --help`` has to be quick, so a verb's module (and with it JAX) is imported only when that verb is
-called; what each verb does in a line stands in :data:`VERBS`. A verb's module has ``HELP``,
+``capibara --help`` has to be fast, so a verb's module (and with it JAX) is imported only when that verb is
+called; :data:`VERBS` describes each verb in one line. A verb's module has ``HELP``,
 ``add_arguments(parser)`` and ``run(args) -> int``.
 
-Exit codes: 0 fine; 1 what was asked for failed, or a check found something; 2 wrong usage or bad input, with
+Exit codes: 0 success; 1 the request failed, or a check found something; 2 wrong usage or invalid input, with
 one clear message and no traceback; 128 + n ended by signal n.
 """
 
@@ -37,7 +37,7 @@ VERBS: dict[str, str] = {
     "migrate": "check source code against the installed JAX",
 }
 
-# These end by themselves when SIGTERM comes: a run is stopped between two steps, and kept.
+# These handle SIGTERM themselves: a run stops between two steps, and is saved.
 _OWN_SIGNALS = ("train",)
 # These write large files on many threads.
 _ENDING = ("compress", "decompress")
@@ -45,7 +45,7 @@ _BROKEN_PIPE = 141
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says which option was probably meant."""
+    """Suggests the option that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         hint = ""
@@ -63,10 +63,10 @@ def _overview() -> str:
     verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
     return (
         "usage: capibara VERB …\n\n"
-        "Write a JAX model once, then train, serve and shrink it.\n\n"
+        "Write a JAX model once, then train, serve and compress it.\n\n"
         f"verbs:\n{verbs}\n\n"
         "options:\n  --version  print the version\n"
-        "  --help     print this; 'capibara VERB --help' explains a verb\n"
+        "  --help     print this; 'capibara VERB --help' describes a verb\n"
     )
 
 

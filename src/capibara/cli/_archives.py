@@ -1,4 +1,4 @@
-"""What the verbs that handle archives print."""
+"""Output of the verbs that handle archives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["print_folder_table", "print_table", "progress_bar"]
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, int], None]]:
-    """A bar on standard error, in bytes; gives the function that moves it. ``quiet``: none."""
+    """A progress bar on standard error, in bytes; yields the function that advances it. ``quiet``: no bar."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -101,7 +101,7 @@ def _cells(e: Entry) -> list[str]:
 
 
 def _sizes(entries: Sequence[Entry], size: int) -> str:
-    """What tensors take, and the files that they are in."""
+    """Sizes of tensors, and of the files that contain them."""
     original = sum(e.original_bytes for e in entries)
     return f"{_short(original)} as {_short(size)}" + (f", {size / original:.4f} of them" if original else "")
 

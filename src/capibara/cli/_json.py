@@ -1,4 +1,4 @@
-"""What ``--json`` prints: JSON that every parser takes."""
+"""Output of ``--json``: JSON that every parser accepts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["print_json"]
 
 
 def print_json(document: Any, *, indent: int = 1) -> None:
-    """Print a document on standard output; numbers that are none or infinite, which JSON does not have, as ``null``.
+    """Print a document on standard output; NaN and infinity, which JSON lacks, become ``null``.
 
     A measure that is not defined (the relative error of a tensor with NaN, a ratio to nothing) is NaN inside, and
     Python's ``json`` would print it as the word ``NaN``, on which other parsers stop.

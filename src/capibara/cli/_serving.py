@@ -1,4 +1,4 @@
-"""``capibara plan --serve``: how many requests a slice answers at once, how fast, at what price."""
+"""``capibara plan --serve``: a slice's concurrent requests, latency and price."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRAINING = ("check", "lock", "report")
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what only serving plans read."""
+    """Declare the arguments that only serving plans read."""
     group = parser.add_argument_group(
         "serving", "with --serve; --topology may then name several slices: v5e:2x2,v6e:2x2"
     )
@@ -105,7 +105,7 @@ def run_serving(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[str, str, Any], None] | None]:
-    """What is compiled at the moment, with the time it takes; what is done stays as a line."""
+    """Shows the current compilation with its elapsed time; finished ones stay as lines."""
     if quiet:
         yield None
         return

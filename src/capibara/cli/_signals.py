@@ -1,4 +1,4 @@
-"""What a verb does when SIGINT (Ctrl-C) or SIGTERM comes.
+"""How verbs handle SIGINT (Ctrl-C) and SIGTERM.
 
 By default SIGTERM ends a process between two instructions, and files that are being written stay beside their places.
 An exception goes through every ``with`` and ``finally`` on its way out (:func:`raise_on_sigterm`). But it may be raised
@@ -29,7 +29,7 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 class Terminated(SystemExit):
-    """SIGTERM came; the exit code is the one that shells give to a process which that ended."""
+    """SIGTERM was received; the exit code is the one that shells report for it."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)

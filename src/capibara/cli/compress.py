@@ -23,12 +23,12 @@ HELP = "compress a safetensors file or a model folder, losslessly or to a ratio"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``capibara compress``."""
     parser.description = (
-        "Write a .capi archive from a safetensors file, or a folder of them from a model's folder as Hugging Face "
-        "lays it out (other files are copied). Every bit comes back with 'capibara decompress'; with --ratio matrices "
-        "lose something, each by the codec and at the rate that give the least error, so that all archives together "
-        "are that many times smaller, within 2 %. "
-        "Exit code: 0 written, 1 the archives are written but not the plot, 2 bad input. Existing files are replaced "
-        "when the new ones are complete; after an error or an interruption nothing is left of a folder."
+        "Write a .capi archive from a safetensors file, or a folder of archives from a Hugging Face model folder "
+        "(other files are copied). Compression is lossless by default. With --ratio it is lossy for matrices: each is "
+        "stored by the codec and at the rate that give the least error, so that all archives together are that many "
+        "times smaller, within 2 %. "
+        "Exit code: 0 success, 1 the archives are written but not the plot, 2 invalid input. Existing files are "
+        "replaced once the new ones are complete; after an error or an interruption no part of a folder remains."
     )
     parser.add_argument("source", metavar="IN", type=Path, help="a .safetensors file, or a folder")
     parser.add_argument("target", metavar="OUT", type=Path, help="the archive or the folder to write")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the archives and print what became of the tensors; returns the exit code."""
+    """Write the archives and print a table of the tensors; returns the exit code."""
     from capibara.cli._archives import print_table, progress_bar
     from capibara.compress.analysis import RATIOS
     from capibara.compress.archive_files import compress_files, plan_compress
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_plot(path: Path, ratio: float | None, jobs: Sequence[Job]) -> None:
-    """Whether a picture can be written there, before minutes are spent on archives.
+    """Check that the plot can be written, before minutes are spent on archives.
 
     Raises:
       CompressError: it cannot, or there will be nothing to draw.

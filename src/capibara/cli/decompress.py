@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``capibara decompress``."""
     parser.description = (
         "Write a safetensors file from a .capi archive, or a model's folder from a folder of them. "
-        "Exit code: 0 written, 2 bad input or a damaged archive; then nothing is written."
+        "Exit code: 0 success, 2 invalid input or a damaged archive (nothing is written)."
     )
     parser.add_argument("source", metavar="IN", type=Path, help="a .capi archive, or a folder")
     parser.add_argument(

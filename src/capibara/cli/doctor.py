@@ -1,4 +1,4 @@
-"""``capibara doctor``: what is installed, which devices, which implementations run and why the others do not.
+"""``capibara doctor``: installed versions, devices, which implementations run and why the others do not.
 
 Exit code 0 when everything that Capibara needs works, 1 when a required check failed. An optional package that
 is missing, or an accelerator that JAX does not use, is shown but is not a failure.
@@ -15,7 +15,7 @@ from capibara.cli._json import print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-HELP = "show what is installed, which devices are available and which implementations run"
+HELP = "Show what is installed, which devices are available and which implementations run."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """All that the doctor knows, ready for JSON. Each part that fails is reported, and the rest goes on."""
+    """The whole report, ready for JSON. A part that fails is reported, and the others continue."""
     from capibara import __version__
     from capibara.measure.installation import check_installation, import_names
 
@@ -84,7 +84,7 @@ def _examine_tuning() -> dict[str, Any]:
 
 
 def _tuning(found: dict[str, Any]) -> str:
-    """What `_examine_tuning` found, in a sentence."""
+    """The result of `_examine_tuning`, in a sentence."""
     if found["file"] is None:
         return "Tuning: switched off; every operation runs with its built-in choice"
     if not found["entries"]:
@@ -133,7 +133,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _plain(value: object) -> Any:
-    """Text that is shown as it is: names and messages may contain what Rich would take for markup."""
+    """Text shown literally: names and messages may contain what Rich would read as markup."""
     from rich.text import Text
 
     return Text("" if value is None else str(value))

@@ -10,9 +10,9 @@ from typing import Any
 from capibara.cli._json import print_json
 
 HELP = """Write text with a trained model: the newest complete checkpoint of the run that --config or
---checkpoint names, or the compressed parameters that --weights names. Other values come from the
-[generate] settings of the configuration. A text longer than the model's max_sequence_length is continued by
-reading its last half window again."""
+--checkpoint names, or the compressed parameters that --weights names. Defaults come from the
+[generate] settings of the configuration. Once a text exceeds the model's max_sequence_length, the model
+reads the last half window again and continues from there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         metavar="FILE",
         help="a .capi file with the model's parameters; settings are those of --config, --checkpoint, or the "
-        "config.toml beside it",
+        "config.toml in the same folder",
     )
     parser.add_argument(
         "--quantized",
         action="store_true",
-        help="with --weights: multiply by parameters of eight or four bits as they are stored, so that memory holds "
-        "what the file does",
+        help="with --weights: multiply by 8-bit and 4-bit parameters as they are stored, without decoding them, so that "
+        "they need as much memory as the file",
     )
     parser.add_argument("--prompt", default="", help="start of the text")
     parser.add_argument(

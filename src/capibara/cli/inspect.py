@@ -19,9 +19,9 @@ HELP = "list the tensors of an archive, or of a folder of them"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``capibara inspect``."""
     parser.description = (
-        "List the tensors of a .capi archive, or of all those in a folder, with their types, shapes, codecs and sizes. "
-        "Only the index is read. "
-        "Exit code: 0, or 2 for a file that is not an archive or a damaged one, and a folder without any."
+        "List the tensors of a .capi archive, or of all archives in a folder, with dtypes, shapes, codecs and sizes. "
+        "Reads only the index. "
+        "Exit code: 0 success, 2 a file is not an archive or is damaged, or a folder has no archives."
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="a .capi archive, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")

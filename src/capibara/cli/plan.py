@@ -1,6 +1,6 @@
 """``capibara plan``: what a configuration needs on a TPU slice, before renting one.
 
-Exit code 0 when a plan was made; 1 when nothing fits, or ``--check`` found a difference; 2 for bad input.
+Exit code 0 if a plan was made, 1 if nothing fits or ``--check`` found a difference, 2 for invalid input.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from capibara.plan import Layout, Plan
 
 HELP = """Find the fastest way to train a configuration on a TPU slice: mesh, sharding, rematerialisation, microbatches.
-The TPU compiler (libtpu) compiles the most promising ones here, without a TPU: memory is its own figure, time is
-predicted from the compiled program. For instance: capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
+The TPU compiler (libtpu) compiles the most promising ones on this machine, without a TPU: memory is the compiler's own
+figure, time is predicted from the compiled program. For instance: capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
 
 # Changes that --explain compiles.
 _TRIED = 5
@@ -160,14 +160,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compile(args: argparse.Namespace) -> bool | None:
-    """Whether to compile; None: where there is a compiler. What only a compiled plan gives needs one."""
+    """Whether to compile; None: if there is a compiler. Options that only a compiled plan supports need one."""
     if args.no_compile:
         return False
     return True if args.lock or args.explain else None
 
 
 def _show_compiler_notes() -> None:
-    """Before minutes are spent on compiling with it; the plan's notes say it again."""
+    """Warn before minutes are spent on compiling; the plan's notes repeat it."""
     from capibara.plan import CompilerMissingError
     from capibara.plan.compiler import find_compiler
 
@@ -180,7 +180,7 @@ def _show_compiler_notes() -> None:
 
 
 def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Refuse options that would be ignored, as far as they differ from what they are by default."""
+    """Refuse options that would be ignored, if they differ from their defaults."""
     defaults = argparse.ArgumentParser()
     add_arguments(defaults)
     for name in names:

@@ -1,7 +1,7 @@
 """``capibara tune``: measure which parameters and implementations of the operations are fast on this device.
 
-What is found goes into a file that later processes read (:mod:`capibara.ops.tuning_cache`). Exit code 0 when it was
-measured, also when every heuristic stood; 1 when an implementation computed something else than the oracle.
+Results are saved to a file that later processes read (:mod:`capibara.ops.tuning_cache`). Exit code 0 if the measurement
+completed, even if every heuristic was confirmed; 1 if an implementation disagrees with the oracle.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from capibara.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from capibara.ops.tuner import Case, Outcome
 
-HELP = """Measure block sizes, chunk sizes and implementations of operations on this device, and keep what is
-measurably faster than the built-in choice, for this version of Capibara and this kind of device. With key=value the
-sizes of the specs are changed, for instance: capibara tune flash_attention q_len=4096 batch=1 dtype=bfloat16"""
+HELP = """Measure block sizes, chunk sizes and implementations of operations on this device, and save those that are
+measurably faster than the default, for this version of Capibara and this type of device. key=value changes the
+measured sizes, for instance: capibara tune flash_attention q_len=4096 batch=1 dtype=bfloat16"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,8 @@ HELP = "decode every tensor of archives and check their checksums"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``capibara verify``."""
     parser.description = (
-        "Decode every tensor of .capi archives; of a folder, of all those in it. Exit code: 0 all is well, 1 a tensor "
-        "is damaged (each is named), 2 a file is not an archive, or a folder has none."
+        "Decode every tensor of .capi archives, or of all archives in a folder, and check their checksums. "
+        "Exit code: 0 success, 1 a tensor is damaged (each is named), 2 a file is not an archive, or a folder has none."
     )
     parser.add_argument(
         "files", metavar="FILE", type=Path, nargs="+", help=".capi archives, or folders of them"
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     every = []
     try:
-        # All names are looked at before anything is decoded: a wrong one should not cost minutes.
+        # Check all names before decoding anything: a wrong one should not cost minutes.
         for given, paths in [(given, find_archives(given)) for given in args.files]:
             results = [_verify(path) for path in paths]
             every += results
