@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantized",
         action="store_true",
-        help="with --weights: multiply by 8-bit and 4-bit parameters as they are stored, without decoding them, so that "
-        "they need as much memory as the file",
+        help="with --weights: multiply by 8-bit and 4-bit parameters without decoding them, so that they take as "
+        "much memory as the file",
     )
     parser.add_argument("--prompt", default="", help="start of the text")
     parser.add_argument(

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 HELP = """Find the fastest way to train a configuration on a TPU slice: mesh, sharding, rematerialisation, microbatches.
 The TPU compiler (libtpu) compiles the most promising ones on this machine, without a TPU: memory is the compiler's own
-figure, time is predicted from the compiled program. For instance: capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
+figure, time is predicted from the compiled program. For instance:
+capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
 
 # Changes that --explain compiles.
 _TRIED = 5

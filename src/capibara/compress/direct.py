@@ -137,7 +137,7 @@ class QuantisedMatrix:
           [..., out] in ``x``'s dtype.
 
         Raises:
-          OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+          OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
         """
         if not self.turned:
             return jnp.concatenate([p.matmul(x, implementation) for p in self.pieces], axis=-1)

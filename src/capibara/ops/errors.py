@@ -1,4 +1,4 @@
-"""Errors that operations raise on purpose."""
+"""Errors raised by operations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["NoImplementationError", "OpShapeError", "OpTypeError", "OpValueError
 
 
 class OpShapeError(CapibaraError, ValueError):
-    """An array argument has a rank or a size that does not fit the others."""
+    """The rank or size of an array argument does not match the other arguments."""
 
 
 class OpValueError(CapibaraError, ValueError):
-    """An argument's value lies outside what the operation accepts."""
+    """The value of an argument is outside the accepted range."""
 
 
 class OpTypeError(CapibaraError, TypeError):
@@ -20,8 +20,8 @@ class OpTypeError(CapibaraError, TypeError):
 
 
 class OpWarning(UserWarning):
-    """An argument has no effect here, or stands for something that was chosen; the message names the remedy."""
+    """An argument has no effect here, or a value was chosen for it; the message names the remedy."""
 
 
 class NoImplementationError(CapibaraError, NotImplementedError):
-    """The implementation asked for cannot run this problem."""
+    """The requested implementation does not support this problem."""

@@ -1,8 +1,8 @@
 """Which implementation runs, and why the others do not.
 
-For an operation, or its public function, the answer comes from the call's problem alone. Any other function (one that
-is made of operations, a method, a model of one's own) is traced with the shapes of its arguments: nothing is computed,
-and every operation that is met is asked.
+For an operation, or its public function, the answer comes from the call's problem alone. Any other function (one
+built from operations, a method, your own model) is traced with the shapes of its arguments: nothing is computed, and
+every operation in it is explained.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _calls = itertools.count()
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found.
+    """The result of :func:`explain`.
 
     Attributes:
-      op: The operation, or the function that was asked about.
+      op: The operation or function that is explained.
       platform: Where it would run.
-      chosen: The implementation that runs. Of a function with several operations, their implementations, each once;
-        ``"xla"`` where a function has none: it is XLA operations on every platform.
+      chosen: The implementation that runs. For a function with several operations, their implementations, each once;
+        ``"xla"`` for a function without operations, which is plain XLA on every platform.
       reasons: Why each of the others does not run.
-      parameters: What was measured on this device and is used in place of the heuristic (see ``capibara tune``).
-      parts: The operations inside a function that is not one itself.
-      remarks: Arguments that have no effect here, each with the remedy; a call warns of them.
+      parameters: Parameters measured on this device and used instead of the heuristic (see ``capibara tune``).
+      parts: The operations inside a function that is not an operation itself.
+      remarks: Arguments that have no effect here, each with a remedy; a call warns about them.
     """
 
     op: str
@@ -72,16 +72,16 @@ def explain(
     """Say which implementation of ``op`` runs for these arguments, and why the others do not.
 
     Args:
-      op: An operation's name (``"flash_attention"``), its public function, or any function or method: that is traced
-        (as ``jax.eval_shape`` does), and each operation in it explained. A function that communicates over a mesh axis
-        and is not called inside ``jax.shard_map`` is traced as on a mesh of one device.
+      op: An operation's name (``"flash_attention"``), its public function, or any function or method, which is traced
+        (as by ``jax.eval_shape``) to explain each operation in it. A function that communicates over a mesh axis and
+        is not called inside ``jax.shard_map`` is traced as on a mesh of one device.
       *args: The arguments the call would get; arrays may be ``jax.ShapeDtypeStruct``.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"`` …; by default the platform JAX runs on here.
       **kwargs: The keyword arguments the call would get.
 
     Raises:
-      OpValueError, OpTypeError: ``op`` is not an operation and runs none, or the call itself is not valid.
-      NoImplementationError: the implementation asked for cannot take the problem.
+      OpValueError, OpTypeError: ``op`` is not an operation and contains none, or the call itself is invalid.
+      NoImplementationError: the requested implementation does not support the problem.
     """
     if platform is not None and not isinstance(platform, str):
         raise OpTypeError(f"explain: platform must be a string or None, got {platform!r}")

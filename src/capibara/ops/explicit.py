@@ -1,9 +1,9 @@
 """Operations on arrays of a mesh with explicit axes.
 
-``jax.make_mesh`` makes axes whose shardings are part of an array's type: each primitive then has to say how its
-result is laid out, and a reshape that merges two sharded dimensions is an error. The inside of an operation is
-better left to the compiler: :func:`automatic` runs it with automatic axes, and states the layout of the result.
-:func:`over_explicit_axes` makes a public function do so by itself.
+``jax.make_mesh`` makes axes whose shardings are part of an array's type: each primitive then has to state the
+sharding of its result, and a reshape that merges two sharded dimensions is an error. The body of an operation is
+better left to the compiler: :func:`automatic` runs it with automatic axes, and states the sharding of the result.
+:func:`over_explicit_axes` wraps a public function in this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dims = tuple[Any, ...]  # for each dimension of an array the mesh axes that it i
 
 
 def explicit_sharding(*arrays: Any) -> NamedSharding | None:
-    """The sharding in the type of the first array that has explicit mesh axes in it; None if none has."""
+    """The sharding of the first array with explicit mesh axes in its type; None if there is none."""
     for array in arrays:
         if isinstance(array, jax.Array):
             sharding = jax.typeof(array).sharding
@@ -36,7 +36,7 @@ def explicit_sharding(*arrays: Any) -> NamedSharding | None:
 
 
 def join_dims(*several: Dims) -> Dims:
-    """How what broadcasts from several arrays lies: the first that says anything about a dimension is right."""
+    """The sharding of a broadcast: for each dimension, that of the first array that specifies one."""
     rank = max(map(len, several))
     padded = [(None,) * (rank - len(dims)) + dims for dims in several]
     return tuple(
@@ -52,7 +52,8 @@ def automatic(function: Callable[..., Any], arrays: Sequence[Any], kept: int) ->
     Args:
       function: Of the arrays; those that are None stay None.
       arrays: At least one has explicit axes.
-      kept: The results are laid out as the first array in its first ``kept`` dimensions, and whole in the others.
+      kept: The results are sharded like the first array in its first ``kept`` dimensions, and replicated in the
+        others.
     """
     return _run(function, arrays, PartitionSpec(*_laid(arrays[0])[:kept]))
 

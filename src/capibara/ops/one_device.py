@@ -1,8 +1,8 @@
 """Kernels that XLA's partitioner cannot split.
 
-A Mosaic kernel in a program for several devices is an error unless it stands inside ``jax.shard_map``. Whether it will
-is known only when the program is lowered. :func:`on_one_device` therefore carries two forms of the same mathematics:
-the kernel, lowered where each device has its own arrays (a program for one device, or the inside of ``shard_map``), and
+A Mosaic kernel in a program for several devices is an error unless it is inside ``jax.shard_map``. Whether it is, is
+known only when the program is lowered. :func:`on_one_device` therefore carries two forms of the same mathematics: the
+kernel, lowered where each device has its own arrays (a program for one device, or the inside of ``shard_map``), and
 one made of XLA operations, lowered where the arrays are sharded over several devices and XLA has to split the work.
 """
 
@@ -53,11 +53,11 @@ def on_platform(
     otherwise: Callable[..., Any],
     *arrays: Any,
 ) -> Any:
-    """A Pallas kernel made for one platform: on others an explicit request runs it interpreted, right and slow.
+    """A Pallas kernel made for one platform: on others an explicit request runs it interpreted: correct, but slow.
 
     Args:
       platform: where it is compiled, as lowering calls it.
-      implementation: what was asked for; ``"auto"`` takes the kernel on its platform only.
+      implementation: the requested implementation; ``"auto"`` uses the kernel only on its platform.
       kernel: ``kernel(interpret, *arrays)``.
       otherwise: as for :func:`on_one_device`.
     """

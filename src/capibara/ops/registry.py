@@ -2,17 +2,17 @@
 
 An operation is one public function with several implementations of the same mathematics. Which one runs must
 be decided when the function is *lowered*, not when it is called: a function traced on a laptop may be
-compiled ahead of time for a TPU. So :meth:`Op.run` asks, for every platform JAX knows, which implementation
-that platform would use, and where the answers differ it leaves the choice to ``jax.lax.platform_dependent``.
+compiled ahead of time for a TPU. So :meth:`Op.run` determines for every platform JAX knows which implementation it
+would use, and where these differ it leaves the choice to ``jax.lax.platform_dependent``.
 
-An implementation says whether it can take a problem in its ``check``: it raises ``NotImplementedError`` with
-the reason, and the next one in line is asked. No other exception falls through, so a broken kernel is never
-hidden. The answer may depend only on the *problem*: a frozen description (shapes, dtypes, options) of the
-call. This keeps the forward and the backward pass of an operation on the same implementation. What was measured
-on this device (:mod:`capibara.ops.tuning`) becomes part of the problem when the call does.
+An implementation declines a problem in its ``check`` by raising ``NotImplementedError`` with the reason, and the next
+one is tried. Any other exception propagates, so a broken kernel is never hidden. The decision may depend only on the
+*problem*: a frozen description (shapes, dtypes, options) of the call. This keeps the forward and the backward pass of
+an operation on the same implementation. Parameters measured on this device (:mod:`capibara.ops.tuning`) become part
+of the problem when the call is made.
 
-What an implementation computes stands under its name in the program (``capibara:flash_attention:xla``), so that
-profiles and compiled programs tell which one runs.
+Each implementation runs in a named scope (``capibara:flash_attention:xla``), so that profiles and compiled programs
+show which one runs.
 
 >>> from capibara.ops import explain
 >>> from capibara.ops.attention import flash_attention
@@ -53,7 +53,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Problem(Protocol):
-    """The frozen, hashable description of one call: all that decides which implementation runs."""
+    """The frozen, hashable description of one call: everything that determines which implementation runs."""
 
     @property
     def implementation(self) -> str: ...
@@ -64,14 +64,14 @@ class Implementation:
     """One way to compute an operation.
 
     Attributes:
-      name: What the user writes in ``implementation=``.
+      name: The value to pass as ``implementation=``.
       functions: The entry points (``"forward"``, ``"backward"`` …); each is called as
         ``f(problem, *arrays)``.
-      platforms: The platforms where ``"auto"`` may take it; ``None`` means every one.
-      check: Raises ``NotImplementedError`` with the reason when the problem cannot be taken.
-      portable: False for what runs only where this installation is: see :func:`portable`.
-      tuned_on: Further platforms, where ``"auto"`` takes it only if ``capibara tune`` has found it to be the fastest:
-        for what is usually slower there, or was never timed.
+      platforms: The platforms on which ``"auto"`` may choose it; ``None``: all.
+      check: Raises ``NotImplementedError`` with the reason if the problem is not supported.
+      portable: False for code that runs only with this installation: see :func:`portable`.
+      tuned_on: Further platforms, on which ``"auto"`` chooses it only if ``capibara tune`` found it to be the
+        fastest: for implementations that are usually slower there or were never timed.
       tunables: Fields of the problem that ``capibara tune`` may set where they are None, and the values to try; see
         :mod:`capibara.ops.tuning`.
     """
@@ -87,9 +87,9 @@ class Implementation:
     remarks: Callable[[Any], list[str]] = lambda _: []
 
     def refusal(self, problem: Any, platform: str | None) -> str | None:
-        """Why this implementation does not take ``problem`` on ``platform``; ``None`` when it does.
+        """Why this implementation does not support ``problem`` on ``platform``; ``None`` if it does.
 
-        ``platform=None`` leaves the preference for platforms out, as an explicit request does.
+        ``platform=None`` ignores the preferred platforms, as an explicit request does.
         """
         if platform is not None and self.platforms is not None:
             every = (*self.platforms, *self.tuned_on)
@@ -107,7 +107,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a problem on a platform.
+    """The choice of implementation for a problem on a platform.
 
     Attributes:
       implementation: The implementation.
@@ -128,7 +128,7 @@ class Op:
     Args:
       name: The operation's name, as in ``explain("flash_attention", …)``.
       prepare: Validates a call's arguments; returns ``(problem, arrays)``.
-      implementations: In order of preference; the last one takes every problem on every platform.
+      implementations: In order of preference; the last one supports every problem on every platform.
       tuning: How ``capibara tune`` measures it, if its problems have a field ``tuned``.
     """
 
@@ -149,7 +149,7 @@ class Op:
         _OPS[name] = self
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The problem and the arrays of a call; with what was measured for such problems on this device."""
+        """The problem and the arrays of a call, with the parameters measured for such problems on this device."""
         problem, arrays = self._prepare(*args, **kwargs)
         if self.tuning is None or _elsewhere.get():
             return problem, arrays
@@ -157,14 +157,14 @@ class Op:
         return (problem if tuned is None else dataclasses.replace(problem, tuned=tuned)), arrays
 
     def check_call(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse arguments that a call of the operation cannot have."""
+        """Refuse invalid arguments of a call."""
         try:
             inspect.signature(self._prepare).bind(*args, **kwargs)
         except TypeError as error:
             raise OpTypeError(f"{self.name} cannot be called with these arguments: {error}") from None
 
     def tunables(self, implementation: str) -> Mapping[str, tuple[int | str, ...]]:
-        """The tunable parameters of an implementation; none where there is no such implementation."""
+        """The tunable parameters of an implementation; empty if there is no such implementation."""
         return next((each.tunables for each in self._implementations if each.name == implementation), {})
 
     @property
@@ -187,20 +187,20 @@ class Op:
         return implementation
 
     def usable(self, problem: Problem, platform: str) -> list[str]:
-        """The implementations that take ``problem`` on ``platform``, without the reference, in order of preference."""
+        """Implementations that support ``problem`` on ``platform``, in order of preference, without the reference."""
         each = (one for one in self._implementations if one.name != "reference")
         return [one.name for one in each if one.refusal(problem, platform) is None]
 
     def choose(self, problem: Problem, platform: str) -> tuple[Implementation, dict[str, str]]:
-        """The implementation that runs ``problem`` on ``platform``, and why the ones not taken are not."""
+        """The implementation that runs ``problem`` on ``platform``, and why the others do not."""
         choice = self.select(problem, platform)
         return choice.implementation, choice.reasons
 
     def select(self, problem: Problem, platform: str) -> Choice:
-        """The implementation that runs ``problem`` on ``platform``, the problem as it gets it, and the reasons.
+        """The implementation that runs ``problem`` on ``platform``, the problem that it is passed, and the reasons.
 
         Raises:
-          NoImplementationError: the implementation asked for cannot take the problem.
+          NoImplementationError: the requested implementation does not support the problem.
         """
         asked = problem.implementation
         tuned: Tuned | None = getattr(problem, "tuned", None)
@@ -302,7 +302,7 @@ _recorder: contextvars.ContextVar[Callable[[Op, Any], None] | None] = contextvar
 
 
 def remark(op: str, text: str) -> None:
-    """Warn that arguments of a call have no effect: once, as Python's filters do. ``explain`` collects it instead."""
+    """Warn once (by Python's warning filters) about arguments without effect. ``explain`` collects these instead."""
     found = _remarks.get()
     if found is not None:
         found.append(f"{op}: {text}")
@@ -312,9 +312,9 @@ def remark(op: str, text: str) -> None:
 
 @contextlib.contextmanager
 def portable() -> Iterator[None]:
-    """What is traced in here runs in any process that has JAX: native code of this installation is left out.
+    """Programs traced in this context run in any process that has JAX: they use no native code of this installation.
 
-    For programs that are written to a file (``jax.export``). Functions that were traced before keep what they chose.
+    For programs that are written to a file (``jax.export``). Functions traced before keep their implementations.
     """
     token = _elsewhere.set(True)
     try:
@@ -330,7 +330,7 @@ def list_ops() -> Mapping[str, Op]:
 
 @contextlib.contextmanager
 def recording(recorder: Callable[[Op, Any], None], remarks: list[str]) -> Iterator[None]:
-    """While the context lasts, tell ``recorder`` of every operation and problem that is traced; collect ``remarks``."""
+    """In this context, call ``recorder`` with every operation and problem that is traced; collect ``remarks``."""
     tokens = _recorder.set(recorder), _remarks.set(remarks)
     try:
         yield
@@ -340,7 +340,7 @@ def recording(recorder: Callable[[Op, Any], None], remarks: list[str]) -> Iterat
 
 
 def public(op: Op) -> Callable[[_F], _F]:
-    """Mark a function as the public face of ``op``, so that ``explain`` accepts the function itself."""
+    """Mark a function as the public function of ``op``, so that ``explain`` accepts it."""
 
     def mark(function: _F) -> _F:
         function.__capibara_op__ = op.name  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,11 +1,11 @@
 """Measuring which parameters and which implementation are fast on this device.
 
-For each case (a spec in one dtype) every implementation that can take it is compiled with each of its values, beside
-its heuristic. What computes something else than the oracle is thrown out, what is the same program as another one is
-not measured twice. The rest is timed in alternation (:mod:`capibara.measure.timing`), with the gradient where there is
-one. The best of that first round was partly lucky: it meets the heuristic once more, in fresh rounds, the forward pass
-alone too, and is kept only if a confidence interval of the median of the ratios lies below 1 by a margin. Then the
-implementations meet, each with its best parameters.
+For each case (a spec in one dtype), every implementation that supports it is compiled with each of its parameter
+values and with its heuristic. Variants that disagree with the oracle are discarded, and identical programs are
+measured only once. The others are timed alternately (:mod:`capibara.measure.timing`), including the gradient if there
+is one. Since the best of that first round was partly lucky, it is compared with the heuristic again, in new rounds
+and for the forward pass alone as well, and is kept only if a confidence interval of the median ratio is below 1 by a
+margin. Then the implementations are compared, each with its best parameters.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ HOPELESS = 1.5  # times the heuristic's first timing: not measured further
 
 @dataclass
 class Outcome:
-    """What was found for a case.
+    """The result for a case.
 
     Attributes:
       key: The entry's key; None if problems of this case are not tuned.
-      entry: What to keep; with neither a choice nor parameters where the heuristics stand.
+      entry: The entry to save; with neither a choice nor parameters if the heuristics are confirmed.
       default: The implementation that the heuristics choose.
-      candidates: How many variants were right and could be measured, the heuristics among them.
-      wrong_results: The variants that did not compute what the oracle does, and how they differ.
+      candidates: The number of variants that were correct and could be measured, including the heuristics.
+      wrong_results: The variants that disagree with the oracle, and how they differ.
       failed: The variants that could not be compiled or run, and why.
-      seconds: Medians of the heuristic and of the choice, by pass, in seconds; empty where the heuristics stand.
+      seconds: Medians of the heuristic and of the choice, by pass, in seconds; empty if the heuristics are confirmed.
       complete: False when time ran out before everything was measured.
       measured: The implementations whose parameters were measured.
       fastest_unknown: The implementations were not measured against each other.
@@ -76,7 +76,7 @@ class Outcome:
         return self.entry.gains.get("", 1.0)
 
     def merged(self, before: Entry, implementation: str | None) -> Entry:
-        """The entry to keep where there is one already: what was not measured this time stays as it was."""
+        """The entry to save if one exists already: what was not measured this time is kept."""
         if implementation is None and self.complete:
             return self.entry
         parameters = {n: v for n, v in before.parameters.items() if n not in self.measured}
@@ -92,7 +92,7 @@ def cases(
 ) -> list[Case]:
     """The cases of an operation: its specs with that tag, with some of their fields changed.
 
-    Specs that ``changes`` make alike are one case.
+    Specs that ``changes`` make equal are one case.
 
     Raises:
       OpValueError: the operation cannot be tuned, a spec has no such field, or dtype is not one of floats.
@@ -129,7 +129,7 @@ def _same_size(one: Any, other: Any) -> bool:
 
 
 def median_bounds(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """An interval that holds the median of what ``values`` were drawn from, whatever their distribution.
+    """A confidence interval for the median of the distribution of ``values``, whatever the distribution.
 
     Between order statistics (the sign test's interval); with fewer than six values no interval reaches 0.95, and it is
     the whole range.
@@ -145,7 +145,7 @@ def median_bounds(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
 
 
 def is_faster(together: Sequence[float], each: Mapping[str, Sequence[float]]) -> bool:
-    """Whether ratios of times say that something is faster: all passes together for sure, and none for sure slower."""
+    """Whether ratios of times show a speedup: all passes together are faster, and none is significantly slower."""
     if len(together) < FEWEST_ROUNDS or median_bounds(together)[1] > 1 - MARGIN:
         return False
     return all(median_bounds(ratios)[0] <= 1 + MARGIN for ratios in each.values())
@@ -230,10 +230,10 @@ def tune_case(
 
     Args:
       case: One of :func:`cases`.
-      max_seconds: How long it may take, roughly: what is being compiled is not interrupted.
-      implementation: Measure this one's parameters only, and leave the choice between implementations as it is.
+      max_seconds: Approximate time limit: a compilation in progress is not interrupted.
+      implementation: Measure only this one's parameters, and keep the choice between implementations.
       seed: Of the arrays.
-      note: Told what is going on, in a few words.
+      note: Callback that receives short progress messages.
       clock: A function that returns seconds.
 
     Raises:

@@ -1,22 +1,23 @@
-"""Parameters that were measured: how an operation declares them, and how a call finds them.
+"""Measured parameters: how an operation declares them, and how a call finds them.
 
-Block sizes, chunk lengths and the choice between implementations change how fast an operation is and nothing else. A
+Block sizes, chunk sizes and the choice between implementations affect the speed of an operation and nothing else. A
 heuristic chooses them, unless ``capibara tune`` has measured something faster on this kind of device
-(:mod:`capibara.ops.tuning_cache`). What was measured is looked up while a call becomes a problem (:meth:`Op.prepare`)
-and is part of the problem from then on: the backward pass computes with the parameters of the forward pass, and a cache
-of traced or compiled functions never takes one choice for another. The file is read once, at the first look-up, so
-that a process computes alike from its start to its end.
+(:mod:`capibara.ops.tuning_cache`). Measurements are looked up when a call becomes a problem (:meth:`Op.prepare`) and
+are part of the problem from then on: the backward pass uses the parameters of the forward pass, and a cache of traced
+or compiled functions never confuses two choices. The file is read once, at the first look-up, so that a process uses
+the same parameters throughout.
 
-It is looked up only for what runs here: what is lowered for another platform, or exported (:func:`portable`), takes the
-heuristics. So does a program of several processes, which must not differ between them, unless the folder is given
-(:func:`use_tuning` or ``CAPIBARA_TUNING_DIR``): then it has to be one that all of them see.
+Measurements apply only to programs that run here: programs lowered for another platform, or exported
+(:func:`portable`), use the heuristics. So do programs of several processes, which must not differ between them,
+unless the folder is given (:func:`use_tuning` or ``CAPIBARA_TUNING_DIR``); all processes must then see the same
+folder.
 
-An operation takes part by three things:
+To take part, an operation declares three things:
 
 * a field ``tuned: Tuned | None = None`` in its problem;
-* ``tunables={"block_size": (64, 128, 256)}`` of an :class:`Implementation`: fields of the problem, None where the
-  heuristic decides, and the values they may take;
-* ``tuning=Tuning(…)`` of the :class:`Op`: its specs, their arrays, and which problems are alike.
+* ``tunables={"block_size": (64, 128, 256)}`` of an :class:`Implementation`: fields of the problem (None: the
+  heuristic decides), and the values they may take;
+* ``tuning=Tuning(…)`` of the :class:`Op`: its specs, their arrays, and which problems are equivalent.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was measured for a problem, hashable: valid on ``platform`` only.
+    """The measurements for a problem, hashable; valid only on ``platform``.
 
     Attributes:
       platform: Where it was measured.
-      fastest: The implementation to ask first; None leaves the order as it is.
+      fastest: The implementation to try first; None keeps the order of preference.
       parameters: Pairs of an implementation and its parameters, pairs of a name and a value.
     """
 
@@ -81,15 +82,14 @@ class Tuning:
     """How an operation is tuned.
 
     Attributes:
-      specs: Returns the operation's specs: dataclasses with ``name`` and ``tags``, the numbers in them fields that
-        ``capibara tune OP field=value`` can replace.
+      specs: Returns the operation's specs: dataclasses with ``name`` and ``tags``, whose numeric fields ``capibara
+        tune OP field=value`` can replace.
       arguments: ``(spec, random generator) → (positional arguments, keyword arguments)`` of the public function.
         NumPy arrays of floats are cast to the dtype that is tuned.
       bucket: The sizes and options of a problem that decide which parameters are fast; integers are rounded up to
         powers of two. None: problems like this one (say, with a block size given by the caller) are not tuned.
       differentiable: Also time and check the gradient of the floating-point arguments.
-      tolerance: Largest error against the oracle that rounding explains, by dtype, relative to the oracle's largest
-        number.
+      tolerance: Largest error relative to the oracle's largest value that rounding explains, by dtype.
     """
 
     specs: Callable[[], Sequence[Any]]
@@ -100,7 +100,7 @@ class Tuning:
 
 
 def lowering_platform() -> str:
-    """The platform of the default backend as lowering calls it: ``"cuda"`` or ``"rocm"`` where JAX says ``"gpu"``."""
+    """The name of the default backend's platform in lowering: ``"cuda"`` or ``"rocm"`` where JAX says ``"gpu"``."""
     platform = jax.default_backend()
     if platform != "gpu":
         return platform
@@ -174,7 +174,7 @@ _forced: contextvars.ContextVar[Mapping[str, Tuned | None] | None] = contextvars
 def tuning_file(folder: str | os.PathLike[str] | None = None) -> tuple[Path | None, Device]:
     """The file of the default device in ``folder`` (by default the user's), and the device.
 
-    The path is None where the environment switches measurements off.
+    The path is None if the environment disables measurements.
     """
     device = local_device()
     base = tuning_cache.cache_folder() if folder is None else Path(folder).expanduser() / __version__
@@ -184,9 +184,8 @@ def tuning_file(folder: str | os.PathLike[str] | None = None) -> tuple[Path | No
 def describe_tuning() -> dict[str, Any]:
     """The measurements that this process uses, ready for JSON.
 
-    Keys: ``file`` (None where they are switched off), ``device``, ``entries`` (how many kinds of problems),
-    ``faster`` (for how many something else than the heuristics is used), ``jax`` (the versions they were made with) and
-    ``jax_here``.
+    Keys: ``file`` (None if they are disabled), ``device``, ``entries`` (the number of kinds of problems), ``faster``
+    (for how many of them the heuristics are replaced), ``jax`` (the versions they were made with) and ``jax_here``.
     """
     entries = _table.all()
     try:
@@ -204,15 +203,15 @@ def describe_tuning() -> dict[str, Any]:
 
 
 def use_tuning(folder: str | os.PathLike[str] | None = None) -> None:
-    """Read the measurements of this device anew, from ``folder`` or, by default, where the environment says.
+    """Read the measurements of this device again, from ``folder`` or, by default, the folder set in the environment.
 
-    For what is traced from now on: a function that ``jax.jit`` has compiled keeps the parameters it has.
+    Applies to functions traced from now on: a function that ``jax.jit`` has compiled keeps its parameters.
 
     Args:
-      folder: As ``capibara tune --cache`` takes it. In a program of several processes all have to see the same.
+      folder: As in ``capibara tune --cache``. In a program of several processes, all must see the same folder.
 
     Raises:
-      OpTypeError: it is not a path.
+      OpTypeError: ``folder`` is not a path.
     """
     if folder is not None and not isinstance(folder, str | os.PathLike):
         raise OpTypeError(f"use_tuning: folder must be a path or None, got {folder!r}")
@@ -232,7 +231,7 @@ def forced(op: str, tuned: Tuned | None) -> Iterator[None]:
 
 
 def lookup(op: Op, problem: Any) -> Tuned | None:
-    """What was measured for ``problem`` on this device, as far as it is what ``op`` declares."""
+    """The measurements for ``problem`` on this device, restricted to what ``op`` declares."""
     assert op.tuning is not None
     given = _forced.get() or {}
     if op.name in given:
@@ -245,7 +244,7 @@ def lookup(op: Op, problem: Any) -> Tuned | None:
 
 
 def declared(op: Op, platform: str, entry: Entry) -> Tuned | None:
-    """The part of an entry that names implementations, parameters and values of ``op``; None if nothing is left."""
+    """The part of an entry that names implementations, parameters and values of ``op``; None if it is empty."""
     parameters = []
     for name, chosen in entry.parameters.items():
         tunables = op.tunables(name)

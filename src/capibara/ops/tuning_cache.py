@@ -1,17 +1,17 @@
-"""The file that holds what was measured on a device: one per kind of device and version of Capibara.
+"""The file of measurements of a device: one per type of device and version of Capibara.
 
 ::
 
     ~/.cache/capibara/tuning/<version>/<device>.json      (below $XDG_CACHE_HOME, if that is set)
 
-``CAPIBARA_TUNING_DIR`` names another folder, and ``CAPIBARA_TUNING=0`` leaves the files out altogether. A file
-belongs to one kind of device (its name as JAX reports it; of a CPU its name and the number of its cores), since what is
-fast on one is not on another, and to one version, since the next one has other kernels.
+``CAPIBARA_TUNING_DIR`` names another folder, and ``CAPIBARA_TUNING=0`` disables the files. A file belongs to one type
+of device (its name as JAX reports it; for a CPU its name and the number of its cores), since devices differ in what
+is fast, and to one version, since the next one has different kernels.
 
-Anyone may have written what is in such a folder. A file is read with a bound on its size, checked entry by entry, and
-holds only names and numbers, which the operations check again against what they declare: the worst that a file can do
-is to choose a slow variant. One that is broken is moved aside with a warning, and the heuristics decide. Writers take a
-lock, read what is there, add theirs and replace the file in one step, so that two may tune at once.
+The files are untrusted. A file is read with a limit on its size, validated entry by entry, and holds only names and
+numbers, which the operations check against what they declare: the worst that a file can do is to choose a slow
+variant. A broken file is moved aside with a warning, and the heuristics decide. Writers take a lock, read the current
+entries, add theirs and replace the file atomically, so that two processes may tune at once.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _KEY = re.compile(r"[A-Za-z0-9_.+|,=-]{1,400}")
 
 
 class CacheError(CapibaraError, ValueError):
-    """A file of measurements is not what it should be, or cannot be written."""
+    """A file of measurements is invalid, or cannot be written."""
 
 
 class TuningWarning(UserWarning):
-    """A file of measurements was left out or moved aside."""
+    """A file of measurements was ignored or moved aside."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a file is valid for: the platform as JAX lowers for it (``"cpu"``, ``"cuda"``, ``"tpu"`` …) and its kind."""
+    """The device that a file is valid for: its platform (``"cpu"``, ``"cuda"``, ``"tpu"`` …) and its type."""
 
     platform: str
     kind: str
@@ -61,11 +61,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured for one operation, dtype and range of shapes.
+    """The measurements for one operation, dtype and range of shapes.
 
     Attributes:
-      fastest: The implementation that was measurably faster than the one the order of preference gives; None where
-        that order stands.
+      fastest: The implementation that was measurably faster than the preferred one; None if there is none.
       parameters: By implementation, the parameters that were measurably faster than its heuristic.
       gains: Time of the heuristic / time of the choice, by implementation, and under ``""`` of the whole choice.
       rounds: How many times each was timed in the decisive comparison.
@@ -80,7 +79,7 @@ class Entry:
 
 
 def cache_folder() -> Path | None:
-    """The folder of this version's files; None where the environment switches them off or there is no home.
+    """The folder of this version's files; None if the environment disables them or there is no home directory.
 
     Raises:
       CacheError: ``CAPIBARA_TUNING`` is neither 0 nor 1.
@@ -112,7 +111,7 @@ def cache_file(folder: Path, device: Device) -> Path:
 
 
 def read(path: Path, device: Device) -> dict[str, Entry]:
-    """The entries of a file; none where there is no file. A broken one is moved aside with a :class:`TuningWarning`."""
+    """The entries of a file; empty if there is no file. A broken one is moved aside with a :class:`TuningWarning`."""
     try:
         return _entries(_load(path), device)
     except FileNotFoundError:
@@ -131,7 +130,7 @@ def read(path: Path, device: Device) -> dict[str, Entry]:
 
 
 def write(path: Path, device: Device, entries: Mapping[str, Entry]) -> None:
-    """Add ``entries`` to the file, in the place of those with the same keys; other writers' entries stay.
+    """Add ``entries`` to the file, replacing those with the same keys; other writers' entries are kept.
 
     Raises:
       CacheError: the folder or the file cannot be written, or there would be too many entries.

@@ -1,4 +1,4 @@
-"""The public attention function; its mathematics is in reference.py, its speed in the other files."""
+"""The public attention function; reference.py defines it, the other files make it fast."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def flash_attention(
         scores = jnp.where(visible, scores, -jnp.inf)                # causal mask, window, segments
         out = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), value)
 
-    The backward pass keeps query, key, value, the output and one number a row, and computes the scores again
-    (Dao et al. 2022, arXiv:2205.14135). Works under ``jit``, ``grad`` (also twice) and ``vmap``; forward-mode
-    differentiation (``jvp``) is not defined for it. On a mesh with explicit axes (``jax.make_mesh``) the output is
-    laid out as the query is, its last axis whole.
+    The backward pass keeps query, key, value, the output and one value per row, and recomputes the scores (Dao et al.
+    2022, arXiv:2205.14135). Works under ``jit``, ``grad`` (also twice) and ``vmap``; forward-mode differentiation
+    (``jvp``) is not defined for it. On a mesh with explicit axes (``jax.make_mesh``) the output is sharded like the
+    query, with its last axis replicated.
 
     Args:
       query: ``[batch, heads, q_len, dim]`` (``layout="bhsd"``) or
@@ -137,39 +137,36 @@ def flash_attention(
         floating point.
       key: Like ``query`` with ``kv_len`` positions and ``kv_heads`` heads, where ``kv_heads`` divides
         ``heads`` (grouped-query attention: query head ``h`` reads head ``h // (heads // kv_heads)``).
-      value: Like ``key``; its last axis may have another size.
-      block_size: Query rows (and in the looped form keys) computed at a time; ``None``: what ``capibara tune`` has
-        measured here, else the implementation's own choice. It changes speed and memory, not the result; a hint to
-        ``"native"``, whose blocks are those of the processor's caches.
+      value: Like ``key``; its last axis may differ in size.
+      block_size: Query rows (and in the looped form keys) per block; ``None``: what ``capibara tune`` has measured
+        here, otherwise the implementation's default. It affects speed and memory, not the result; only a hint to
+        ``"native"``, whose blocks follow the processor's caches.
       use_causal_mask: Query ``i`` sees keys ``0 … i`` only (both counted from the start of their arrays).
-      precision: ``None`` (``jax.default_matmul_precision`` as it is at the call, in the backward pass too),
-        ``"bfloat16"`` or ``"float16"`` (operands are rounded to it, sums stay in float32),
-        ``"float32"``/``"highest"``, ``"high"``, ``"default"``, or a ``jax.lax.Precision``.
-      bias: Added to the scaled scores; ``[batch|1, heads|1, q_len|1, kv_len|1]``. Differentiable. ``-inf``
-        hides.
-      segment_ids: ``int [batch, sequence]``, or a pair for query and key; positions see their own segment
-        only.
+      precision: ``None`` (the ``jax.default_matmul_precision`` in effect at the call, also for the backward pass),
+        ``"bfloat16"`` or ``"float16"`` (operands are rounded to it, sums are float32), ``"float32"``/``"highest"``,
+        ``"high"``, ``"default"``, or a ``jax.lax.Precision``.
+      bias: Added to the scaled scores; ``[batch|1, heads|1, q_len|1, kv_len|1]``. Differentiable. ``-inf`` masks a
+        key.
+      segment_ids: ``int [batch, sequence]``, or a pair for query and key; positions see only their own segment.
       window: ``n``: query ``i`` sees keys ``i - n + 1 … i + n - 1`` (with the causal mask: ``… i``).
         ``(left, right)``: keys ``i - left … i + right``, ``None`` meaning no limit.
-      softcap: Bends scores to ``(-softcap, softcap)`` by ``softcap · tanh(scores / softcap)``, before the
-        bias.
-      scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``. Like ``softcap`` a number that is known while
-        tracing; one that is learned is multiplied into the query, with ``scale=1.0``.
+      softcap: Limits scores to ``(-softcap, softcap)`` by ``softcap · tanh(scores / softcap)``, before the bias.
+      scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``. Like ``softcap``, a constant known while tracing;
+        for a learned factor, multiply the query by it and pass ``scale=1.0``.
       layout: Order of the axes of all four arrays.
       implementation: ``"auto"``, ``"native"``, ``"cpu"``, ``"pallas_tpu"``, ``"pallas_gpu"`` (for NVIDIA GPUs; both
         are interpreted, slowly, on other platforms), ``"xla"`` or ``"reference"``; see
-        :func:`capibara.ops.explain`. No GPU has been measured yet: there ``"auto"`` takes ``"pallas_gpu"`` only where
-        ``capibara tune`` has found it to be the fastest.
+        :func:`capibara.ops.explain`. No GPU has been measured yet: there ``"auto"`` chooses ``"pallas_gpu"`` only if
+        ``capibara tune`` found it to be the fastest.
 
     Returns:
-      The output, in the query's layout and dtype, with the value's last axis. A query that sees no key gets
-      zeros. A NaN reaches all queries that see its key; keys that a mask hides are left out where blocks allow it,
-      so that fewer queries may have one than in the plain form, which multiplies them by zero.
+      The output, in the query's layout and dtype, with the value's last axis. The output of a query that sees no key
+      is zero. A NaN propagates to all queries that see its key; masked keys are skipped where blocks allow it, so NaN
+      may reach fewer queries than in the plain form, which multiplies masked keys by zero.
 
     Raises:
-      OpShapeError: shapes do not fit; OpTypeError: a wrong type or dtype; OpValueError: an option out of
-        range;
-      NoImplementationError: the implementation asked for cannot take these sizes.
+      OpShapeError: shapes do not match; OpTypeError: a wrong type or dtype; OpValueError: an option is out of range;
+        NoImplementationError: the requested implementation does not support these sizes.
     """
     OP.check_name(implementation)
     options: dict[str, Any] = {

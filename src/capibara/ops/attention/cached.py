@@ -187,9 +187,9 @@ def cached_attention(
 ) -> jax.Array:
     """Attention of new positions against cached keys and values; cache slot ``s`` holds position ``s``.
 
-    In plain JAX, for one head: ``softmax(where(slot <= position, scale · q Kᵀ, -inf)) V``. Slots after a
-    query's position are not read into the result, so a cache may be longer than what has been written; those after
-    every position of a batch element may hold anything, NaN too.
+    In plain JAX, for one head: ``softmax(where(slot <= position, scale · q Kᵀ, -inf)) V``. Slots after a query's
+    position do not affect the result, so a cache may be longer than what has been written; slots after all positions
+    of a batch element may hold anything, including NaN.
 
     Args:
       query: ``[batch, new, heads, dim]``; ``new`` is 1 when decoding, the prompt's length when prefilling.
@@ -198,8 +198,8 @@ def cached_attention(
       query_positions: ``int [batch, new]`` positions, or a scalar (or ``[batch, 1]``) position of the first
         one.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
-      window: A query sees at most this many positions, its own included.
-      softcap: Bends scores by ``softcap · tanh(scores / softcap)``.
+      window: The most positions that a query sees, including its own.
+      softcap: Limits scores by ``softcap · tanh(scores / softcap)``.
       implementation: ``"auto"``, ``"xla"`` (long prefills in blocks) or ``"reference"`` (all at once).
 
     Returns:
@@ -207,7 +207,7 @@ def cached_attention(
       float64).
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     OP.check_name(implementation)
     problem, arrays = _prepare(

@@ -1,4 +1,4 @@
-"""A whole attention layer as one function: query, key and value by one product, attention, the output's product."""
+"""A whole attention layer as one function: one product for query, key and value, attention, the output projection."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check_heads(op: str, embed: int, num_heads: Any, what: str) -> int:
 def multihead_attention_params(
     key: jax.Array, embed_dim: int, num_heads: int, *, use_bias: bool = True, dtype: Any = jnp.float32
 ) -> dict[str, jax.Array]:
-    """Parameters of :func:`fused_multihead_attention`: kernels uniform as by Glorot and Bengio (2010), biases 0.
+    """Parameters of :func:`fused_multihead_attention`: kernels uniform by Glorot and Bengio (2010), biases 0.
 
     Args:
       key: A key of ``jax.random``.
@@ -50,7 +50,7 @@ def multihead_attention_params(
       dtype: Of the parameters, floating point.
 
     Raises:
-      OpTypeError, OpValueError: an argument does not fit, by name.
+      OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     op = "multihead_attention_params"
     check_key(op, key)
@@ -85,7 +85,7 @@ def fused_multihead_attention(
     key: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Multi-head self-attention of ``x``: projections, :func:`flash_attention`, and the output's projection.
+    """Multi-head self-attention of ``x``: input projections, :func:`flash_attention`, output projection.
 
     In plain JAX::
 
@@ -93,17 +93,17 @@ def fused_multihead_attention(
         y = flash_attention(q, k, v, layout="bshd", **options)
         out = dropout(jnp.einsum("bshd,hde->bse", y, params["out_kernel"]) + params["out_bias"])
 
-    Dropout is that of the layer's output (each number is 0 with probability ``dropout_rate``, the others are divided
+    Dropout applies to the layer's output (each element is 0 with probability ``dropout_rate``, the others are divided
     by ``1 - dropout_rate``). Dropping attention weights would need a random number for every pair of positions.
 
     Args:
       x: ``[batch, sequence, embed]``, floating point.
       num_heads: Divides ``embed``.
       use_bias: Whether the projections have biases.
-      dropout_rate: At least 0, below 1. Without ``key`` nothing is dropped, and an :class:`OpWarning` says so: give
-        the key to train, and a rate of 0 to evaluate.
-      params: As :func:`multihead_attention_params` makes them; they are computed with in the dtype of ``x``. ``None``:
-        new ones, made from ``key`` (from ``jax.random.key(0)`` without one), the same in every call.
+      dropout_rate: At least 0, below 1. Without ``key`` nothing is dropped and an :class:`OpWarning` is issued: pass
+        a key to train, and a rate of 0 to evaluate.
+      params: As returned by :func:`multihead_attention_params`; they are cast to the dtype of ``x``. ``None``: new
+        ones, generated from ``key`` (``jax.random.key(0)`` by default), the same in every call.
       key: A key of ``jax.random`` for dropout.
       **options: Of :func:`flash_attention`: ``use_causal_mask``, ``window``, ``segment_ids``, ``precision`` …
 
@@ -111,7 +111,7 @@ def fused_multihead_attention(
       ``[batch, sequence, embed]`` in the dtype of ``x``.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise OpTypeError(f"fused_multihead_attention: x must be an array, got {type(x).__name__}")

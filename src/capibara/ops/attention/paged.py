@@ -1,8 +1,8 @@
-"""Attention of new positions against a cache that lies in pages: decoding many sequences of different lengths.
+"""Attention of new positions against a paged cache: decoding many sequences of different lengths.
 
-The cache of all sequences is one pool of pages, each with room for ``page_size`` positions. A table says in which
-pages a sequence lies, in order; so a sequence takes only the pages it fills, and two may share those of a common
-beginning (Kwon et al. 2023, arXiv:2309.06180).
+The cache of all sequences is one pool of pages, each with room for ``page_size`` positions. A table lists the pages
+of each sequence in order, so a sequence takes only the pages it fills, and two sequences may share the pages of a
+common prefix (Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -269,31 +269,31 @@ def paged_attention(
     softcap: float | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Attention of each sequence's last ``new`` positions against its keys and values, which lie in pages.
+    """Attention of each sequence's last ``new`` positions against its keys and values, which are stored in pages.
 
     Position ``s`` of sequence ``b`` is row ``s % page_size`` of page ``page_table[b, s // page_size]``. In plain JAX,
-    the pages gathered::
+    with the pages gathered::
 
         keys = key_pages[page_table].reshape(batch, -1, kv_heads, dim)     # and values likewise
         cached_attention(query, keys, values, (lengths - new)[:, None])
 
-    Pages are read some at a time, and only as many as the longest sequence fills; so memory does not grow with the
-    table; the gradient gathers them all. On TPUs a kernel copies each sequence's own pages into the chip's memory while
-    it computes those before; it takes heads of at most 128 elements (a multiple of 8: 64, 80, 96, …; on v5p, whose
-    compiler lays out pools of small heads otherwise and would copy them, 128 only), or with a multiple of 8 key heads
-    (or one in bfloat16) of a multiple of 128, float32 or bfloat16 throughout. It was compiled for TPUs and checked
-    interpreted, and not measured on one.
+    A few pages are read at a time, and only as many as the longest sequence fills, so memory does not grow with the
+    table; the gradient gathers all pages. On TPUs a kernel copies each sequence's own pages into on-chip memory while
+    it computes on the previous ones; it supports heads of at most 128 elements (a multiple of 8: 64, 80, 96, …; on
+    v5p, whose compiler uses another layout for pools of small heads and would copy them, only 128), or with a
+    multiple of 8 key heads (or one in bfloat16) of a multiple of 128, float32 or bfloat16 throughout. The kernel was
+    compiled for TPUs and tested in interpret mode, but not measured on a TPU.
 
     Args:
       query: ``[batch, new, heads, dim]``, floating point: positions ``lengths - new … lengths - 1``, whose own keys
-        and values are in the pages already (see :func:`write_pages`).
+        and values are already in the pages (see :func:`write_pages`).
       key_pages: ``[pages, page_size, kv_heads, dim]``; ``kv_heads`` divides ``heads``.
       value_pages: ``[pages, page_size, kv_heads, value_dim]``.
       page_table: ``int [batch, pages of a sequence]``; entries past a sequence's end may be anything.
-      lengths: ``int [batch]``: positions of each sequence, the new ones included. Of a length of 0 the output is 0.
+      lengths: ``int [batch]``: positions of each sequence, including the new ones. For a length of 0 the output is 0.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
-      window: A query sees at most this many positions, its own included.
-      softcap: Bends scores by ``softcap · tanh(scores / softcap)``.
+      window: The most positions that a query sees, including its own.
+      softcap: Limits scores by ``softcap · tanh(scores / softcap)``.
       implementation: ``"auto"``, ``"pallas_tpu"`` (interpreted, slowly, on other platforms), ``"xla"`` or
         ``"reference"`` (all pages gathered at once).
 
@@ -301,7 +301,7 @@ def paged_attention(
       ``[batch, new, heads, value_dim]`` in the query's dtype; scores and sums are float32 (float64 for float64).
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     OP.check_name(implementation)
     problem, arrays = _prepare(
@@ -341,8 +341,8 @@ def write_pages(
     """The pages with new positions written after the first ``lengths`` ones of each sequence.
 
     Equivalent: ``key_pages.at[page_table[b, s // page_size], s % page_size].set(key[b, i])`` with
-    ``s = lengths[b] + i``. Under ``jit`` with donated pages it happens in place. Positions past a sequence's table,
-    and pages that are not there (a negative number, say), are not written.
+    ``s = lengths[b] + i``. Under ``jit`` with donated pages this is in place. Positions beyond a sequence's table,
+    and invalid page numbers (such as negative ones), are not written.
 
     Args:
       key_pages, value_pages, page_table: as for :func:`paged_attention`.
@@ -353,7 +353,7 @@ def write_pages(
       The new ``(key_pages, value_pages)``.
 
     Raises:
-      OpShapeError, OpTypeError: an argument does not fit, by name.
+      OpShapeError, OpTypeError: an argument is invalid; the message names it.
     """
     batch, new = key.shape[:2]
     _check_pages("write_pages", key_pages, value_pages, page_table, batch)

@@ -130,13 +130,14 @@ OP = Op(
 
 
 def zero_residual(gradients: Any) -> Any:
-    """The residual to begin with: zeros of the gradients' shapes, in float32 (float64 for float64).
+    """The initial residual: zeros of the gradients' shapes, in float32 (float64 for float64).
 
     Equivalent JAX: ``jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.promote_types(g.dtype, jnp.float32)), gradients)``.
-    Integers, which are not compressed, get an array of zeros all the same. On a mesh the zeros lie as the gradients.
+    Integers, which are not compressed, get an array of zeros as well. On a mesh the zeros are sharded like the
+    gradients.
 
     Raises:
-      OpTypeError: what is not an array, by its place in ``gradients``.
+      OpTypeError: a leaf is not an array; the message gives its place in ``gradients``.
     """
 
     def zero(path: Any, g: Any) -> Any:
@@ -165,37 +166,37 @@ def async_all_reduce(
     bucket_bytes: int = 4 << 20,
     implementation: str = "auto",
 ) -> Any:
-    """Combine every device's arrays; each device gets the result.
+    """Reduce arrays over all devices; each device gets the result.
 
-    Inside ``jax.shard_map`` (or any function with a bound axis) each device gives its own arrays. Outside, the
-    shards of an array on a mesh are what is combined: an array ``[devices * n, …]`` that is split over its first
-    dimension gives ``[n, …]``; an array that is not split has been reduced already and comes back as it is.
+    Inside ``jax.shard_map`` (or any function with a bound axis) each device passes its own arrays. Outside, the
+    shards of an array on a mesh are reduced: an array ``[devices * n, …]`` that is sharded along its first dimension
+    gives ``[n, …]``; a replicated array is already reduced and is returned unchanged.
 
     Differentiable, also with compression: the derivative is that of the exact sum or mean.
 
     Args:
       gradients: An array or a pytree of arrays, floating point or integer, any shapes.
       reduction_op: ``"sum"``, ``"mean"`` (of integers: floating point), ``"max"``, ``"min"`` or ``"product"``.
-      use_compression: Send int8, each block of ``block_size`` numbers with a float32 scale, for a sum or mean of
-        floating point; integers are sent whole. An error of at most about 1/254 of a block's largest number on
-        each device's part and once more on the sum. A NaN or infinity makes its block NaN.
-      overlap_compute: Send bucket by bucket, the last arrays first, and by ``ppermute``, which TPUs run beside the
-        arithmetic; rings round partial sums to the arrays' dtype at each step. Without: one exchange for all
-        arrays of a dtype, by XLA's own collectives.
+      use_compression: For a sum or mean of floating-point arrays, send int8, with a float32 scale per block of
+        ``block_size`` elements; integers are sent uncompressed. The error is at most about 1/254 of a block's largest
+        element for each device's part, and the same again for the sum. A NaN or infinity makes its block NaN.
+      overlap_compute: Send bucket by bucket, the last arrays first, and by ``ppermute``, which TPUs overlap with
+        arithmetic; rings round partial sums to the arrays' dtype at each step. False: one exchange for all arrays of
+        a dtype, by XLA's own collectives.
       axis_name: The mesh axis or axes; by default all axes of the ``shard_map`` around the call, or, outside, all
-        that an array is split over.
-      residual: What earlier calls lost by rounding on this device (:func:`zero_residual` at first), added before
-        it is rounded again: error feedback. It belongs to the device: inside ``shard_map`` it varies over the axis.
-      block_size: Numbers that share a scale. Each array starts a new block.
-      bucket_bytes: A bucket is sent when it holds this much.
+        that an array is sharded over.
+      residual: The rounding error of earlier calls on this device (initially :func:`zero_residual`), added before
+        rounding again: error feedback. It belongs to the device: inside ``shard_map`` it varies over the axis.
+      block_size: Elements that share a scale. Each array starts a new block.
+      bucket_bytes: The size at which a bucket is sent.
       implementation: ``"auto"``, ``"int8"``, ``"ring"``, ``"xla"`` or ``"reference"`` (gathers all).
 
     Returns:
       The reduced pytree; with ``residual`` a pair of it and the residual for the next call.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name; or outside ``shard_map`` it
-        is not known how an array is sharded over the mesh.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it. Or, outside
+        ``shard_map``, the sharding of an array is not known.
 
     Equivalent JAX: ``lax.psum``, ``lax.pmean``, ``lax.pmax``, ``lax.pmin``;
     ``jnp.prod(lax.all_gather(x, axis_name), axis=0)``.

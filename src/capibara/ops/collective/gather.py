@@ -47,26 +47,26 @@ def _divisible(name: str, x: Any, dimension: int, devices: int) -> None:
 def optimized_all_gather(
     x: jax.Array, axis: int = 0, use_ring_algorithm: bool = False, *, axis_name: Axis | None = None
 ) -> jax.Array:
-    """Every device's ``x``, one after the other along dimension ``axis``, on every device.
+    """Concatenate every device's ``x`` along dimension ``axis``, on every device.
 
-    Inside ``jax.shard_map`` each device gives its own ``x``. Outside, ``x`` is an array on a mesh: what is
-    returned are the same numbers, no longer split in dimension ``axis`` (over ``axis_name``, if given).
-    Differentiable; the derivative of a ring is a ring.
+    Inside ``jax.shard_map`` each device passes its own ``x``. Outside, ``x`` is an array on a mesh: the result has
+    the same values, no longer sharded along dimension ``axis`` (over ``axis_name``, if given). Differentiable; the
+    derivative of a ring is a ring.
 
     Args:
-      x: Any shape with at least one dimension, any dtype; the same on all devices.
+      x: Any shape with at least one dimension, any dtype; shape and dtype are the same on all devices.
       axis: The dimension to join along.
       use_ring_algorithm: By ``ppermute`` in both directions of a ring, ``devices / 2`` steps: asynchronous on TPUs,
-        so it overlaps with arithmetic that doesn't need the result. Where a matrix product follows,
-        ``all_gather_matmul`` overlaps with that. Without: XLA's all-gather.
+        so it overlaps with arithmetic that does not need the result. If a matrix product follows, use
+        ``all_gather_matmul``, which overlaps with it. False: XLA's all-gather.
       axis_name: The mesh axis or axes; by default all axes of the ``shard_map`` around the call, or, outside, those
-        that the dimension is split over.
+        that the dimension is sharded over.
 
     Returns:
       ``x.shape`` with dimension ``axis`` times the number of devices (inside ``shard_map``; typed as varying).
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Equivalent JAX: ``lax.all_gather(x, axis_name, axis=axis, tiled=True)``.
     """
@@ -114,7 +114,7 @@ def reduce_scatter(
     *,
     axis_name: Axis | None = None,
 ) -> jax.Array:
-    """Combine every device's ``x``; device ``i`` gets the ``i``-th part along dimension ``axis``.
+    """Reduce ``x`` over all devices; device ``i`` gets the ``i``-th part along dimension ``axis``.
 
     Only inside ``jax.shard_map``. Differentiable.
 
@@ -123,12 +123,12 @@ def reduce_scatter(
       axis: The dimension to split.
       reduction_op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``.
       use_ring_algorithm: By ``ppermute``, asynchronous on TPUs; partial results are rounded to the dtype of ``x`` at
-        each of the ``devices - 1`` steps. Without: XLA's reduce-scatter (all-to-all and a reduction for a
-        maximum, minimum or product).
+        each of the ``devices - 1`` steps. False: XLA's reduce-scatter (for a maximum, minimum or product, all-to-all
+        and a reduction).
       axis_name: The mesh axis or axes; by default all axes of the ``shard_map`` around the call.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Equivalent JAX, for a sum: ``lax.psum_scatter(x, axis_name, scatter_dimension=axis, tiled=True)``.
     """
@@ -172,20 +172,20 @@ def all_to_all(
     *,
     axis_name: Axis | None = None,
 ) -> jax.Array:
-    """Device ``i`` sends the ``j``-th part of its ``x`` to device ``j``, and joins what it gets, in order.
+    """Device ``i`` sends the ``j``-th part of its ``x`` to device ``j``, and concatenates what it receives, in order.
 
-    Only inside ``jax.shard_map``. Differentiable. For tokens on their way to experts, or to change the dimension
-    that an array is split over.
+    Only inside ``jax.shard_map``. Differentiable. Used to route tokens to experts, or to change the dimension along
+    which an array is sharded.
 
     Args:
       x: Dimension ``split_axis`` is a multiple of the number of devices. Any dtype.
       split_axis: The dimension to split.
       concat_axis: The dimension to join along.
-      use_ring_algorithm: By ``devices - 1`` independent ``ppermute``, asynchronous on TPUs. Without: XLA's all-to-all.
+      use_ring_algorithm: By ``devices - 1`` independent ``ppermute``, asynchronous on TPUs. False: XLA's all-to-all.
       axis_name: The mesh axis or axes; by default all axes of the ``shard_map`` around the call.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Equivalent JAX: ``lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True)``.
     """

@@ -1,4 +1,4 @@
-"""Matrix products with a collective inside: each step multiplies one piece while the next one is on its way."""
+"""Matrix products overlapped with a collective: each step multiplies one piece while the next one is transferred."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def all_gather_matmul(
 ) -> jax.Array:
     """All rows of ``x``, gathered from all devices, times this device's ``weight``, overlapped.
 
-    Only inside ``jax.shard_map``. The first half of a tensor-parallel layer whose activations are split by rows.
-    The pieces come along a ring in both directions; each is multiplied while the next is on its way.
-    Differentiable: the derivative is made of the rings that belong to it.
+    Only inside ``jax.shard_map``. The first half of a tensor-parallel layer whose activations are sharded by rows.
+    The pieces travel along a ring in both directions; each is multiplied while the next is transferred.
+    Differentiable: the derivative uses the corresponding rings.
 
     Args:
       x: ``[..., rows, inner]``, this device's rows.
@@ -55,7 +55,7 @@ def all_gather_matmul(
       ``[..., devices * rows, columns]``, in the promoted dtype; sums are float32 (float64 for float64).
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Equivalent JAX: ``lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True) @ weight``.
     Source: Wang et al. 2023, "Overlap communication with dependent computation via decomposition", ASPLOS.
@@ -79,8 +79,8 @@ def matmul_reduce_scatter(
 ) -> jax.Array:
     """``x @ weight`` summed over the devices, device ``i`` with the ``i``-th part of the rows, overlapped.
 
-    Only inside ``jax.shard_map``. The second half of a tensor-parallel layer: ``inner`` is split over the devices.
-    A device multiplies the rows of one device at a time, while the sum for the others is on its way along a ring.
+    Only inside ``jax.shard_map``. The second half of a tensor-parallel layer: ``inner`` is sharded over the devices.
+    A device multiplies the rows of one device at a time, while the sum for the others travels along a ring.
     Differentiable.
 
     Args:
@@ -90,11 +90,11 @@ def matmul_reduce_scatter(
       precision: As in ``jnp.matmul``.
 
     Returns:
-      ``[..., rows, columns]``, in the promoted dtype. Products are summed in float32 (float64 for float64); what
-      travels is rounded to the promoted dtype at each step.
+      ``[..., rows, columns]``, in the promoted dtype. Products are summed in float32 (float64 for float64); partial
+      sums are rounded to the promoted dtype when sent.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Equivalent JAX: ``lax.psum_scatter(x @ weight, axis_name, scatter_dimension=x.ndim - 2, tiled=True)``.
     Source: Wang et al. 2023, "Overlap communication with dependent computation via decomposition", ASPLOS.

@@ -1,7 +1,7 @@
 """A short depthwise causal convolution along a sequence, with the state that decoding needs.
 
-The kernel is a handful of taps wide, so it is written as that many shifted multiply-adds: XLA fuses them into one
-pass over the data on every platform, where a general convolution would be laid out for wide kernels.
+The kernel is only a few taps wide, so it is implemented as shifted multiply-adds, one per tap: XLA fuses them into
+one pass over the data on every platform, while general convolutions are designed for wide kernels.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def causal_conv1d(
     """Depthwise causal convolution: each channel is filtered by its own taps over the past.
 
     ``y[:, t] = bias + sum over i of weight[i] * past[:, t + i]`` with ``past = concatenate([state, x], axis=1)``:
-    the last tap meets the present position. In plain JAX it is ``lax.conv_general_dilated`` with
+    the last tap applies to the current position. In plain JAX it is ``lax.conv_general_dilated`` with
     ``feature_group_count=channels`` over ``past``.
 
     Args:
@@ -135,10 +135,10 @@ def causal_conv1d(
 
     Returns:
       ``y [batch, length, channels]`` in the dtype of ``x`` (sums in float32 or wider), and the new state: the last
-      ``taps - 1`` inputs, to be given back with the positions that follow.
+      ``taps - 1`` inputs, to be passed with the next positions.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     OP.check_name(implementation)
     problem, arrays = _prepare(x, weight, bias, state=state, implementation=implementation)

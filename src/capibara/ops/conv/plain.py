@@ -1,8 +1,8 @@
 """Convolutions in one, two and three dimensions, and their transposes, by XLA.
 
-Channels come last, as TPUs like them: inputs ``[batch, *sizes, channels]``, filters ``[*taps, channels / groups,
-out_channels]``. A transposed convolution is the gradient of a convolution with respect to its inputs: it spreads its
-inputs ``strides`` apart with zeros between them and convolves the result.
+Channels come last, which suits TPUs: inputs ``[batch, *sizes, channels]``, filters ``[*taps, channels / groups,
+out_channels]``. A transposed convolution is the gradient of a convolution with respect to its inputs: it spaces its
+inputs ``strides`` apart, with zeros between them, and convolves the result.
 """
 
 from __future__ import annotations
@@ -162,16 +162,16 @@ def conv2d(
       filters: ``[rows, columns, channels / groups, out_channels]``, floating point.
       strides: steps between windows, one for all axes or one each.
       padding: ``"SAME"``, ``"VALID"``, or a pair of integers for each axis: the zeros before and after it.
-      dilation: how far the taps are apart, one for all axes or one each.
-      groups: the channels are divided into that many groups, each convolved for itself; as many as there are
-        channels is a depthwise convolution.
+      dilation: the distance between taps, one for all axes or one each.
+      groups: the number of channel groups that are convolved separately; as many groups as channels is a depthwise
+        convolution.
       precision: ``None``, ``"default"``, ``"high"``, ``"highest"`` or a ``jax.lax.Precision``.
 
     Returns:
       ``[batch, out_height, out_width, out_channels]`` in the operands' common dtype.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     return _conv("conv2d", 2, False, inputs, filters, strides, padding, dilation, groups, precision)
 
@@ -219,25 +219,25 @@ def conv_transpose2d(
     groups: int = 1,
     precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """The transposed convolution of images: inputs spread ``strides`` apart, then convolved.
+    """The transposed convolution of images: inputs spaced ``strides`` apart, then convolved.
 
     Equivalent JAX: ``lax.conv_transpose(inputs, filters, strides, padding, rhs_dilation=dilation)``, for ``groups=1``
-    and padding by name. Neither are the filters turned nor their channels exchanged: with the filters turned and
-    exchanged it is the gradient of the convolution that has these strides and this padding.
+    and padding by name. The filters are not flipped and their channels are not swapped: with flipped and swapped
+    filters, it is the gradient of the convolution with these strides and this padding.
 
     Args:
       inputs: ``[batch, height, width, channels]``, floating point.
       filters: ``[rows, columns, channels / groups, out_channels]``, floating point.
       strides: outputs for one input, one for all axes or one each.
       padding: ``"SAME"``: ``strides`` times as many outputs as inputs; ``"VALID"``: every output that a tap reaches;
-        or a pair of integers for each axis, the outputs left out before and after it.
+        or a pair of integers for each axis, the number of outputs cropped before and after it.
       dilation, groups, precision: as in :func:`conv2d`.
 
     Returns:
       ``[batch, out_height, out_width, out_channels]`` in the operands' common dtype.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     return _conv("conv_transpose2d", 2, True, inputs, filters, strides, padding, dilation, groups, precision)
 

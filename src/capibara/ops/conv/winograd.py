@@ -87,16 +87,16 @@ def winograd_conv2d(
     precision: str | jax.lax.Precision | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Convolve images, by Winograd's algorithm where it applies and pays, otherwise by XLA's convolution.
+    """Convolve images, by Winograd's algorithm where it applies and is faster, otherwise by XLA's convolution.
 
     Equivalent JAX: ``lax.conv_general_dilated(inputs, filters, strides, padding,
     dimension_numbers=("NHWC", "HWIO", "NHWC"))``. As in neural networks the filter is not flipped.
 
-    The algorithm applies to filters of 3 × 3 taps at strides of 1. ``"auto"`` takes it on CPUs, where a model of its
-    costs, fitted to measurements, says that it is the faster; ``capibara.ops.explain(winograd_conv2d, …)`` says why
-    not where it is not. In float32 its errors with tiles of 2 were below those of XLA's convolution on a CPU, with
-    tiles of 4 some ten times those. If a result holds an infinity or NaN it is computed again by XLA's convolution,
-    so that these stand where they should.
+    The algorithm applies to filters of 3 × 3 taps at stride 1. ``"auto"`` chooses it on CPUs if a cost model fitted
+    to measurements predicts that it is faster; otherwise ``capibara.ops.explain(winograd_conv2d, …)`` says why not.
+    In float32 its errors with tiles of 2 were below those of XLA's convolution on a CPU, with tiles of 4 about ten
+    times as large. If a result contains an infinity or NaN, it is computed again by XLA's convolution, so that these
+    are in the right places.
 
     Reverse-mode differentiable, also twice; the gradients of inputs and filters run by the same algorithm. Forward mode
     (``jax.jvp``) is :func:`conv2d`'s. Works under ``jit``, ``vmap`` and inside ``jax.shard_map``.
@@ -106,8 +106,8 @@ def winograd_conv2d(
       filters: ``[rows, columns, in_channels, out_channels]``, floating point.
       strides: steps between windows, one for both axes or one each.
       padding: ``"SAME"``, ``"VALID"``, or ``((top, bottom), (left, right))``.
-      tile_size: outputs that a tile is high and wide, each 2 or 4: ``(2, 2)`` is F(2×2, 3×3), ``(4, 4)`` F(4×4, 3×3);
-        ``None`` is ``(2, 2)``. Only the algorithm takes notice of it.
+      tile_size: height and width of a tile in outputs, each 2 or 4: ``(2, 2)`` is F(2×2, 3×3), ``(4, 4)`` F(4×4,
+        3×3); ``None`` is ``(2, 2)``. Only Winograd's algorithm uses it.
       precision: of the products: ``None``, ``"default"``, ``"high"``, ``"highest"`` or a ``jax.lax.Precision``.
       implementation: ``"auto"``, ``"winograd"``, ``"xla"`` or ``"reference"`` (the sum over taps).
 
@@ -115,7 +115,7 @@ def winograd_conv2d(
       ``[batch, out_height, out_width, out_channels]`` in the operands' common dtype.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
       NoImplementationError: ``implementation="winograd"`` where it does not apply.
 
     Source: Lavin and Gray 2016, arXiv:1509.09308.

@@ -1,4 +1,4 @@
-"""The public Fourier transform: mixed radices as matrix products, XLA's where that is better, over devices if asked."""
+"""The public Fourier transform: mixed radices as matrix products, or XLA's; optionally over devices."""
 
 from __future__ import annotations
 
@@ -252,52 +252,53 @@ def radix_optimized_fft(
     Equivalent JAX: ``jnp.fft.fftn(signal, length, axis, norm)``; with ``inverse`` ``ifftn``, with ``real`` ``rfftn``,
     with both ``irfftn``.
 
-    Two forms of it. ``"matmul"`` splits the length into radices, each a product with a matrix of roots of unity, on
-    real and imaginary parts: so it has bfloat16, and no length is too odd (Bluestein's convolution where the radices do
-    not cover it). ``"xla"`` is ``jax.numpy.fft``, in float32 or float64. ``"auto"`` is the first on TPUs, where XLA has
-    no transform in bfloat16, and the second elsewhere: on CPUs it was measured to be the faster one.
+    There are two implementations. ``"matmul"`` splits the length into radices, each a product with a matrix of roots
+    of unity, on real and imaginary parts: it supports bfloat16 and every length (by Bluestein's convolution if the
+    radices do not cover it). ``"xla"`` is ``jax.numpy.fft``, in float32 or float64. ``"auto"`` chooses the first on
+    TPUs, where XLA has no bfloat16 transform, and the second elsewhere: on CPUs it was measured to be faster.
 
-    Differentiable in both modes, as often as you like. Works under ``jit``, ``vmap`` and inside ``jax.shard_map``.
+    Differentiable in both modes, to any order. Works under ``jit``, ``vmap`` and inside ``jax.shard_map``.
 
     Args:
-      signal: an array of real or complex numbers, or a pair ``(real part, imaginary part)`` of arrays of one
-        floating-point dtype, which gives a pair: JAX has no complex numbers of 16 bits.
-      radix_factors: the radices that may be used, each as often as need be; if their product is the length, these and
-        in this order. ``None``: the cheapest by a model of a TPU, at most 256. Form ``"matmul"`` only.
-      use_parallel: whether a transformed dimension that is split over devices is transformed where it lies, by
-        all-to-alls. Inside ``jax.shard_map`` that is dimension ``split_axis``, split evenly over ``axis_name``; each
-        device gets its block of the spectrum. Elsewhere it is what the sharding of ``signal`` says, and the spectrum
-        lies as the signal did; under ``jit`` this needs a mesh with explicit axes, or XLA decides. On one device
-        there is nothing to distribute. ``False``: inside ``jax.shard_map`` each device transforms what it has, and
-        elsewhere XLA gathers what is split.
-      precision: what the factors of products are rounded to: ``"bfloat16"``, ``"float32"`` or ``"float64"``, as a
-        string or dtype; sums are in float32 or float64. ``None``: the signal's own (float32 for float16).
+      signal: a real or complex array, or a pair ``(real part, imaginary part)`` of arrays of the same floating-point
+        dtype, which returns a pair: JAX has no 16-bit complex dtype.
+      radix_factors: the radices that may be used, each any number of times; if their product is the length, exactly
+        these in this order. ``None``: the cheapest by a cost model of a TPU, at most 256. Only for ``"matmul"``.
+      use_parallel: whether a transformed dimension that is sharded over devices is transformed without gathering it,
+        by all-to-alls. Inside ``jax.shard_map`` this is dimension ``split_axis``, sharded evenly over ``axis_name``;
+        each device gets its block of the spectrum. Elsewhere it follows from the sharding of ``signal``, and the
+        spectrum is sharded like the signal; under ``jit`` this needs a mesh with explicit axes, otherwise XLA
+        decides. It has no effect on one device. ``False``: inside ``jax.shard_map`` each device transforms its own
+        part, and elsewhere XLA gathers sharded dimensions.
+      precision: the dtype to which factors of products are rounded: ``"bfloat16"``, ``"float32"`` or ``"float64"``,
+        as a string or dtype; sums are in float32 or float64. ``None``: the signal's own (float32 for float16).
         ``"xla"`` has no bfloat16 and computes in float32.
       axis: the dimension or dimensions to transform.
-      length: of the signal in each of them: it is cropped or padded with zeros to this (NumPy's ``n`` or ``s``).
+      length: the signal's length in each of them, to which it is cropped or zero-padded (NumPy's ``n`` or ``s``).
       inverse: the inverse transform.
-      real: the signal is real, and of its spectrum the half ``length // 2 + 1`` of the last of ``axis`` is wanted; with
-        ``inverse`` that half is given. Then the length is ``2 (size - 1)`` unless ``length`` says otherwise.
+      real: the signal is real, and the result is the half ``length // 2 + 1`` of its spectrum along the last of
+        ``axis``; with ``inverse``, that half is the input. The length is then ``2 (size - 1)`` unless ``length`` says
+        otherwise.
       norm: ``"backward"`` (the inverse is divided by the length), ``"ortho"`` (each by its root) or ``"forward"``.
-      axis_name: the mesh axis or axes of ``use_parallel``; by default all axes of the ``shard_map`` around the call, or
-        those that ``signal`` is split over.
-      split_axis: the dimension that is split inside ``jax.shard_map``; by default the first of ``axis``.
+      axis_name: the mesh axis or axes of ``use_parallel``; by default all axes of the ``shard_map`` around the call,
+        or those that ``signal`` is sharded over.
+      split_axis: the dimension that is sharded inside ``jax.shard_map``; by default the first of ``axis``.
       implementation: ``"auto"``, ``"matmul"``, ``"xla"`` or ``"reference"`` (one product with the whole matrix).
 
     Returns:
-      An array of complex64 (complex128 for 64 bits), or a pair in the pair's dtype; with ``real`` and ``inverse`` an
-      array of real numbers.
+      An array of complex64 (complex128 for 64 bits), or a pair in the pair's dtype; with ``real`` and ``inverse`` a
+      real array.
 
     The error, as ``norm(got - exact) / norm(exact)``, for each stage of radices (a Bluestein transform has about six):
-    at most 1e-6 in float32, 1e-15 in float64 and 6e-3 in bfloat16. A NaN or infinity makes everything that depends on
-    it not finite, as in NumPy.
+    at most 1e-6 in float32, 1e-15 in float64 and 6e-3 in bfloat16. NaN and infinity propagate to everything that
+    depends on them, as in NumPy.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
       NoImplementationError: ``implementation="matmul"`` for lengths of more than 2²⁸.
 
-    Source: Cooley and Tukey 1965; the arrangement without a permutation is Stockham's (Cochran et al. 1967, "What is
-    the fast Fourier transform?"); other lengths by Bluestein 1970. Over devices: Bailey 1990, "FFTs in external or
+    Source: Cooley and Tukey 1965; the permutation-free arrangement is Stockham's (Cochran et al. 1967, "What is the
+    fast Fourier transform?"); other lengths by Bluestein 1970. Over devices: Bailey 1990, "FFTs in external or
     hierarchical memory".
     """
     OP.check_name(implementation)

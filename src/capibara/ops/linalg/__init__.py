@@ -1,4 +1,4 @@
-"""Linear algebra: products, the singular value decomposition, QR, and Cholesky factors kept up to date."""
+"""Linear algebra: products, the singular value decomposition, QR, and Cholesky updates."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 With ``p = L⁻¹ w`` it is ``L M``, where ``M Mᵀ = I ± p pᵀ``. Its factor is known entry by entry: with
 ``τ_k = 1 ± Σ_{j≤k} p_j²``, ``M_kk = √(τ_k / τ_{k-1})`` and ``M_ik = ± p_i p_k / √(τ_k τ_{k-1})`` below the diagonal.
-So ``L M`` is each column of ``L`` times a number, plus a running sum of the columns to its right: no step waits for
-the one before it, as the rotations of the usual algorithm do (Gill, Golub, Murray & Saunders 1974, "Methods for
+So ``L M`` is each column of ``L`` times a scalar, plus a running sum of the columns to its right: no step depends on
+the previous one, unlike the rotations of the usual algorithm (Gill, Golub, Murray & Saunders 1974, "Methods for
 modifying matrix factorizations", method C1).
 """
 
@@ -104,16 +104,15 @@ def _run(problem: UpdateProblem, factor: jax.Array, vector: jax.Array) -> jax.Ar
 def cholesky_update(
     factor: jax.Array, vector: jax.Array, *, downdate: bool = False, implementation: str = "auto"
 ) -> jax.Array:
-    """The Cholesky factor of a matrix that a rank-1 term is added to (or taken from), from its factor in O(n²).
+    """Update a Cholesky factor in O(n²) after adding a rank-1 term to the matrix (or subtracting it).
 
-    In plain JAX: ``jnp.linalg.cholesky(factor @ factor.T + jnp.outer(vector, vector))``, in O(n³). Taking away is as
-    sensitive as the matrix that is left is near to singular; where that one is not positive definite, NaN says so.
-    Differentiable; works under ``jit`` and ``vmap``.
+    In plain JAX: ``jnp.linalg.cholesky(factor @ factor.T + jnp.outer(vector, vector))``, in O(n³). Subtracting
+    becomes ill-conditioned as the resulting matrix approaches a singular one; if it is not positive definite, the
+    result is NaN. Differentiable; works under ``jit`` and ``vmap``.
 
     Args:
-      factor: ``[..., n, n]``, lower triangular with no zero on its diagonal (its upper triangle is not read; a column
-        with a negative entry there counts negated); float32,
-        float64, bfloat16 or float16.
+      factor: ``[..., n, n]``, lower triangular with a nonzero diagonal (its upper triangle is not read; a column with
+        a negative diagonal entry is treated as negated); float32, float64, bfloat16 or float16.
       vector: ``[..., n]``.
       downdate: Subtract ``outer(vector, vector)`` instead of adding it.
       implementation: ``"auto"``, ``"xla"`` (the update) or ``"reference"`` (from scratch).
@@ -122,7 +121,7 @@ def cholesky_update(
       ``[..., n, n]``, lower triangular with a positive diagonal, in float32 (float64 for float64 input).
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Source: Gill, Golub, Murray & Saunders 1974, "Methods for modifying matrix factorizations", Math. Comp. 28.
     """

@@ -1,8 +1,8 @@
-"""Matrix products in a chosen precision, in slabs where the operands are large.
+"""Matrix products in a chosen precision, blocked if the operands are large.
 
-A product ``a @ b`` is a sum over slabs of the contracted axis: ``Σ a[:, s] @ b[s, :]``. Only the sum has to be held
-throughout, so both operands can be larger than the device's memory: arrays of the host (NumPy's, memory-mapped files
-included) are sent slab by slab, the next one while the last is being multiplied.
+A product ``a @ b`` is a sum over slabs of the contracted axis: ``Σ a[:, s] @ b[s, :]``. Only the sum has to stay on
+the device, so both operands can be larger than its memory: host arrays (NumPy, including memory-mapped files) are
+sent slab by slab, the next one while the previous one is multiplied.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HOST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """``a [*batch, rows, inner] @ b [*batch, inner, columns]``, after the transposes asked for."""
+    """``a [*batch, rows, inner] @ b [*batch, inner, columns]``, after the requested transposes."""
 
     batch: tuple[int, ...]
     rows: int
@@ -68,7 +68,7 @@ class GemmProblem:
 
 
 def alike_in_speed(problem: GemmProblem) -> dict[str, int | str] | None:
-    """What decides which slabs are fast; None where the caller has said them."""
+    """What determines which slabs are fast; None if the caller specified them."""
     if problem.chunk_size is not None:
         return None
     stored = ("t" if problem.transpose_a else "n") + ("t" if problem.transpose_b else "n")
@@ -298,8 +298,8 @@ def optimized_gemm(
     """The matrix product of ``a`` and ``b``, multiplied in ``precision`` and summed in float32.
 
     In plain JAX: ``jnp.matmul(a.astype(precision), b.astype(precision), preferred_element_type="float32")``, then
-    ``astype`` to the operands' dtype. Differentiable; works under ``jit`` and ``vmap``. A product in float32 is one in
-    float32 on every platform (JAX's default on a TPU is bfloat16: ask for it).
+    ``astype`` to the operands' dtype. Differentiable; works under ``jit`` and ``vmap``. A float32 product is computed
+    in float32 on every platform (JAX's default on a TPU is bfloat16: request it explicitly).
 
     Args:
       a: ``[..., rows, inner]`` (``[..., inner, rows]`` with ``transpose_a``): float32, float64, bfloat16, float16 or
@@ -307,24 +307,24 @@ def optimized_gemm(
       b: ``[..., inner, columns]`` (``[..., columns, inner]`` with ``transpose_b``), the leading axes broadcasting.
       precision: ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"`` or ``"int8"``, as a string or dtype; None:
         the operands' common dtype. ``"int8"`` on floating-point operands scales each row of ``a`` and each column of
-        ``b`` to 127; the gradient is then that of the product without rounding.
-      use_async: With slabs, prepare one while another is multiplied: on the host, send the next before the last is
-        done; in a compiled program, two slabs in each step of the loop. False: one after the other, in less memory.
-      chunk_size: Elements of the contracted axis in a slab. None: one slab, or what ``capibara tune`` has measured to
-        be faster; but NumPy operands (memory-mapped files too) that together exceed a quarter of the device's memory
-        (1 GiB where it is not known) are sent in slabs of that size. Slabs change the order in which is summed, no
-        more.
+        ``b`` to 127; the gradient is then that of the unrounded product.
+      use_async: With slabs, prepare one while another is multiplied: for host arrays, send the next before the
+        previous one is done; in a compiled program, two slabs in each step of the loop. False: one after the other,
+        with less memory.
+      chunk_size: Elements of the contracted axis per slab. None: one slab, or what ``capibara tune`` has measured to
+        be faster; but NumPy operands (including memory-mapped files) that together exceed a quarter of the device's
+        memory (1 GiB if unknown) are sent in slabs of that size. Slabs only change the order of summation.
       transpose_a: Multiply with the transpose of ``a``'s last two axes.
       transpose_b: The same for ``b``.
       implementation: ``"auto"``, ``"xla"`` or ``"reference"`` (no slabs).
 
     Returns:
       ``[..., rows, columns]`` in the operands' common dtype; int32 for int8 operands (exact up to 131,000 for
-      ``inner``). With a ``precision`` below ``"float64"`` sums are float32 for float64 operands, too: an error of
-      about 1e-7 times the sum of the products' sizes, beside that of the rounded operands.
+      ``inner``). With a ``precision`` below ``"float64"``, sums are float32 for float64 operands as well: an error of
+      about 1e-7 times the sum of the products' magnitudes, in addition to that of the rounded operands.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     OP.check_name(implementation)
     problem, (a, b) = OP.prepare(

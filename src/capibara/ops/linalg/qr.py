@@ -1,4 +1,4 @@
-"""QR: by Gram matrices where the matrix is tall and matrix products are fast, else by Householder's reflections."""
+"""QR: by Gram matrices if the matrix is tall and matrix products are fast, otherwise by Householder reflections."""
 
 from __future__ import annotations
 
@@ -92,15 +92,15 @@ def _run(problem: QRProblem, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @public(OP)
 def qr(matrix: jax.Array, *, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
-    """``matrix = q @ r`` with orthonormal columns in ``q`` and ``r`` upper triangular, its diagonal not negative.
+    """``matrix = q @ r`` with orthonormal columns in ``q`` and ``r`` upper triangular, with a nonnegative diagonal.
 
-    In plain JAX: ``q, r = jnp.linalg.qr(matrix)``, with columns of ``q`` and rows of ``r`` negated where the diagonal
-    of ``r`` is negative, which makes the result unique. On TPUs and GPUs, matrices at least four times as tall as wide
-    are factored by their Gram matrix (shifted, then twice more), which is all matrix products; where that does not
-    give an orthonormal ``q``, as for columns that depend on each other, Householder's runs after all. On CPUs
-    Householder's was measured to be the faster, and it has not been measured on the others.
+    In plain JAX: ``q, r = jnp.linalg.qr(matrix)``, with columns of ``q`` and rows of ``r`` negated wherever the
+    diagonal of ``r`` is negative, which makes the result unique. On TPUs and GPUs, matrices at least four times as
+    tall as wide are factored by their Gram matrix (shifted, then twice more), which uses only matrix products; if
+    that does not give an orthonormal ``q``, as for linearly dependent columns, Householder's method runs afterwards.
+    On CPUs Householder's method was measured to be faster; other platforms have not been measured.
 
-    Differentiable where the columns are independent; with fewer rows than columns where JAX's own is.
+    Differentiable if the columns are independent; with fewer rows than columns, where JAX's own is.
 
     Args:
       matrix: ``[..., rows, columns]``, float32, float64, bfloat16 or float16.
@@ -111,8 +111,8 @@ def qr(matrix: jax.Array, *, implementation: str = "auto") -> tuple[jax.Array, j
       float64).
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
-      NoImplementationError: ``"gram"`` was asked for, and the matrix is not tall.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
+      NoImplementationError: ``"gram"`` was requested, and the matrix is not tall.
 
     Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices",
       SIAM J. Sci. Comput. 42.

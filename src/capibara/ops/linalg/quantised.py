@@ -1,15 +1,15 @@
-"""Products with a matrix that stays in its codes: eight or four bits a number, and a scale for every few.
+"""Products with a quantized matrix: eight or four bits per element, and a scale per group of elements.
 
 A weight ``[out, in]`` is kept as codes and one scale for each group along ``in``; its entry is
-``level(code) · scale(group)``. It is multiplied without ever being there as a whole. That saves memory, since a quarter
-or an eighth of float32's is left, and for few vectors time, since reading the matrix is what takes it. On CPUs compiled
-kernels read the codes (:mod:`capibara.ops.linalg.quantised_native`); on TPUs, for few vectors, a kernel in Pallas does.
-In XLA alone rows become numbers a slab at a time, and each slab is multiplied and let go. ``python -m benchmarks
-compression_fixed`` measures what it takes.
+``level(code) · scale(group)``. The decoded matrix never exists as a whole. That saves memory (a quarter or an eighth
+of float32's remains) and, for few vectors, time, which is dominated by reading the matrix. On CPUs compiled kernels
+read the codes (:mod:`capibara.ops.linalg.quantised_native`); on TPUs, for few vectors, a kernel in Pallas does. With
+XLA alone, rows are decoded a slab at a time, and each slab is multiplied and discarded. ``python -m benchmarks
+compression_fixed`` measures it.
 
-Four-bit codes are two to a byte, the first in the lower half. Their sixteen levels are found by selecting, bit by bit:
-vector units select in registers, while a table would be read entry by entry. Even and odd columns are multiplied each
-on their own, so that they need not be put together.
+Four-bit codes are stored two to a byte, the first in the lower half. Their sixteen levels are looked up by selection,
+bit by bit: vector units select in registers, while a table would be read entry by entry. Even and odd columns are
+multiplied separately, so that they need not be interleaved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SLAB = 1 << 21
 
 @dataclass(frozen=True)
 class QuantisedProblem:
-    """``x [*batch, inner] @ W.T`` with W ``[rows, inner]`` in codes of ``bits``."""
+    """``x [*batch, inner] @ W.T`` with W ``[rows, inner]`` quantized to ``bits``."""
 
     batch: tuple[int, ...]
     rows: int
@@ -170,7 +170,7 @@ def _slab(
 def by_slabs(
     problem: QuantisedProblem, x: jax.Array, codes: jax.Array, scales: jax.Array, levels: Any
 ) -> jax.Array:
-    """All rows, slab by slab; backwards the numbers are made again instead of being kept."""
+    """All rows, slab by slab; the backward pass decodes them again instead of storing them."""
     flat = x.reshape(-1, problem.inner)
     run = jax.checkpoint(partial(_slab, problem))
     size = max(_SLAB // max(problem.inner, 1), 1)
@@ -257,29 +257,29 @@ def quantised_matmul(
     scale_table: Any = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """``x @ W.T`` for a matrix W ``[rows, inner]`` that is kept in codes of eight or four bits.
+    """``x @ W.T`` for a matrix W ``[rows, inner]`` quantized to eight or four bits.
 
     In plain JAX, for int8: ``x @ (codes * jnp.repeat(scales, group, axis=1)[:, :inner]).T``. Summed in float32.
-    Differentiable in ``x``, ``scales``, ``levels`` and ``scale_table``; works under ``jit`` and ``vmap``. Tensors of an
-    archive come in this form from :func:`capibara.compress.direct.load_quantised`.
+    Differentiable in ``x``, ``scales``, ``levels`` and ``scale_table``; works under ``jit`` and ``vmap``. Tensors of
+    an archive are loaded in this form by :func:`capibara.compress.direct.load_quantised`.
 
     Args:
       x: ``[..., inner]``: float32, float64, bfloat16 or float16.
       codes: int8 ``[rows, inner]``; or uint8 ``[rows, ceil(inner / 2)]``, two codes of four bits each, the first in the
         lower half.
       scales: ``[rows, ceil(inner / group)]``, of either sign; with a ``scale_table`` uint8.
-      levels: ``[16]``, what each code of four bits stands for; None: the code - 8.
-      group: Numbers of a row that share a scale; the last group may have fewer.
-      scale_table: ``[count]``, at most 256 scales, of which ``scales`` says which; None: ``scales`` are the scales.
+      levels: ``[16]``, the value of each four-bit code; None: the code - 8.
+      group: Elements of a row that share a scale; the last group may have fewer.
+      scale_table: ``[count]``, at most 256 scales, which ``scales`` then indexes; None: ``scales`` are the scales.
       implementation: ``"auto"``, ``"pallas_tpu"`` (kernels for few vectors and for many; interpreted, slowly, on
-        other platforms), ``"native"`` (compiled kernels for CPUs, where the library is built), ``"xla"`` (slab by slab)
+        other platforms), ``"native"`` (compiled kernels for CPUs, if the library is built), ``"xla"`` (slab by slab)
         or ``"reference"`` (the whole matrix at once).
 
     Returns:
       ``[..., rows]`` in ``x``'s dtype.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     OP.check_name(implementation)
     problem, arrays = _prepare(
@@ -292,23 +292,23 @@ def quantised_matmul(
 
 
 def transposable(dtype: str) -> str:
-    """The implementation that ``jax.linear_transpose`` takes for vectors of that dtype: Pallas has no transpose."""
+    """The implementation that ``jax.linear_transpose`` can transpose for this dtype: Pallas has no transpose."""
     problem = QuantisedProblem((), 1, 1, 8, 1, False, False, dtype, "auto")
     return "native" if "native" in OP.usable(problem, "cpu") else "xla"
 
 
 def dequantise_matrix(codes: Any, scales: Any, levels: Any = None, *, inner: int, group: int) -> jax.Array:
-    """The matrix of :func:`quantised_matmul` as float32 ``[rows, inner]``; for rows that are looked up.
+    """The matrix of :func:`quantised_matmul` as float32 ``[rows, inner]``; for row look-ups.
 
     Args:
       codes: as there.
       scales: as there.
       levels: as there.
-      inner: Numbers of a row.
+      inner: Elements of a row.
       group: as there.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     inner = check_count("dequantise_matrix", "inner", inner, 1)
     shape = jax.ShapeDtypeStruct((inner,), jnp.float32)

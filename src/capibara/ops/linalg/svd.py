@@ -1,7 +1,7 @@
-"""The singular value decomposition, of the largest singular values only where that is asked for.
+"""The singular value decomposition, optionally of only the largest singular values.
 
-``jnp.linalg.svd`` computes all of them. For the largest few of a large matrix a randomised sketch is tens of times
-cheaper on a CPU, and compiles in seconds for a TPU where the whole decomposition takes minutes. What it misses can be
+``jnp.linalg.svd`` computes all of them. For the largest few of a large matrix, a randomised sketch is tens of times
+cheaper on a CPU, and compiles in seconds for a TPU, where the full decomposition takes minutes. Its error can be
 bounded afterwards, from products of the matrix with a few vectors.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["fast_svd"]
 
 @dataclass(frozen=True)
 class SVDProblem:
-    """A matrix ``[*batch, rows, columns]``, and what of its decomposition is wanted."""
+    """A matrix ``[*batch, rows, columns]``, and the requested parts of its decomposition."""
 
     batch: tuple[int, ...]
     rows: int
@@ -167,33 +167,33 @@ def fast_svd(
     with_error_bound: bool = False,
     implementation: str = "auto",
 ) -> Any:
-    """The ``rank`` largest singular values of a matrix, and their vectors.
+    """The ``rank`` largest singular values of a matrix and their vectors.
 
     In plain JAX: ``u, s, vh = jnp.linalg.svd(matrix, full_matrices=False)``, then ``u[..., :rank]``, ``s[..., :rank]``,
-    ``vh[..., :rank, :]``, with vectors determined up to a sign. As there, the third result is V transposed:
-    ``matrix ≈ (u * s) @ vh``.
+    ``vh[..., :rank, :]``, with vectors determined up to a sign. As in JAX, the third result is V transposed: ``matrix
+    ≈ (u * s) @ vh``.
 
     The randomised form reads the matrix ``2 + 2·power_iterations`` times. With the defaults the spectral error is
-    within about 8 % of the smallest that this rank allows, on slowly decaying spectra; it is closer the faster the
-    singular values decay. All are computed where the sketch (``rank + oversampling``) is larger than the matrix, where
-    ``rank`` and ``use_randomized`` are None, or ``use_randomized`` is False.
+    within about 8 % of the smallest that this rank allows, on slowly decaying spectra; the faster the singular values
+    decay, the closer it is. All singular values are computed if the sketch (``rank + oversampling``) is larger than
+    the matrix, if ``rank`` and ``use_randomized`` are None, or if ``use_randomized`` is False.
 
-    Differentiable, by the derivatives of the singular values and vectors themselves. Those of the vectors need distinct
-    singular values, and that of the last vector a gap after it. Works under ``jit`` and ``vmap``.
+    Differentiable, by the derivatives of the singular values and vectors. Derivatives of the vectors need distinct
+    singular values, and that of the last vector a gap after its value. Works under ``jit`` and ``vmap``.
 
     Args:
       matrix: ``[..., rows, columns]``, float32, float64, bfloat16 or float16.
-      rank: How many; None: ``min(rows, columns)``, or with ``use_randomized=True`` a quarter of that
-        where it is more than twice ``oversampling``, and an :class:`OpWarning` says so.
+      rank: The number of singular values; None: ``min(rows, columns)``, or with ``use_randomized=True`` a quarter of
+        that if it is more than twice ``oversampling``, with an :class:`OpWarning`.
       compute_uv: False: only the singular values.
-      use_randomized: None: by a sketch where ``rank`` is given and it fits. True: also without a rank. False: compute
-        all of them, keep the largest.
-      power_iterations: Multiplications of the sketch with the matrix and its transpose. More is more exact.
+      use_randomized: None: use a sketch if ``rank`` is given and the sketch fits. True: also without a rank. False:
+        compute all singular values, keep the largest.
+      power_iterations: Multiplications of the sketch with the matrix and its transpose. More are more accurate.
       oversampling: Sketched directions beyond ``rank``.
       key: For the sketch; None: ``jax.random.key(0)``, so that a call repeats exactly.
-      with_error_bound: Also return a bound on ``‖matrix - (u * s) @ vh‖₂``, computed from the result: it holds but for
+      with_error_bound: Also return a bound on ``‖matrix - (u * s) @ vh‖₂``, computed from the result: it holds up to
         rounding (about ``eps·s[0]``) with probability ``1 - 1e-10``, and is usually less than twice the error. It
-        reads the matrix twelve times, with few vectors. Gradients stop there.
+        reads the matrix twelve times, with few vectors. It has no gradient.
       implementation: ``"auto"``, ``"xla"`` (randomised) or ``"reference"`` (all singular values).
 
     Returns:
@@ -201,8 +201,8 @@ def fast_svd(
       followed by ``[...]``: ``(u, s, vh, bound)`` or ``(s, bound)``. In float32; float64 for float64 input.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
-      NoImplementationError: ``"xla"`` was asked for, and the sketch is larger than the matrix.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
+      NoImplementationError: ``"xla"`` was requested, and the sketch is larger than the matrix.
 
     Source: Halko, Martinsson & Tropp 2011, "Finding structure with randomness", SIAM Review 53 (arXiv:0909.4061).
     """

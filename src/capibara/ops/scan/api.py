@@ -1,4 +1,4 @@
-"""The public selective scan; its mathematics is in reference.py, its speed in xla.py."""
+"""The public selective scan; reference.py defines it, xla.py makes it fast."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def selective_scan(
 ) -> tuple[jax.Array, jax.Array]:
     """A selective state-space model's recurrence (Mamba-2), computed as matrix products over chunks.
 
-    On CPUs it and its gradient run as compiled loops over the positions, which take less arithmetic.
+    On CPUs, it and its gradient run as compiled loops over the positions, which need less arithmetic.
 
     For every batch element and head, with a state ``h [width, states]``::
 
@@ -54,31 +54,31 @@ def selective_scan(
 
     ``length == 1`` takes a path of one step, for decoding. Differentiable (forward and reverse mode) in every
     array; works under ``jit`` and ``vmap``. Sums and the state are float32 (float64 for float64 input).
-    A NaN or an infinity reaches all later positions of its channel (``x``, the state), head (``dt``, ``a``) or group
-    (``b``), where ``"xla"`` may have NaN for an infinity. In ``c`` it reaches its own position. Earlier positions are
-    as without it. In a gradient that comes from ``y`` it reaches those of its own position and all earlier ones; with
-    ``"xla"`` also those of later positions in the same chunk.
+    A NaN or infinity propagates to all later positions of its channel (``x``, the state), head (``dt``, ``a``) or
+    group (``b``), where ``"xla"`` may return NaN for an infinity. In ``c`` it affects only its own position. Earlier
+    positions are not affected. In the backward pass it propagates from ``y`` to the gradients of its own and all
+    earlier positions; with ``"xla"`` also to those of later positions in the same chunk.
 
     Args:
       x: ``[batch, length, heads, width]``, the input.
-      dt: ``[batch, length, heads]``, the step sizes, at least 0. A step of 0 leaves the state as it is.
-      a: ``[heads]``, the decay rates, at most 0. Positive rates let the state grow; they are computed, but can
+      dt: ``[batch, length, heads]``, the step sizes, at least 0. A step of 0 leaves the state unchanged.
+      a: ``[heads]``, the decay rates, at most 0. Positive rates let the state grow; they are supported, but can
         overflow.
-      b: ``[batch, length, groups, states]``, what the input writes to the state; ``groups`` divides ``heads`` and
-        each group serves ``heads // groups`` neighbouring heads.
-      c: ``[batch, length, groups, states]``, what is read from the state.
+      b: ``[batch, length, groups, states]``, the input weights of the state; ``groups`` divides ``heads`` and each
+        group serves ``heads // groups`` adjacent heads.
+      c: ``[batch, length, groups, states]``, the output weights of the state.
       initial_state: ``[batch, heads, width, states]``; zeros when ``None``.
-      chunk_size: Positions per chunk; ``None``: what ``capibara tune`` has measured here, else 64. It changes speed
-        and memory, not the result.
-      implementation: ``"auto"``, ``"native"`` (compiled loops on CPUs; derivatives in forward mode and second ones
-        are those of ``"xla"``), ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
+      chunk_size: Positions per chunk; ``None``: what ``capibara tune`` has measured here, otherwise 64. It affects
+        speed and memory, not the result.
+      implementation: ``"auto"``, ``"native"`` (compiled loops on CPUs; forward-mode and second derivatives are those
+        of ``"xla"``), ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
 
     Returns:
       ``y [batch, length, heads, width]`` in the dtype of ``x``, and the state after the last position,
       ``[batch, heads, width, states]`` in float32 (or float64).
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Source: Dao & Gu 2024, "Transformers are SSMs" (arXiv:2405.21060).
     """

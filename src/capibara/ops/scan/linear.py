@@ -22,7 +22,7 @@ __all__ = ["check_segments", "linear_recurrence", "matrix_linear_recurrence"]
 
 @dataclass(frozen=True)
 class RecurrenceProblem:
-    """Shapes and options; ``matrix`` says whether ``a`` is a matrix in its last two axes."""
+    """Shapes and options; ``matrix`` says whether the last two axes of ``a`` are a matrix."""
 
     a: tuple[int, ...]
     x: tuple[int, ...]
@@ -203,15 +203,17 @@ def linear_recurrence(
     """``h[t] = a[t] * h[t-1] + x[t]`` along the first axis, elementwise in the others.
 
     Equivalent JAX: ``lax.scan(step, initial_state, (a, x))``. Sums of floats may be
-    rounded in another order, and those of bfloat16 are kept in float32; integers are exact. Infinities and NaN are
-    as in that loop. Differentiable (both modes, any order); the backward pass keeps the states and nothing else.
+    rounded in another order, and those of bfloat16 are kept in float32; integers are exact. Infinities and NaN
+    propagate as in that loop. Differentiable (both modes, any order); only the states are stored for the backward
+    pass.
 
     Args:
-      a: ``[steps, …]`` with sizes of 1 where it is the same for all, or without the steps. Of the dtype of ``x``.
+      a: ``[steps, …]``, with size 1 in dimensions along which it is constant, or without the steps. Same dtype as
+        ``x``.
       x: ``[steps, …]``, floating point, complex or integer.
-      initial_state: of the shape of one step of ``x``; zeros when ``None``.
+      initial_state: the shape of one step of ``x``; zeros if ``None``.
       reverse: run from the last step to the first.
-      num_segments: segments that run at once; ``None``: chosen by the sizes (one where steps are wide). It changes
+      num_segments: segments that run in parallel; ``None``: chosen by the sizes (one for wide steps). It affects
         speed and rounding, not the result.
       implementation: ``"auto"``, ``"native"`` (one compiled loop, float32 on CPUs), ``"xla"`` or ``"reference"``
         (one step at a time).
@@ -220,7 +222,7 @@ def linear_recurrence(
       every state ``[steps, …]``, and the last one.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Source: Blelloch 1990, "Prefix Sums and Their Applications".
     """
@@ -249,20 +251,21 @@ def matrix_linear_recurrence(
 ) -> tuple[jax.Array, jax.Array]:
     """``h[t] = a[t] @ h[t-1] + x[t]`` along the first axis, for vectors ``h`` in the last one.
 
-    As :func:`linear_recurrence`, with matrices for coefficients. Segments multiply matrices, which costs more than
-    the loop where each step has its own large one; there one segment is chosen.
+    As :func:`linear_recurrence`, with matrices as coefficients. Segments multiply matrices, which costs more than the
+    loop if each step has a large matrix of its own; one segment is chosen then.
 
     Args:
-      a: ``[n, n]``, one matrix for all steps; or ``[steps, …, n, n]`` with sizes of 1 where it is the same for all.
+      a: ``[n, n]``, one matrix for all steps; or ``[steps, …, n, n]``, with size 1 in dimensions along which it is
+        constant.
       x: ``[steps, …, n]``.
       initial_state: ``[…, n]``; zeros when ``None``.
-      reverse, num_segments, implementation: as there.
+      reverse, num_segments, implementation: as in :func:`linear_recurrence`.
 
     Returns:
       every state ``[steps, …, n]``, and the last one ``[…, n]``.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     MATRIX.check_name(implementation)
     problem, arrays = MATRIX.prepare(

@@ -1,10 +1,10 @@
-"""``lax.scan`` for any step, in parallel where the step is found to be affine in its carry.
+"""``lax.scan`` for any step, parallel if the step is affine in its carry.
 
-The step is traced by ``lax.scan`` itself, so arguments, results, promotions and errors are its own; the loop is then
-taken out of the trace and run otherwise. The parts of the carry are solved one after the other: a part whose new
-value is affine in itself (see :mod:`capibara.ops.scan.affine`) is a linear recurrence, and is computed for all
-steps of a segment at once; from then on it counts as an input, which may enter the other parts in any way. The
-outputs are then computed for all steps of a segment at once, whatever they do with the carry.
+The step is traced by ``lax.scan`` itself, so arguments, results, promotions and errors are the same; the loop is then
+extracted from the trace and run differently. The parts of the carry are solved one after the other: a part whose new
+value is affine in itself (see :mod:`capibara.ops.scan.affine`) is a linear recurrence, and is computed for all steps
+of a segment at once; from then on it is treated as an input, which may enter the other parts in any way. The outputs
+are then computed for all steps of a segment at once, however they depend on the carry.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NATIVE_SEGMENT_MIB = 256
 
 @dataclass(frozen=True, eq=False)
 class ParallelProblem:
-    """A traced scan. ``refusal`` says why the step is not taken for affine; then there are no ``stages``."""
+    """A traced scan. ``refusal`` says why the step is not treated as affine; ``stages`` is then empty."""
 
     outer: Any  # the jaxpr around the scan
     loop: Loop | None  # the scan in it
@@ -68,7 +68,7 @@ class ParallelProblem:
 
     @functools.cached_property
     def affine(self) -> Any:
-        """The jaxpr of the affine form of all steps, or why there is none."""
+        """The jaxpr of the affine form of all steps, or the reason why there is none."""
         return _attempt(_affine_form, self, False, SEGMENT_MIB)
 
     @functools.cached_property
@@ -89,7 +89,7 @@ def _default_segments(p: ParallelProblem, length: int, most: int) -> int:
 
 
 def alike_in_speed(p: ParallelProblem) -> dict[str, int | str] | None:
-    """What decides which segments are fast; None for steps that are not affine, or where the caller has said them."""
+    """What determines which segments are fast; None for steps that are not affine, or segments that are given."""
     if p.loop is None or not p.stages or p.num_segments is not None or not p.use_checkpointing:
         return None
     if any(stage.cleared for stage in p.stages):
@@ -341,45 +341,45 @@ def parallel_scan(
 ) -> tuple[Any, Any]:
     """``jax.lax.scan(f, init, xs)``, parallel if ``f`` is affine in its carry.
 
-    Whether it is follows from the primitives that ``f`` is made of, never from samples: additions, products with what
-    does not depend on the carry (elementwise, or matrices along one axis), selections, sums, changes of shape.
-    Parts of the carry may depend on others, in any way if those can be solved before. The outputs may be any
-    function of the carry. Everything else runs step by step; ``capibara.ops.explain(parallel_scan, f, init, xs)``
-    says which, and why.
+    This is determined from the primitives in ``f``, never from samples: additions, products with values that do not
+    depend on the carry (elementwise, or matrices along one axis), selections, sums, changes of shape. Parts of the
+    carry may depend on other parts, in any way if those can be solved first. The outputs may be any function of the
+    carry. All other steps run sequentially; ``capibara.ops.explain(parallel_scan, f, init, xs)`` says which
+    implementation runs, and why.
 
-    Affine steps are computed in another order than one by one: sums and products of floats are rounded differently
-    (the states of a growing recurrence can differ as much as they are sensitive to rounding), and the states of
-    narrow floats are kept in float32. What a step does with the carry is taken together first, so that infinities can
-    meet otherwise than one by one (``(c * 1e30) * 1e-30`` does not overflow there, ``c * 1e30 * 1e30`` of 0 is NaN). A
-    carry that has become infinite is not cleared by a selection (``jnp.where(reset, x, a * c)``), which there is a
-    product with 0: on CPUs such steps run one by one unless ``"native"`` is asked for by name, elsewhere
-    ``implementation="sequential"`` is for them. Integers are exact; any other step is exact.
+    Affine steps are computed in a different order than sequential ones: sums and products of floats are rounded
+    differently (the states of a growing recurrence can differ as much as they are sensitive to rounding), and the
+    states of narrow floats are kept in float32. The coefficients of a step are combined first, so that infinities can
+    arise differently (``(c * 1e30) * 1e-30`` does not overflow, ``c * 1e30 * 1e30`` of 0 is NaN). A carry that has
+    become infinite is not cleared by a selection (``jnp.where(reset, x, a * c)``), which becomes a product with 0: on
+    CPUs such steps run sequentially unless ``"native"`` is requested by name; elsewhere use
+    ``implementation="sequential"`` for them. Integers are exact, and so are all sequential steps.
 
     Args:
       f: ``(carry, x) -> (carry, y)``, as for ``lax.scan``.
       init: the first carry, a pytree. xs: a pytree of arrays ``[steps, …]``, or None with ``length``.
-      num_segments: pieces of the sequence that are computed one after the other; the carry between them is kept,
-        what is inside is computed again for gradients, so that these take memory in proportion to ``steps /
-        num_segments`` (and to ``num_segments`` carries; far beyond the root of the steps to about that root, for one
-        pass more). Where it does not divide the steps the nearest number that does is taken, up to a factor of 2.
-        ``None``: about the square root of the steps for steps one by one; for affine ones as few as keep a piece's
-        states below 16 MiB (``"native"``: 256 MiB), or what ``capibara tune`` has measured to be faster (64 MiB at
-        most).
-      use_checkpointing: False keeps everything for the gradient, in one piece, whatever ``num_segments``.
+      num_segments: segments of the sequence that are computed one after the other; the carry between them is stored,
+        and their inner states are recomputed for gradients, so that gradients need memory in proportion to ``steps /
+        num_segments`` (and to ``num_segments`` carries; far beyond the square root of the steps, to about that root,
+        for one more pass). If it does not divide the steps, the nearest number that does is used, up to a factor of
+        2. ``None``: about the square root of the steps for sequential steps; for affine ones as few as keep a
+        segment's states below 16 MiB (``"native"``: 256 MiB), or what ``capibara tune`` has measured to be faster (64
+        MiB at most).
+      use_checkpointing: False stores everything for the gradient, in one segment, regardless of ``num_segments``.
       length, reverse: as for ``lax.scan``.
-      implementation: ``"auto"`` (``"affine"`` on TPUs and GPUs where it can; on CPUs ``"native"``, a compiled loop over
-        the affine steps, where they are elementwise in float32; else ``"sequential"``), or one of these, or
+      implementation: ``"auto"`` (``"affine"`` on TPUs and GPUs if possible; on CPUs ``"native"``, a compiled loop
+        over affine steps that are elementwise in float32; otherwise ``"sequential"``), or one of these, or
         ``"reference"`` (``lax.scan``).
 
     Returns:
       the last carry and the outputs ``[steps, …]``, as ``lax.scan``.
 
     Raises:
-      OpTypeError, OpValueError: an option does not fit, by name. NoImplementationError: ``"affine"`` was asked for,
-      and the step is not. What ``lax.scan`` raises for ``f``, ``init`` and ``xs`` that do not fit.
+      OpTypeError, OpValueError: an option is invalid; the message names it. NoImplementationError: ``"affine"`` was
+      requested, and the step is not affine. The errors of ``lax.scan`` for invalid ``f``, ``init`` and ``xs``.
 
     Source: Blelloch 1990, "Prefix Sums and Their Applications"; Griewank 1992, "Achieving logarithmic growth of
-    temporal and spatial complexity in reverse automatic differentiation", for the pieces.
+    temporal and spatial complexity in reverse automatic differentiation", for the segments.
     """
     OP.check_name(implementation)
     problem, arrays = OP.prepare(

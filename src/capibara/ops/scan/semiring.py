@@ -57,15 +57,15 @@ def semiring_scan(
     """``h[t] = (a[t] ⊗ h[t-1]) ⊕ b[t]`` along ``axis``, from the semiring's zero; elementwise in the other axes.
 
     ``semiring``: ``"sum_product"`` (``a h + b``), ``"max_plus"`` (``max(a + h, b)``), ``"min_plus"`` or
-    ``"log_sum_exp"`` (``log(exp(a + h) + exp(b))``, the probabilities of a chain in log space). Without ``a`` it is
-    the semiring's one, and the result is the running sum, maximum, minimum or log-sum-exp of ``b``:
-    ``jax.lax.cumsum``, ``cummax``, ``cummin`` and ``cumlogsumexp``. With ``a`` they are :func:`linear_recurrence`
-    and :func:`capibara.ops.tropical.scan`; log-sum-exp is ``lax.associative_scan``. Sums of floats may be rounded
-    in another order.
+    ``"log_sum_exp"`` (``log(exp(a + h) + exp(b))``, the probabilities of a chain in log space). If ``a`` is omitted
+    it is the semiring's one, and the result is the running sum, maximum, minimum or log-sum-exp of ``b``:
+    ``jax.lax.cumsum``, ``cummax``, ``cummin`` and ``cumlogsumexp``. With ``a``, they are :func:`linear_recurrence`
+    and :func:`capibara.ops.tropical.scan`; log-sum-exp is ``lax.associative_scan``. Sums of floats may be rounded in
+    a different order.
 
     Args:
-      b, a: arrays of one shape and dtype; floating point for ``"log_sum_exp"`` and, with ``a``, for the tropical
-        ones.
+      b, a: arrays of the same shape and dtype; floating point for ``"log_sum_exp"`` and, with ``a``, for the tropical
+        semirings.
       axis: the axis of the steps.
       reverse: run from the last step to the first.
 
@@ -73,7 +73,7 @@ def semiring_scan(
       ``h``, of the shape and dtype of ``b``.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     _check(b, a, semiring, axis, reverse)
     b = jnp.asarray(b)

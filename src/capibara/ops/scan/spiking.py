@@ -1,9 +1,8 @@
 """Leaky integrate-and-fire neurons along a sequence, with surrogate gradients.
 
-A neuron's potential decays, takes its input, and where it reaches the threshold the neuron fires and is reset.
-Firing is a step function, whose derivative is zero almost everywhere; for gradients it is taken to be smooth there
-(a surrogate). The reset makes the recurrence nonlinear, so it runs step by step, in pieces whose insides are
-computed again for gradients.
+A neuron's potential decays and accumulates its input; when it reaches the threshold, the neuron fires and is reset.
+Firing is a step function, whose derivative is zero almost everywhere; gradients use a smooth surrogate. The reset
+makes the recurrence nonlinear, so it runs step by step, in segments that are recomputed for gradients.
 """
 
 from __future__ import annotations
@@ -66,26 +65,26 @@ def lif(
 ) -> tuple[jax.Array, jax.Array]:
     """Leaky integrate-and-fire: ``v = decay · v + inputs[t]``; ``spikes[t] = v ≥ threshold``; then the reset of ``v``.
 
-    Equivalent JAX: a ``lax.scan`` of that step. The gradient of a spike with respect to the potential's excess
-    ``u`` over the threshold is the surrogate's: ``slope / (1 + |slope u|)²`` (fast sigmoid), ``slope σ'(slope u)``
+    Equivalent JAX: a ``lax.scan`` of that step. The gradient of a spike with respect to the potential's excess ``u``
+    over the threshold is that of the surrogate: ``slope / (1 + |slope u|)²`` (fast sigmoid), ``slope σ'(slope u)``
     (sigmoid) or ``slope / (1 + (π slope u)²)`` (arctan). It flows through the reset too.
 
     Args:
       inputs: ``[steps, …]``, floating point: the currents.
-      decay: what remains of the potential after a step, between 0 and 1; a number, or an array that broadcasts to a
-        step.
+      decay: the fraction of the potential kept after a step, between 0 and 1; a scalar, or an array that broadcasts
+        to a step.
       threshold: as ``decay``.
       reset: ``"subtract"`` the threshold, or set to ``"zero"``.
       surrogate: ``"fast_sigmoid"``, ``"sigmoid"`` or ``"arctan"``.
       slope: of the surrogate, above 0.
-      initial_potential: of the shape of one step; zeros when ``None``.
+      initial_potential: the shape of one step; zeros if ``None``.
       num_segments: as for :func:`parallel_scan`.
 
     Returns:
-      the spikes, zeros and ones of the shape and dtype of ``inputs``, and the last potential.
+      the spikes (0 or 1, in the shape and dtype of ``inputs``), and the last potential.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Source: Neftci, Mostafa & Zenke 2019, "Surrogate Gradient Learning in Spiking Neural Networks" (arXiv:1901.09948).
     """

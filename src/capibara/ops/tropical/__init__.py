@@ -1,4 +1,4 @@
-"""Arithmetic where the sum is a maximum (or minimum) and the product a sum: shortest paths, morphology, schedules."""
+"""Tropical arithmetic: the sum is a maximum or minimum, the product a sum. Shortest paths, morphology, schedules."""
 
 from __future__ import annotations
 

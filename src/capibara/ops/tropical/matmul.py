@@ -146,23 +146,24 @@ def matmul(
 ) -> Any:
     """The tropical product: ``out[i, j] = max over k of a[i, k] + b[k, j]`` (or the minimum).
 
-    Equivalent JAX: ``jnp.max(a[..., :, :, None] + b[..., None, :, :], axis=-2)``, without its array of all terms.
+    Equivalent JAX: ``jnp.max(a[..., :, :, None] + b[..., None, :, :], axis=-2)``, without the intermediate array of
+    all terms.
 
     The zero of the semiring (-inf for ``max_plus``, +inf for ``min_plus``) wins over the other infinity: ``-inf ⊗ inf``
     is -inf in ``max_plus``, not NaN. A NaN in a row of ``a`` or a column of ``b`` makes every entry of that row or
     column NaN. With ``inner == 0`` every entry is the zero.
 
-    Differentiable in both operands, forward and reverse: an entry's gradient goes whole to the *lowest* ``k`` that
-    reaches it (a subgradient where several do), and nowhere if the entry is the semiring's zero or NaN. Reverse mode
-    only with a temperature.
+    Differentiable in both operands, forward and reverse: an entry's gradient goes entirely to the *lowest* ``k`` that
+    attains it (a subgradient if several do), and nowhere if the entry is the semiring's zero or NaN. With a
+    temperature, only reverse mode is supported.
 
     Args:
       a: ``[*batch, rows, inner]``, floating point. Leading axes broadcast with those of ``b``.
       b: ``[*batch, inner, columns]``.
       semiring: ``"max_plus"`` or ``"min_plus"``.
-      temperature: above 0, the relaxation ``temperature * logsumexp((a + b) / temperature)`` over ``k`` (for
+      temperature: if above 0, the relaxation ``temperature * logsumexp((a + b) / temperature)`` over ``k`` (for
         ``min_plus`` the negative of that of the negatives), which is smooth and tends to the maximum from above.
-      return_argmax: also return the lowest ``k`` that reaches each entry, int32; -1 where there is none.
+      return_argmax: also return the lowest ``k`` that attains each entry, int32; -1 if there is none.
       implementation: ``"auto"``, ``"native"`` (compiled for CPUs), ``"pallas_tpu"`` (interpreted, slowly, on other
         platforms), ``"xla"`` or ``"reference"``.
 
@@ -171,7 +172,7 @@ def matmul(
       that and the indices.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Source: Butkovič 2010, "Max-linear Systems".
     """
@@ -213,7 +214,7 @@ def matvec(
     temperature: float = 0.0,
     implementation: str = "auto",
 ) -> jax.Array:
-    """``out[i] = max over k of a[i, k] + x[k]``: :func:`matmul` with one column, and all it says holds.
+    """``out[i] = max over k of a[i, k] + x[k]``: :func:`matmul` with one column, with the same properties.
 
     Equivalent JAX: ``jnp.max(a + x[..., None, :], axis=-1)``.
 

@@ -1,4 +1,4 @@
-"""Closures of tropical matrices: the best of all walks in a graph, by repeated squaring."""
+"""Closures of tropical matrices: the best walks in a graph, by repeated squaring."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ __all__ = ["closure", "shortest_paths"]
 
 @over_explicit_axes("weights", out=lambda weights: weights)
 def closure(weights: jax.Array, *, semiring: str = "max_plus", implementation: str = "auto") -> jax.Array:
-    """The best weight of any walk from ``i`` to ``j``, the empty one (weight 0) included: ``I ⊕ A ⊕ A² ⊕ …``.
+    """The best weight of any walk from ``i`` to ``j``, including the empty one (weight 0): ``I ⊕ A ⊕ A² ⊕ …``.
 
-    Takes ``ceil(log2 n)`` products. Where a walk can pass a cycle that makes it better each time round, the entry is
-    +inf (``max_plus``) or -inf (``min_plus``). A cycle counts as such when its gain passes
-    ``4 * n * eps * max(|finite weights|)``, so that rounding makes none. Differentiable: gradients go along one best
-    walk, as :func:`matmul` says.
+    Takes ``ceil(log2 n)`` products. If a walk can pass a cycle that improves it each time, the entry is +inf
+    (``max_plus``) or -inf (``min_plus``). A cycle counts as such if its gain exceeds ``4 * n * eps * max(|finite
+    weights|)``, so that rounding cannot create one. Differentiable: gradients follow one best walk, as in
+    :func:`matmul`.
 
     Args:
-      weights: ``[*batch, n, n]``; no edge is the semiring's zero (-inf for ``max_plus``, +inf for ``min_plus``).
+      weights: ``[*batch, n, n]``; a missing edge is the semiring's zero (-inf for ``max_plus``, +inf for
+        ``min_plus``).
 
     Returns:
       ``[*batch, n, n]``, in the dtype of ``weights``.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     op = "tropical.closure"
     OP.check_name(implementation)
@@ -60,10 +61,10 @@ def closure(weights: jax.Array, *, semiring: str = "max_plus", implementation: s
 
 @over_explicit_axes("distances", out=lambda distances: distances)
 def shortest_paths(distances: jax.Array, *, implementation: str = "auto") -> jax.Array:
-    """The length of the shortest path between every two nodes: :func:`closure` in ``min_plus``.
+    """The length of the shortest path between every pair of nodes: :func:`closure` in ``min_plus``.
 
     Args:
-      distances: ``[*batch, n, n]``; +inf where there is no edge. Negative lengths are allowed; -inf comes out where a
-        cycle of negative length can be passed.
+      distances: ``[*batch, n, n]``; +inf where there is no edge. Negative lengths are allowed; the result is -inf
+        where a path can pass a negative cycle.
     """
     return closure(distances, semiring="min_plus", implementation=implementation)

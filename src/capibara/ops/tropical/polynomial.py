@@ -1,4 +1,4 @@
-"""Tropical polynomials: piecewise linear functions, the maximum of lines with whole slopes."""
+"""Tropical polynomials: piecewise linear functions, the maximum of lines with integer slopes."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def polyval(
     """``max over i of coefficients[i] + i * x``: the constant term comes first (unlike ``jnp.polyval``).
 
     Equivalent JAX: ``jnp.max(coefficients + jnp.arange(n) * x[..., None], axis=-1)``. With more than 64 coefficients,
-    or an implementation that is named, the powers of ``x`` are an array ``[x.size, n]``. A power 0 is 0 whatever
-    ``x``; infinities and gradients are as in :func:`matmul`: the slope is the lowest exponent that reaches the value.
+    or with an explicit implementation, the powers of ``x`` are an array ``[x.size, n]``. The power 0 is 0 for every
+    ``x``; infinities and gradients are as in :func:`matmul`: the slope is the lowest exponent that attains the value.
 
     Args:
       coefficients: ``[n]``, floating point, ``n`` at least 1.
@@ -65,7 +65,7 @@ def polyval(
       The shape of ``x``, in the common dtype (powers are taken in float32 at least).
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     op = "tropical.polyval"
     check_array(op, "coefficients", coefficients, 1)

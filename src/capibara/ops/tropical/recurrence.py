@@ -22,13 +22,13 @@ def scan(
 ) -> jax.Array:
     """``h[t] = max(a[t] + h[t-1], b[t])`` along ``axis``, from the semiring's zero; elementwise in the other axes.
 
-    With ``a = 0`` it is the running maximum; with ``a`` the durations and ``b`` the earliest starts it is a schedule.
-    A start value goes into the first entry of ``b``. Equivalent JAX: a ``lax.scan`` of that step; this one is
-    ``lax.associative_scan`` over pairs ``(a, b)``, so sums may be rounded in another order. Where two terms are equal,
-    ``jnp.maximum`` shares the gradient between them. The semiring's zero wins over the other infinity.
+    With ``a = 0`` it is the running maximum; with durations ``a`` and earliest starts ``b`` it is a schedule. Put a
+    start value into the first entry of ``b``. Equivalent JAX: a ``lax.scan`` of that step; the implementation is
+    ``lax.associative_scan`` over pairs ``(a, b)``, so sums may be rounded in a different order. If two terms are
+    equal, ``jnp.maximum`` shares the gradient between them. The semiring's zero wins over the other infinity.
 
     Args:
-      a, b: arrays of one shape and dtype, floating point.
+      a, b: arrays of the same shape and dtype, floating point.
       axis: the axis of the steps.
       semiring: ``"max_plus"`` or ``"min_plus"``.
       reverse: run from the last step to the first.
@@ -37,7 +37,7 @@ def scan(
       ``h``, of the shape and dtype of ``b``.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Source: Blelloch 1990, "Prefix Sums and Their Applications".
     """

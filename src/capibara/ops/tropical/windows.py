@@ -1,7 +1,7 @@
 """Tropical convolution (grey-scale morphology) and pooling.
 
-A convolution is a tropical matrix product of the kernel with the windows of the input, laid out beside each other:
-an array as many times the input as the kernel has taps. What it costs in memory it gains in the product.
+A convolution is a tropical matrix product of the kernel with the windows of the input, which are materialised: an
+array as many times as large as the input as the kernel has taps. The faster product makes up for the memory.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def conv1d(
 
     As in neural networks the kernel is not flipped: in ``max_plus`` this is the dilation by the mirrored kernel, and
     in ``min_plus`` with a negated kernel the erosion. Padding is the semiring's zero, which never wins. Infinities,
-    NaN, ties and gradients are as in :func:`matmul`; windows with a NaN in them are NaN.
+    NaN, ties and gradients are as in :func:`matmul`; the output of a window that contains NaN is NaN.
 
     Args:
       x: ``[batch, in_channels, length]``, floating point.
@@ -103,10 +103,10 @@ def conv1d(
       padding: ``"VALID"`` or ``"SAME"`` (as ``lax.conv`` pads).
 
     Returns:
-      ``[batch, out_channels, length of the output]`` in the common dtype.
+      ``[batch, out_channels, output length]`` in the common dtype.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     return _conv("tropical.conv1d", x, kernel, strides, padding, semiring, implementation, 1)
 
@@ -137,8 +137,8 @@ def pool(
 ) -> jax.Array:
     """The maximum (``min_plus``: minimum) of each window over the axes after the first two.
 
-    Equivalent JAX: ``lax.reduce_window(x, -inf, lax.max, (1, 1, *window), (1, 1, *strides), padding)``, whose gradient
-    goes to one element of a window.
+    Equivalent JAX: ``lax.reduce_window(x, -inf, lax.max, (1, 1, *window), (1, 1, *strides), padding)``, whose
+    gradient goes to one element per window.
 
     Args:
       x: ``[batch, channels, *sizes]``, floating point.
@@ -147,7 +147,7 @@ def pool(
       padding: ``"VALID"`` or ``"SAME"``.
 
     Raises:
-      OpTypeError, OpValueError, OpShapeError: an argument does not fit, by name.
+      OpTypeError, OpValueError, OpShapeError: an argument is invalid; the message names it.
     """
     op = "tropical.pool"
     check_array(op, "x", x, 3)

@@ -1,4 +1,4 @@
-"""Vector quantisation: the nearest code, and codebooks that learn, one of them or several."""
+"""Vector quantisation: nearest codes, and one or several learned codebooks."""
 
 from __future__ import annotations
 

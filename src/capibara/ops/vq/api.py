@@ -52,9 +52,9 @@ def nearest_code(
 
     In plain JAX: ``jnp.argmin(jnp.sum((x[..., None, :] - codebook) ** 2, -1), -1)``, or
     ``jnp.argmax(unit(x) @ unit(codebook).T, -1)`` for the angle; computed as one matrix product, block by block,
-    so that the tokens × codes table is never whole in memory. Products are float32 (float64 for float64); two
-    codes closer together than their rounding error may be taken for each other. Of equal distances the lowest
-    index wins. The index has no gradient; the distance has, in both operands.
+    so that the tokens × codes matrix is never in memory as a whole. Products are float32 (float64 for float64); two
+    codes closer together than their rounding error may be confused. For equal distances the lowest index wins. The
+    index has no gradient; the distance has one, in both operands.
 
     A code with an infinity is never chosen before a finite one, the first code with NaN always is, and for a vector
     that holds NaN or an infinity, or whose square overflows, the index is 0.
@@ -62,17 +62,17 @@ def nearest_code(
     Args:
       x: ``[..., dim]``, floating point.
       codebook: ``[codes, dim]``.
-      metric: ``"euclidean"`` or ``"cosine"``; a vector or code of zeros is at a right angle to all.
-      return_distance: also return the distance to the code that was chosen.
+      metric: ``"euclidean"`` or ``"cosine"``; a zero vector or code is orthogonal to all.
+      return_distance: also return the distance to the chosen code.
       implementation: ``"auto"``, ``"cpu"`` (blocks for XLA's CPU compiler), ``"xla"`` (blocks) or
-        ``"reference"`` (the whole table at once).
+        ``"reference"`` (the whole matrix at once).
 
     Returns:
       ``int32 [...]``, or a pair of that and the squared Euclidean distances (for ``"cosine"``: 1 - cosine),
       ``[...]`` in float32 or float64.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     OP.check_name(implementation)
     problem, _ = OP.prepare(

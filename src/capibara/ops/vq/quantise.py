@@ -1,13 +1,14 @@
 """Vector quantisation with a codebook that learns by moving averages instead of by gradients.
 
 Each vector is replaced by its nearest code. The gradient passes straight through to the input (the replacement is
-treated as the identity), and a commitment loss draws the inputs to their codes. The codes themselves follow the
-data: every code is the ratio of two exponential moving averages, the sum and the number of the vectors it was
-nearest to (van den Oord et al. 2017, arXiv:1711.00937, appendix A.1). A code that hardly any vector chooses is
-"dead"; it is put on a vector of the present batch, where it is of use again.
+treated as the identity), and a commitment loss pulls the inputs towards their codes. The codes themselves follow the
+data: every code is the ratio of two exponential moving averages, the sum and the count of the vectors nearest to it
+(van den Oord et al. 2017, arXiv:1711.00937, appendix A.1). A code that hardly any vector chooses is "dead"; it is
+moved to a vector of the current batch, so that it is used again.
 
-The state is a plain dict ``{"codebook" [codes, dim], "cluster_size" [codes], "codebook_sum" [codes, dim]}`` that
-comes in and goes out. For several codebooks (:mod:`capibara.ops.vq.several`) its arrays have one more axis in front.
+The state is a plain dict ``{"codebook" [codes, dim], "cluster_size" [codes], "codebook_sum" [codes, dim]}`` that is
+passed in and returned. For several codebooks (:mod:`capibara.ops.vq.several`) its arrays have an additional leading
+axis.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def initial_codebook_state(
       key: A ``jax.random`` key.
       codebook_size: Number of codes, at least 1.
       dim: Length of a code, at least 1.
-      codebooks: How many, for product and residual quantisation: arrays with that many in front. ``None``: one,
-        without that axis.
+      codebooks: The number of codebooks, for product and residual quantisation; arrays get it as a leading axis.
+        ``None``: one codebook, without that axis.
 
     Raises:
-      OpTypeError, OpValueError: an argument does not fit, by name.
+      OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     check_key("initial_codebook_state", key)
     counts = {"codebook_size": codebook_size, "dim": dim}
@@ -65,7 +66,7 @@ def initial_codebook_state(
 
 
 def check_state(op: str, state: Any, axes: int) -> tuple[int, ...]:
-    """The shape of the codebook, which has ``axes`` axes; the rest of the state has to go with it."""
+    """The shape of the codebook, which has ``axes`` axes; the rest of the state must match it."""
     if not isinstance(state, Mapping) or any(k not in state for k in STATE_KEYS):
         found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise OpTypeError(
@@ -116,7 +117,7 @@ def check_options(op: str, **options: Any) -> None:
 
 
 def check_context(op: str, key: Any, axis_name: Any, train: Any = True) -> None:
-    """Refuse a ``key`` that is none, mesh axes that are not bound here, and a ``train`` that is not a bool."""
+    """Refuse an invalid ``key``, mesh axes that are not bound here, and a ``train`` that is not a boolean."""
     check_flag(op, "train", train)
     if key is not None:
         check_key(op, key)
@@ -134,7 +135,7 @@ def _state(state: Any) -> dict[str, Dims]:
 
 
 def laid(state: Any, x: Dims, _: Dims) -> list[Any]:
-    """How vectors, indices, metrics and the new state are sharded over a mesh."""
+    """The sharding of vectors, indices, metrics and the new state over a mesh."""
     return [x, x[:-1], (), _state(state)]
 
 
@@ -160,26 +161,26 @@ def update_codebook(
         codebook_sum = decay * codebook_sum + (1 - decay) * sums
         codebook = codebook_sum / cluster_size                       # the counts smoothed by epsilon
 
-    No gradient passes.
+    Gradients do not propagate through this function.
 
     Args:
       state: ``{"codebook": [codes, dim], "cluster_size": [codes], "codebook_sum": [codes, dim]}``, float32.
       x: ``[..., dim]``, floating point, at least one vector.
       indices: int ``[...]``, the code of each vector. As in ``.at[indices].add`` a negative one counts from the end,
-        and a vector whose index lies outside ``-codes … codes - 1`` moves no code.
+        and a vector whose index is outside ``-codes … codes - 1`` is ignored.
       decay: Of the moving averages, in [0, 1].
       epsilon: Added to each count (Laplace smoothing), so that an unused code is not divided by zero.
-      dead_code_threshold: A code whose averaged count of vectors a call falls below this is put on a random vector
-        of ``x``, with twice the threshold as its count, which gives it time to be chosen. 0: never.
+      dead_code_threshold: A code whose average count of vectors per call falls below this is moved to a random
+        vector of ``x``, with twice the threshold as its count, which gives it time to be chosen. 0: never.
       key: The randomness of that draw. Without a key no code is revived.
-      axis_name: Mesh axes of the ``jax.shard_map`` around the call, over which the vectors are distributed: counts and
-        sums are added up over them. State and key must be the same on all devices, and the new state is.
+      axis_name: Mesh axes of the ``jax.shard_map`` around the call, over which the vectors are distributed: counts
+        and sums are added over them. State and key must be the same on all devices; the new state is the same, too.
 
     Returns:
       The new state.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Source: van den Oord et al. 2017, arXiv:1711.00937, appendix A.1.
     """
@@ -244,29 +245,29 @@ def vector_quantise(
     Args:
       state: ``{"codebook": [codes, dim], "cluster_size": [codes], "codebook_sum": [codes, dim]}``, float32.
       x: ``[..., dim]``, floating point, at least one vector.
-      train: Whether to return a moved state; otherwise the state comes back as it was.
+      train: Whether to update the state; otherwise it is returned unchanged.
       decay: Of the moving averages, in [0, 1].
       epsilon: Added to each count (Laplace smoothing), so that an unused code is not divided by zero.
       commitment_weight: Factor on the commitment loss.
-      dead_code_threshold: A code whose averaged count of vectors a call falls below this is put on a random
+      dead_code_threshold: A code whose average count of vectors per call falls below this is moved to a random
         vector of ``x``, with twice the threshold as its count, which gives it time to be chosen. 0: never. Keep
         it well below the number of vectors divided by the number of codes.
       key: The randomness of that draw. Without a key no code is revived.
-      metric: How the nearest code is found: ``"euclidean"`` or ``"cosine"``. Codes are averages of vectors, and losses
-        their squared distances, with both; give vectors of unit length where only directions matter.
-      axis_name: Mesh axes of the ``jax.shard_map`` around the call; see :func:`update_codebook`. The metrics but the
-        ``commitment_loss``, which is that of the device's own vectors, are then of all devices.
-      implementation: Of :func:`nearest_code`.
+      metric: How the nearest code is found: ``"euclidean"`` or ``"cosine"``. With both, codes are averages of vectors
+        and losses are squared distances; pass unit vectors if only directions matter.
+      axis_name: Mesh axes of the ``jax.shard_map`` around the call; see :func:`update_codebook`. All metrics are then
+        over all devices, except ``commitment_loss``, which covers the device's own vectors.
+      implementation: As for :func:`nearest_code`.
 
     Returns:
       ``quantized`` like ``x``, with gradients as if it were ``x``; ``indices int32 [...]``; metrics, all scalars in
       float32 (the losses of a float64 ``x`` in float64): ``commitment_loss`` (weighted, differentiable in ``x``;
       add it to the loss),
-      ``quantization_error`` (mean squared, no gradient), ``perplexity`` (exp of the entropy of the codes' use in
-      this call: 1 to codes), ``usage`` (fraction of codes used in this call); and the new state.
+      ``quantization_error`` (mean squared, no gradient), ``perplexity`` (exp of the entropy of code usage in this
+      call: 1 to codes), ``usage`` (fraction of codes used in this call); and the new state.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     op = "vector_quantise"
     codes, dim = check_state(op, state, 2)

@@ -1,8 +1,9 @@
-"""Quantisation by several codebooks: of a vector's parts (product), or of what the codes before left (residual).
+"""Quantisation by several codebooks: of a vector's parts (product), or of successive residuals (residual).
 
-With ``n`` codebooks of ``k`` codes a vector is one of ``kⁿ`` for the search of ``n · k``. Product quantisation (Jégou
-et al. 2011) cuts a vector into ``n`` parts and quantises each by a codebook of its own; residual quantisation (Gray
-1984; for audio codecs Zeghidour et al. 2021, arXiv:2107.03312) quantises the whole, then what is left of it, and so on.
+With ``n`` codebooks of ``k`` codes, a vector is one of ``kⁿ`` for the cost of searching ``n · k``. Product
+quantisation (Jégou et al. 2011) splits a vector into ``n`` parts and quantises each with its own codebook; residual
+quantisation (Gray 1984; for audio codecs Zeghidour et al. 2021, arXiv:2107.03312) quantises the vector, then the
+residual, and so on.
 
 The state is that of :func:`vector_quantise` with the codebooks as a first axis: ``initial_codebook_state(key,
 codebook_size, dim, codebooks=n)``.
@@ -56,9 +57,9 @@ def product_quantise(
     axis_name: str | tuple[str, ...] | None = None,
     implementation: str = "auto",
 ) -> _Result:
-    """Cut each vector into parts and quantise each part by its own codebook.
+    """Split each vector into parts and quantise each part with its own codebook.
 
-    In plain JAX: :func:`vector_quantise` of ``jnp.split(x, codebooks, -1)`` one by one, and their ``concatenate``.
+    In plain JAX: :func:`vector_quantise` of ``jnp.split(x, codebooks, -1)`` one by one, followed by ``concatenate``.
 
     Args:
       state: ``{"codebook": [codebooks, codes, part], "cluster_size": [codebooks, codes], "codebook_sum": like the
@@ -72,7 +73,7 @@ def product_quantise(
       :func:`vector_quantise`, the means over the codebooks; and the new state.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Source: Jégou, Douze and Schmid 2011, "Product quantization for nearest neighbor search".
     """
@@ -117,7 +118,7 @@ def residual_quantise(
     axis_name: str | tuple[str, ...] | None = None,
     implementation: str = "auto",
 ) -> _Result:
-    """Quantise each vector, then what is left of it by the next codebook, and so on; the codes add up.
+    """Quantise each vector, then its residual with the next codebook, and so on; the sum of the codes is the result.
 
     In plain JAX::
 
@@ -140,7 +141,7 @@ def residual_quantise(
       and ``usage`` (the means over the codebooks); and the new state.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
 
     Source: Zeghidour et al. 2021, arXiv:2107.03312, algorithm 1.
     """
@@ -188,21 +189,21 @@ def residual_quantise(
     "codebook", "indices", out=lambda codebook, indices: indices[: len(indices) - (len(codebook) > 2)]
 )
 def dequantise(codebook: jax.Array, indices: jax.Array, *, scheme: str = "single") -> jax.Array:
-    """The vectors that indices stand for.
+    """Return the vectors for the given indices.
 
-    In plain JAX: ``codebook[indices]``; the ``concatenate`` (product) or the sum (residual) of
-    ``codebook[i][indices[..., i]]`` over the codebooks.
+    In plain JAX: ``codebook[indices]``; ``concatenate`` (product) or sum (residual) of ``codebook[i][indices[...,
+    i]]`` over the codebooks.
 
     Args:
       codebook: ``[codes, dim]``, or ``[codebooks, codes, dim]`` for ``"product"`` and ``"residual"``.
-      indices: int ``[...]``, or ``[..., codebooks]``. An index outside of 0 … codes - 1 gives NaN.
-      scheme: ``"single"``, ``"product"`` or ``"residual"``: what made the indices.
+      indices: int ``[...]``, or ``[..., codebooks]``. An index outside 0 … codes - 1 gives NaN.
+      scheme: ``"single"``, ``"product"`` or ``"residual"``: how the indices were computed.
 
     Returns:
       ``[..., dim]``, for ``"product"`` ``[..., codebooks * dim]``, in the codebook's dtype.
 
     Raises:
-      OpShapeError, OpTypeError, OpValueError: an argument does not fit, by name.
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     op = "dequantise"
     if not isinstance(scheme, str):
