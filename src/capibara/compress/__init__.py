@@ -1,7 +1,7 @@
-"""Making tensors and models smaller: codecs, and the archive that holds what they make.
+"""Compress tensors and models: codecs, and the archive that stores their output.
 
-The names below are found when they are first asked for, so that importing the package costs nothing, and a part of it
-that needs JAX or PyTorch only what it needs.
+The names below are imported on first use, so that importing the package is cheap, and parts that need JAX or PyTorch
+import only those.
 """
 
 from __future__ import annotations

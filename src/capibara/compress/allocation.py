@@ -1,15 +1,16 @@
-"""Which codec and how many bits each tensor gets, so that a whole file meets a ratio at the least error.
+"""Choose codecs and bits per tensor, so that a whole file meets a ratio at the least error.
 
-Of all ways to store every tensor, those that no other beats are found with a price of a byte (Y. Shoham and A. Gersho,
-"Efficient bit allocation for an arbitrary set of quantizers", IEEE Trans. Acoust. Speech Signal Process., 1988): for a
-price, each tensor on its own takes the way with the least ``weight · squared error + price · bytes``, and the price is
-raised until the file is small enough. Nothing is better at that size, as far as the ways were measured.
+The optimal trade-offs between all ways to store every tensor are found with a price per byte (Y. Shoham and A.
+Gersho, "Efficient bit allocation for an arbitrary set of quantizers", IEEE Trans. Acoust. Speech Signal Process.,
+1988): for a given price, each tensor independently takes the way with the least ``weight · squared error + price ·
+bytes``, and the price is raised until the file is small enough. At that size, no other combination of the measured
+ways is better.
 
-Sizes of the codec ``uniform``, whose step may be any number, are estimated from some rows first; the tensors are then
-coded with the steps that were chosen, the estimates corrected, and the price found again, until the file's real size
-fits within half a percent.
+Sizes of the codec ``uniform``, whose step is continuous, are first estimated from some rows; the tensors are then
+encoded with the chosen steps, the estimates corrected, and the price updated, until the file's real size is within
+half a percent.
 
-Vectors (biases, scales of norms) are a thousandth of a model and its most sensitive part: they stay exact.
+Vectors (biases, norm scales) are a thousandth of a model and its most sensitive part: they stay exact.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ _PROMISED = 0.02
 
 @dataclass
 class Survey:
-    """What is known of tensors before a ratio is chosen.
+    """Measurements of tensors before a ratio is chosen.
 
     Attributes:
-      curves: the ways to store each tensor that may lose something.
+      curves: the ways to store each tensor that may be lossy.
       exact: payload bytes of the others.
-      total: bytes of all as they are.
-      index: bytes of the archive beside payloads.
+      total: original bytes of all tensors.
+      index: bytes of the archive besides payloads.
     """
 
     source: TensorSource
@@ -64,19 +65,19 @@ class Survey:
 
     @property
     def fixed(self) -> float:
-        """Bytes that no choice changes."""
+        """Bytes that do not depend on the choice."""
         return self.index + sum(self.exact.values())
 
     def choose(self, price: float) -> dict[str, Point]:
-        """The best way for each tensor at a price of a byte."""
+        """The best way for each tensor at a price per byte."""
         return {name: curve.best(price) for name, curve in self.curves.items()}
 
     def size(self, chosen: Mapping[str, Point]) -> float:
-        """About how many bytes the archive takes."""
+        """The approximate size of the archive in bytes."""
         return self.fixed + sum(p.size + _settings_size(p.settings) for p in chosen.values())
 
     def error(self, chosen: Mapping[str, Point]) -> float:
-        """The relative error: weighted, of all numbers that may lose something."""
+        """The weighted relative error of all tensors that may be lossy."""
         lost = sum(self.curves[n].weight * p.error for n, p in chosen.items())
         whole = sum(c.weight * c.square for c in self.curves.values())
         return math.sqrt(lost / whole) if whole else 0.0
@@ -84,11 +85,11 @@ class Survey:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What was decided.
+    """The chosen allocation.
 
     Attributes:
-      points: how each tensor that loses something is stored; the others are ``lossless``.
-      size: bytes of the archive, coded and counted.
+      points: how each lossy tensor is stored; the others are ``lossless``.
+      size: bytes of the archive, from real encoding.
       error: the estimated relative error, each tensor's squared error weighted by its sensitivity.
     """
 
@@ -100,16 +101,16 @@ class Allocation:
 def everywhere(
     source: TensorSource, codec: str, *, exclude: Iterable[str] = (), smallest: int = 4096
 ) -> Allocation:
-    """One codec, as it is without settings, for every tensor that it may be used on.
+    """One codec, with default settings, for every tensor that it applies to.
 
     Args:
       source: the tensors.
       codec: its name.
-      exclude: patterns of names that stay exact.
-      smallest: tensors of fewer numbers, and vectors, stay exact.
+      exclude: name patterns of tensors that stay exact.
+      smallest: tensors with fewer elements, and vectors, stay exact.
 
     Raises:
-      CompressError: there is no such tensor, or the codec has to be told how much to lose.
+      CompressError: there is no such tensor, or the codec needs a ratio.
     """
     points: dict[str, Point] = {}
     exclude = tuple(exclude)
@@ -132,7 +133,7 @@ def check_ratio(ratio: object) -> float:
     """The ratio as a float.
 
     Raises:
-      CompressError: no number above 1.
+      CompressError: it is not a number above 1.
     """
     if not isinstance(ratio, float | int) or isinstance(ratio, bool) or not 1 < ratio < math.inf:
         raise CompressError(f"ratio: got {ratio!r}, expected a number above 1, such as 4")
@@ -167,13 +168,13 @@ def survey(
 
     Args:
       source: the tensors.
-      codecs: names of those to choose from beside ``lossless``; all by default.
-      tied: names of tensors that are stored as others, and take no bytes of their own.
-      exclude: patterns of names that stay exact.
-      smallest: tensors of fewer numbers stay exact.
+      codecs: names of the candidates besides ``lossless``; all by default.
+      tied: names of tensors that share another tensor's data, and take no bytes of their own.
+      exclude: name patterns of tensors that stay exact.
+      smallest: tensors with fewer elements stay exact.
       metadata: bytes of the archive's metadata.
       moments: ``hessian`` and ``input_axes`` of layers, by the names of their weights.
-      progress: called after each tensor, with the bytes it takes as it is.
+      progress: called after each tensor with its original bytes.
 
     Raises:
       CompressError: an unknown codec.
@@ -228,7 +229,7 @@ def _usable(names: list[str], bits: np.ndarray, form: NumberFormat) -> list[str]
 
 
 def estimate(found: Survey, ratio: float, *, weights: Mapping[str, float]) -> Allocation | None:
-    """About what :func:`allocate` would decide, without coding anything; ``None`` where the ratio cannot be met."""
+    """An estimate of the result of :func:`allocate`, without encoding; ``None`` if the ratio cannot be met."""
     target = found.total / check_ratio(ratio)
     _weigh(found, weights)
     lossless = {name: curve.points[0] for name, curve in found.curves.items()}
@@ -247,12 +248,12 @@ def _weigh(found: Survey, weights: Mapping[str, float] | None) -> None:
 
 
 def allocate(found: Survey, ratio: float, *, weights: Mapping[str, float] | None = None) -> Allocation:
-    """Decide how each tensor is stored, so that the file becomes ``ratio`` times smaller, within 2 %.
+    """Choose how each tensor is stored, so that the file becomes ``ratio`` times smaller, within 2 %.
 
     Args:
       found: of :func:`survey`.
       ratio: original bytes over the archive's.
-      weights: what a squared error of a tensor counts; the same everywhere by default.
+      weights: the weight of each tensor's squared error; equal by default.
 
     Raises:
       CompressError: ``ratio`` is not a number above 1, or cannot be met with these codecs.

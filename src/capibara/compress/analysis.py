@@ -1,4 +1,4 @@
-"""How far a model can be compressed, before it is: estimates from what each codec makes of each tensor."""
+"""How far a model can be compressed: estimates from each codec's results on each tensor."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TensorCompressibility:
 
     Attributes:
       name, dtype, shape: of the tensor.
-      original_bytes: as it is.
-      lossless_bytes: as small as it gets with every bit.
-      may_lose: whether it is a matrix that codecs may round.
-      sensitivity: its share of the model's error if every such tensor had the same relative error.
+      original_bytes: uncompressed.
+      lossless_bytes: with lossless compression.
+      may_lose: whether codecs may round it.
+      sensitivity: its share of the model's error if all such tensors had the same relative error.
       codecs: at each ratio of the report's frontier, the codec that would be chosen.
     """
 
@@ -44,8 +44,8 @@ class Compressibility:
 
     Attributes:
       original_bytes: of all tensors.
-      lossless_ratio: original bytes over an archive's without loss.
-      frontier: pairs of a ratio and the relative error to expect there, weighted by sensitivity; estimated.
+      lossless_ratio: original bytes over those of a lossless archive.
+      frontier: pairs of a ratio and the estimated relative error, weighted by sensitivity.
       tensors: one by one.
     """
 
@@ -55,10 +55,10 @@ class Compressibility:
     tensors: tuple[TensorCompressibility, ...]
 
     def best_ratio(self, error: float) -> float:
-        """The largest ratio whose expected error is at most this; between the frontier's points, by interpolation.
+        """The largest ratio with an expected error of at most ``error``, interpolated along the frontier.
 
         Raises:
-          CompressError: ``error`` is not a number from 0 up.
+          CompressError: ``error`` is not a number of at least 0.
         """
         if not isinstance(error, float | int) or isinstance(error, bool) or not error >= 0:
             raise CompressError(f"error: got {error!r}, expected a number, 0 or more")
@@ -73,7 +73,7 @@ class Compressibility:
         return best
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """Plain values, for JSON."""
         return {
             "original_bytes": self.original_bytes,
             "lossless_ratio": self.lossless_ratio,

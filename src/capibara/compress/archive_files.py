@@ -1,4 +1,4 @@
-"""From files to archives and back: a safetensors file, or a model's folder as Hugging Face lays it out."""
+"""From files to archives and back: a safetensors file, or a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ Progress = Callable[[str, int], None]  # a tensor's name, and how many bytes of 
 
 @dataclass(frozen=True)
 class Job:
-    """One file to write: ``convert`` an archive or a safetensors file, or copy what is neither.
+    """One file to write: ``convert`` an archive or a safetensors file, or copy any other file.
 
-    ``root`` is the folder that it is a file of; without one it is written alone.
+    ``root`` is the folder to which the file belongs, if any.
     """
 
     source: Path
@@ -85,10 +85,10 @@ def _files(folder: Path, suffix: str) -> list[Path]:
 
 
 def find_archives(path: str | os.PathLike[str]) -> list[Path]:
-    """The archive itself, or those of a folder that :func:`plan_decompress` finds there.
+    """The archive itself, or the archives of a folder that :func:`plan_decompress` finds.
 
     Raises:
-      CompressError: a folder without any, or with a link that leads to no file.
+      CompressError: a folder without archives, or with a broken link.
     """
     path = Path(path)
     return [one for one in _files(path, SUFFIX) if one.name.endswith(SUFFIX)] if path.is_dir() else [path]
@@ -133,7 +133,7 @@ def plan_compress(source: str | os.PathLike[str], target: str | os.PathLike[str]
     """What compressing a file or a folder will write; other files of a folder (configuration, tokenizer) are copied.
 
     Raises:
-      CompressError: nothing to compress there, or a target that cannot be.
+      CompressError: nothing to compress, or an invalid target.
     """
     return _plan(Path(source), Path(target), ".safetensors", SUFFIX)
 
@@ -223,7 +223,7 @@ class Written:
     Attributes:
       path: the file.
       entries: its tensors.
-      errors: the relative error of each tensor of floats, measured by decoding; 0 where nothing was lost.
+      errors: the relative error of each floating-point tensor, measured by decoding; 0 for lossless ones.
       error: of all of them together, √(Σ(w′ − w)² / Σw²).
     """
 
@@ -242,27 +242,27 @@ def compress_files(
     analysed: Callable[[Compressibility], None] | None = None,
     resume: bool = False,
 ) -> list[Written]:
-    """Write the archives, and with a ratio decode them to see what was lost.
+    """Write the archives and, with a ratio, decode them to measure the error.
 
-    Tensors of the same bytes under two names are stored once.
+    Tensors with equal bytes under two names are stored once.
 
     Args:
       jobs: of :func:`plan_compress`.
-      ratio: how many times smaller than all sources together the archives together are to be, within 2 % (smaller, with
-        codecs of fixed widths alone); without one nothing is lost, unless the strategy is a codec that needs none,
-        such as ``"int8"``.
-      strategy: ``"auto"``; ``"jax"``, the same computed by JAX; or the name of the one codec that is used beside
+      ratio: total source size over total archive size, met within 2 % (codecs of fixed width alone may give smaller
+        files); without a ratio compression is lossless, unless the strategy is a codec that needs none, such as
+        ``"int8"``.
+      strategy: ``"auto"``; ``"jax"``, the same computed by JAX; or the name of the only codec to use besides
         ``lossless``.
-      progress: called after each tensor, with the bytes it takes as it is; with a ratio twice, when it is measured and
-        when it is written.
-      analysed: called with what to expect at other ratios, with a ratio only.
-      resume: of a folder: keep what is finished when this ends early, and go on from what an earlier run kept.
+      progress: called after each tensor with its original bytes; with a ratio twice, when it is measured and when it
+        is written.
+      analysed: called with the expected error at other ratios; only with a ratio.
+      resume: for a folder: keep finished files if interrupted, and continue from those that an earlier run kept.
 
     Raises:
-      CompressError: ``ratio`` is not a number above 1, or more than these tensors can be shrunk by; a strategy that
-        is none, or that has nothing to do without a ratio.
+      CompressError: ``ratio`` is not a number above 1, or cannot be met with these tensors; an unknown strategy, or
+        one that has no effect without a ratio.
       ArchiveError: a source is not a safetensors file, or a damaged one.
-      OSError: reading or writing failed; files that were there stand.
+      OSError: reading or writing failed; existing files are unchanged.
     """
     if strategy == "tropical":
         raise CompressError(
@@ -323,16 +323,16 @@ def original_bytes(jobs: list[Job]) -> int:
 
 
 def decompress_files(jobs: list[Job], *, progress: Progress | None = None, resume: bool = False) -> None:
-    """Write safetensors files from archives; one that was compressed without loss comes back byte by byte.
+    """Write safetensors files from archives; losslessly compressed files are restored byte by byte.
 
     Args:
       jobs: of :func:`plan_decompress`.
       progress: called after each tensor, with its bytes.
-      resume: of a folder: keep what is finished when this ends early, and go on from what an earlier run kept.
+      resume: for a folder: keep finished files if interrupted, and continue from those that an earlier run kept.
 
     Raises:
-      ArchiveError: a source is not an archive, or a damaged one; nothing is written then, of a folder neither.
-      OSError: reading or writing failed; files that were there stand.
+      ArchiveError: a source is not an archive, or is damaged; nothing is written then, not even part of a folder.
+      OSError: reading or writing failed; existing files are unchanged.
     """
     with _folder(jobs, resume) as folder:
         for job in _copy_others(jobs, folder):

@@ -1,7 +1,7 @@
-"""A model that was compressed: its archive, and the model again when it is asked for.
+"""A compressed model: its archive, and the decoded model on request.
 
-The archive is the model's only lasting form; it is decoded when the model is first run or taken out. One that was just
-made lies in a temporary folder, which goes with the object; ``save`` copies it.
+Only the archive is kept; it is decoded when the model is first run or accessed. A new archive is in a temporary
+folder, which is removed with the object; ``save`` copies it.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ PROFILE, STATS = "capibara.profile", "capibara.stats"  # keys of an archive's me
 
 
 class CompressedModel:
-    """A compressed model, made by :class:`ModelCompressionAPI` or by :meth:`load`.
+    """A compressed model, created by :class:`ModelCompressionAPI` or by :meth:`load`.
 
-    Of a ``torch.nn.Module`` it is one itself: it has ``parameters``, ``state_dict`` with the original's names, ``to``,
-    and gradients, and can be a part of another module.
+    For a ``torch.nn.Module`` it is a module itself: it has ``parameters``, ``state_dict`` with the original's names,
+    ``to`` and gradients, and can be part of another module.
 
     Attributes:
       path: the archive.
       stats: sizes and errors, :class:`CompressionStats`.
-      profile: what was aimed at; ``None`` for an archive that was made otherwise.
-      merged: what merging neurons did, layer by layer, with Hausdorff bounds; ``None`` otherwise, and after ``load``.
+      profile: the goals; ``None`` for an archive created in another way.
+      merged: the result of merging neurons, layer by layer, with Hausdorff bounds; ``None`` otherwise, and after
+        ``load``.
 
-    With ``decode=False`` or ``"auto"`` weights that were stored with ``int8``, ``int4`` or ``nf4`` stay in their codes,
-    and are multiplied so (:mod:`~capibara.compress.jax_codes`, :mod:`~capibara.compress.torch_codes`): memory holds
-    about what the file does. :attr:`running` says which they are.
+    With ``decode=False`` or ``"auto"``, weights stored with ``int8``, ``int4`` or ``nf4`` stay quantized and are
+    multiplied that way (:mod:`~capibara.compress.jax_codes`, :mod:`~capibara.compress.torch_codes`): the model takes
+    about as much memory as the file. :attr:`running` lists them.
     """
 
     path: Path
@@ -107,7 +108,7 @@ class CompressedModel:
 
     @property
     def running(self) -> Running:
-        """Which weights run in their codes, and the memory that the model takes."""
+        """Which weights run quantized, and the memory that the model takes."""
         size, coded = self.path.stat().st_size, self._coded
         if coded is not None:
             return Running(coded.quantized, dict(coded.why), dict(coded.on_the_way), coded.nbytes, size)
@@ -117,12 +118,12 @@ class CompressedModel:
 
     @property
     def model(self) -> Any:
-        """The model with decoded numbers, of the same kind as the original; decoded once.
+        """The decoded model, of the same kind as the original; decoded once.
 
-        Of ``params`` with an ``apply`` it is the parameters. Without the original (after ``load(path)``) it is a nested
-        dict of NumPy arrays where the archive knows how they were nested, else a flat one. Without decoding, weights in
-        codes are :class:`~capibara.compress.direct.QuantisedMatrix` and the like, for functions that
-        :func:`~capibara.compress.jax_codes.quantized` made.
+        For ``params`` with an ``apply``, it is the parameters. Without the original (after ``load(path)``), it is a
+        nested dict of NumPy arrays if the archive stores the nesting, otherwise a flat one. Without decoding,
+        quantized weights are :class:`~capibara.compress.direct.QuantisedMatrix` and the like, for functions wrapped
+        by :func:`~capibara.compress.jax_codes.quantized`.
 
         Raises:
           DamagedError: a tensor is damaged.
@@ -134,7 +135,7 @@ class CompressedModel:
         return self._decoded
 
     def decompress(self) -> Any:
-        """As :attr:`model`, decoded anew: what is changed in it does not change this object."""
+        """As :attr:`model`, decoded again: changes to it do not affect this object."""
         with Archive(self.path) as archive:
             if self._coded is not None:
                 return self._coded.decoded(archive)
@@ -157,10 +158,10 @@ class CompressedModel:
             return {entry.name: make(entry.name) for entry in archive}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it: a module with its own arguments, anything else with its inputs.
+        """Run the model: a module with its own arguments, any other kind with its inputs.
 
         Raises:
-          CompressError: it is not known how it runs.
+          CompressError: it is not known how to run it.
         """
         if self._adapter is None:
             raise CompressError(
@@ -196,16 +197,17 @@ class CompressedModel:
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write an archive of the model, in one step.
+        """Write an archive of the model, atomically.
 
-        Of a ``torch.nn.Module`` it holds what the module does now. A tensor that was trained or loaded since stands in
-        it without loss, with a warning if it was rounded before; the others as they were compressed. Of anything else,
-        whose arrays are not this object's, it is the archive that compressing made, whatever became of :attr:`model`.
+        For a ``torch.nn.Module``, the archive has the module's current tensors: those trained or loaded since are
+        stored losslessly, with a warning if they were rounded before; the others as they were compressed. For other
+        kinds of models, whose arrays this object does not own, it is the original archive, regardless of changes to
+        :attr:`model`.
 
         Raises:
           FolderError: ``path`` is a folder.
-          CompressError: a tensor became one of a type that files do not know.
-          OSError: the folder is missing, the disk is full …; a file that was there stands.
+          CompressError: a tensor now has a dtype that files do not support.
+          OSError: the folder is missing, the disk is full …; an existing file is then unchanged.
         """
         target = Path(path)
         if target.is_dir():
@@ -233,16 +235,17 @@ class CompressedModel:
         """Open an archive.
 
         Args:
-          path: of :meth:`save`, of ``capibara compress`` …; or a folder whose archives together hold the model.
-          model: one of the same kind as the original, whose numbers do not matter: then it can be run. A module may be
-            on the device ``"meta"``.
+          path: an archive written by :meth:`save`, ``capibara compress`` …; or a folder whose archives together
+            contain the model.
+          model: a model of the same kind as the original, with any values, so that the compressed model can be run. A
+            module may be on the device ``"meta"``.
           apply: runs a tree of arrays.
-          decode: ``True``: all weights become numbers. ``False``: those that are stored with ``int8``, ``int4`` or
-            ``nf4`` stay quantized where the model can run so. ``"auto"``: the same, without an error where none can.
+          decode: ``True``: decode all weights. ``False``: those stored with ``int8``, ``int4`` or ``nf4`` stay
+            quantized where the model can run that way. ``"auto"``: the same, without an error if none can.
 
         Raises:
-          ArchiveError: no archive, or a damaged one.
-          CompressError: its tensors are not those of ``model``; ``decode=False``, and no weight can run in its codes.
+          ArchiveError: not an archive, or a damaged one.
+          CompressError: its tensors are not those of ``model``; or ``decode=False``, and no weight can run quantized.
           OSError: it cannot be read.
         """
         owned = None
@@ -267,7 +270,7 @@ class CompressedModel:
         return open_compressed(path, adapt(model, apply), owned, decode)
 
     def reopened(self, decode: bool | str) -> CompressedModel:
-        """The same archive, run in another way; of one that was opened with ``decode=True``."""
+        """The same archive, run in another way; for one opened with ``decode=True``."""
         assert self._adapter is not None
         new = open_compressed(self.path, self._adapter, self._owned, decode)
         new.stats, new.merged = self.stats, self.merged
@@ -284,7 +287,7 @@ class CompressedModel:
 def open_compressed(
     path: str | os.PathLike[str], adapter: Adapter, owned: Any = None, decode: bool | str = True
 ) -> CompressedModel:
-    """A compressed model that can be run, of the class that fits the original."""
+    """A compressed model that can be run, of the class that matches the original."""
     kind = _torch_class() if adapter.kind == "torch" else CompressedModel
     return kind(path, adapter, owned=owned, decode=decode)
 

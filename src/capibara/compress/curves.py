@@ -1,12 +1,12 @@
-"""What each codec makes of a tensor: bytes and squared error at the settings worth trying, measured by doing it.
+"""Rate–distortion points of each codec on a tensor: bytes and squared error at useful settings, measured by encoding.
 
-The codec ``uniform`` has a step that may be any number, so its points lie on a curve: it is measured at steps an
-octave apart on some rows of the tensor, and between them log₂ error and bytes are nearly straight in log₂ step. Other
-codecs name their settings (``candidates``). Where they compete with ``uniform``, they are tried on the same rows first,
-and those that come near it are measured on the whole tensor.
+The codec ``uniform`` has a continuous step, so its points form a curve: it is measured at steps an octave apart on
+some rows of the tensor; between them, log₂ error and bytes are nearly linear in log₂ step. Other codecs list their
+settings (``candidates``). If they compete with ``uniform``, they are tried on the same rows first, and those that
+come close are measured on the whole tensor.
 
-Where the second moments S = E[x xᵀ] of a layer's inputs are known, what counts is not the error D of its weights, but
-that of its outputs, tr(D S Dᵀ).
+If the second moments S = E[x xᵀ] of a layer's inputs are known, the error of its outputs, tr(D S Dᵀ), is used instead
+of the error D of its weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Point:
       codec: its name.
       settings: of the codec.
       size: bytes of the payload.
-      error: sum of squared errors of the numbers.
+      error: sum of squared errors.
     """
 
     codec: str
@@ -61,13 +61,13 @@ class Curve:
     """The ways to store one tensor.
 
     Attributes:
-      count: numbers of the tensor.
+      count: elements of the tensor.
       square: the sum of their squares.
       points: measured on the whole tensor; the first is ``lossless``.
-      log_steps, sizes, errors: of ``uniform`` at those log₂ steps, estimated; none where it is not to be used.
-      settings: of ``uniform``, beside its step.
-      weight: what a squared error of this tensor counts.
-      scale: bytes that ``uniform`` really took, over those that were estimated; learnt while coding.
+      log_steps, sizes, errors: of ``uniform`` at those log₂ steps, estimated; empty if it is not used.
+      settings: of ``uniform``, besides its step.
+      weight: of this tensor's squared error.
+      scale: actual over estimated bytes of ``uniform``; updated while encoding.
     """
 
     count: int
@@ -81,7 +81,7 @@ class Curve:
     scale: float = 1.0
 
     def only(self, codec: str) -> Curve:
-        """The ways with one codec, as :func:`measure_curve` makes them for it, and ``lossless``."""
+        """The ways with one codec, as measured by :func:`measure_curve`, and ``lossless``."""
         points = [p for p in self.points if p.codec in ("lossless", codec)]
         none = {} if codec == "uniform" else dict.fromkeys(("log_steps", "sizes", "errors"), np.zeros(0))
         return replace(self, points=points, scale=1.0, **none)
@@ -95,7 +95,7 @@ class Curve:
         return min(points, key=lambda p: self.weight * p.error + price * p.size)
 
     def nearest(self, size: float) -> Point | None:
-        """The point with the least error in at most that many bytes."""
+        """The point with the least error within that many bytes."""
         points = [p for p in self.points if p.size <= size]
         fits = np.flatnonzero(self.scale * self.sizes <= size)
         if len(fits):
@@ -114,9 +114,9 @@ class Curve:
 
 
 def candidates(codec: str, form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The settings of a codec that are worth trying on such a tensor, from large to small; none, if it cannot be used.
+    """Useful settings of a codec for such a tensor, from large to small payloads; empty if it cannot be used.
 
-    A codec says so itself, by a function ``candidates(form, shape)`` in its module or as a method.
+    The codec provides them, by a function ``candidates(form, shape)`` in its module or as a method.
     """
     how = CODECS[codec]
     function: Callable[..., Iterable[dict[str, Any]]] | None = getattr(how, "candidates", None)
@@ -126,7 +126,7 @@ def candidates(codec: str, form: NumberFormat, shape: tuple[int, ...]) -> list[d
 
 
 def finite_or_zero(bits: np.ndarray, form: NumberFormat) -> np.ndarray:
-    """The numbers as float64, with zeros for those that are not finite."""
+    """The values as float64, with NaN and infinity replaced by zero."""
     with np.errstate(invalid="ignore"):  # quiets NaNs
         values = to_float(bits, form).astype(np.float64)
     values[~np.isfinite(values)] = 0
@@ -140,10 +140,10 @@ def squared_error(
     metric: Metric | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> float:
-    """The sum of squared differences of numbers that are given as bits.
+    """The sum of squared differences of values given as bits.
 
-    With a ``metric`` for a tensor of that shape it is tr(D S Dᵀ), scaled so that it is the same for S = 1. Numbers of
-    ``a`` that are not finite differ in nothing where ``b`` has the same bits, and else by infinity.
+    With a ``metric`` for a tensor of that shape it is tr(D S Dᵀ), scaled so that it is the same for S = 1. NaN and
+    infinity in ``a`` have difference 0 if ``b`` has the same bits, otherwise infinity.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         values = to_float(a, form).astype(np.float64)
@@ -167,13 +167,13 @@ def measure(
     shape: tuple[int, ...],
     metric: Metric | None = None,
 ) -> Point:
-    """Encode, decode, and look at what came out.
+    """Encode, decode, and measure the result.
 
     Args:
       metric: as in :func:`squared_error`.
 
     Raises:
-      CompressError: the codec cannot take this tensor.
+      CompressError: the codec does not support this tensor.
     """
     how, size, error = get_codec(codec), 0, 0.0
     for part, some, given, known in _chunks(codec, bits, shape, settings, metric):
@@ -187,10 +187,10 @@ def measure(
 def coded_size(
     codec: str, settings: Mapping[str, Any], bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]
 ) -> int:
-    """Bytes of a tensor's payloads, as an archive cuts it into chunks.
+    """Bytes of a tensor's payloads, with the chunks of an archive.
 
     Raises:
-      CompressError: the codec cannot take this tensor.
+      CompressError: the codec does not support this tensor.
     """
     chunks = _chunks(codec, bits, shape, settings, None)
     return sum(len(get_codec(codec).encode(part, form, some, given)) for part, some, given, _ in chunks)
@@ -237,8 +237,8 @@ def measure_curve(
 
     Args:
       bits, form, shape: of the tensor. Of numbers that are not finite nothing is measured.
-      codecs: names of those that may be used beside ``lossless``.
-      lossless: bytes that this one takes.
+      codecs: names of the candidates besides ``lossless``.
+      lossless: the bytes of ``lossless``.
       moments: settings of calibration, ``hessian`` and ``input_axes``, of a layer.
     """
     with remember():
@@ -295,7 +295,7 @@ def _measure_curve(
 
 
 def moments_for(codec: str, moments: Mapping[str, Any] | None, shape: tuple[int, ...]) -> Mapping[str, Any]:
-    """The moments, if the codec can use them for such a tensor."""
+    """The moments, if the codec supports them for such a tensor."""
     if moments is None or (isinstance(CODECS[codec], Fixed) and not feeds_back(moments["input_axes"], shape)):
         return {}
     return moments

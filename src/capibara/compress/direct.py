@@ -1,10 +1,10 @@
-"""Matrices of an archive multiplied as they are stored: read as codes and scales, never decoded as a whole.
+"""Multiply by matrices of an archive in their stored form: codes and scales, never decoded as a whole.
 
-Tensors that were stored with ``int8``, ``int4`` or ``nf4`` come as :class:`QuantisedMatrix` (or, with more axes than
-two, as :class:`QuantisedStack`), pytrees of their codes and scales, which go through ``jit`` and onto devices like
-other arrays; :meth:`QuantisedMatrix.matmul` is :func:`capibara.ops.linalg.quantised_matmul`. Scales stay in the eight
-bits that the file has for them, so that memory holds what the file does. :mod:`capibara.compress.jax_codes` runs whole
-models so.
+Tensors stored with ``int8``, ``int4`` or ``nf4`` are loaded as :class:`QuantisedMatrix` (or, with more than two axes,
+as :class:`QuantisedStack`), pytrees of their codes and scales, which work with ``jit`` and can be placed on devices
+like other arrays; :meth:`QuantisedMatrix.matmul` is :func:`capibara.ops.linalg.quantised_matmul`. Scales stay in the
+eight bits of the file, so that they take as much memory as the file. :mod:`capibara.compress.jax_codes` runs whole
+models this way.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Piece:
     Attributes:
       codes: int8 [rows, length], or uint8 [rows, ceil(length / 2)].
       scale_codes: uint8 [rows, groups].
-      table: float32 [count], the scale that each code of them stands for.
-      levels: float32 [16], or ``None`` where codes are the levels.
-      row: int32 [count], rows of numbers that are kept exactly.
+      table: float32 [count], the scale of each scale code.
+      levels: float32 [16], or ``None`` if the codes are the levels.
+      row: int32 [count], rows of the values that are kept exactly.
       column: int32 [count], their columns.
-      change: float32 [count], by how much they differ from what their codes stand for.
-      length: numbers of a row.
-      group: numbers that share a scale.
+      change: float32 [count], their differences from the values of their codes.
+      length: elements of a row.
+      group: elements that share a scale.
     """
 
     codes: Any
@@ -85,7 +85,7 @@ class Piece:
         return found.at[self.row, self.column].add(self.change)
 
     def with_length(self, length: int) -> Piece | None:
-        """The same numbers in longer or shorter rows; ``None`` where groups or bytes would have to be cut."""
+        """The same values in longer or shorter rows; ``None`` if groups or bytes would have to be split."""
         if length == self.length:
             return self
         long, short = max(length, self.length), min(length, self.length)
@@ -111,8 +111,8 @@ class QuantisedMatrix:
     Attributes:
       pieces: runs of rows along the weight's first axis.
       shape: of the weight.
-      turned: groups of numbers that share a scale run along the weight's first axis, which is the layer's input: [in,
-        out], as JAX's libraries have it. Else along the last: [out, in], as PyTorch has it.
+      turned: groups that share a scale run along the weight's first axis, which is the layer's input: [in, out], as
+        in JAX libraries. Otherwise along the last: [out, in], as in PyTorch.
       dtype: of the weight before it was compressed.
     """
 
@@ -131,7 +131,7 @@ class QuantisedMatrix:
 
         Args:
           x: [..., in]: float32, float64, bfloat16 or float16.
-          implementation: as :func:`~capibara.ops.linalg.quantised_matmul` has it.
+          implementation: as for :func:`~capibara.ops.linalg.quantised_matmul`.
 
         Returns:
           [..., out] in ``x``'s dtype.
@@ -153,7 +153,7 @@ class QuantisedMatrix:
     def transposed_matmul(self, x: Any) -> jax.Array:
         """The product along the other axis: ``x @ W`` of a weight [out, in], ``x @ W.T`` of one [in, out] (``turned``).
 
-        It is the transpose of :meth:`matmul` as a linear function, and takes as little memory.
+        It is the transpose of :meth:`matmul` as a linear function, and needs as little memory.
 
         Args:
           x: [..., out]: float32, float64, bfloat16 or float16.
@@ -177,10 +177,10 @@ class QuantisedMatrix:
         """``x [..., features]`` times the weight, summed over some of its axes; [..., the other axes].
 
         Args:
-          axes: the first ones or the last ones, ascending; features are counted over them in C order.
+          axes: the first ones or the last ones, ascending; features are numbered over them in C order.
 
         Returns:
-          ``None`` where the codes cannot be multiplied so: :meth:`dequantise` them.
+          ``None`` if the codes cannot be multiplied this way: use :meth:`dequantise`.
         """
         count, rank = len(axes), len(self.shape)
         first = axes == tuple(range(count))
@@ -204,7 +204,7 @@ class QuantisedMatrix:
         return replace(self, pieces=pieces, shape=(math.prod(self.shape) // length, length))
 
     def reshape(self, shape: tuple[int, ...]) -> QuantisedMatrix | None:
-        """The same codes under another shape; ``None`` where rows are not what runs along the last axes."""
+        """The same codes in another shape; ``None`` if rows do not run along the last axes."""
         if self.turned:
             return self if tuple(shape) == self.shape else None
         return replace(self, shape=tuple(shape))
@@ -216,7 +216,7 @@ class QuantisedMatrix:
         return jnp.concatenate([p.numbers() for p in self.pieces]).reshape(self.shape)
 
     def rows(self, indices: Any) -> jax.Array:
-        """Rows of a table of embeddings [count, features], looked up before they become numbers.
+        """Rows of an embedding table [count, features], looked up before decoding.
 
         Args:
           indices: integers [...], from 0 to count - 1.
@@ -225,7 +225,7 @@ class QuantisedMatrix:
           float32 [..., features].
 
         Raises:
-          CompressError: groups run along the first axis, or some numbers are kept exactly.
+          CompressError: groups run along the first axis, or some values are kept exactly.
         """
         if not self.has_rows:
             raise CompressError(
@@ -263,7 +263,7 @@ class QuantisedStack:
       levels: float32 [pieces, 16], or ``None``.
       shape: of the weight.
       length, group: as in :class:`Piece`.
-      each: indices of the first axis that were stored together.
+      each: number of indices of the first axis that were stored together.
       dtype: as in :class:`QuantisedMatrix`.
     """
 
@@ -280,7 +280,7 @@ class QuantisedStack:
     nbytes = QuantisedMatrix.nbytes
 
     def layers(self) -> QuantisedMatrix:
-        """What ``lax.scan`` can go through: a :class:`QuantisedMatrix` whose arrays have the first axis in front."""
+        """A :class:`QuantisedMatrix` whose arrays have a leading axis, for ``lax.scan``."""
         alone = self.alone()
         nothing = jnp.zeros((self.shape[0], 0), jnp.int32)
         one = Piece(
@@ -298,7 +298,7 @@ class QuantisedStack:
         return replace(self, tables=self.tables[piece], levels=levels, each=1)
 
     def some(self, first: Any, count: int) -> QuantisedStack:
-        """Indices of the first axis from ``first`` on, which may be traced."""
+        """Indices of the first axis starting at ``first``, which may be traced."""
 
         def cut(array: Any) -> Any:
             return None if array is None else lax.dynamic_slice_in_dim(array, first, count)
@@ -310,7 +310,7 @@ class QuantisedStack:
         )
 
     def reshape(self, shape: tuple[int, ...]) -> QuantisedStack | QuantisedMatrix | None:
-        """The same codes under another shape; ``None`` where the first axis is not left alone."""
+        """The same codes in another shape; ``None`` if the first axis would change."""
         shape = tuple(shape)
         if shape[:1] == self.shape[:1] and len(shape) > 1:
             return replace(self, shape=shape)
@@ -325,14 +325,14 @@ class QuantisedStack:
 
 
 def load_quantised(archive: str | os.PathLike[str] | Archive, name: str) -> QuantisedMatrix:
-    """A matrix of an archive as it is stored, on JAX's default device.
+    """Load a matrix of an archive in its stored form, on JAX's default device.
 
     Args:
       archive: a ``.capi`` file, or an open one.
-      name: of a tensor with two axes that was stored with ``int8``, ``int4`` or ``nf4``.
+      name: of a two-dimensional tensor stored with ``int8``, ``int4`` or ``nf4``.
 
     Raises:
-      KeyError: no tensor of that name.
+      KeyError: there is no tensor of that name.
       CompressError: another codec, or another number of axes.
       DamagedError: the payload is not what its codec writes.
     """
@@ -350,7 +350,7 @@ def load_quantised(archive: str | os.PathLike[str] | Archive, name: str) -> Quan
 
 
 def load_codes(archive: Archive, name: str) -> QuantisedMatrix | QuantisedStack | str:
-    """A tensor as it is stored; or, in words, why it has to be decoded."""
+    """A tensor in its stored form; or the reason, as text, why it has to be decoded."""
     found = stored_parts(archive, name)
     if isinstance(found, str):
         return found

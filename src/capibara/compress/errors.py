@@ -1,4 +1,4 @@
-"""The errors of the compress room."""
+"""Errors of compression."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ __all__ = ["ArchiveError", "CompressError", "DamagedError", "FolderError", "Targ
 
 
 class CompressError(CapibaraError, ValueError):
-    """An argument that cannot be compressed, or cannot be compressed that way."""
+    """An argument cannot be compressed, or not in the requested way."""
 
 
 class FolderError(CompressError, IsADirectoryError):
-    """A folder where a file is expected."""
+    """A folder was given where a file is expected."""
 
 
 class ArchiveError(CapibaraError, ValueError):
-    """A file that is not an archive of Capibara's, or one that is written by rules which this version does not know."""
+    """A file is not a Capibara archive, or has a version that this release does not support."""
 
 
 class DamagedError(ArchiveError):
-    """An archive whose content is not what its header, its sizes or its checksums say."""
+    """The content of an archive does not match its header, sizes or checksums."""
 
 
 class TargetError(CompressError):
-    """A ratio and an accuracy that cannot both be had.
+    """A ratio and an accuracy cannot both be met.
 
     Attributes:
-      frontier: pairs of (ratio, fidelity) that can, from the least to the most compressed; fidelity is 1 for what is
-        exact.
+      frontier: pairs of (ratio, fidelity) that can be met, from the least to the most compressed; fidelity is 1 for
+        exact models.
     """
 
     def __init__(self, message: str, frontier: list[tuple[float, float]]) -> None:

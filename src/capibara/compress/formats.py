@@ -1,7 +1,7 @@
-"""Number formats by the names that safetensors files give them, and their fields of bits.
+"""Number formats by their safetensors names, and their bit fields.
 
 A codec sees a tensor as unsigned integers of the same width: so bfloat16 and the eight-bit floats need no package
-that knows them, and NaN payloads and the sign of zero are bits like any other.
+that supports them, and NaN payloads and the sign of zero are bits like any other.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["FORMATS", "NumberFormat", "from_float", "get_format", "largest", "to
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How numbers lie in bits.
+    """The bit layout of a number format.
 
     Attributes:
       name: as in a safetensors header: ``"F32"``, ``"BF16"`` …
-      bits: of one number: 8, 16, 32 or 64.
+      bits: per element: 8, 16, 32 or 64.
       exponent: bits of the exponent; 0 for integers.
-      mantissa: bits of the fraction; 0 for integers. The rest, one bit or none, is the sign.
-      signed: an integer with a sign; floats have theirs in the topmost bit.
-      numpy: NumPy's own name of the type, ``None`` where it has none.
+      mantissa: bits of the fraction; 0 for integers. The remaining bit, if any, is the sign.
+      signed: whether an integer has a sign; floats have theirs in the top bit.
+      numpy: NumPy's name of the type; ``None`` if it has none.
     """
 
     name: str
@@ -73,7 +73,7 @@ def get_format(name: str) -> NumberFormat:
     """The format of that name.
 
     Raises:
-      CompressError: there is none.
+      CompressError: the name is unknown.
     """
     if (found := FORMATS.get(name)) is None:
         raise CompressError(
@@ -84,10 +84,10 @@ def get_format(name: str) -> NumberFormat:
 
 
 def to_float(bits: np.ndarray, form: NumberFormat) -> np.ndarray:
-    """The numbers that the bits stand for: float64 of F64, else float32, which holds all of them exactly.
+    """The values of the bits: float64 for F64, otherwise float32, which represents all of them exactly.
 
     Raises:
-      CompressError: the format is one of integers.
+      CompressError: the format is an integer format.
     """
     if not form.is_float:
         raise CompressError(
@@ -102,7 +102,7 @@ def to_float(bits: np.ndarray, form: NumberFormat) -> np.ndarray:
 
 
 def from_float(values: np.ndarray, form: NumberFormat) -> np.ndarray:
-    """The bits of the nearest numbers of a float format; of two that are equally near, the even one."""
+    """The bits of the nearest values in a float format, rounding ties to even."""
     if form.numpy is not None:
         with np.errstate(over="ignore"):
             return values.astype(form.numpy).view(form.unsigned)
@@ -129,7 +129,7 @@ def from_float(values: np.ndarray, form: NumberFormat) -> np.ndarray:
 
 @cache
 def largest(form: NumberFormat) -> float:
-    """The largest finite number of a float format."""
+    """The largest finite value of a float format."""
     if form.bits == 8:
         table = _small_floats(form)
         return float(table[np.isfinite(table)].max())

@@ -1,11 +1,11 @@
-"""A function of JAX with weights that stay in their codes: the same function, another way to multiply.
+"""JAX functions with quantized weights: the same function, with other products.
 
-The function is traced with plain arrays in the place of the codes, and the program that comes out is gone through
-equation by equation. Where a ``dot_general`` sums over axes of a weight that is there in codes, the product is
-:func:`capibara.ops.linalg.quantised_matmul`; where rows of a table are gathered, rows are looked up in the codes; a
-``scan`` over stacked layers goes through stacked codes. Reshaping, transposing and converting are kept in mind until
-then. Anything else (a convolution, a function with a derivative of its own, a loop by ``while``) is given the weight
-as numbers, made inside of the program and gone after it.
+The function is traced with plain arrays in place of the codes, and the resulting jaxpr is evaluated equation by
+equation. A ``dot_general`` that sums over axes of a quantized weight becomes
+:func:`capibara.ops.linalg.quantised_matmul`; a gather of table rows becomes a look-up in the codes; a ``scan`` over
+stacked layers iterates over stacked codes. Reshapes, transposes and conversions are deferred until then. Any other
+operation (a convolution, a function with a custom derivative, a ``while`` loop) receives the decoded weight, which
+exists only inside the program.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def quantized(
 ) -> Callable[..., Any]:
     """``function(params, *args)`` that takes quantized weights among its parameters.
 
-    Equivalent, but for memory: decoding them first. It goes through ``jax.jit``, ``jax.grad`` (by other arguments and
-    parameters) and ``jax.vmap`` as the function does.
+    Equivalent, except for memory: decoding them first. It supports ``jax.jit``, ``jax.grad`` (with respect to other
+    arguments and parameters) and ``jax.vmap`` as the function does.
 
     Args:
-      function: of nested parameters and arrays, which JAX can trace.
-      decoded: called, whenever the function is traced, with the path of each weight that had to be made into numbers
-        on the way and the name of the operation that wanted them.
+      function: a function of nested parameters and arrays that JAX can trace.
+      decoded: called, whenever the function is traced, with the path of each weight that the program has to decode
+        and the name of the operation that needs it.
 
     Returns:
-      The function. Its first argument is as before, some arrays being
+      The function. Its first argument is as before, but some arrays may be
       :class:`~capibara.compress.direct.QuantisedMatrix` or :class:`~capibara.compress.direct.QuantisedStack`.
     """
 
@@ -286,16 +286,16 @@ _RULES: dict[str, Callable[[_Evaluation, Any, list[Any]], list[Any] | None]] = {
 
 
 def load_weights(archive: Archive, likes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Tensors of an archive: quantized where it has codes, decoded elsewhere.
+    """Load tensors of an archive: quantized if it has codes, otherwise decoded.
 
     Args:
       archive: an open one.
-      likes: for each name an array that it is to be like, or a ``ShapeDtypeStruct``; what is to be NumPy's or
-        PyTorch's is decoded.
+      likes: for each name an array to match, or a ``ShapeDtypeStruct``; tensors that match NumPy or PyTorch arrays
+        are decoded.
 
     Returns:
-      Them by name, two names of one stored tensor with the same codes, or array of JAX where they lie alike; and, of
-      those that are numbers, why.
+      The tensors by name (two names of one stored tensor share their codes, or their JAX array if they are sharded
+      alike); and, for the decoded ones, the reason.
     """
     out: dict[str, Any] = {}
     why: dict[str, str] = {}
@@ -329,8 +329,8 @@ class CodedArrays:
     Attributes:
       arrays: by name.
       quantized: names of the quantized ones.
-      why: of the others, why.
-      on_the_way: names of quantized weights that a program decoded, and for which operation.
+      why: reasons for the others.
+      on_the_way: names of quantized weights that a program decodes, and for which operation.
     """
 
     def __init__(self, archive: Archive, adapter: Adapter) -> None:
@@ -350,11 +350,11 @@ class CodedArrays:
 
     @property
     def tree(self) -> Any:
-        """The arrays nested as the model's were."""
+        """The arrays nested like the model's."""
         return self._adapter.with_arrays(self.arrays)
 
     def decoded(self, archive: Archive) -> Any:
-        """The arrays as numbers, nested as the model's were, anew from the archive."""
+        """The decoded arrays, nested like the model's, read again from the archive."""
         out: dict[str, Any] = {}
         for name, kept in self.arrays.items():
             like = jnp.zeros(()) if is_coded(kept) else kept

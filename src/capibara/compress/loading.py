@@ -1,8 +1,8 @@
-"""An archive straight onto the devices of a mesh: each device's part of a tensor, and no more, is decoded for it.
+"""Load an archive directly onto the devices of a mesh: for each device, only its own part of a tensor is decoded.
 
 Chunks are runs of rows, so a tensor that is sharded along its first axis is decoded chunk by chunk where it is needed:
-on several hosts each decodes its own part. Several tensors are decoded at a time, while others are on their way to
-their devices. At no time is the whole model in the host's memory.
+on several hosts each decodes its own part. Several tensors are decoded at a time, while others are transferred to
+their devices. The whole model is never in the host's memory.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def load_sharded(
     *,
     progress: Callable[[str, int], None] | None = None,
 ) -> Any:
-    """The tensors of an archive as arrays of JAX, sharded as asked.
+    """Load the tensors of an archive as sharded JAX arrays.
 
     Equivalent, with the whole model in the host's memory:
     ``jax.device_put(CompressedModel.load(archive).model, shardings)``.
 
     Args:
-      archive: a ``.capi`` file, or a folder whose archives together hold the model.
-      shardings: one ``jax.sharding.Sharding`` for all tensors; or one for each, by name, or nested as the tensors were
-        (as :meth:`capibara.compose.CompiledModel.propose_shardings` gives them); or a function of name and shape.
-      progress: called with a tensor's name and bytes, when it is on its devices.
+      archive: a ``.capi`` file, or a folder whose archives together contain the model.
+      shardings: one ``jax.sharding.Sharding`` for all tensors; or one for each, by name or nested like the tensors
+        (as returned by :meth:`capibara.compose.CompiledModel.propose_shardings`); or a function of name and shape.
+      progress: called with each tensor's name and bytes once it is on its devices.
 
     Returns:
-      Arrays nested as the archive says, else by name. Two names of one tensor are one array.
+      Arrays nested as recorded in the archive, otherwise by name. Two names of one tensor are one array.
 
     Raises:
-      CompressError: a tensor without a sharding, a sharding without a tensor, one that does not fit the tensor's shape;
-        64-bit numbers while JAX's are off.
-      ArchiveError: no archive, or a damaged one.
+      CompressError: a tensor without a sharding, a sharding without a tensor, one that does not match the tensor's
+        shape; 64-bit dtypes while they are disabled in JAX.
+      ArchiveError: not an archive, or a damaged one.
       MissingExtraError: JAX is not installed.
     """
     try:

@@ -1,7 +1,7 @@
-"""Models made smaller by merging neurons, to a ratio: the strategy ``"tropical"``.
+"""Compress models to a ratio by merging neurons: the strategy ``"tropical"``.
 
-What comes out is an ordinary network with fewer neurons (:mod:`capibara.compress.tropical`), stored without loss: it
-needs no decoder and is faster. How many neurons stay is searched for with the real size of the file.
+The result is an ordinary network with fewer neurons (:mod:`capibara.compress.tropical`), stored losslessly: it needs
+no decoder and is faster. The number of neurons is found by search, with the real size of the file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_pairs(model: object) -> bool:
 
 
 def relu_chain(pairs: Any, x: Any) -> Any:
-    """What a list of (weight, bias) computes, with arrays of any kind."""
+    """Evaluate a list of (weight, bias), with arrays of any kind."""
     for i, (weight, bias) in enumerate(pairs):
         x = x @ weight.T if i == 0 else x.clip(min=0) @ weight.T
         x = x if bias is None else x + bias
@@ -48,10 +48,10 @@ def relu_chain(pairs: Any, x: Any) -> Any:
 
 
 def training_inputs(batches: Iterable[Any]) -> np.ndarray:
-    """The inputs of batches as one array [q, …], to fit to.
+    """The inputs of batches as one array [q, …], for fitting.
 
     Raises:
-      CompressError: inputs by name, or of several shapes.
+      CompressError: named inputs, or inputs of different shapes.
     """
     parts = []
     for batch in batches:
@@ -66,16 +66,16 @@ def training_inputs(batches: Iterable[Any]) -> np.ndarray:
 
 
 class Merger:
-    """Merges the neurons of a model, as many as it takes for a file to become small enough.
+    """Merges as many neurons of a model as needed for a file of the required size.
 
     Args:
       model: a ``torch.nn.Sequential``, or pairs.
-      inputs: to fit to; ``None``: over all directions.
-      size: the bytes of the file that a network takes.
+      inputs: data to fit to; ``None``: fit over all directions.
+      size: function that returns the file size of a network in bytes.
       original: bytes of the model.
 
     Raises:
-      CompressError: no such network, or none with ReLU whose neurons can be merged.
+      CompressError: an unsupported network, or one without ReLU layers that can be merged.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Merger:
         self._slope = whole - self._least - self._square
 
     def merged(self, share: float) -> Merged:
-        """With a share of the neurons of each layer, fitted."""
+        """Merge to a share of each layer's neurons, and fit."""
         made = merge_neurons(self._given, min(max(share, 1e-9), 1.0), inputs=self._inputs)
         return made if self._given is self._model else _with_kinds(made, self._model)
 
@@ -116,10 +116,10 @@ class Merger:
         return low
 
     def to_ratio(self, ratio: float) -> Merged:
-        """With about as many neurons as fit.
+        """Merge to about as many neurons as fit the ratio.
 
         Raises:
-          CompressError: the file cannot be made so small.
+          CompressError: the file cannot be made that small.
         """
         target = self._original / ratio
         if self._least > target * 1.02:
@@ -177,7 +177,7 @@ def worst_error(made: Merged) -> float:
 
 
 def resized(model: Any, archive: Archive) -> Any:
-    """The original, or one like it, with the shapes of the merged one that an archive holds.
+    """A model like the original, with the merged shapes of the archive.
 
     Raises:
       CompressError: another kind of model.

@@ -1,7 +1,7 @@
 """Compress a model: survey its tensors, weigh them, choose codecs and rates, write the archive, and look at the result.
 
-Everything that is said of the result was measured on the finished file: it is decoded, compared with the original, and,
-with validation data, run.
+All figures in the result are measured on the finished file: it is decoded, compared with the original and, with
+validation data, run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ModelCompressionAPI:
     """Compresses models.
 
     Args:
-      profile: what to aim at; ``CompressionProfile()`` by default.
+      profile: the goals; ``CompressionProfile()`` by default.
     """
 
     def __init__(self, profile: CompressionProfile | None = None) -> None:
@@ -55,20 +55,20 @@ class ModelCompressionAPI:
         decode: bool | str = True,
         progress: Progress | None = None,
     ) -> CompressedModel:
-        """Make a model smaller, as the profile says.
+        """Compress a model according to the profile.
 
         Args:
           model: a ``torch.nn.Module``; nested dicts, lists and tuples of arrays (a state dict, a JAX tree); anything
-            with ``params`` and ``apply(params, inputs)``, or a pair of what has ``apply`` and its parameters.
+            with ``params`` and ``apply(params, inputs)``, or a pair of an object with ``apply`` and its parameters.
           validation_data: batches: an array, a dict of inputs by name, a pair ``(inputs, classes)``, or a list of
-            these. Codecs and rates are then chosen for the least error of the outputs; else for that of the weights.
+            these. Codecs and rates then minimise the error of the outputs; otherwise that of the weights.
           apply: runs a tree of arrays: ``apply(tree, inputs)``.
           decode: as in :meth:`CompressedModel.load`.
-          progress: called with a tensor's name and bytes, twice for each: when it is surveyed, when it is written.
+          progress: called with each tensor's name and bytes twice: when it is surveyed and when it is written.
 
         Raises:
-          CompressError: a model of no known kind, a ratio that cannot be met.
-          TargetError: the ratio can be met, but not with the accuracy that is to be preserved; it holds the frontier.
+          CompressError: an unsupported kind of model, or a ratio that cannot be met.
+          TargetError: the ratio can be met, but not with the accuracy to preserve; the error has the frontier.
         """
         check_decode(decode)
         work = self._work(model, validation_data, apply, progress)
@@ -76,7 +76,7 @@ class ModelCompressionAPI:
         return made if decode is True else made.reopened(decode)
 
     def decompress(self, compressed: CompressedModel) -> Any:
-        """The model again, of the kind that was compressed, with the numbers that its archive holds.
+        """The decoded model, of the same kind as the original.
 
         Raises:
           CompressError: not a :class:`CompressedModel`.
@@ -101,11 +101,11 @@ class ModelCompressionAPI:
         apply: Callable[[Any, Any], Any] | None = None,
         progress: Progress | None = None,
     ) -> Compressibility:
-        """How far a model can be compressed, and at what error: estimated, nothing is written.
+        """Estimate how far a model can be compressed, and at what error; nothing is written.
 
         Args:
           model, validation_data, apply: as in :meth:`compress`.
-          progress: called with a tensor's name and bytes, when it was surveyed.
+          progress: called with each tensor's name and bytes after it is surveyed.
         """
         work = self._work(model, validation_data, apply, progress)
         return analyse(work.surveyed(), work.weights)
@@ -119,20 +119,20 @@ class ModelCompressionAPI:
         apply: Callable[[Any, Any], Any] | None = None,
         progress: Progress | None = None,
     ) -> list[CompressedModel]:
-        """The model at one ratio after another, as far as the profile's ``preserve_accuracy_threshold`` allows.
+        """Compress a model at increasing ratios, as far as the profile's ``preserve_accuracy_threshold`` allows.
 
-        The tensors are surveyed once for all ratios. The profile's own ratio is not looked at.
+        The tensors are surveyed once for all ratios. The profile's own ratio is ignored.
 
         Args:
           model, validation_data, apply, progress: as in :meth:`compress`.
           ratios: ascending.
 
         Returns:
-          One for each ratio, up to the last that can be met and preserves enough.
+          One compressed model per ratio, up to the last that can be met with enough accuracy.
 
         Raises:
-          CompressError: ratios that do not ascend, or the first one cannot be met.
-          TargetError: the first ratio loses too much already.
+          CompressError: the ratios are not ascending, or the first one cannot be met.
+          TargetError: the first ratio already loses too much.
         """
         targets = [check_ratio(r) for r in ratios] if isinstance(ratios, Iterable) else []
         if not targets or any(b <= a for a, b in itertools.pairwise(targets)):
@@ -167,24 +167,24 @@ class ModelCompressionAPI:
         apply: Callable[[Any, Any], Any] | None = None,
         progress: Callable[[int, float], None] | None = None,
     ) -> CompressedModel:
-        """Train the weights for what they become, straight through the rounding, and compress those.
+        """Fine-tune the weights through the rounding (straight-through gradients), then compress them.
 
-        Where that comes out worse than :meth:`compress` (a rate that is too high, say), a warning says so, and the
-        result is that of :meth:`compress`. What counts is the error of the outputs on ``validation_data``, or the loss
-        on ``data`` where there is none or a ``loss`` of one's own.
+        If the result is worse than that of :meth:`compress` (for example, because the learning rate is too high), a
+        warning says so, and the result of :meth:`compress` is returned. They are compared by the error of the outputs
+        on ``validation_data`` or, without it or with your own ``loss``, by the loss on ``data``.
 
         Args:
-          model, apply: as in :meth:`compress`; a module, or arrays of JAX. The model itself is not changed.
-          data: batches to train on, as ``validation_data``; with targets of any kind that ``loss`` takes.
-          loss: a scalar from outputs and targets. Without one it is the mean squared distance from the original's
-            outputs, and targets are refused.
-          steps: of Adam, over the batches in turn.
+          model, apply: as in :meth:`compress`; a module, or JAX arrays. The model itself is not changed.
+          data: batches to train on, as ``validation_data``; with targets of any kind that ``loss`` accepts.
+          loss: a scalar function of outputs and targets. By default the mean squared distance from the original's
+            outputs, without targets.
+          steps: steps of Adam, cycling over the batches.
           learning_rate: Adam's.
-          validation_data: as in :meth:`compress`; what the result is measured on.
+          validation_data: as in :meth:`compress`; used to measure the result.
           progress: called after each step, with its number and loss.
 
         Raises:
-          CompressError: as :meth:`compress`, a loss that is not finite, or a profile without loss.
+          CompressError: as :meth:`compress`, a loss that is not finite, or a lossless profile.
           TargetError: as :meth:`compress`.
         """
         if self.profile.ratio is None and not self.profile.own_width:

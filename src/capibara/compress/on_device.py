@@ -1,4 +1,4 @@
-"""Tensors of an archive straight to a device: the coded bytes travel, the device decodes them.
+"""Load tensors of an archive directly to a device: the encoded bytes are transferred, the device decodes them.
 
 For the codec ``"exponent"``, whose codes all have one length (:mod:`capibara.compress.codecs.exponent`).
 """
@@ -44,16 +44,16 @@ def _fields(data: Any, count: int, width: int) -> Any:
 
 
 def expand(parts: Parts, form: NumberFormat, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The tensor of :meth:`capibara.compress.codecs.exponent.Exponent.parts`; it may be called under ``jax.jit``.
+    """The tensor of :meth:`capibara.compress.codecs.exponent.Exponent.parts`; can be called under ``jax.jit``.
 
     Args:
-      parts: whose arrays may be NumPy's or JAX's, or what ``jit`` traces.
+      parts: with NumPy, JAX or traced arrays.
       form: BF16 or F32.
       shape: of the tensor.
 
     Returns:
-      The tensor, bfloat16 or float32, and how many numbers were escaped: where that is not ``len(parts.escaped)``, the
-      payload was damaged, and so is the tensor.
+      The tensor, bfloat16 or float32, and the number of escaped elements: if it is not ``len(parts.escaped)``, the
+      payload is damaged and the tensor invalid.
     """
     import jax.numpy as jnp
     from jax import lax
@@ -82,7 +82,7 @@ def expand(parts: Parts, form: NumberFormat, shape: tuple[int, ...]) -> tuple[ja
 
 
 def read_on_device(archive: Archive, name: str, *, device: Any = None) -> jax.Array:
-    """A tensor that was written with the codec ``"exponent"``, decoded by the device.
+    """Read a tensor that was written with the codec ``"exponent"``; the device decodes it.
 
     Args:
       archive: open.
@@ -90,13 +90,13 @@ def read_on_device(archive: Archive, name: str, *, device: Any = None) -> jax.Ar
       device: a device or sharding; JAX's default one otherwise.
 
     Returns:
-      [shape of the tensor], bfloat16 or float32, bit for bit what was written.
+      [shape of the tensor], bfloat16 or float32, bit for bit equal to the original.
 
     Raises:
       MissingExtraError: JAX is not installed.
       CompressError: another codec; :meth:`Archive.read` decodes those.
-      DamagedError: a payload does not have its checksum, or is not what the codec writes.
-      KeyError: no tensor of that name.
+      DamagedError: a payload has the wrong checksum, or is not what the codec writes.
+      KeyError: there is no tensor of that name.
     """
     try:
         import jax

@@ -1,4 +1,4 @@
-"""The rate–error curve of a model as a picture."""
+"""Plot a model's rate–error curve."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def plot_rate_error(
     Args:
       path: the file; it ends in ``.png``.
       expected: pairs of (ratio, relative error), such as :attr:`Compressibility.frontier`; a line.
-      measured: the same of archives that were written; points.
+      measured: the same for written archives; points.
       title: above it.
 
     Raises:
-      CompressError: no pair with an error above 0, or another kind of file.
+      CompressError: no pair has an error above 0, or the file does not end in ``.png``.
       MissingExtraError: matplotlib is not installed.
       OSError: the file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""What to aim at when a model is compressed: one frozen object, checked when it is made."""
+"""The goals of compressing a model: one frozen object, validated when it is created."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ FIXED = ("int8", "int4", "nf4")  # codecs that have a ratio of their own
 
 @dataclass(frozen=True)
 class CompressionProfile:
-    """How small a model is to become, and by what means.
+    """How far to compress a model, and how.
 
     Attributes:
-      strategy: ``"auto"``: the codec of each tensor is the one that gives the least error for the size; ``"jax"``: the
-        same, computed by JAX where it is installed (with a warning where it is not); ``"tropical"``: neurons of a ReLU
-        network are merged (:mod:`~capibara.compress.merged_models`), and it stays an ordinary one; or the name of a
-        codec in :data:`capibara.compress.codecs.protocol.CODECS`, which is then the only one that loses anything.
-      mode: the ratio to aim at where ``target_compression_ratio`` is ``None``: ``"lossless"`` none, so that every bit
-        stays; ``"conservative"`` 2; ``"balanced"`` 4, but with a codec of fixed width (``int8``, ``int4``, ``nf4``)
-        what its own width gives; ``"aggressive"`` 8.
-      target_compression_ratio: original bytes over the file's bytes, above 1; none with ``"lossless"``. Met within
-        2 %; with a single codec of fixed width a file may come out smaller.
-      preserve_accuracy_threshold: the least fidelity, above 0 and at most 1; ``None``: any. Fidelity is, with labelled
-        validation data, the model's accuracy over the original's; with unlabelled data 1 − the relative error of its
-        outputs; without data 1 − the relative error of its weights.
+      strategy: ``"auto"``: for each tensor the codec with the least error for the size; ``"jax"``: the same, computed
+        by JAX if it is installed (otherwise with a warning); ``"tropical"``: merge neurons of a ReLU network
+        (:mod:`~capibara.compress.merged_models`), which stays an ordinary network; or the name of a codec in
+        :data:`capibara.compress.codecs.protocol.CODECS`, which is then the only lossy one.
+      mode: the target ratio if ``target_compression_ratio`` is ``None``: ``"lossless"`` none (bit-exact);
+        ``"conservative"`` 2; ``"balanced"`` 4, but with a codec of fixed width (``int8``, ``int4``, ``nf4``) that of
+        its width; ``"aggressive"`` 8.
+      target_compression_ratio: original bytes over the file's bytes, above 1; not with ``"lossless"``. Met within 2
+        %; with a single codec of fixed width a file may be smaller.
+      preserve_accuracy_threshold: the least fidelity, above 0 and at most 1; ``None``: any. Fidelity is the model's
+        accuracy over the original's with labelled validation data, 1 − the relative error of its outputs with
+        unlabelled data, and 1 − the relative error of its weights without data.
       exclude: patterns (as in :mod:`fnmatch`) of names of tensors that stay exact.
-      smallest: tensors of fewer numbers than this, and vectors, stay exact: they are a thousandth of a model and its
-        most sensitive part.
+      smallest: tensors with fewer elements than this, and vectors, stay exact: they are a thousandth of a model and
+        its most sensitive part.
 
     Raises:
-      CompressError: a value that none of these can have.
+      CompressError: a value is invalid.
     """
 
     strategy: str = "auto"
@@ -91,7 +91,7 @@ class CompressionProfile:
 
     @property
     def ratio(self) -> float | None:
-        """The ratio that is aimed at; ``None``: no loss, or :attr:`own_width`."""
+        """The target ratio; ``None``: lossless, or :attr:`own_width`."""
         if self.strategy in EXACT or self.own_width:
             return None
         return (
@@ -100,11 +100,11 @@ class CompressionProfile:
 
     @property
     def own_width(self) -> bool:
-        """Whether the strategy's codec says how small a file becomes: one of fixed width, and no ratio is given."""
+        """Whether the strategy's codec determines the size: its width is fixed, and no ratio is given."""
         return self.strategy in FIXED and self.target_compression_ratio is None and self.mode == "balanced"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them; ``CompressionProfile(**…)`` reads them."""
+        """Plain values, for JSON; ``CompressionProfile(**…)`` reads them."""
         out = {f.name: getattr(self, f.name) for f in fields(self)}
         return {**out, "exclude": list(self.exclude)}
 

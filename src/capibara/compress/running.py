@@ -1,4 +1,4 @@
-"""How a compressed model runs: which weights stay in their codes, which are numbers, and what memory they take."""
+"""How a compressed model runs: which weights stay quantized, which are decoded, and the memory they take."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Running", "check_decode", "refuse"]
 
 @dataclass(frozen=True)
 class Running:
-    """What a compressed model holds in memory.
+    """The memory of a compressed model.
 
     Attributes:
-      quantized: names of weights that are multiplied as they are stored.
-      decoded: names of the others, and why they are numbers.
-      on_the_way: of the quantized ones, those that a traced program decodes while it runs, and for which
-        operation; known once the model has run.
-      nbytes: of codes and numbers in memory.
+      quantized: names of weights that are multiplied in their stored form.
+      decoded: names of the others, and the reasons.
+      on_the_way: quantized weights that a traced program decodes while it runs, and for which operation; known once
+        the model has run.
+      nbytes: of codes and decoded values in memory.
       archive_bytes: of the file.
     """
 

@@ -152,7 +152,7 @@ def _write_changed(
 
     Raises:
       CompressError: a tensor of a kind that files do not know.
-      OSError: the folder is missing, the disk is full …; a file that was there stands.
+      OSError: the folder is missing, the disk is full …; an existing file is then unchanged.
     """
     others = set(changed)
     first: dict[object, str] = {}  # tied weights are written once

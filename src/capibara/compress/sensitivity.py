@@ -1,14 +1,14 @@
-"""What a squared error of each tensor's numbers counts.
+"""The weight of each tensor's squared error.
 
-With validation data this is measured: a tensor alone is rounded, the model is run, and the squared error of its outputs
-is divided by that of the tensor. Small errors of several tensors add up nearly as independent ones do.
+With validation data it is measured: one tensor at a time is rounded, the model is run, and the squared error of its
+outputs is divided by that of the tensor. Small errors of several tensors add up nearly as if they were independent.
 
-Without data there are only the tensors themselves. How far a matrix's outputs are off, relative to their size, is its
-own relative error, however many numbers it has: that asks for a weight of 1 / Σw². The error of all numbers together
-asks for the same weight everywhere. A power in between, (Σw²)^-¼, has most of both: the few large tensors, a table of
-embeddings above all, give bits to the many small ones, where a bit costs less and does as much. At equal bytes a
-sentence encoder's outputs are a fifth nearer to the original's than with equal weights, and its weights a twentieth
-farther (``python -m benchmarks compression_coded``).
+Without data, only the tensors are available. The relative error of a matrix's outputs is its own relative error,
+regardless of its size, which suggests a weight of 1 / Σw². The error over all elements suggests equal weights. A
+power in between, (Σw²)^-¼, has most of the advantages of both: the few large tensors, above all embedding tables,
+give bits to the many small ones, where a bit costs less and helps as much. At equal bytes, a sentence encoder's
+outputs are a fifth closer to the original's than with equal weights, and its weights a twentieth farther (``python -m
+benchmarks compression_coded``).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def by_outputs(
     Args:
       adapter: of the model.
       validation: the data.
-      found: the tensors that may lose something.
+      found: the tensors that may be lossy.
       moments: those that ``found`` was measured with.
-      bits: of each number of the tensor that is rounded for it; the rate for which the weights are meant.
+      bits: bits per element of the tensor that is rounded to measure it: the rate for which the weights are meant.
       progress: called after each tensor.
     """
     uniform = get_codec("uniform")

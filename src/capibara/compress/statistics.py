@@ -1,4 +1,4 @@
-"""What compressing a model came to."""
+"""Statistics of a compressed model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class TensorStats:
 
     Attributes:
       name, dtype, shape, codec: as in the archive; ``codec`` is ``"= other"`` for a second name of another tensor.
-      original_bytes, compressed_bytes: of its numbers; the index is not counted.
-      error: relative, √(Σ(w′ − w)² / Σw²); ``None`` where the original is not known.
+      original_bytes, compressed_bytes: of its data, without the index.
+      error: relative, √(Σ(w′ − w)² / Σw²); ``None`` if the original is not known.
     """
 
     name: str
@@ -35,15 +35,15 @@ class CompressionStats:
     """A compressed model.
 
     Attributes:
-      original_bytes: of all tensors, before neurons were merged, where they were.
+      original_bytes: of all tensors, before merging neurons (if any were merged).
       compressed_bytes: of the whole file.
-      weight_error: relative error of all weights together, √(Σ(w′ − w)² / Σw²). Where neurons were merged, of the worst
-        layer over all directions of its inputs.
+      weight_error: relative error of all weights together, √(Σ(w′ − w)² / Σw²). If neurons were merged, that of the
+        worst layer over all directions of its inputs.
       output_error: relative error of the outputs on validation data; ``None`` without any.
-      accuracy, original_accuracy: on labelled validation data, else ``None``.
-      fidelity: what ``preserve_accuracy_threshold`` is compared with.
-      seconds: that compressing took.
-      executor: who did the arithmetic of the codecs.
+      accuracy, original_accuracy: on labelled validation data, otherwise ``None``.
+      fidelity: the value compared with ``preserve_accuracy_threshold``.
+      seconds: the time of compression.
+      executor: the engine that ran the codecs.
       tensors: one by one.
     """
 
@@ -64,7 +64,7 @@ class CompressionStats:
         return self.original_bytes / self.compressed_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """Plain values, for JSON."""
         out = asdict(self)
         out["tensors"] = [{**t, "shape": list(t["shape"])} for t in out["tensors"]]
         return {**out, "compression_ratio": self.compression_ratio}
@@ -91,7 +91,7 @@ class CompressionStats:
 
 
 def tensor_stats(entry: Entry, error: float | None) -> TensorStats:
-    """Of an archive's entry."""
+    """Statistics of an archive's entry."""
     codec = entry.codec if entry.same_as is None else f"= {entry.same_as}"
     return TensorStats(
         entry.name, entry.format.name, entry.shape, codec, entry.original_bytes, entry.coded_bytes, error
@@ -99,7 +99,7 @@ def tensor_stats(entry: Entry, error: float | None) -> TensorStats:
 
 
 def stats_of(archive: Archive, known: dict[str, Any]) -> CompressionStats:
-    """Of an archive and what was kept in its metadata, of which nothing is believed."""
+    """Statistics of an archive and its (untrusted) metadata."""
 
     def number(key: str) -> float | None:
         value = known.get(key)

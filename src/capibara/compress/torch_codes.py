@@ -1,11 +1,11 @@
-"""Modules of PyTorch whose weights stay in the codes that an archive holds.
+"""PyTorch modules with quantized weights of an archive.
 
 :func:`coded_module` copies a module with its linear layers, embeddings and convolutions as :class:`CodedLinear`,
-:class:`CodedEmbedding` and :class:`CodedConvolution`: codes and scales are buffers, of which a slab at a time becomes
-numbers inside of the product, and again for the gradient of the inputs. On CPUs compiled code reads the codes where
-vectors are few. A convolution's weight becomes numbers for each
-call, and goes with it. Scales and levels are kept as integers that have a float32's bits: ``module.half()`` and
-``to(dtype)`` change what the layer computes in, and leave the codes what they are.
+:class:`CodedEmbedding` and :class:`CodedConvolution`: codes and scales are buffers, which are decoded a slab at a
+time inside the product, and again for the gradient of the inputs. On CPUs compiled code reads the codes if there are
+few vectors. A convolution's weight is decoded for each call, and discarded afterwards. Scales and levels are stored
+as integers with the bits of float32: ``module.half()`` and ``to(dtype)`` change the layer's compute dtype, but not
+the codes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CodedPiece(nn.Module):
     """Rows that were stored together.
 
     Buffers: ``codes`` int8 [rows, length] or uint8 [rows, ceil(length / 2)]; ``scale_codes`` uint8 [rows, groups];
-    ``table``, ``levels``, ``change`` the bits of float32; ``row`` and ``column`` of numbers that are kept exactly.
+    ``table``, ``levels``, ``change`` the bits of float32; ``row`` and ``column`` of values that are kept exactly.
     """
 
     codes: torch.Tensor
@@ -92,7 +92,7 @@ class CodedPiece(nn.Module):
             self.register_buffer(name, value)
 
     def take(self, where: Any) -> torch.Tensor:
-        """Rows as float32 [count, length], without what is kept exactly."""
+        """Rows as float32 [count, length], without the exact values."""
         codes = self.codes[where]
         scales = self.table.view(torch.float32)[self.scale_codes[where].int()]
         if self.levels is None:
@@ -119,10 +119,10 @@ class CodedPiece(nn.Module):
         return values
 
     def by_kernel(self, x: torch.Tensor, across: bool) -> torch.Tensor | None:
-        """The product of few vectors in compiled code, which reads codes; ``None`` where that cannot be.
+        """The product of few vectors in compiled code, which reads codes; ``None`` if it is not possible.
 
-        Reading the matrix is then what takes the time, and codes are a quarter or an eighth of it. What traces a
-        program or watches its operations must see PyTorch's own.
+        The time is then that of reading the matrix, and codes are a quarter or an eighth of it. Tracers and observers
+        of operations must see PyTorch's own instead.
         """
         buffers = [b for b in self.buffers() if b.dtype == torch.uint8 or b.dtype == torch.int8]
         if (
@@ -196,7 +196,7 @@ class CodedWeight(nn.Module):
     Attributes:
       shape: of the weight.
       turned: groups run along the first axis of the weight; pieces are then runs of its rows, transposed.
-      dtype: of the weight as it was, until ``to(dtype)``.
+      dtype: the original weight's, until ``to(dtype)``.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class CodedWeight(nn.Module):
         return list(self.pieces)  # type: ignore[arg-type]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [..., in] @ W.T`` of a weight [out, in], as ``functional.linear`` has it."""
+        """``x [..., in] @ W.T`` for a weight [out, in], as in ``functional.linear``."""
         flat = x.reshape(-1, self.shape[1])
         if self.turned:
             # Pieces hold W.T of some outputs: [in, outputs].
@@ -230,12 +230,12 @@ class CodedWeight(nn.Module):
         return torch.cat(parts, 1).reshape(*x.shape[:-1], self.shape[0])
 
     def dense(self) -> torch.Tensor:
-        """The weight as numbers [*shape] of :attr:`dtype`, made anew."""
+        """The decoded weight [*shape] of :attr:`dtype`, decoded at each call."""
         found = [p.numbers(0, p.rows).to(self.dtype) for p in self._parts()]
         return torch.cat([f.T for f in found] if self.turned else found).reshape(self.shape)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows [..., features] of a weight [count, features], looked up before they become numbers."""
+        """Rows [..., features] of a weight [count, features], looked up before decoding."""
         flat, at, out = indices.reshape(-1), 0, None
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.shape[0]:
             raise IndexError(
@@ -353,15 +353,15 @@ def _problem(layer: nn.Module, leaf: str, weight: CodedWeight) -> str | None:
 def coded_module(
     module: nn.Module, archive: Archive, tied: Mapping[str, str]
 ) -> tuple[nn.Module, list[str], dict[str, str]]:
-    """A copy of a module with the weights of an archive, quantized where it can run so.
+    """Copy a module with the weights of an archive, quantized where possible.
 
     Args:
-      module: whose numbers do not matter; it may be on the device ``"meta"``.
-      archive: with its tensors.
-      tied: names of tensors that are others under a second name.
+      module: with any values; it may be on the device ``"meta"``.
+      archive: contains its tensors.
+      tied: second names of tensors.
 
     Returns:
-      The copy; the names of weights that are codes; and of the decoded ones, why.
+      The copy; the names of quantized weights; and the reasons for the decoded ones.
     """
     names = [n for n, v in module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)]
     tensors = module.state_dict(keep_vars=True)
@@ -405,7 +405,7 @@ def coded_module(
 
 
 def put_tensors(module: nn.Module, archive: Archive, names: Iterable[str], tied: Mapping[str, str]) -> None:
-    """The numbers that an archive holds, into a module."""
+    """Load the values of an archive into a module."""
     tensors = module.state_dict(keep_vars=True)
     for name in names:
         entry, first = archive[name], tied.get(name)
@@ -423,7 +423,7 @@ def put_tensors(module: nn.Module, archive: Archive, names: Iterable[str], tied:
 
 
 def decoded_module(module: nn.Module) -> nn.Module:
-    """A copy with numbers in the place of codes: layers of the kinds that they were."""
+    """Copy a module with decoded weights, restoring the original kinds of layers."""
     pieces = [part for part in module.modules() if isinstance(part, CodedPiece)]
     memo: dict[int, Any] = {id(buffer): buffer for piece in pieces for buffer in piece.buffers()}
     made = copy.deepcopy(module, memo)

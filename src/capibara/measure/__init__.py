@@ -1,7 +1,7 @@
-"""What a program really does: times, arithmetic, memory, and the machine it ran on.
+"""Measure what a program does: times, FLOP counts, memory, and the machine that it ran on.
 
-:func:`interleaved` compares functions in alternation; :func:`matmul_rate` measures the arithmetic rate that
-utilisation is quoted against; :func:`count_flops` counts a function's arithmetic from its jaxpr.
+:func:`interleaved` compares functions by alternating their calls; :func:`matmul_rate` measures the rate that
+utilisation is relative to; :func:`count_flops` counts a function's FLOPs from its jaxpr.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Counting a function's arithmetic from its jaxpr.
+"""Count a function's FLOPs from its jaxpr.
 
-What is counted: matrix products (``dot_general``) and convolutions, a multiply-add as 2. Elementwise work is
-left out, as in the usual utilisation figures. Loops are multiplied out, which a compiler's own cost analysis
-does not do (XLA counts the body of a loop once). Nothing runs and nothing is compiled, so shapes may be
-abstract (``jax.ShapeDtypeStruct``).
+Matrix products (``dot_general``) and convolutions are counted, a multiply-add as 2. Elementwise work is not, as is
+usual for utilisation figures. Loop bodies are multiplied by their trip counts, unlike in a compiler's cost analysis
+(XLA counts the body of a loop once). Nothing runs or is compiled, so shapes may be abstract
+(``jax.ShapeDtypeStruct``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _FOREIGN: dict[str, ForeignCost] = {}
 
 
 def register_foreign_call(target: str, cost: ForeignCost) -> None:
-    """Say what a call of ``jax.ffi`` target ``target`` costs: nothing can be seen of it from outside.
+    """Register the cost of calling the ``jax.ffi`` target ``target``, which cannot be determined otherwise.
 
-    ``target`` may also be the name of a primitive of Capibara's own, which becomes such a call.
+    ``target`` may also be the name of one of Capibara's own primitives that lowers to such a call.
     """
     _FOREIGN[target] = cost
 
@@ -59,14 +59,13 @@ _OTHER_WORK = frozenset(
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Arithmetic of one call.
+    """FLOPs of one call.
 
     Attributes:
       total: floating-point operations of matrix products and convolutions.
       by_primitive: the same by primitive.
-      unknown: what could not be counted, in words (a ``while`` loop's number of trips; primitives such as
-        ``svd``).
-      upper_bound: whether a ``cond`` with unequal branches was counted with its dearest one.
+      unknown: what could not be counted, as text (the trip count of a ``while`` loop; primitives such as ``svd``).
+      upper_bound: whether a ``cond`` with unequal branches was counted with its most expensive one.
     """
 
     total: int
@@ -115,18 +114,18 @@ class _Tally:
 def count_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> FlopCount:
     """Count the matrix-product and convolution FLOPs of ``function(*args, **kwargs)``.
 
-    Scan bodies count once a step, ``fori_loop`` with known bounds likewise, ``cond`` its dearest branch (where
-    the platform decides, the one of JAX's default backend), ``shard_map`` once a device, a Pallas kernel once
-    a grid point, a foreign call what :func:`register_foreign_call` says. A ``while`` loop's trips are unknown: its
-    work is left out and listed in ``unknown``. Count a gradient with ``count_flops(jax.grad(f), …)``;
-    recomputation under ``jax.checkpoint`` is then counted, as it is really done.
+    Scan bodies count once per step, as do ``fori_loop`` with known bounds; ``cond`` counts its most expensive branch
+    (if the platform decides, that of JAX's default backend), ``shard_map`` counts once per device, a Pallas kernel
+    once per grid point, a foreign call as given to :func:`register_foreign_call`. The trip count of a ``while`` loop
+    is unknown: its work is omitted and listed in ``unknown``. Count a gradient with ``count_flops(jax.grad(f), …)``,
+    which includes the recomputation of ``jax.checkpoint``.
 
     Args:
       function: a function of arrays.
       *args, **kwargs: its arguments: arrays, pytrees of them, or ``jax.ShapeDtypeStruct``.
 
     Returns:
-      A :class:`FlopCount`; ``int(count)`` and ``float(count)`` give the number.
+      A :class:`FlopCount`; ``int(count)`` and ``float(count)`` return the total.
     """
     import jax
 

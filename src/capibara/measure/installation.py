@@ -1,9 +1,9 @@
-"""What is really installed and running here: versions, devices, memory, import names.
+"""Report what is installed and running: versions, devices, memory, import names.
 
-``capibara doctor``, ``capibara.jax.diagnostics`` and ``capibara.jax.get_backend_info`` all report from this
-one place. Everything is looked up when asked and nothing is assumed: a device is listed because the backend
-lists it, a version because the package's metadata states it, and JAX counts as working because a small
-compiled computation gave the right numbers. JAX may be missing or broken; then that is what the report says.
+``capibara doctor``, ``capibara.jax.diagnostics`` and ``capibara.jax.get_backend_info`` all use this module.
+Everything is looked up on request and nothing is assumed: a device is listed because the backend lists it, a version
+because the package's metadata states it, and JAX counts as working because a small compiled computation returned
+correct values. If JAX is missing or broken, the report says so.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ NAMES = ("capibara", "mithril", "independent_core")
 
 
 class MissingJaxError(CapibaraError, ImportError):
-    """``capibara.jax`` was imported, and JAX cannot be."""
+    """``capibara.jax`` was imported, but JAX cannot be imported."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -84,7 +84,7 @@ class MissingJaxError(CapibaraError, ImportError):
 
 
 class MemoryBytes(int):
-    """A number of bytes that knows where it was read: ``.source``."""
+    """A number of bytes with its source: ``.source``."""
 
     source: str
 
@@ -99,7 +99,7 @@ class MemoryBytes(int):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried. ``remedy`` is empty when it went well."""
+    """One check. ``remedy`` is empty if it passed."""
 
     name: str
     ok: bool
@@ -110,7 +110,7 @@ class Check:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One device, as JAX reports it. Byte counts are None where the backend does not tell."""
+    """One device, as JAX reports it. Byte counts are None if the backend does not report them."""
 
     id: int
     platform: str
@@ -123,7 +123,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class ImportName:
-    """Who answers ``import <name>``. ``origin`` is a file, or None when the name is not importable."""
+    """What ``import <name>`` finds. ``origin`` is a file, or None if the name is not importable."""
 
     name: str
     origin: str | None
@@ -132,15 +132,15 @@ class ImportName:
 
 @dataclass(frozen=True)
 class InstallationReport:
-    """What :func:`check_installation` found.
+    """The result of :func:`check_installation`.
 
     Attributes:
       jax_native_available: ``capibara.jax`` works here: every required check passed.
       error_message: the first failure and its remedy; empty when there is none.
-      checks: everything that was tried, in order.
-      versions: installed version by package; None for what is not installed.
+      checks: all checks, in order.
+      versions: installed version by package; None if it is not installed.
       devices: the devices of the default backend.
-      backend: its platform, such as ``"cpu"``; None when no backend starts.
+      backend: its platform, such as ``"cpu"``; None if no backend starts.
       python: version and implementation of the interpreter. system: operating system and processor.
     """
 
@@ -166,7 +166,7 @@ class InstallationReport:
 
 
 def package_versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """Installed version of each distribution, from its metadata; None where it is not installed."""
+    """Installed version of each distribution, from its metadata; None if it is not installed."""
     versions: dict[str, str | None] = {}
     for package in packages:
         try:
@@ -177,7 +177,7 @@ def package_versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | No
 
 
 def import_names(names: tuple[str, ...] = NAMES) -> tuple[ImportName, ...]:
-    """For each import name, which file would answer, and whether that file is Capibara's."""
+    """For each import name, the file that would be imported, and whether it belongs to Capibara."""
     found = []
     for name in names:
         module = sys.modules.get(name)
@@ -213,7 +213,7 @@ def backend_error() -> str | None:
 
 
 def describe_devices() -> tuple[DeviceFacts, ...]:
-    """The devices of JAX's default backend, with the memory figures that each one gives."""
+    """The devices of JAX's default backend, with the memory figures that each one reports."""
     import jax
 
     facts = []
@@ -249,8 +249,8 @@ def _memory(device: Any) -> DeviceMemory:
 def memory_limit_bytes(device: Any | None = None) -> MemoryBytes | None:
     """Memory that JAX may use on ``device`` (default: the first local one).
 
-    Where the backend states a limit, that one. On a CPU the limit is the machine's: the smaller of installed
-    memory and the control group's limit. None where neither is known.
+    If the backend reports a limit, that one. On a CPU it is the machine's: the smaller of installed memory and the
+    control group's limit. None if neither is known.
     """
     import jax
 
@@ -279,9 +279,9 @@ def _host_memory_limit() -> MemoryBytes | None:
 def device_memory_allocated(device: Any | None = None) -> MemoryBytes:
     """Bytes in use now on ``device``, or on all of this process's devices together.
 
-    From ``device.memory_stats()["bytes_in_use"]`` (GPU, TPU). A backend that keeps no such count (CPU) is
-    answered by the sizes of the live JAX arrays, each buffer once; temporaries inside a running computation
-    are not in it. ``.source`` of the result says which it was.
+    From ``device.memory_stats()["bytes_in_use"]`` (GPU, TPU). For a backend without such a count (CPU), it is the
+    size of the live JAX arrays, each buffer once, without temporaries of running computations. ``.source`` of the
+    result says which one was used.
     """
     import jax
 
@@ -308,14 +308,14 @@ def _address(data: Any) -> int:
 
 
 def device_memory_peak(device: Any | None = None) -> MemoryBytes:
-    """The most bytes that were in use at once on ``device``, or the sum of that over this process's devices.
+    """Peak bytes in use on ``device``, or the sum of the peaks of this process's devices.
 
-    From ``device.memory_stats()["peak_bytes_in_use"]`` (GPU, TPU). A CPU backend keeps no peak; there the
-    answer is the peak resident set of the whole Python process, which also holds the interpreter and the
-    libraries: an upper figure. ``.source`` of the result says which it was.
+    From ``device.memory_stats()["peak_bytes_in_use"]`` (GPU, TPU). A CPU backend records no peak; there it is the
+    peak resident set of the whole Python process, which includes the interpreter and the libraries: an upper bound.
+    ``.source`` of the result says which one was used.
 
     Raises:
-      NotImplementedError: the backend gives no figure and neither does the operating system.
+      NotImplementedError: neither the backend nor the operating system reports a figure.
     """
     import jax
 
@@ -333,10 +333,10 @@ def device_memory_peak(device: Any | None = None) -> MemoryBytes:
 
 
 def check_installation(more: tuple[Check, ...] = ()) -> InstallationReport:
-    """Try JAX from the import to a compiled computation, and report each step.
+    """Test JAX from the import to a compiled computation, and report each step.
 
-    Never raises for a broken installation: that is the finding. ``more`` are checks of the caller's, listed
-    after these.
+    Does not raise for a broken installation, but reports it. ``more`` are the caller's own checks, listed after
+    these.
     """
     checks = [*_check_jax(), *more]
     works = any(check.ok for check in checks if check.name == "backend")

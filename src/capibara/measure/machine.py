@@ -1,4 +1,4 @@
-"""On what a figure was measured: without that, a figure says little."""
+"""Describe the machine on which a figure was measured."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def machine_description(*, devices: bool = True) -> dict[str, Any]:
       devices: whether to ask JAX for its devices (which starts its backend).
 
     Returns:
-      A dictionary; ``load`` is the one-minute load average (None where there is none), which tells a busy
-      machine.
+      A dictionary; ``load`` is the one-minute load average (None if unavailable), which shows whether the machine was
+      busy.
     """
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -53,7 +53,7 @@ def machine_description(*, devices: bool = True) -> dict[str, Any]:
 
 
 def format_machine(description: dict[str, Any]) -> str:
-    """One line of a :func:`machine_description`, to stand under a table."""
+    """A :func:`machine_description` as one line, for use below a table."""
     memory = description.get("memory_bytes")
     parts = [
         f"{description['cores']} cores of {description['cpu']}",

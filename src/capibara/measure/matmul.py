@@ -1,9 +1,7 @@
 """The rate at which this machine multiplies matrices: the measured denominator of FLOP utilisation.
 
-A vendor's peak is a figure on paper, and for CPUs there is none. What a program can hope for here and now is
-what a plain, large, compiled matrix product reaches; utilisation quoted against that says how well a program
-does on
-*this* machine under its present load.
+A vendor's peak is theoretical, and CPUs have none. A plain, large, compiled matrix product shows what a program can
+reach here; utilisation relative to that shows how well a program performs on *this* machine under its current load.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ def matmul_rate(
         bfloat16).
       size: rows and columns; by default the first of 512, 1024, … (1024, 4096, …
         on an accelerator) whose product takes 20 ms.
-      budget: seconds to spend on timed repetitions; the median of at least 3 is taken.
-      device: a ``jax.Device``; the default one, if none is given.
+      budget: seconds to spend on timed repetitions; the result is the median of at least 3.
+      device: a ``jax.Device``; by default JAX's default device.
 
     Returns:
       2 · size³ / median seconds.
@@ -88,9 +86,9 @@ def matmul_rate(
 
 
 def measured_chip(dtypes: tuple[str, ...] = ("float32", "bfloat16"), *, device: Any = None) -> Chip:
-    """The chip here with its peaks measured by :func:`matmul_rate`, instead of the vendor's.
+    """The local chip with peaks measured by :func:`matmul_rate` instead of the vendor's.
 
-    It takes about a second a dtype.
+    Takes about a second per dtype.
     """
     from capibara.hardware import detect_chip
 

@@ -1,4 +1,4 @@
-"""How much memory is used now: by live arrays, by the process, by each device."""
+"""Current memory use: of live arrays, of the process, of each device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["MemorySnapshot", "memory_snapshot"]
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """Memory in bytes; a figure the machine does not report is None.
+    """Memory in bytes; figures that the machine does not report are None.
 
     Attributes:
       live_arrays: of all live JAX arrays of this process.
       host: resident memory of this process.
-      host_peak: the most it was.
-      devices: what each device's allocator reports.
+      host_peak: its peak.
+      devices: as reported by each device's allocator.
     """
 
     live_arrays: int

@@ -1,13 +1,13 @@
-"""Comparing how long functions take, in alternation.
+"""Compare the times of functions by alternating their calls.
 
-A machine's speed drifts: clocks change, other programs come and go. Timing all of A and then all of B charges
-that drift to one of them. Here each round times every function once, starting with another one each round,
-and ratios are taken within a round, so that a slow spell slows both sides alike. Medians are reported; a mean
-would report the worst interruption.
+A machine's speed drifts: clocks change, other programs start and stop. Timing all calls of A and then all of B
+attributes that drift to one of them. Here each round times every function once, starting with a different one each
+round, and ratios are computed within a round, so that a slow phase affects both sides. Medians are reported; a mean
+would be dominated by the worst interruption.
 
-What one function leaves behind is not charged to the next. Libraries that keep threads of their own let them spin
-after a call, in case another one comes: PyTorch's (libgomp's) do so for 5 to 8 ms on one of the cores, which made an
-attention of 4.4 ms on two cores take 6 to 9 when it came next. So the threads are waited for.
+Threads left running by one function are not charged to the next. Libraries with their own threads let them spin after
+a call, in case another one follows: PyTorch's (libgomp's) do so for 5 to 8 ms on one of the cores, which made an
+attention of 4.4 ms on two cores take 6 to 9 ms when it ran next. So the timer waits for such threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["MeasureError", "Row", "Table", "interleaved"]
 
 
 class MeasureError(CapibaraError, ValueError):
-    """A measurement was asked for that cannot be made."""
+    """The requested measurement is not possible."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """Distance between the quartiles / median: how far one time can be trusted. 0 for fewer than 2."""
+        """Interquartile range / median: the uncertainty of a single time. 0 for fewer than 2 times."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The outcome of :func:`interleaved`; prints as a table."""
+    """The result of :func:`interleaved`; prints as a table."""
 
     rows: tuple[Row, ...]
     machine: dict[str, Any] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class Table:
         raise MeasureError(f"there is no row {name!r}.{did_you_mean(name, names)} Rows: {', '.join(names)}")
 
     def ratio(self, name: str, to: str) -> float:
-        """Median over the rounds of time(``name``) / time(``to``); below 1 means ``name`` is the faster."""
+        """Median over the rounds of time(``name``) / time(``to``); below 1 means that ``name`` is faster."""
         pairs = zip(self[name].seconds, self[to].seconds, strict=True)
         return statistics.median(a / b if b else float("inf") for a, b in pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: the machine; of each row times, median, spread, ratio to the first."""
+        """Plain values for JSON: the machine; for each row times, median, spread, ratio to the first."""
         first = self.rows[0].name
         rows = {
             row.name: {
@@ -144,15 +144,15 @@ def interleaved(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Table:
-    """Time functions in alternation: A B C, B C A, C A B, …
+    """Time functions alternately: A B C, B C A, C A B, …
 
-    Before each call the threads that the one before has left running are waited for, 0.1 s at most.
+    Before each call, waits for threads left running by the previous one, for at most 0.1 s.
 
     Args:
-      functions: name to a function without arguments. JAX results are waited for; other libraries'
-        asynchronous results the function itself must wait for.
-      rounds: how many times each is timed.
-      warmup: calls of each before, not timed (compilation, caches).
+      functions: name → function without arguments. JAX results are waited for; for asynchronous results of other
+        libraries, the function itself must wait.
+      rounds: number of timed calls of each.
+      warmup: number of untimed calls of each before (compilation, caches).
       clock: a function that returns seconds.
 
     Returns:

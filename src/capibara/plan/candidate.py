@@ -1,4 +1,4 @@
-"""One layout of a step with all that is known of it."""
+"""One layout of a step, with its memory, time and price."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Source = Literal["compiler", "analytic"]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout, what it takes and how long.
+    """A layout, its memory and its time.
 
     Attributes:
-      layout: how the step is laid over the slice.
+      layout: how the step is sharded over the slice.
       target: the slice.
-      memory: bytes of HBM a device by kind; their sum is what a device must have.
-      memory_source: ``"compiler"``, or ``"analytic"`` where nothing was compiled.
+      memory: bytes of HBM per device by kind; their sum is what a device needs.
+      memory_source: ``"compiler"``, or ``"analytic"`` if nothing was compiled.
       time: of one step, as a range with its parts.
-      tokens: tokens of a step; None for a step that is not one of tokens.
-      flops: floating-point operations that the model asks for in a step (not what is computed again), if known.
-      price: what a chip costs; None where no price is known.
+      tokens: tokens of a step; None if a step has no tokens.
+      flops: floating-point operations of the model in a step (without rematerialisation), if known.
+      price: of a chip; None if no price is known.
       program_hash, versions: of the compiled program.
-      coordinates: of every device on the grid, in the order of the mesh; empty where nothing was compiled.
-      compile_seconds: what compiling took when it was done.
+      coordinates: of every device on the grid, in the order of the mesh; empty if nothing was compiled.
+      compile_seconds: the time of the compilation, when it was done.
     """
 
     layout: Layout
@@ -49,12 +49,12 @@ class Candidate:
 
     @property
     def hbm_bytes(self) -> int:
-        """What one device must have, in bytes."""
+        """Memory that one device needs, in bytes."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether a device has that much."""
+        """Whether a device has enough memory."""
         return self.hbm_bytes <= self.target.usable_hbm_bytes
 
     @property
@@ -64,13 +64,13 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second, all devices together."""
+        """Tokens per second, on all devices together."""
         return None if self.tokens is None or not self.step_seconds else self.tokens / self.step_seconds
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation: the model's own operations over what the devices could do in that time in bfloat16
-        (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B)."""
+        """Model FLOP utilisation: the model's own operations over the devices' bfloat16 peak in that time (Chowdhery
+        et al., "PaLM", arXiv:2204.02311, appendix B)."""
         if self.flops is None or not self.step_seconds:
             return None
         peak = self.target.chip.peak("bfloat16") * self.target.num_devices
@@ -78,18 +78,18 @@ class Candidate:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """US dollars an hour for the slice."""
+        """US dollars per hour for the slice."""
         return None if self.price is None else self.price.cost(self.target.num_chips, 1.0)
 
     @property
     def usd_per_step(self) -> float | None:
-        """US dollars a step."""
+        """US dollars per step."""
         hourly = self.usd_per_hour
         return None if hourly is None else hourly * self.step_seconds / 3600
 
     @property
     def usd_per_billion_tokens(self) -> float | None:
-        """US dollars for 10⁹ tokens."""
+        """US dollars per 10⁹ tokens."""
         step = self.usd_per_step
         return None if step is None or not self.tokens else step / self.tokens * 1e9
 

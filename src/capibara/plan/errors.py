@@ -1,4 +1,4 @@
-"""What can go wrong in planning."""
+"""Errors of planning."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ __all__ = ["CompilationError", "CompilerMissingError", "DoesNotFitError", "PlanE
 
 
 class PlanError(CapibaraError, ValueError):
-    """A plan cannot be made of what was asked for."""
+    """The request cannot be planned."""
 
 
 class CompilerMissingError(PlanError):
-    """The TPU compiler, the package ``libtpu``, is not on this machine."""
+    """The TPU compiler, the package ``libtpu``, is not installed on this machine."""
 
 
 class CompilationError(PlanError, RuntimeError):
-    """The compiler refused a program for another reason than its memory, or died of it."""
+    """The compiler refused a program for another reason than memory, or crashed."""
 
 
 class DoesNotFitError(PlanError, MemoryError):
     """No layout of the work fits the memory of the devices.
 
     Attributes:
-      layout: the one that takes the least, where it is known (:func:`capibara.plan.memory.explain_oom` says why).
+      layout: the one that needs the least memory, if known (:func:`capibara.plan.memory.explain_oom` explains why it
+        does not fit).
     """
 
     layout: Any = None

@@ -1,4 +1,4 @@
-"""How a step is laid over a slice: what the search varies, and what a plan hands to the run."""
+"""How a step is sharded over a slice: what the search varies, and what a plan passes to training."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Layout:
     """One way of running a step.
 
     Attributes:
-      mesh: mesh axes and their sizes, outermost first: ``(("data", 4), ("model", 8))``. ``data`` splits the batch,
-        ``model`` heads, feed-forward and vocabulary.
+      mesh: mesh axes and their sizes, outermost first: ``(("data", 4), ("model", 8))``. ``data`` shards the batch,
+        ``model`` shards heads, feed-forward and vocabulary.
       parameters: ``"sharded"`` over ``data`` too (FSDP; Rajbhandari et al., "ZeRO", stage 3) or
         ``"replicated"`` there.
-      optimizer: moments laid out as the parameters, or ``"sharded"`` over ``data`` though those are not (ZeRO,
+      optimizer: moments sharded like the parameters, or ``"sharded"`` over ``data`` even if those are not (ZeRO,
         stage 1).
-      remat: what the backward pass computes again: nothing, all but matrix products, or each block whole.
-      microbatches: parts a batch is worked off in, one after another.
+      remat: what the backward pass recomputes: nothing, all but matrix products, or each whole block.
+      microbatches: number of parts of a batch that are processed one after another.
       offload: ``"optimizer"`` keeps the moments in the hosts' memory.
       flags: compiler options, ``(name, value)`` pairs.
     """
@@ -90,12 +90,12 @@ class Layout:
 
     @property
     def rules(self) -> AxisRules:
-        """The table that lays parameters and activations over the mesh."""
+        """The rules that shard parameters and activations over the mesh."""
         return AxisRules() if self.parameters == "sharded" else _without_data(AxisRules())
 
     @property
     def optimizer_rules(self) -> AxisRules:
-        """The table for the moments."""
+        """The rules for the moments."""
         return AxisRules() if "sharded" in (self.parameters, self.optimizer) else self.rules
 
     @property
@@ -109,10 +109,10 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
-        """What :meth:`to_json` gave.
+        """Read the output of :meth:`to_json`.
 
         Raises:
-          PlanError: a key is unknown or a value wrong.
+          PlanError: a key is unknown or a value is invalid.
         """
         known = {f.name for f in fields(cls)}
         if not isinstance(data, Mapping) or not data.keys() <= known or "mesh" not in data:
@@ -129,7 +129,7 @@ class Layout:
         return cls(**{**data, **pairs})
 
     def settings(self) -> dict[str, Any]:
-        """All of it as settings of a configuration, by dotted key; :meth:`from_config` reads them."""
+        """The layout as settings of a configuration, by dotted key; :meth:`from_config` reads them."""
         return {
             "tpu.enabled": True,
             "tpu.topology": "x".join(str(size) for _, size in self.mesh),
@@ -144,7 +144,7 @@ class Layout:
         }
 
     def overrides(self) -> list[str]:
-        """:meth:`settings` as ``key=value`` strings, each one argument of ``capibara train``.
+        """:meth:`settings` as ``key=value`` strings, arguments of ``capibara train``.
 
         ``shlex.join`` quotes them for a shell.
         """
@@ -152,7 +152,7 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: ModularModelConfig) -> Layout:
-        """The layout that a configuration with ``tpu.enabled`` trains in: the inverse of :meth:`settings`."""
+        """The layout in which a configuration with ``tpu.enabled`` trains: the inverse of :meth:`settings`."""
         tpu = config.tpu
         return cls(
             mesh=tuple(zip(tpu.mesh_axes, tpu.mesh_shape, strict=True)),

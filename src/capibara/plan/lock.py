@@ -1,7 +1,8 @@
-"""Plan lockfiles: what a plan promised, so that a project's CI notices when a new jax or libtpu breaks the promise.
+"""Plan lockfiles, with which a project's CI notices when a new jax or libtpu changes a plan's figures.
 
 The file is JSON: the configuration, the slice, the layout with its compiler flags, the versions, the hash of the
-program, and the figures. :func:`check_lock` compiles the same layout again with what is installed now and compares.
+program, and the figures. :func:`check_lock` compiles the same layout with the currently installed versions and
+compares.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MOST_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Drift:
-    """One figure, then and now. Both are better when small: only growth counts."""
+    """One figure, then and now. Smaller is better: only growth counts."""
 
     figure: str
     locked: float
@@ -48,7 +49,7 @@ class Drift:
 
     @property
     def passed(self) -> bool:
-        """Whether it is within the tolerance; what got smaller is."""
+        """Whether the growth is within the tolerance."""
         return self.change <= self.tolerance
 
     def __str__(self) -> str:
@@ -62,12 +63,12 @@ class Drift:
 
 @dataclass(frozen=True)
 class LockCheck:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
       drifts: the figures.
-      changed: what else differs and is not a failure: versions, the program's hash.
-      failure: why it does not compile or fit any more; empty if it does.
+      changed: other differences, which are not failures: versions, the program's hash.
+      failure: why it no longer compiles or fits; empty if it does.
     """
 
     drifts: tuple[Drift, ...]
@@ -100,7 +101,7 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the best candidate of a compiled plan of a configuration, atomically.
 
     Raises:
-      PlanError: the plan was not compiled, or is not one of a configuration.
+      PlanError: the plan was not compiled, or is not the plan of a configuration.
       OSError: the file cannot be written.
     """
     best = plan.best
@@ -135,10 +136,10 @@ def check_lock(
     """Compile a locked layout again, and compare memory and predicted time.
 
     Args:
-      hbm_tolerance, time_tolerance: by what part each may grow.
+      hbm_tolerance, time_tolerance: the relative growth allowed for each.
 
     Raises:
-      PlanError: no lockfile, or a damaged one.
+      PlanError: not a lockfile, or a damaged one.
       CompilerMissingError, CompilationError: as :func:`capibara.plan.plan`.
     """
     for name, value in (("hbm_tolerance", hbm_tolerance), ("time_tolerance", time_tolerance)):

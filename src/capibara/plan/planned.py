@@ -1,8 +1,7 @@
-"""From a plan to the run: the command line that trains what was planned, and reading a plan's file for a run.
+"""From a plan to training: the command line of a plan, and reading a plan's file.
 
-Two files hold a layout: the lockfile (``capibara plan --lock``) and the output of ``capibara plan --json``. Both hold
-the configuration that was planned as well. Either may come from somebody else, so everything in it is checked before it
-is used.
+Two files hold a layout: the lockfile (``capibara plan --lock``) and the output of ``capibara plan --json``. Both also
+contain the planned configuration. Either may be untrusted, so everything in it is validated before use.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ _TELLING = (
 
 @dataclass(frozen=True)
 class Planned:
-    """What a file says is to be run.
+    """The contents of a plan's file.
 
     Attributes:
-      config: the configuration that was planned, with the layout's settings in it.
+      config: the planned configuration, including the layout's settings.
       layout: how its step is sharded over the slice.
-      topology: for which slice, as the file names it.
+      topology: the slice, as named in the file.
     """
 
     config: ModularModelConfig
@@ -65,10 +64,10 @@ class Planned:
 
 
 def read_planned(path: str | os.PathLike[str]) -> Planned:
-    """Read a lockfile, or what ``capibara plan --json`` printed; of the latter its best candidate.
+    """Read a lockfile, or the output of ``capibara plan --json`` (its best candidate).
 
     Raises:
-      PlanError: no such file, neither of the two, too large, or something in it is not right.
+      PlanError: there is no such file, or it is neither of the two, too large, or invalid.
     """
     path = Path(path)
     try:
@@ -112,9 +111,9 @@ def train_command(config: ModularModelConfig, layout: Layout, source: str) -> st
     """The command line that trains a configuration in a layout, quoted for a shell.
 
     Args:
-      config: what was planned.
+      config: the planned configuration.
       layout: one of its candidates.
-      source: the file or packaged name that the configuration comes from; settings that differ from it are spelt out.
+      source: the file or packaged name that the configuration comes from; settings that differ from it are listed.
     """
     mine, base = _flat(config), _flat(ModularModelConfig.from_toml(source))
     laid = layout.settings()

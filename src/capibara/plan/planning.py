@@ -1,4 +1,4 @@
-"""``plan``: from a configuration and a slice to a ranked list of ways to run it, before anything is rented."""
+"""``plan``: from a configuration and a slice to a ranked list of layouts, before you rent hardware."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Plan:
     """What a step needs on a slice, and the best ways found to run it.
 
     Attributes:
-      work: what it is, in a line.
+      work: a one-line description.
       target: the slice.
-      limit_bytes: what a device may use.
+      limit_bytes: memory that a device may use.
       candidates: those that fit, the fastest first.
-      refused: layouts that the compiler refused, with its words.
-      considered, promising, compiled: how many layouts there are, might fit, and were compiled.
-      notes: what a reader has to know: that nothing was compiled, that no price is known …
+      refused: layouts that the compiler refused, with its messages.
+      considered, promising, compiled: numbers of layouts in total, that might fit, and that were compiled.
+      notes: caveats, such as that nothing was compiled or that no price is known.
       config: the configuration that was planned; None for a step function.
       config_name: the file or packaged name that it comes from, if that is known.
     """
@@ -90,10 +90,10 @@ class Plan:
         return self.best.layout.overrides()
 
     def command(self) -> str | None:
-        """The command line that trains the best candidate; None if it is not known where the configuration comes from.
+        """The command line that trains the best candidate; None if the source of the configuration is not known.
 
         Raises:
-          ConfigError: the file of the configuration is not there any more.
+          ConfigError: the file of the configuration no longer exists.
         """
         if self.config is None or self.config_name is None or not self.candidates:
             return None
@@ -117,7 +117,7 @@ class Plan:
         }
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a page (``.html``) or a picture (``.png``): memory, time, and which mesh axis runs over which links.
+        """Write a page (``.html``) or a figure (``.png``): memory, time, and the links used by each mesh axis.
 
         Raises:
           PlanError: the name ends otherwise. MissingExtraError: matplotlib is not installed.
@@ -130,7 +130,7 @@ class Plan:
         """Write the best candidate into a lockfile; see :mod:`capibara.plan.lock`.
 
         Raises:
-          PlanError: it was not compiled, or is not of a configuration.
+          PlanError: it was not compiled, or is not the plan of a configuration.
         """
         from capibara.plan.lock import write_lock
 
@@ -161,30 +161,31 @@ def plan(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Find the fastest way to run a step on a TPU slice that need not be there.
+    """Find the fastest way to run a step on a TPU slice, without the hardware.
 
-    Hundreds of layouts (mesh, sharding, rematerialisation, microbatches, optimizer sharding, offload) are ordered by
-    rough figures; the real TPU compiler (``libtpu``, ahead of time, in processes of its own) compiles the best of them.
-    HBM is the compiler's figure; the time is predicted from the compiled program (:mod:`capibara.plan.time`).
+    Hundreds of layouts (mesh, sharding, rematerialisation, microbatches, optimizer sharding, offload) are ranked by
+    rough estimates; the real TPU compiler (``libtpu``, ahead of time, in separate processes) compiles the best of
+    them. HBM is the compiler's figure; the time is predicted from the compiled program (:mod:`capibara.plan.time`).
 
     Args:
       work: a configuration, its name or path (as ``ModularModelConfig.from_toml``), or a :class:`Work`.
       topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` …
-      view: ``"chip"`` or ``"core"``, what a device is; by default a chip, where its cores can act as one.
+      view: ``"chip"`` or ``"core"``, what a device is; by default a chip, if its cores can act as one.
       memory_limit_gb: GiB that a device may use, if less than it has.
-      compile: whether to compile; without, figures are estimates and say so. By default where there is the TPU
-        compiler: without it the plan is an estimate, whose notes say how to install it.
-      max_compiles: how many layouts to compile at most. top: how many to report.
+      compile: whether to compile; otherwise figures are estimates and labelled as such. By default if the TPU
+        compiler is installed; without it the plan is an estimate, whose notes say how to install it.
+      max_compiles: maximum number of layouts to compile. top: how many to report.
       region, term, prices: which price, and a file of your own (see :func:`capibara.hardware.get_price`).
       cache: the folder of compiled results, instead of the user's.
       workers: compilations at a time.
       progress: called with ``"start"`` or ``"done"``, a layout, and the compiled program.
 
     Raises:
-      DoesNotFitError: nothing fits; the text says what the least takes, and what would help.
-      TopologyError, PriceError, ConfigError: no such topology, a wrong term or file of prices, no such configuration.
-      PlanError: an impossible slice, a batch that cannot be divided, or the compiler failed for another reason.
-      CompilerMissingError: ``compile`` is asked for and the TPU compiler is not installed.
+      DoesNotFitError: nothing fits; the message gives the smallest layout's memory, and what would help.
+      TopologyError, PriceError, ConfigError: an unknown topology, an invalid term or price file, an unknown
+        configuration.
+      PlanError: an invalid slice, a batch that cannot be divided, or the compiler failed for another reason.
+      CompilerMissingError: ``compile`` is requested and the TPU compiler is not installed.
     """
     target = parse_slice(topology, view)
     task = _work(work)
@@ -269,7 +270,7 @@ def candidate_of(
     cache: ProgramCache | None = None,
     progress: Progress | None = None,
 ) -> tuple[CompiledProgram, Candidate | None]:
-    """Compile one layout; the candidate is None where the compiler refuses it.
+    """Compile one layout; the candidate is None if the compiler refuses it.
 
     Raises:
       CompilerMissingError, CompilationError: as :func:`plan`.
@@ -287,10 +288,10 @@ def candidate_of(
 
 
 def memory_by_kind(program: CompiledProgram, rough: Mapping[str, int]) -> dict[str, int]:
-    """The compiler's figure for a device, by kind; the kinds add up to it.
+    """The compiler's memory figure for a device, split by kind.
 
-    Arguments are exact. What the compiler calls temporaries is divided into the activations that the backward pass
-    waits for, as estimated, and the rest.
+    Arguments are exact. The compiler's temporaries are split into the activations saved for the backward pass
+    (estimated) and the rest.
     """
     memory = program.memory
     if memory is None:

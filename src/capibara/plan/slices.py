@@ -1,11 +1,11 @@
-"""A TPU slice as a target of compilation and prediction: which devices it has, how they hang together.
+"""A TPU slice as a target of compilation and prediction: its devices and their topology.
 
-A slice is a grid of chips. What JAX calls a device is a whole chip where its cores act as one (v4 with megacore, v5p,
-v5e, v6e) or one core of two (v4 without megacore, TPU7x): the two *views*. Figures here are always those of one device.
+A slice is a grid of chips. A JAX device is a whole chip if its cores act as one (v4 with megacore, v5p, v5e, v6e) or
+one core of two (v4 without megacore, TPU7x): the two *views*. Figures here are always per device.
 
 Links: each chip has one link each way along each axis of the grid. An axis closes to a ring ("wraps") on v4, v5p and
-TPU7x where the slice is made of whole cubes of 4×4×4, and on v5e and v6e where the axis is 16 long, the whole pod
-(the Cloud TPU documentation's pages of each version; "How to Scale Your Model", part 2).
+TPU7x if the slice consists of whole cubes of 4×4×4, and on v5e and v6e if the axis is 16 long, the whole pod (the
+Cloud TPU documentation's pages of each version; "How to Scale Your Model", part 2).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Slice:
     Attributes:
       generation: ``"v4"``, ``"v5e"``, ``"v5p"``, ``"v6e"`` or ``"v7x"``.
       shape: chips along each axis of the grid.
-      view: whether a device is a whole chip or one core of it.
+      view: whether a device is a whole chip or one core.
     """
 
     generation: str
@@ -84,17 +84,17 @@ class Slice:
 
     @property
     def num_chips(self) -> int:
-        """Chips, the unit that is rented."""
+        """Number of chips, the unit of rental."""
         return math.prod(self.shape)
 
     @property
     def devices_per_chip(self) -> int:
-        """Devices that JAX shows for a chip."""
+        """JAX devices per chip."""
         return (self._whole_chip.cores_per_chip or 1) if self.view == "core" else 1
 
     @property
     def num_devices(self) -> int:
-        """Devices that JAX shows, all together."""
+        """JAX devices in total."""
         return self.num_chips * self.devices_per_chip
 
     @cached_property
@@ -103,12 +103,12 @@ class Slice:
 
     @cached_property
     def chip(self) -> Chip:
-        """What one device can do (half of a chip in the core view)."""
+        """The capabilities of one device (half of a chip in the core view)."""
         return self._whole_chip.core_view() if self.view == "core" else self._whole_chip
 
     @property
     def usable_hbm_bytes(self) -> int:
-        """Memory that the compiler lets a program have on one device, in bytes."""
+        """Memory that the compiler makes available to a program on one device, in bytes."""
         usable = self.chip.usable_hbm_bytes
         if usable is None and self.view == "chip":
             usable = self._whole_chip.usable_hbm_bytes_core
@@ -118,12 +118,12 @@ class Slice:
 
     @property
     def clock_hz(self) -> float:
-        """Cycles a second: the vendor's peak in bfloat16 over what the matrix units do in a cycle."""
+        """Cycles per second: the vendor's bfloat16 peak over the matrix units' operations per cycle."""
         return self._whole_chip.peak("bfloat16") / _FLOP_PER_CYCLE[self.generation]
 
     @property
     def link_bandwidth(self) -> float:
-        """Bytes a second over one link, one way."""
+        """Bytes per second over one link, one way."""
         chip = self._whole_chip
         if chip.link_bandwidth is not None:
             return chip.link_bandwidth
@@ -151,7 +151,7 @@ class Slice:
 
     @property
     def topology_options(self) -> dict[str, Any]:
-        """Its further arguments."""
+        """Further arguments of ``get_topology_desc``."""
         options: dict[str, Any] = {}
         if self.generation == "v4" and self.view == "chip":
             options["chip_config_name"] = "megacore"
@@ -165,7 +165,7 @@ class Slice:
 
     @property
     def slice_name(self) -> str:
-        """The name Google rents it under, such as ``"v4-32"``."""
+        """Google's name of the slice, such as ``"v4-32"``."""
         return parse_topology(f"{self.generation}:{self.grid}").slice_name or ""
 
     @property
@@ -183,13 +183,13 @@ def parse_slice(text: str | Slice, view: str | None = None) -> Slice:
     """Read ``"v4:2x2x4"`` or a name such as ``"v4-32"`` (cores, 16 chips) or ``"v6e-16"`` (chips).
 
     Args:
-      text: the slice; a grid with one number too few gets a last axis of 1.
-      view: ``"chip"`` or ``"core"``; by default a chip where the generation can be seen so (all but TPU7x).
+      text: the slice; a grid with one size too few gets a last axis of 1.
+      view: ``"chip"`` or ``"core"``; by default a chip if the generation supports it (all but TPU7x).
 
     Raises:
-      PlanError: no such generation or view, a grid of the wrong number of axes, a name without a usual grid, or more
-        chips than a pod has.
-      TopologyError: it is not the name of a topology at all.
+      PlanError: an unknown generation or view, a grid with the wrong number of axes, a name without a usual grid, or
+        more chips than a pod has.
+      TopologyError: it is not the name of a topology.
     """
     if isinstance(text, Slice):
         return text if view in (None, text.view) else _slice(text.generation, text.shape, view)

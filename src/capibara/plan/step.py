@@ -32,17 +32,17 @@ _REACHED = 0.5
 
 @dataclass(frozen=True, eq=False)
 class StepWork:
-    """A step function, exported. Made by :func:`step_work`.
+    """An exported step function, created by :func:`step_work`.
 
     Attributes:
-      title: its name and what it takes.
+      title: its name and arguments.
       path, sha256: the exported function.
       shapes, item_sizes: of the flat arguments.
-      axes: logical axis names of the flat arguments, None where not given.
-      kinds: numbers of the flat arguments by kind: ``state``, ``batch``.
-      donated: numbers of those that are donated.
+      axes: logical axis names of the flat arguments, None if not given.
+      kinds: indices of the flat arguments by kind: ``state``, ``batch``.
+      donated: indices of the donated ones.
       counted_flops: matrix products and convolutions of a step, counted from its jaxpr.
-      tokens: of a step, if it was told.
+      tokens: of a step, if given.
       structure: the trees of the arguments (a JAX tree definition).
     """
 
@@ -65,7 +65,7 @@ class StepWork:
         return self.counted_flops
 
     def layouts(self, target: Slice) -> Iterator[Layout]:
-        """Meshes and shardings; what a function computes again is its own affair."""
+        """Meshes and shardings; rematerialisation is up to the function."""
         widest = max((size for n in self.kinds["state"] for size in self.shapes[n]), default=1)
         rows = [self.shapes[n][0] for n in self.kinds["batch"] if self.shapes[n]]
         for mesh in meshes(target.num_devices, widest):
@@ -76,7 +76,7 @@ class StepWork:
                 yield Layout(mesh=mesh, parameters=parameters, remat="none", flags=WHOLE_PRODUCTS)
 
     def specs(self, layout: Layout) -> tuple[Any, ...]:
-        """A ``PartitionSpec`` for every array of the arguments, in trees like them: how a candidate lays them out."""
+        """A ``PartitionSpec`` for every array of the arguments, in trees like them: a candidate's sharding."""
         import jax
         from jax.sharding import PartitionSpec
 
@@ -87,7 +87,7 @@ class StepWork:
         return jax.tree.unflatten(self.structure, flat)
 
     def rough(self, layout: Layout, target: Slice) -> Rough:
-        """Arguments exactly; temporaries are not known before the program is compiled."""
+        """The exact arguments; temporaries are not known before the program is compiled."""
         held = {kind: self._bytes(layout, numbers) for kind, numbers in self.kinds.items()}
         sizes = layout.axis_sizes
         data, model = sizes.get("data", 1), sizes.get("model", 1)
@@ -174,26 +174,27 @@ def step_work(
 ) -> StepWork:
     """Export a step function, so that :func:`plan` can compile it for slices.
 
-    No device is taken: where this process has not started JAX's backends, a copy of it (``fork``), kept to the CPU,
-    traces and exports the function, and only the result comes back. What the function does besides while it is traced
-    is then not seen here. Where JAX has its devices already, and on systems other than Linux, it is exported by this
-    process, which on the latter starts JAX's backends.
+    No device is used: if this process has not started JAX's backends, a fork of it, restricted to the CPU, traces and
+    exports the function, and only the result is returned. Side effects of tracing are then not visible in this
+    process. If JAX already has its devices, and on systems other than Linux, this process exports the function; on
+    the latter this starts JAX's backends.
 
     Args:
       step: a function of arrays and pytrees of them, jitted or not, such as ``(state, batch) -> (state, metrics)``.
-      args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` (nothing is computed, no memory is taken).
-      axes: logical axis names of every array (``("embed", "mlp")``), in trees like ``args``; None for those that have
-        none. They are laid over the mesh by ``AxisRules``. Without, arrays are cut along their longest dimensions.
-      batch_argnums: which arguments are cut along their first dimension over ``data``; by default all but the first.
-      donate_argnums: which arguments' memory the results may take.
-      tokens: of a step, for figures a token.
-      name: instead of the function's.
-      folder: where the exported function is written, instead of the user's cache.
+      args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` (nothing is computed or allocated).
+      axes: logical axis names of every array (``("embed", "mlp")``), in trees like ``args``; None for arrays without
+        names. They are sharded by ``AxisRules``. By default, arrays are sharded along their longest dimensions.
+      batch_argnums: arguments that are sharded along their first dimension over ``data``; by default all but the
+        first.
+      donate_argnums: arguments whose memory the results may reuse.
+      tokens: of a step, for figures per token.
+      name: replaces the function's name.
+      folder: folder for the exported function, instead of the user's cache.
 
     Raises:
-      PlanError: an argument is wrong, or the folder cannot be written to; the function closes over arrays of more than
-        64 KiB (they would be part of the program, on every device, and are not planned: make them arguments), or cannot
-        be exported for TPUs.
+      PlanError: an argument is invalid, or the folder is not writable; the function closes over arrays of more than
+        64 KiB (they would be part of the program, on every device, and are not planned: make them arguments), or
+        cannot be exported for TPUs.
     """
     import jax
 

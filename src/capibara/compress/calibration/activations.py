@@ -1,17 +1,19 @@
-"""What goes into each linear layer: the second moments of its inputs, which say what an error in a weight costs.
+"""Second moments of the inputs of each linear layer, which determine the cost of an error in a weight.
 
 A layer computes y = W x. An error D in its weight changes the output by D x, and over the inputs of a calibration
-set the mean square of that is tr(D S Dᵀ), with S = E[x xᵀ]: the *second moments* [features, features]. That one matrix
-is all that an activation-aware method needs of the data: a truncated SVD in its metric (ASVD, SVD-LLM), the order and
-feedback of GPTQ (there it is called the Hessian), and the scores of Wanda, |W| times the root of its diagonal.
+set the mean square of this is tr(D S Dᵀ), with S = E[x xᵀ]: the *second moments* [features, features]. That one
+matrix is all that an activation-aware method needs of the data: a truncated SVD in its metric (ASVD, SVD-LLM), the
+order and feedback of GPTQ (there it is called the Hessian), and the scores of Wanda, |W| times the root of its
+diagonal.
 
-A weight may be kept as torch does, [out, in], as JAX does, [in, out], or as a convolution [out, in, height, width];
-``axes`` are those of its axes along which the inputs run. Features are counted in C order over these axes, in their
-order in the weight, whatever lies between them.
+A weight may be stored as in torch, [out, in], as in JAX, [in, out], or as a convolution [out, in, height, width];
+``axes`` are its axes along which the inputs run. Features are numbered in C order over these axes, in their order in
+the weight, regardless of the axes between them.
 
-Inputs are found by watching a model run, not by the names of its layers: of a torch module every matrix product and
-convolution with a parameter is seen (:mod:`.torch_watch`), of a JAX function every ``dot_general`` with a leaf of its
-parameters (:mod:`.jax_watch`). All rows count alike, those of padding tokens too: leave them out of the batches.
+Inputs are found by observing a model while it runs, not by layer names: for a torch module every matrix product and
+convolution with a parameter (:mod:`.torch_watch`), for a JAX function every ``dot_general`` with a leaf of its
+parameters (:mod:`.jax_watch`). All rows have equal weight, including those of padding tokens: omit these from the
+batches.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ __all__ = ["Collected", "Metric", "Moments", "as_matrix", "collect", "from_matri
 
 @dataclass(frozen=True)
 class Moments:
-    """What is known of a layer's inputs.
+    """The second moments of a layer's inputs.
 
     Attributes:
       second: E[x xᵀ], float64 [features, features], symmetric; the mean over ``count`` inputs.
-      count: how many inputs were seen.
-      axes: the axes of the weight along which inputs run, ascending: ``(1,)`` of torch's [out, in], ``(0,)`` of JAX's
-        [in, out], ``(1, 2, 3)`` of a convolution [out, in, height, width].
+      count: the number of inputs.
+      axes: the axes of the weight along which inputs run, ascending: ``(1,)`` for torch's [out, in], ``(0,)`` for
+        JAX's [in, out], ``(1, 2, 3)`` for a convolution [out, in, height, width].
     """
 
     second: np.ndarray
@@ -47,11 +49,11 @@ class Moments:
     axes: tuple[int, ...] = (1,)
 
     def settings(self) -> dict[str, Any]:
-        """For a codec that knows calibration: ``hessian`` and ``input_axes``, used in encoding and not stored."""
+        """Settings for codecs that support calibration: ``hessian`` and ``input_axes`` (not stored)."""
         return {"hessian": self.second, "input_axes": list(self.axes)}
 
     def error(self, weight: np.ndarray, other: np.ndarray) -> float:
-        """The relative error of the layer's output, sqrt(tr(D S Dᵀ) / tr(W S Wᵀ)); 0 where the output is 0 too."""
+        """The relative error of the layer's output, sqrt(tr(D S Dᵀ) / tr(W S Wᵀ)); 0 if the output is 0 as well."""
         w = as_matrix(np.asarray(weight, np.float64), self.axes)
         d = as_matrix(np.asarray(other, np.float64), self.axes) - w
         whole = float(((w @ self.second) * w).sum())
@@ -61,7 +63,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Metric:
-    """What a squared error of a weight is for the layer's output.
+    """The metric that weighs a weight's error by its effect on the layer's output.
 
     Attributes:
       second: float64 [features, features], E[x xᵀ].
@@ -73,11 +75,11 @@ class Metric:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Metric:
-        """From settings as :meth:`Moments.settings` gives them."""
+        """From settings as returned by :meth:`Moments.settings`."""
         return cls(np.asarray(settings["hessian"], np.float64), tuple(settings["input_axes"]))
 
     def square(self, weight: np.ndarray) -> float:
-        """tr(W S Wᵀ) over the mean of S's diagonal: the sum of squares, where S is 1."""
+        """tr(W S Wᵀ) over the mean of S's diagonal: the sum of squares if S is the identity."""
         rows = as_matrix(weight, self.axes)
         scale = float(np.trace(self.second)) / len(self.second) or 1.0
         return max(float(((rows @ self.second) * rows).sum()), 0.0) / scale
@@ -99,7 +101,7 @@ def from_matrix(matrix: np.ndarray, shape: tuple[int, ...], axes: Iterable[int])
 
 
 def moments(inputs: Any, axes: Iterable[int] = (1,)) -> Moments:
-    """The moments of inputs at hand.
+    """The moments of given inputs.
 
     Equivalent NumPy: ``x = inputs.reshape(-1, features).astype("float64"); x.T @ x / len(x)``.
 
@@ -108,7 +110,7 @@ def moments(inputs: Any, axes: Iterable[int] = (1,)) -> Moments:
       axes: as in :class:`Moments`.
 
     Raises:
-      CompressError: no inputs, different numbers of features, or numbers that are not finite.
+      CompressError: no inputs, different numbers of features, NaN or infinity.
     """
     summed = Sums()
     for x in [inputs] if hasattr(inputs, "shape") else inputs:
@@ -123,7 +125,7 @@ class Collected(dict[str, Moments]):
     """Moments by the name of the weight, as :func:`collect` returns them.
 
     Attributes:
-      unseen: name → why, of each matrix, stack or convolution that has no moments.
+      unseen: name → reason, for each matrix, stack or convolution without moments.
     """
 
     def __init__(self, found: Mapping[str, Moments], unseen: Mapping[str, str]) -> None:
@@ -132,25 +134,25 @@ class Collected(dict[str, Moments]):
 
 
 class Unseen:
-    """What a watcher could not follow, by the name of the weight."""
+    """Weights that a watcher could not follow, by name."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
 
     def lose(self, name: str, why: str) -> None:
-        """The weight meets inputs, it seems, that are not seen. The first reason is kept."""
+        """Record that the weight seems to have inputs that are not observed. The first reason is kept."""
         self.reasons.setdefault(name, why)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What a watcher found.
+    """The result of a watcher.
 
     Attributes:
-      batches: how many there were.
+      batches: their number.
       sums: of the inputs.
-      unseen: what it could not follow.
-      names: of every weight of two axes or more.
+      unseen: the weights that it could not follow.
+      names: of every weight with two or more axes.
     """
 
     batches: int
@@ -176,15 +178,15 @@ class Sums:
         order: np.ndarray | None = None,
         features: int | None = None,
     ) -> None:
-        """Take in inputs [..., features].
+        """Add inputs [..., features].
 
         Args:
           name: of the weight.
-          inputs: what it is multiplied by.
+          inputs: the factor that it is multiplied by.
           axes: of the weight, along which inputs run.
-          order: which feature each of the inputs is, if they are in another order, or not all there: moments between
-            features that are never multiplied together are taken as 0.
-          features: how many there are, with an order.
+          order: the feature index of each input, if they are in a different order or incomplete: moments between
+            features that never occur together are taken as 0.
+          features: their number, if an order is given.
         """
         if inputs.ndim < 1 or inputs.shape[-1] < 1:
             raise CompressError(f"{name}: got inputs of the shape {inputs.shape}, expected [..., features]")
@@ -217,25 +219,25 @@ class Sums:
 
 
 def collect(model: Any, batches: Iterable[Any], params: Any = None, *, names: Any = None) -> Collected:
-    """The moments of every linear layer of a model, by the name of its weight.
+    """Collect the moments of every linear layer of a model, by the name of its weight.
 
     Args:
-      model: a ``torch.nn.Module`` (called without gradients, in evaluation mode; afterwards in the mode it was in); a
-        model compiled by :func:`capibara.compose.compile` for JAX or torch; or a JAX function ``model(params, batch)``.
-      batches: what to call it with, one after another. Of a module: a tensor, a tuple of positional arguments, or a
-        mapping of keyword arguments. Of a composed model: its ``data``. Of a function: its second argument.
+      model: a ``torch.nn.Module`` (called without gradients, in evaluation mode; its mode is restored afterwards); a
+        model compiled by :func:`capibara.compose.compile` for JAX or torch; or a JAX function ``model(params,
+        batch)``.
+      batches: its inputs, one batch after another. For a module: a tensor, a tuple of positional arguments, or a
+        mapping of keyword arguments. For a composed model: its ``data``. For a function: its second argument.
       params: the parameters, nested dictionaries, lists or any pytree; not for a torch module, which has its own.
-      names: ``names(path) -> str`` for a pytree's leaves, of a tuple of their keys; by default joined by dots.
+      names: ``names(path) -> str`` for a pytree's leaves, from the tuple of their keys; by default joined by dots.
 
     Returns:
-      name → moments; as in ``state_dict()``, or the path in ``params`` joined by dots. Weights that met no input, and
-      those that are used along different axes in different places, are not there, but in
-      :attr:`Collected.unseen` with the reason; with a warning, unless they are merely looked up, added or not used. A
-      weight that a ``scan`` goes through, and one with a batch axis (experts), has one entry with the inputs of all of
-      them.
+      name → moments; as in ``state_dict()``, or the path in ``params`` joined by dots. Weights without inputs, and
+      those used along different axes in different places, are missing; :attr:`Collected.unseen` has the reason, with
+      a warning unless they are merely looked up, added or not used. A weight that a ``scan`` iterates over, or with a
+      batch axis (experts), has one entry with the inputs of all its matrices.
 
     Raises:
-      CompressError: no batches, ``params`` that are missing or not asked for, inputs that are not finite.
+      CompressError: no batches, missing or superfluous ``params``, inputs with NaN or infinity.
       MissingExtraError: the model needs a package that is not installed.
     """
     batches = iter(batches)

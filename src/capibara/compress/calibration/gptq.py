@@ -1,12 +1,12 @@
-"""Rounding by what a layer puts out, not by its weights alone.
+"""Rounding that minimises the error of a layer's output instead of its weights'.
 
-A linear layer's squared error over inputs x is tr(D H Dᵀ) with D the error of its weights and H = E[x xᵀ]. Columns are
-rounded one after another, and what a column's rounding does to the output is made up for, as well as it can be, in
-the columns that are not rounded yet: with U the upper Cholesky factor of H⁻¹, ``w[:, j+1:] -= error / U[j, j] · U[j,
-j+1:]`` (E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022).
-The scale of a group is chosen when its first column's turn comes, from the weights as they are by then.
+A linear layer's squared error over inputs x is tr(D H Dᵀ) with D the error of its weights and H = E[x xᵀ]. Columns
+are rounded one after another, and the effect of a column's rounding on the output is compensated, as far as possible,
+in the columns that are not rounded yet: with U the upper Cholesky factor of H⁻¹, ``w[:, j+1:] -= error / U[j, j] ·
+U[j, j+1:]`` (E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+2022). The scale of a group is chosen when its first column is reached, from the weights at that point.
 
-Float sums decide here, so this is computed in one place, with NumPy; whoever executes a codec gets its codes.
+The result depends on floating-point sums, so it is computed in one place, with NumPy, for all engines.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _FACTORS = _Factors(1 << 28)
 def get_factor(hessian: np.ndarray, damping: float = 0.01) -> np.ndarray:
     """The upper Cholesky factor U of the inverse of the damped hessian, UᵀU = (H / mean(diag H) + damping · 1)⁻¹.
 
-    Damping is at least 1e-8, and up to 1000 times as much where the hessian is not positive without.
+    Damping is at least 1e-8, and up to 1000 times as much if the hessian is not positive otherwise.
 
     Args:
       hessian: float64 [features, features], E[x xᵀ].
@@ -106,14 +106,14 @@ def feed_back(
     *,
     panel: int = _PANEL,
 ) -> None:
-    """Round columns one after another, and make up for what each did in those after it.
+    """Round columns one after another, and compensate for each in the following ones.
 
     Args:
       weight: float64 [out, features].
       factor: of :func:`get_factor`.
-      rounded: of the index j of a column and the columns from there to the end of its panel, float64 [≤ panel, out],
-        what decoding will make of column j: float64 [out].
-      panel: columns whose errors reach those beyond them in one product.
+      rounded: function of the index j of a column and the columns from there to the end of its panel, float64 [≤
+        panel, out]; returns the decoded column j, float64 [out].
+      panel: columns whose errors are propagated to the following ones in one product.
     """
     columns = np.array(weight.T, np.float64, order="C")
     length, rows = columns.shape
@@ -139,16 +139,16 @@ def gptq(
     *,
     damping: float = 0.01,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales with the error fed back.
+    """Codes and scales, with error feedback.
 
     Args:
       weight: float64 [out, features].
       hessian: float64 [features, features], E[x xᵀ]; its scale does not matter.
       kind: what codes mean.
-      book: levels of the codes; ``None`` for whole levels.
-      group: numbers that share a scale.
-      scale: the scales' codes, uint8 [out], for numbers [out, size].
-      table: what a scale's code without its sign stands for, float64 [128].
+      book: levels of the codes; ``None`` for integer levels.
+      group: elements that share a scale.
+      scale: function that returns the scales' codes, uint8 [out], for values [out, size].
+      table: the scale of each code without its sign, float64 [128].
       damping: share of the mean moment that is added to the diagonal.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The moments of a model's layers, whatever it is written with, as its adapter knows it."""
+"""The moments of a model's layers, for any framework that its adapter supports."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[st
     """Settings of calibration, ``hessian`` and ``input_axes``, by the names of a model's weights.
 
     Args:
-      adapter: of a ``torch.nn.Module``, or of arrays of JAX and a function of theirs; of others nothing is known.
-      batches: what it is run on.
+      adapter: of a ``torch.nn.Module``, or of JAX arrays and their function; others have no moments.
+      batches: the inputs to run it on.
 
     Returns:
-      Of weights of which some axes are those of inputs and others those of outputs (matrices, convolutions, stacks),
-      and whose inputs are at most 16,384 and not all zero. With a warning none at all, where JAX cannot trace the
-      function.
+      Moments of weights that have both input and output axes (matrices, convolutions, stacks), with at most 16,384
+      inputs that are not all zero. If JAX cannot trace the function, none, with a warning.
     """
     if adapter.kind == "torch":
         found = collect(adapter.model, batches)

@@ -1,8 +1,8 @@
-"""Who does the arithmetic of the lossless codec. All of them come to the same bytes.
+"""Engines for the arithmetic of the lossless codec. All of them write the same bytes.
 
-``native`` is compiled code and does a tensor in one call (:mod:`capibara.compress.codecs.native`); ``numpy``, ``jax``
-and ``torch`` do the codec's steps (:mod:`capibara.compress.codecs.steps`), the latter two on whatever device their
-package has.
+``native`` is compiled code that processes a tensor in one call (:mod:`capibara.compress.codecs.native`); ``numpy``,
+``jax`` and ``torch`` run the codec's steps (:mod:`capibara.compress.codecs.steps`), the latter two on any device of
+their package.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = ["Executor", "NumpyExecutor", "best_executor", "get_executor", "has_na
 
 
 class Executor(Protocol):
-    """Codes the numbers of a tensor, given as ``rows`` [count, length] of unsigned integers in C order."""
+    """Encodes the elements of a tensor, given as ``rows`` [count, length] of unsigned integers in C order."""
 
     name: str
 
     def encode_tensor(
         self, rows: np.ndarray, form: NumberFormat, limit: int, threads: int = 1
     ) -> bytes | None:
-        """The coded part of a payload; ``None`` if it takes ``limit`` bytes or more."""
+        """The encoded part of a payload; ``None`` if it takes ``limit`` bytes or more."""
         ...
 
     def encode_into(
         self, out: np.ndarray, rows: np.ndarray, form: NumberFormat, threads: int = 1
     ) -> int | None:
-        """The same into ``out``, uint8 of as many bytes as the limit; how many it took, or ``None``."""
+        """The same into ``out``, uint8 with ``limit`` bytes; returns the number of bytes used, or ``None``."""
         ...
 
     def decode_tensor(self, data: np.ndarray, form: NumberFormat, out: np.ndarray, threads: int = 1) -> None:
@@ -53,7 +53,7 @@ class Executor(Protocol):
 
 
 class NumpyExecutor(StepExecutor):
-    """With NumPy alone: for where nothing was compiled, and to compare the others with."""
+    """NumPy only: if nothing was compiled, and as the reference for the others."""
 
     name = "numpy"
 
@@ -108,7 +108,7 @@ class NumpyExecutor(StepExecutor):
 
 
 def check_escapes(found: int, escaped: np.ndarray) -> None:
-    """Symbols that are escapes must be as many as were written out."""
+    """Check that the number of escape symbols matches the escaped values."""
     if found != len(escaped):
         raise DamagedError(
             "a block has a different number of escapes than its header states: the file is damaged"
@@ -153,7 +153,7 @@ def get_executor(name: str) -> Executor:
     """The executor of that name: ``"native"``, ``"numpy"``, ``"jax"`` or ``"torch"``.
 
     Raises:
-      CompressError: there is none of that name, or compiled code is not there.
+      CompressError: the name is unknown, or compiled code is not available.
       MissingExtraError: its package is not installed.
     """
     if (make := _EXECUTORS.get(name)) is None:
@@ -164,7 +164,7 @@ def get_executor(name: str) -> Executor:
 
 
 def best_executor() -> Executor:
-    """The one that :func:`capibara.compress.codecs.engine.use_engine` asks for; else compiled code, else NumPy."""
+    """The one set by :func:`capibara.compress.codecs.engine.use_engine`; else compiled code, else NumPy."""
     wanted = wanted_engine()
     if wanted == "auto" or (wanted == "native" and not has_native()):
         wanted = "native" if has_native() else "numpy"
@@ -173,5 +173,5 @@ def best_executor() -> Executor:
 
 @cache
 def has_native() -> bool:
-    """Whether compiled code is here."""
+    """Whether compiled code is available."""
     return open_library()[0] is not None

@@ -1,11 +1,10 @@
-"""Bit-exact with codes of one length: what a device decodes by shifts, many numbers at once.
+"""Lossless with fixed-length codes, which a device decodes by shifts, many elements at once.
 
-Entropy-coded bits come one after another, and a device that does thousands of things at once has to wait for them.
-Here every number takes the same number of bits, so that each is found without the others: the sign and the fraction as
-they are, and the exponent as a code of 3 or 4 bits, counted from a smallest exponent that each row has of its own. What
-lies outside that window (zeros, a few very small or large numbers) has the last code, its exponent is in a list, and
-a running sum of the last codes says where. bfloat16 weights take about seven tenths, against two thirds with entropy
-coding.
+Entropy-coded bits are decoded sequentially, which does not suit a massively parallel device. Here every element takes
+the same number of bits, so that each can be decoded independently: the sign and the fraction unchanged, and the
+exponent as a code of 3 or 4 bits, relative to the smallest exponent of its row. Elements outside that window (zeros,
+a few very small or large values) have the last code; their exponents are in a list, indexed by a running sum of the
+last codes. bfloat16 weights take about seven tenths, compared with two thirds with entropy coding.
 
 A payload: kind u8 (0 stored, 1 coded) · bits of a code u8 · zero u16 · escapes u32 · each row's smallest exponent u8 ·
 codes · signs and fractions · escaped exponents u8; codes, signs and fractions in planes
@@ -36,14 +35,14 @@ _FORMATS = ("BF16", "F32")  # those whose sign and fraction fill whole bytes
 
 @dataclass(frozen=True)
 class Parts:
-    """A payload taken apart, nothing of it decoded.
+    """The parts of a payload, not decoded.
 
     Attributes:
-      width: bits of a code; 0 where the numbers are stored as they are.
-      length: numbers in a row.
+      width: bits of a code; 0 if the values are stored unchanged.
+      length: elements in a row.
       bases: uint8 [rows], each row's smallest exponent.
       codes: uint8, packed.
-      rest: uint8, packed; or all of the numbers' bytes where they are stored.
+      rest: uint8, packed; or all bytes of the values if they are stored unchanged.
       escaped: uint8 [escapes].
     """
 
@@ -113,7 +112,7 @@ class Exponent:
         """The payload's parts, to be decoded elsewhere.
 
         Raises:
-          DamagedError: sizes that do not fit. Whether there are as many last codes as ``escaped`` is not seen here.
+          DamagedError: inconsistent sizes. The number of escaped exponents is not checked here.
         """
         data, count = np.frombuffer(payload, np.uint8), math.prod(shape)
         if form.name not in _FORMATS or len(data) == 0 or data[0] > 1:
@@ -167,7 +166,7 @@ class Exponent:
         return 0.0
 
     def candidates(self, form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-        """Settings worth trying."""
+        """Useful settings."""
         return [{}] if form.name in _FORMATS else []
 
 

@@ -1,20 +1,20 @@
-"""Codes of a fixed width with a scale for every few numbers: tensors that can be multiplied as they are stored.
+"""Fixed-width codes with a scale per group: tensors that can be multiplied in their stored form.
 
-A row is cut into groups; a number is ``level(code) · scale(group)``. ``int8`` and ``int4`` have whole levels, ``nf4``
-sixteen levels that lie where a bell curve has its numbers, those of QLoRA or ones fitted to the tensor (S. Lloyd,
-"Least squares quantization in PCM", 1957). A group's scale is the one with the least squared error
-(:mod:`capibara.compress.codecs.fixed_search`), in eight bits: seven for its size, one for its sign, which turns levels
-that are not symmetric to the side that needs them. With groups of 32 numbers that is 4.25 bits for a number.
+A row is split into groups; an element is ``level(code) · scale(group)``. ``int8`` and ``int4`` have integer levels,
+``nf4`` has sixteen levels for a normal distribution, those of QLoRA or ones fitted to the tensor (S. Lloyd, "Least
+squares quantization in PCM", 1957). A group's scale is the one with the least squared error
+(:mod:`capibara.compress.codecs.fixed_search`), in eight bits: seven for its magnitude, one for its sign, which flips
+asymmetric levels to the side that needs them. With groups of 32 elements that is 4.25 bits per element.
 
-Codes can be entropy-coded in the file (``coded``): they come back as the same codes. For eight bits that pays: with
-``step``, the smallest scale, groups of small numbers use few of the codes, which then take fewer bits.
+Codes can be entropy-coded in the file (``coded``), without loss. For eight bits this is worthwhile: with ``step``,
+the smallest scale, groups of small values use few of the codes, which then take fewer bits.
 
-A few numbers that are much larger than those around them can be kept exactly, beside the codes (``outliers``); numbers
-that are not finite always are. With the second moments of a layer's inputs (``hessian``) codes are chosen by the error
-of the layer's output: :mod:`capibara.compress.calibration.gptq`.
+A few values that are much larger than their neighbours can be kept exactly, besides the codes (``outliers``); NaN and
+infinity always are. With the second moments of a layer's inputs (``hessian``) codes are chosen by the error of the
+layer's output: :mod:`capibara.compress.calibration.gptq`.
 
-A payload is, little-endian: flags u8, resolution u8, group u16, top f32; sixteen levels i16 (with a book of levels);
-count u32, length u32, positions and numbers (with outliers); length u32 and the groups' scales; the codes.
+A payload is, little-endian: flags u8, resolution u8, group u16, top f32; sixteen levels i16 (with a codebook); count
+u32, length u32, positions and values (with outliers); length u32 and the groups' scales; the codes.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ _SHORTEST = 32  # a last axis below this is not a row of its own
 
 @dataclass(frozen=True)
 class Parts:
-    """A tensor as it is stored, for a product without decoding it.
+    """A tensor in its stored form, for products without decoding.
 
     Attributes:
       kind: ``"int8"``, ``"int4"`` or ``"nf4"``.
       shape: of the tensor.
-      length: numbers of a row.
-      group: numbers that share a scale; the last group of a row may have fewer.
-      turned: rows are what runs along the tensor's first axis: it is the transpose of [rows, length].
+      length: elements of a row.
+      group: elements that share a scale; the last group of a row may have fewer.
+      turned: rows run along the tensor's first axis: it is the transpose of [rows, length].
       codes: int8 [rows, length]; of four bits uint8 [rows, ceil(length / 2)], the first of two in the lower half.
         Codes of ``int4`` are the level + 8.
       scales: float32 [rows, groups], of either sign.
-      levels: float32 [16], what a code of four bits stands for; ``None`` for ``int8``, whose codes are the levels.
-      positions: int64 [count], where in [rows · length] numbers are kept exactly, which their codes are not.
-      exact: float [count], those numbers.
+      levels: float32 [16], the value of each four-bit code; ``None`` for ``int8``, whose codes are the levels.
+      positions: int64 [count], indices in [rows · length] of values that are kept exactly instead of their codes.
+      exact: float [count], those values.
     """
 
     kind: str
@@ -93,7 +93,7 @@ class Parts:
     exact: np.ndarray
 
     def dequantise(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Rows ``first`` to ``last`` as float32 [rows, length], without the exact numbers."""
+        """Rows ``first`` to ``last`` as float32 [rows, length], without the exact values."""
         return _dequantise(
             self.codes[first:last], self.scales[first:last], self.levels, self.group, self.length
         )
@@ -102,17 +102,17 @@ class Parts:
 class Fixed(InPlace):
     """The codecs ``"int8"``, ``"int4"`` and ``"nf4"``. Settings, all of them optional:
 
-    - ``group``: numbers that share a scale, 4 to 1024; 32 if not given, 64 of int8.
-    - ``axis``: groups run along the last axis (-1, as if not given) or along the first (0).
-    - ``coded``: codes are entropy-coded in the file; False if not given.
-    - ``step``: the smallest scale (int8 with ``coded``); ``None`` if not given.
-    - ``levels``: of nf4, ``"fitted"`` to the tensor, as if not given, or ``"nf4"``, QLoRA's.
-    - ``outliers``: the share of numbers to keep exactly, 0 to 0.05; 0 if not given.
+    - ``group``: elements that share a scale, 4 to 1024; 32 by default, 64 for int8.
+    - ``axis``: groups run along the last axis (-1, the default) or along the first (0).
+    - ``coded``: codes are entropy-coded in the file; False by default.
+    - ``step``: the smallest scale (int8 with ``coded``); ``None`` by default.
+    - ``levels``: of nf4, ``"fitted"`` to the tensor (the default), or ``"nf4"``, QLoRA's.
+    - ``outliers``: the share of elements to keep exactly, 0 to 0.05; 0 by default.
     - ``hessian`` [length, length], ``input_axes``, ``damping``: for
       :func:`~capibara.compress.calibration.gptq.gptq`, in encoding only. Groups run along the input axis then.
-    - ``executor``: ``"native"`` (compiled code), ``"numpy"``, ``"torch"`` or ``"jax"``, who searches; the bytes are the
-      same. As :func:`~capibara.compress.codecs.engine.use_engine` says if not given; compiled code where that is to
-      compute on the CPU, and NumPy where it was not built.
+    - ``executor``: ``"native"`` (compiled code), ``"numpy"``, ``"torch"`` or ``"jax"``, the engine of the search; the
+      bytes are the same. By default that of :func:`~capibara.compress.codecs.engine.use_engine`; on the CPU compiled
+      code, or NumPy if it was not built.
 
     Args:
       kind: what codes mean.
@@ -124,7 +124,7 @@ class Fixed(InPlace):
         self.kind = kind
 
     def candidates(self, form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-        """Settings that are worth a try, from the largest payload to the smallest."""
+        """Useful settings, from the largest payload to the smallest."""
         if not form.is_float or math.prod(shape) < _SHORTEST:
             return []
         return [{"group": g} for g in ((32, 64, 128) if self.kind.bits == 8 else (16, 32, 64, 128))]
@@ -137,10 +137,10 @@ class Fixed(InPlace):
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> int:
-        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took.
+        """As :meth:`encode`, into a buffer of :meth:`size_bound` bytes; returns the number of bytes used.
 
         Raises:
-          CompressError: a setting that is none, integers, or more than a sixteenth of the numbers are not finite.
+          CompressError: an unknown setting, integers, or more than a sixteenth of the values are NaN or infinite.
         """
         chosen = choices(self.kind, settings, shape)
         exact_bits = np.asarray(bits).reshape(-1)
@@ -244,7 +244,7 @@ class Fixed(InPlace):
     def parts(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> Parts:
-        """The tensor as it is stored: codes and scales, nothing multiplied.
+        """The tensor in its stored form: codes and scales.
 
         Raises:
           DamagedError: the payload is not what :meth:`encode` writes.
@@ -300,7 +300,7 @@ class Fixed(InPlace):
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> None:
-        """As :meth:`decode`, into an array [count] that is there."""
+        """As :meth:`decode`, into an existing array [count]."""
         parts = self.parts(payload, form, shape, settings)
         if not out.size:
             return
@@ -342,16 +342,16 @@ class Fixed(InPlace):
         rows[np.divmod(parts.positions, length)] = parts.exact
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
-        """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
+        """Whether ``size`` payload bytes can hold ``count`` elements; checked before decoding."""
         return count <= 2 * size or lossless.LOSSLESS.may_hold(size, get_format("U8"), count)
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
-        """One byte for a code and one for a scale at worst, and a sixteenth of the numbers exactly."""
+        """At worst one byte per code and one per scale, and a sixteenth of the values kept exactly."""
         kept = count // 16 + 1
         return _HEAD.size + 32 + 8 + (1 + 4 * kept) + kept * form.bits // 8 + 4 + 2 * (1 + count)
 
     def error_bound(self, settings: Mapping[str, Any]) -> float | None:
-        """Relative errors of single numbers are not bounded: one below half a scale becomes 0."""
+        """Relative errors of single values are not bounded: one below half a scale becomes 0."""
         return None
 
 

@@ -18,7 +18,7 @@ class DecodesInPlace:
     """A codec with ``decode_into`` and ``may_hold`` gets ``decode``."""
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
-        """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
+        """Whether ``size`` payload bytes can hold ``count`` elements; checked before decoding."""
         raise NotImplementedError
 
     def decode_into(
@@ -29,7 +29,7 @@ class DecodesInPlace:
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> None:
-        """As :meth:`decode`, into an array [count] that is there."""
+        """As :meth:`decode`, into an existing array [count]."""
         raise NotImplementedError
 
     def check_count(self, size: int, form: NumberFormat, count: int) -> None:
@@ -70,7 +70,7 @@ class InPlace(DecodesInPlace):
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> int:
-        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took."""
+        """As :meth:`encode`, into a buffer of :meth:`size_bound` bytes; returns the number of bytes used."""
         raise NotImplementedError
 
     def encode(

@@ -1,17 +1,17 @@
-"""Bit-exact: what repeats in weights is coded, what does not is packed.
+"""Lossless: the redundant bits of weights are entropy-coded, the others are packed.
 
-Trained weights have few exponents, each with its frequency, and nearly random fractions. A number is cut in two: a
-*symbol* (the exponent, with the fraction's first bits where they help: within one exponent, smaller numbers are the
-more frequent) and the *rest* (the sign and what remains of the fraction). Symbols are entropy-coded
-(:mod:`capibara.compress.entropy.rans`), the rest is packed as it is.
+Trained weights have few exponents, with uneven frequencies, and nearly random fractions. A value is split into a
+*symbol* (the exponent, with the first bits of the fraction if they help: within one exponent, smaller values are more
+frequent) and the *rest* (the sign and the remaining fraction). Symbols are entropy-coded
+(:mod:`capibara.compress.entropy.rans`), the rest is packed unchanged.
 
-Rows differ in scale, and a table of frequencies that fits all fits none well: rows are sorted into up to eight classes
-by their mean exponent, and each class has a table of its own. Rows whose fractions end in zeros were converted from a
-narrower type; those bits are not stored. How many bits go into the symbol and how many classes there are is what
-comes out smallest, counted for each tensor. Integers are cut in the same way: their distance from the smallest one, or
-where there are some of both signs, their size with the sign as the lowest bit.
+Rows differ in scale, and one table of frequencies does not fit all of them well: rows are sorted into up to eight
+classes by their mean exponent, each with its own table. Rows whose fractions end in zeros were converted from a
+narrower type; those bits are not stored. The number of symbol bits and of classes is chosen per tensor for the
+smallest payload. Integers are split in the same way: their distance from the smallest one or, if both signs occur,
+their magnitude with the sign as the lowest bit.
 
-Every choice is in the payload's header, so that a reader needs no more than the tensor's type and shape.
+All choices are stored in the payload's header, so that a reader only needs the tensor's dtype and shape.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ STORED, CODED = 0, 1
 
 
 def size_bound(form: NumberFormat, count: int) -> int:
-    """The most bytes that a payload of ``count`` numbers takes."""
+    """The maximum number of bytes of a payload of ``count`` elements."""
     return 1 + count * form.bits // 8
 
 
 def row_length(shape: tuple[int, ...]) -> int:
-    """What counts as a row: the last axis, or all but the first where that is short, or the whole."""
+    """The length of a row: the last axis, or all but the first if that is short, or the whole tensor."""
     count = math.prod(shape)
     if len(shape) >= 2 and count:
         for length in (shape[-1], count // shape[0]):
@@ -50,18 +50,19 @@ def row_length(shape: tuple[int, ...]) -> int:
 
 
 class Lossless(InPlace):
-    """The codec as an archive calls it, on one thread at a time: the archive has several chunks at work.
+    """The codec as used by archives, single-threaded: the archive processes several chunks in parallel.
 
     Attributes:
-      chunk: numbers of a tensor that are coded together. More of them save tables, fewer are more at a time.
-      cuts_rows: a part of a row can be coded as well.
+      chunk: elements of a tensor that are encoded together. Larger chunks need fewer tables, smaller ones give more
+        parallelism.
+      cuts_rows: whether parts of rows can be encoded.
     """
 
     chunk = 1 << 20
     cuts_rows = True
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
-        """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
+        """Whether ``size`` payload bytes can hold ``count`` elements; checked before decoding."""
         return size == size_bound(form, count) or _may_be_coded(size, count)
 
     def encode_into(
@@ -72,7 +73,7 @@ class Lossless(InPlace):
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> int:
-        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took."""
+        """As :meth:`encode`, into a buffer of :meth:`size_bound` bytes; returns the number of bytes used."""
         return _encode_into(out, bits, form, shape, best_executor(), 1)
 
     def decode(
@@ -88,7 +89,7 @@ class Lossless(InPlace):
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> None:
-        """As :meth:`decode`, into an array [count] that is there."""
+        """As :meth:`decode`, into an existing array [count]."""
         _decode_into(out, payload, form, shape, best_executor(), 1)
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
@@ -98,7 +99,7 @@ class Lossless(InPlace):
         return 0.0
 
     def candidates(self, form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-        """Settings worth trying: there are none to set."""
+        """Useful settings: the codec has none."""
         return [{}]
 
 
@@ -126,9 +127,9 @@ def encode(
 
     Args:
       bits: [count] of ``form.unsigned``, in C order.
-      shape: with as many elements.
-      executor: who does it; the quickest one there is by default.
-      threads: at most so many, where the executor has any; by default what is worth it.
+      shape: of the tensor, with ``count`` elements.
+      executor: the engine to use; by default the fastest available one.
+      threads: maximum number of threads, if the executor supports them; by default as many as are worth starting.
     """
     out = np.empty(size_bound(form, bits.size), np.uint8)
     size = _encode_into(out, bits, form, shape, executor or best_executor(), threads or _threads(bits.size))
@@ -162,8 +163,8 @@ def decode(
     """The bits of the tensor, [count] of ``form.unsigned``.
 
     Raises:
-      DamagedError: the payload is not what :func:`encode` writes for this type and shape. What is allocated before that
-        is known is bounded by the payload's own size, at 2¹⁸ numbers for each 128 bytes.
+      DamagedError: the payload is not what :func:`encode` writes for this type and shape. Memory allocated before
+        this is detected is bounded by the payload's size, at 2¹⁸ elements per 128 bytes.
     """
     count = math.prod(shape)
     if len(payload) == 0 or payload[0] > CODED:

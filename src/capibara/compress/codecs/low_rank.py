@@ -1,18 +1,18 @@
-"""A matrix as the product of two thin ones: truncated singular values, in the metric of the layer's inputs.
+"""A matrix as the product of two thin ones: a truncated SVD in the metric of the layer's inputs.
 
-Of all matrices of a rank the truncated SVD is the nearest to W (C. Eckart and G. Young, Psychometrika, 1936). Trained
-weights have a nearly flat spectrum, though, and their plain SVD pays little: see :func:`estimated_gain`. What matters
-is the layer's output, whose mean square error is tr(D S Dᵀ) with S = E[x xᵀ] of its inputs, and those lie mostly in
-few directions. With S = L Lᵀ, the best matrix of a rank is the truncated SVD of W L, times L⁻¹ (X. Wang et al.,
-"SVD-LLM", 2024; Z. Yuan et al., "ASVD", 2023, with a diagonal L). ``hessian`` is S;
+Among all matrices of a given rank, the truncated SVD is the nearest to W (C. Eckart and G. Young, Psychometrika,
+1936). However, trained weights have a nearly flat spectrum, and their plain SVD gains little: see
+:func:`estimated_gain`. What matters is the layer's output, whose mean squared error is tr(D S Dᵀ) with S = E[x xᵀ] of
+its inputs, which lie mostly in few directions. With S = L Lᵀ, the best matrix of a rank is the truncated SVD of W L,
+times L⁻¹ (X. Wang et al., "SVD-LLM", 2024; Z. Yuan et al., "ASVD", 2023, with a diagonal L). ``hessian`` is S;
 :mod:`capibara.compress.calibration.activations` measures it.
 
-The factors go through another codec. With a ``step`` that is ``"uniform"``, and then each pair of singular vectors is
-scaled so that an error of one step costs the same in every number of both factors, and the features of the right one
-by the size of their inputs: one step for all is then the least error for the bits, as it is of transform
-coefficients, and what is worth no bit falls out, so that the rank need not be given. The right factor is fitted to
-the left one after that was rounded. Without a step, the factors are kept in the tensor's own format, by default
-without further loss.
+The factors are stored by another codec. With a ``step`` this is ``"uniform"``: each pair of singular vectors is
+scaled so that an error of one step costs the same in every element of both factors, and the features of the right one
+by the size of their inputs. A single step then gives the least error for the size, as for transform coefficients, and
+components that are not worth a bit vanish, so that the rank need not be given. The right factor is fitted to the left
+one after rounding. Without a step, the factors are stored in the tensor's own format, by default without further
+loss.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Factors:
-    """What a low-rank tensor is made of, for layers that multiply by it without putting it together.
+    """The factors of a low-rank tensor, for layers that multiply by it without forming it.
 
     Attributes:
       left: float64 [out, rank].
       right: float64 [rank, features]. The matrix [out, features] is ``left @ right``: a layer's output is
         ``(x @ right.T) @ left.T``.
-      axes: of the tensor, those along which its features run.
+      axes: the tensor's axes along which its features run.
     """
 
     left: np.ndarray
@@ -80,14 +80,14 @@ class Factors:
 class LowRank:
     """The codec ``"low_rank"``.
 
-    Settings, of which ``rank``, ``step`` or ``relative_step`` must be given:
-      rank: at most so many singular values.
-      step: of the rounded factors, an error of so much in a number of the tensor being about as bad.
-      relative_step: the same, in root mean squares of the tensor.
-      factors: the codec of the factors; ``"uniform"`` with a step, else ``"lossless"`` by default.
-      factor_settings: of that codec; not for ``"uniform"``, whose step it is.
-      hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs; without it all features count alike.
-      damping: is added to its diagonal, as a share of the mean of that; 0.01 by default.
+    Settings; one of ``rank``, ``step`` or ``relative_step`` is required:
+      rank: maximum number of singular values.
+      step: of the rounded factors, scaled to be comparable with an error of that size in the tensor's elements.
+      relative_step: the same, relative to the tensor's root mean square.
+      factors: the codec of the factors; by default ``"uniform"`` with a step, otherwise ``"lossless"``.
+      factor_settings: of that codec; not for ``"uniform"``, which uses ``step``.
+      hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs; without it all features have equal weight.
+      damping: the share of the mean of the diagonal that is added to it; 0.01 by default.
       input_axes: the axes of the features; the last of a matrix, all but the first of other tensors by default.
     """
 
@@ -97,7 +97,7 @@ class LowRank:
         """The payload.
 
         Raises:
-          CompressError: invalid settings, a tensor that is not a matrix, integers, or numbers that are not finite.
+          CompressError: invalid settings, a tensor that is not a matrix, integers, NaN or infinity.
         """
         for name in settings:
             if name not in _SETTINGS:
@@ -145,7 +145,7 @@ class LowRank:
     def parts(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> Factors:
-        """The factors, without multiplying them.
+        """The factors, not multiplied.
 
         Raises:
           DamagedError: the payload is not what :meth:`encode` writes for this type and shape.
@@ -179,7 +179,7 @@ class LowRank:
         )
 
     def error_bound(self, settings: Mapping[str, Any]) -> float | None:
-        """Not bounded: what lies outside of the leading directions is gone."""
+        """Not bounded: what is outside the leading directions is lost."""
         return None
 
 
@@ -260,22 +260,22 @@ def _scales(part: Part, count: int) -> np.ndarray:
 
 
 def candidates(form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Settings worth trying, from large payloads to small ones; none for what is not a matrix of floats."""
+    """Useful settings, from large payloads to small ones; empty if the tensor is not a floating-point matrix."""
     if not form.is_float or len(shape) < 2 or min(sides(shape, get_axes({}, shape))) < 16:
         return []
     return [{"relative_step": 2.0 ** (k / 2)} for k in range(-8, 5)]
 
 
 def estimated_gain(matrix: np.ndarray, bits: float, hessian: np.ndarray | None = None) -> float:
-    """About how many bits a number of a matrix takes less by ``"low_rank"`` than by ``"uniform"`` at the same error.
+    """Estimate how many fewer bits per element ``"low_rank"`` takes than ``"uniform"`` at the same error.
 
-    From the singular values alone, with both rounded by steps and entropy-coded; negative where low rank is the worse,
-    which it is for nearly all trained weights without a ``hessian``: their spectrum would have to fall fast enough to
-    pay for two sets of singular vectors. An allocator that asks this first spares itself the coding.
+    Computed from the singular values alone, with both rounded by steps and entropy-coded; negative if low rank is
+    worse, as for nearly all trained weights without a ``hessian``: their spectrum would have to fall fast enough to
+    pay for two sets of singular vectors. With this estimate, an allocator can avoid the encoding.
 
     Args:
       matrix: [out, features].
-      bits: of a number by ``"uniform"``.
+      bits: per element with ``"uniform"``.
       hessian: E[x xᵀ] of the inputs; then the error is that of the outputs, for both.
     """
     matrix = np.asarray(matrix, np.float64)
@@ -300,11 +300,11 @@ def estimated_gain(matrix: np.ndarray, bits: float, hessian: np.ndarray | None =
 def expected(
     matrix: np.ndarray, settings: Mapping[str, Any], hessian: np.ndarray | None = None
 ) -> tuple[float, float] | None:
-    """About the squared error and the bytes of a matrix coded with a step, from its singular values alone.
+    """Estimate the squared error and the bytes of a matrix encoded with a step, from its singular values alone.
 
     Args:
       matrix: [out, features].
-      settings: with ``step`` or ``relative_step``; ``None`` comes back without them.
+      settings: with ``step`` or ``relative_step``; returns ``None`` without them.
       hessian: E[x xᵀ] of the inputs; then the error is that of the outputs.
     """
     matrix = np.asarray(matrix, np.float64)

@@ -1,17 +1,17 @@
-"""A tensor with zeros: a bitmap of what is not zero, and those values.
+"""A tensor with zeros: a bitmap of the nonzero elements, and their values.
 
-With no settings this is exact, for tensors that are sparse already. With a ``density`` or a ``pattern`` such as 2:4
-the least important numbers are made zero first. Without data those are the smallest. With the second moments S = E[x
-xᵀ] of the layer's inputs (``hessian``), importance is |W| times the root of S's diagonal, compared within each output
-(M. Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023), and what a zero adds to
-the output's error is put right in the numbers after it, column by column, as far as they can (E. Frantar and D.
-Alistarh, "SparseGPT", 2023): the same recursion as GPTQ's, by the Cholesky factor of S⁻¹. Scores are then those of
-that recursion, w² / U_jj², which weigh also how well the later inputs stand in for each.
+Without settings this is exact, for tensors that are already sparse. With a ``density`` or a ``pattern`` such as 2:4,
+the least important elements are set to zero first. Without data those are the smallest. With the second moments S =
+E[x xᵀ] of the layer's inputs (``hessian``), importance is |W| times the root of S's diagonal, compared within each
+output (M. Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023), and the error that
+a zero causes in the output is compensated in the following elements, column by column, (E. Frantar and D. Alistarh,
+"SparseGPT", 2023): the same recursion as GPTQ's, with the Cholesky factor of S⁻¹. The scores are then those of the
+recursion, w² / U_jj², which also account for how well later inputs can replace each one.
 
-The bitmap is coded losslessly, at about the entropy of its density (of 2:4, log₂ 6 / 4 = 0.65 bits a number). The
-values go through another codec: ``"lossless"``, or ``"uniform"`` with a ``step``. For files alone, rounding by
-``"uniform"`` is better at every size, since what it rounds to zero it hardly stores; zeros at given places serve
-hardware and kernels that skip them, for which :meth:`Sparse.parts` hands out bitmap and values.
+The bitmap is encoded losslessly, at about the entropy of its density (for 2:4, log₂ 6 / 4 = 0.65 bits per element).
+The values are stored by another codec: ``"lossless"``, or ``"uniform"`` with a ``step``. For file size alone,
+``"uniform"`` is better at every size, since it hardly stores what it rounds to zero; sparse tensors serve hardware
+and kernels that skip zeros, for which :meth:`Sparse.parts` returns bitmap and values.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class SparseParts:
-    """What a sparse tensor is made of.
+    """The parts of a sparse tensor.
 
     Attributes:
       mask: bool [out, features], where a value is kept.
       values: the kept ones, as unsigned integers of the tensor's width [kept], in the order of the mask's rows.
-      axes: of the tensor, those along which its features run.
+      axes: the tensor's axes along which its features run.
     """
 
     mask: np.ndarray
@@ -68,7 +68,7 @@ class SparseParts:
     axes: tuple[int, ...]
 
     def compact(self) -> tuple[np.ndarray, np.ndarray]:
-        """Values and their columns, both [out, kept in each row], as 2:4 kernels and gathers take them.
+        """Values and their columns, both [out, kept per row], in the form that 2:4 kernels and gathers use.
 
         Raises:
           CompressError: rows keep different numbers of values.
@@ -86,14 +86,14 @@ class Sparse(InPlace):
     """The codec ``"sparse"``.
 
     Settings, all of them optional:
-      density: the share of numbers that are kept, in 0 … 1.
-      pattern: ``"2:4"`` or another ``"n:m"``: of each m features that follow one another at most n are kept.
-      values: the codec of the kept values; ``"uniform"`` with a step, else ``"lossless"`` by default.
+      density: the share of elements that are kept, in 0 … 1.
+      pattern: ``"2:4"`` or another ``"n:m"``: of every m consecutive features, at most n are kept.
+      values: the codec of the kept values; by default ``"uniform"`` with a step, otherwise ``"lossless"``.
       step: of ``"uniform"``.
       value_settings: of another codec.
       hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs.
-      refit: whether kept numbers make up for zeros, ``True`` by default; only with a hessian.
-      damping: is added to its diagonal, as a share of the mean of that; 0.01 by default.
+      refit: whether kept elements compensate for zeros, ``True`` by default; only with a hessian.
+      damping: the share of the mean of the diagonal that is added to it; 0.01 by default.
       input_axes: the axes of the features; the last of a matrix, all but the first of other tensors by default.
     """
 
@@ -105,10 +105,10 @@ class Sparse(InPlace):
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> int:
-        """As :meth:`encode`, into bytes that are there, as many as :meth:`size_bound` says; how many it took.
+        """As :meth:`encode`, into a buffer of :meth:`size_bound` bytes; returns the number of bytes used.
 
         Raises:
-          CompressError: settings that are none; for any but lossless values, integers and numbers that are not finite.
+          CompressError: unknown settings; integers, NaN or infinity, unless values are lossless.
         """
         for name in settings:
             if name not in _SETTINGS:
@@ -153,7 +153,7 @@ class Sparse(InPlace):
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> None:
-        """As :meth:`decode`, into an array [count] that is there."""
+        """As :meth:`decode`, into an existing array [count]."""
         bitmap, values, axes = _open(payload, form, shape)
         matrix, kept = InOrder(out, shape, axes), math.prod(values.shape)
         # Values lie where the numbers come to be, at the end: each is read before a number takes its place.
@@ -180,7 +180,7 @@ class Sparse(InPlace):
         return SparseParts(mask.reshape(sides(shape, axes)), values.bits(), axes)
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
-        """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
+        """Whether ``size`` payload bytes can hold ``count`` elements; checked before decoding."""
         return may_hold(size, count)
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
@@ -252,7 +252,7 @@ def _value_codec(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def candidates(form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Settings worth trying, from large payloads to small ones; none for what is not a matrix of floats."""
+    """Useful settings, from large payloads to small ones; empty if the tensor is not a floating-point matrix."""
     if not form.is_float or len(shape) < 2 or math.prod(shape) < 256:
         return []
     out: list[dict[str, Any]] = [{"density": d} for d in (0.9, 0.75, 0.5, 0.35, 0.25)]

@@ -1,17 +1,17 @@
-"""Numbers rounded to multiples of a step, and the multiples entropy-coded: the smallest files at a given error.
+"""Values rounded to multiples of a step, entropy-coded: the smallest files at a given error.
 
-At moderate and high rates, uniform steps with an entropy coder come within a quarter of a bit of what any
-quantiser of single numbers or of vectors can reach (H. Gish and J. Pierce, "Asymptotically efficient quantizing", IEEE
-Trans. Inf. Theory, 1968), whatever the numbers' distribution; a coder that knows how rows differ in scale, as the
-lossless one does, keeps that for weights. The least squared error for a number of bits has one step for all numbers
-that count alike; a tensor that counts more takes a smaller one.
+At moderate and high rates, uniform steps with an entropy coder come within a quarter of a bit of what any scalar or
+vector quantiser can reach (H. Gish and J. Pierce, "Asymptotically efficient quantizing", IEEE Trans. Inf. Theory,
+1968), whatever the distribution of values; a coder that models the scale of each row, like the lossless one,
+preserves that for weights. The least squared error at a given size uses the same step for all values of equal weight;
+a more sensitive tensor uses a smaller one.
 
-Where the second moments of a layer's inputs are known (``hessian``), each input may have a step of its own, and what
-rounding does to the output is made up for (:mod:`capibara.compress.codecs.by_features`): a half of the error of
-outputs, or less, in as many bytes.
+If the second moments of a layer's inputs are known (``hessian``), each input may have its own step, and the effect of
+rounding on the output is compensated (:mod:`capibara.compress.codecs.by_features`): half the error of the outputs, or
+less, at equal size.
 
-A decoded number is not the middle of its step but the mean of what fell into it, which lies nearer to zero: that mean
-is kept for the sixteen smallest multiples.
+A decoded value is not the middle of its step but the mean of the values rounded to it, which is nearer to zero: that
+mean is stored for the sixteen smallest multiples.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Uniform(DecodesInPlace):
     Settings:
       step: a finite number above 0; with a hessian, the geometric mean of the inputs' steps.
       hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs; used in encoding and not stored.
-      input_axes: those of the tensor along which the inputs run; by default all but the first, or a vector's one.
+      input_axes: the tensor's axes along which the inputs run; by default all but the first, or a vector's only one.
       damping: share of the mean moment that is added to the hessian's diagonal; 0.01 by default.
 
     Attributes:
-      chunk: numbers of a tensor that an archive codes together.
-      cuts_rows: a part of a row can be coded as well.
+      chunk: elements of a tensor that an archive encodes together.
+      cuts_rows: whether parts of rows can be encoded.
     """
 
     chunk = 1 << 20
@@ -72,7 +72,7 @@ class Uniform(DecodesInPlace):
         """The payload.
 
         Raises:
-          CompressError: no ``step``, integers, numbers that are not finite, or a hessian that does not fit.
+          CompressError: no ``step``, integers, NaN or infinity, or a hessian of the wrong size.
         """
         step = settings.get("step")
         if (
@@ -120,11 +120,11 @@ class Uniform(DecodesInPlace):
         settings: Mapping[str, Any],
         steps: Sequence[float],
     ) -> list[tuple[bytes, float] | None]:
-        """Of each step the payload that :meth:`encode` makes with a hessian, and the squared error of the outputs, for
-        moments of 1 in the mean; ``None`` where the step is too small for the numbers.
+        """For each step, the payload that :meth:`encode` writes with a hessian, and the squared error of the outputs,
+        for moments with mean 1; ``None`` if the step is too small for the values.
 
         Raises:
-          CompressError: integers, numbers that are not finite, or a hessian that does not fit.
+          CompressError: integers, NaN or infinity, or a hessian of the wrong size.
         """
         axes = get_axes(settings, shape)
         matrix = finite_matrix(flat, form, shape, axes)
@@ -174,7 +174,7 @@ class Uniform(DecodesInPlace):
         shape: tuple[int, ...],
         settings: Mapping[str, Any],
     ) -> None:
-        """As :meth:`decode`, into an array [count] that is there."""
+        """As :meth:`decode`, into an existing array [count]."""
         if len(payload) < _HEAD.size:
             raise DamagedError("a tensor's payload ends too early: the file is damaged")
         step, *means, size = _HEAD.unpack(payload[: _HEAD.size])
@@ -204,7 +204,7 @@ class Uniform(DecodesInPlace):
             part[:] = _restored(block, step, offsets, form)
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
-        """Whether a payload of ``size`` bytes may be ``count`` numbers: what is claimed can be checked beforehand."""
+        """Whether ``size`` payload bytes can hold ``count`` elements; checked before decoding."""
         rest = size - _HEAD.size
         for inner in map(get_format, _WHOLE.values()):
             # Before multiples that are not coded there may be steps.
@@ -218,7 +218,8 @@ class Uniform(DecodesInPlace):
         return _HEAD.size + steps + 1 + 8 * count
 
     def error_bound(self, settings: Mapping[str, Any]) -> float | None:
-        """Relative errors are not bounded: a number below half a step becomes 0. The absolute one is a step."""
+        """Not bounded, as relative errors: a value below half a step becomes 0. Absolute errors are at most a
+        step."""
         return None
 
 

@@ -1,11 +1,11 @@
-"""Bit-exact for tensors with many zeros: where they are, their signs, and the other numbers without loss.
+"""Lossless for tensors with many zeros: a bitmap of zeros, their signs, and the other values.
 
-The lossless codec packs a sign and a fraction for every number, so a zero takes several bits. Here zeros have one
-entry in a bitmap that is entropy-coded, at about the entropy of their share, and nothing else. A product with a mask
-leaves zeros of both signs: the sign of a zero takes a bit in a second bitmap, where there are negative ones.
+The codec ``lossless`` packs a sign and a fraction for every element, so a zero takes several bits. Here a zero only
+takes one entry in an entropy-coded bitmap, about the entropy of the share of zeros. A product with a mask gives zeros
+of both signs: if there are negative ones, a second bitmap has one bit for the sign of each zero.
 
-A payload is made of parts (:mod:`capibara.compress.codecs.nested`): the bitmap of the numbers that are not zero, the
-signs of the zeros, and the numbers, each a payload of ``lossless``.
+A payload is made of parts (:mod:`capibara.compress.codecs.nested`): the bitmap of the nonzero elements, the signs of
+the zeros, and the nonzero values, each a payload of ``lossless``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Zeros:
         """The payload.
 
         Raises:
-          CompressError: a setting, or more elements in few bytes than are read back.
+          CompressError: a setting is given, or the payload would be too small to be read back (elements per byte are
+            limited).
         """
         if settings:
             raise CompressError(f"{next(iter(settings))}: not a setting of zeros, which has none")
@@ -83,7 +84,7 @@ class Zeros:
         return out
 
     def may_hold(self, size: int, form: NumberFormat, count: int) -> bool:
-        """Whether a payload of ``size`` bytes may be ``count`` elements: a claim can be checked beforehand."""
+        """Whether ``size`` payload bytes can hold ``count`` elements; checked before decoding."""
         return may_hold(size, count)
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
@@ -93,7 +94,7 @@ class Zeros:
         return 0.0
 
     def candidates(self, form: NumberFormat, shape: tuple[int, ...]) -> list[dict[str, Any]]:
-        """Settings worth trying where something may be lost: none."""
+        """Useful lossy settings: none."""
         return []
 
 
@@ -101,7 +102,7 @@ ZEROS = Zeros()
 
 
 def exact_codec(bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]) -> str:
-    """``"zeros"`` where a tensor has so many that it takes fewer bytes, else ``"lossless"``; told by some rows.
+    """``"zeros"`` if a tensor has enough zeros for it to be smaller, otherwise ``"lossless"``; judged by some rows.
 
     Args:
       bits: in one dimension, of which slices are taken.

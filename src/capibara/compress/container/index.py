@@ -1,27 +1,26 @@
-"""What an archive says about itself, and the checks of it.
+"""The index of an archive, and its validation.
 
-A ``.capi`` file is, all numbers little-endian::
+The layout of a ``.capi`` file, all values little-endian::
 
     magic "\\x89CAPI\\r\\n\\x1a" · version u32 · zero u32          16 bytes
     payloads of chunks, one after another
     index: UTF-8 JSON
     index offset u64 · index length u64 · CRC-32 of the index u32 · version u32 · "CAPI-END"     32 bytes
 
-The index stands at the end, so that a writer streams. It is an object with ``metadata`` (text by text) and ``tensors``:
-for each its ``name``, ``dtype`` (as in safetensors), ``shape``, ``codec``, the codec's ``settings``, and ``chunks``. A
-chunk is a run of rows along the first axis (or the whole of a scalar), coded on its own: ``[rows, offset, length,
-crc32]``. A tensor that is another one under a second name (tied weights) has ``same_as`` instead of chunks.
+The index is at the end, so that a writer can stream. It is an object with ``metadata`` (strings to strings) and
+``tensors``: for each its ``name``, ``dtype`` (as in safetensors), ``shape``, ``codec``, the codec's ``settings``, and
+``chunks``. A chunk is a run of rows along the first axis (or a whole scalar), encoded independently: ``[rows, offset,
+length, crc32]``. A second name of another tensor (tied weights) has ``same_as`` instead of chunks.
 
-A tensor whose rows are longer than a chunk may be can have ``coded_as``: chunks are then runs of rows of a tensor
-of that shape, which has the same numbers in the same order, and of whose rows each of the tensor's own has a whole
-number. A file with such a tensor has version 2, all others have version 1: what knows only that refuses the file by
-its number.
+A tensor whose rows exceed the chunk size can have ``coded_as``: chunks are then runs of rows of a tensor of that
+shape with the same elements in the same order; each row of the original is an integer number of its rows. A file with
+such a tensor has version 2, all others version 1: a reader that only knows version 1 refuses the file by its version.
 
-An index has at most 16 MiB, and beside 4096 bytes at least 32 bytes for each object in it, 10 for each list and 6 for
-each text: more is refused before it is parsed, so that what is parsed takes at most some 18 times as much memory.
+An index has at most 16 MiB and, after adding 4096 bytes, at least 32 bytes per object in it, 10 per list and 6 per
+string: others are refused before parsing, so that the parsed index takes at most about 18 times as much memory.
 
-Nothing of an index is believed: names are text of bounded length, sizes integers that fit, chunks lie inside the
-file in order without overlapping, and their rows add up.
+An index is untrusted: names must be strings of bounded length, sizes must be consistent integers, chunks must be
+inside the file in order without overlapping, and their rows must add up.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ _STRANGE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class Chunk(NamedTuple):
-    """Rows of a tensor that are coded together.
+    """Rows of a tensor that are encoded together.
 
     Attributes:
       rows: how many, along the first axis; 1 for a scalar.
@@ -94,13 +93,13 @@ class Entry:
 
     Attributes:
       name: its key in the state dictionary.
-      format: of its numbers, once decoded.
+      format: number format, once decoded.
       shape: once decoded.
-      codec: which codec made the payloads.
-      settings: what its decoder must know beside the payload.
+      codec: the codec of the payloads.
+      settings: what its decoder needs besides the payload.
       chunks: in order of rows.
-      same_as: the name of the tensor that this one is, or ``None``.
-      coded_as: the shape along whose first axis it is cut into chunks; ``None``: its own.
+      same_as: the name of the tensor that this one shares, or ``None``.
+      coded_as: the shape along whose first axis it is split into chunks; ``None``: its own.
     """
 
     name: str
@@ -126,7 +125,7 @@ class Entry:
 
     @property
     def coded_shape(self) -> tuple[int, ...]:
-        """The shape that chunks are runs of rows of."""
+        """The shape whose rows the chunks consist of."""
         return self.shape if self.coded_as is None else self.coded_as
 
     def chunk_shape(self, chunk: Chunk) -> tuple[int, ...]:
@@ -134,7 +133,7 @@ class Entry:
 
 
 def check_name(name: object) -> str | None:
-    """What is wrong with the name of a tensor; ``None`` if nothing is."""
+    """The problem with the name of a tensor; ``None`` if it is valid."""
     if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME:
         return f"a name has 1 to {_MOST_NAME} characters"
     if name == "__metadata__":
@@ -145,7 +144,7 @@ def check_name(name: object) -> str | None:
 
 
 def check_shape(shape: object) -> str | None:
-    """What is wrong with a shape (a list or tuple); ``None`` if nothing is."""
+    """The problem with a shape (a list or tuple); ``None`` if it is valid."""
     if not isinstance(shape, list | tuple) or len(shape) > 32:
         return _NO_SHAPE
     numbers = 1
@@ -157,7 +156,7 @@ def check_shape(shape: object) -> str | None:
 
 
 def version_of(entries: Iterable[Entry]) -> int:
-    """The oldest version of the format that has all that these tensors need."""
+    """The oldest version of the format that supports these tensors."""
     return VERSION if all(e.coded_as is None for e in entries) else VERSION_CUT
 
 
@@ -218,7 +217,7 @@ def parse_footer(head: bytes, tail: bytes, size: int, path: object) -> tuple[int
 
 
 def parse(text: bytes, end: int, path: object, version: int = VERSION) -> tuple[dict[str, str], list[Entry]]:
-    """Metadata and entries of an index whose payloads lie before ``end``, in a file of that version.
+    """Metadata and entries of an index whose payloads are before ``end``, in a file of that version.
 
     Raises:
       DamagedError: it is not what :func:`dump` writes.

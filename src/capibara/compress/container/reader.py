@@ -1,4 +1,4 @@
-"""Reading an archive: the index at once, tensors when they are asked for."""
+"""Read an archive: the index immediately, tensors on request."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
 
 class Archive:
-    """A ``.capi`` file that is open for reading; use it as a context, or close it.
+    """A ``.capi`` file open for reading; use it as a context manager, or close it.
 
     Args:
       path: the file.
 
     Attributes:
       entries: name → :class:`~capibara.compress.container.index.Entry`, in the order of the file.
-      metadata: text that was kept with the tensors.
+      metadata: text stored with the tensors.
 
     Raises:
-      ArchiveError: not such a file, or of a newer version.
-      DamagedError: it was cut or changed.
+      ArchiveError: the file is not an archive, or has a newer version.
+      DamagedError: the file was truncated or modified.
       OSError: it cannot be read.
     """
 
@@ -74,7 +74,7 @@ class Archive:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def __iter__(self) -> Iterator[Entry]:
@@ -86,16 +86,16 @@ class Archive:
         return entry
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """The numbers of a tensor as unsigned integers of its width, in its shape.
+        """The values of a tensor as unsigned integers of its width, in its shape.
 
         Args:
           name: which tensor.
-          rows: only these along its first axis (step 1): chunks without any of them are not touched.
+          rows: only these rows along its first axis (step 1); other chunks are not read.
 
         Raises:
-          KeyError: no tensor of that name.
-          ArchiveError: ``rows`` is no such slice, or the tensor is a scalar.
-          DamagedError: a payload does not have its checksum, or is not what its codec writes.
+          KeyError: there is no tensor of that name.
+          ArchiveError: ``rows`` is not such a slice, or the tensor is a scalar.
+          DamagedError: a payload has the wrong checksum, or is not what its codec writes.
         """
         return self._read(name, rows, None)
 
@@ -129,16 +129,16 @@ class Archive:
         return out.reshape(shape)
 
     def read_many(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """Tensors one after another, as :meth:`read` gives them, a few decoded ahead: quicker for many small ones.
+        """Yield tensors as :meth:`read` returns them, decoding a few ahead: faster for many small ones.
 
-        Tensors below 4 MiB may share a piece of memory, up to 32 MiB, which is free again when none of them is in use.
+        Tensors below 4 MiB may share a block of memory of up to 32 MiB, which is freed when none of them is in use.
 
         Args:
-          names: which, in which order; all of them in the order of the file by default.
+          names: which tensors, in which order; by default all, in the order of the file.
 
         Raises:
-          KeyError: no tensor of that name.
-          DamagedError: as :meth:`read`, when it is that tensor's turn.
+          KeyError: there is no tensor of that name.
+          DamagedError: as :meth:`read`, when that tensor is reached.
         """
         wanted = [self[name] for name in (self.entries if names is None else names)]
         for exact, some in itertools.groupby(wanted, lambda e: e.codec == "lossless" and e.count > 0):
@@ -193,13 +193,13 @@ class Archive:
             )
 
     def payloads(self, name: str) -> Iterator[tuple[tuple[int, ...], memoryview]]:
-        """The coded chunks of a tensor, each with its shape, for who decodes them elsewhere.
+        """The encoded chunks of a tensor, each with its shape, for decoding elsewhere.
 
-        Where the tensor has ``coded_as``, shapes are of runs of rows of that.
+        If the tensor has ``coded_as``, the shapes are those of runs of rows of that shape.
 
         Raises:
-          KeyError: no tensor of that name.
-          DamagedError: one does not have its checksum.
+          KeyError: there is no tensor of that name.
+          DamagedError: a chunk has the wrong checksum.
         """
         entry = self[name]
         source = entry if entry.same_as is None else self[entry.same_as]
@@ -251,7 +251,7 @@ class Archive:
         return part
 
     def verify(self) -> Iterator[tuple[Entry, str | None]]:
-        """Decode every tensor, one after another: each entry with ``None``, or with what is wrong."""
+        """Decode every tensor, one after another; yields each entry with ``None`` or a description of the problem."""
         for entry in self:
             try:
                 if entry.same_as is None:

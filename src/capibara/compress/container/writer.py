@@ -1,4 +1,4 @@
-"""Writing an archive: tensor after tensor, in bounded memory; the file appears when all of it is there."""
+"""Write an archive: tensor by tensor, in bounded memory; the file appears once it is complete."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Tensor:
 
 
 def coded_shape(shape: tuple[int, ...], codec: Codec) -> tuple[int, ...]:
-    """The shape along whose first axis a tensor is cut into chunks.
+    """The shape along whose first axis a tensor is split into chunks.
 
-    That is its own; but where rows are longer than a chunk may be, and the codec takes any run of numbers (its
-    ``cuts_rows``), what runs along the last axis are the rows, or if that is too long as well, numbers are.
+    That is its own shape; but if rows are longer than a chunk may be, and the codec accepts any run of elements (its
+    ``cuts_rows``), the rows are the vectors along the last axis or, if those are too long as well, single elements.
     """
     if not getattr(codec, "cuts_rows", False) or math.prod(shape[1:]) <= CHUNK or not shape[0]:
         return shape
@@ -64,7 +64,7 @@ def coded_shape(shape: tuple[int, ...], codec: Codec) -> tuple[int, ...]:
 
 
 def rows_together(shape: tuple[int, ...], codec: Codec) -> int:
-    """How many rows of a tensor, along its first axis, become one chunk: one that a codec likes, at least one row."""
+    """The number of rows per chunk along a tensor's first axis: a size that suits the codec, at least one row."""
     rows = shape[0] if shape else 1
     if not math.prod(shape):
         return max(rows, 1)
@@ -72,17 +72,17 @@ def rows_together(shape: tuple[int, ...], codec: Codec) -> int:
 
 
 class ArchiveWriter:
-    """Writes a ``.capi`` file; use it as a context.
+    """Writes a ``.capi`` file; use it as a context manager.
 
-    The file is written beside its place and moved there when the context ends without an exception: a reader sees
-    the old file or the whole new one.
+    The file is written under a temporary name in the same folder and renamed when the context ends without an
+    exception: a reader sees either the old file or the complete new one.
 
     Args:
-      path: the file; its folder exists.
-      metadata: text to keep with the tensors.
+      path: the file; its folder must exist.
+      metadata: text to store with the tensors.
 
     Raises:
-      OSError: the folder is missing, the disk is full …; the old file then stands as it was.
+      OSError: the folder is missing, the disk is full …; an existing file is then unchanged.
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
@@ -137,32 +137,32 @@ class ArchiveWriter:
         codec: str = "lossless",
         settings: Mapping[str, Any] | None = None,
     ) -> Entry:
-        """Code one tensor and append it.
+        """Encode one tensor and append it.
 
         Args:
-          name: another one than all before.
-          bits: the numbers in C order as ``form.unsigned`` [count]; of a memory map only what is being coded is read.
-          form: of the numbers.
+          name: a new name.
+          bits: the elements in C order as ``form.unsigned`` [count]; a memory map is read only as it is encoded.
+          form: the number format.
           shape: of the tensor.
           codec: one of :data:`capibara.compress.codecs.protocol.CODECS`.
-          settings: of the codec. Those of calibration (``hessian``, ``input_axes``) are used, and not stored.
+          settings: of the codec. Those of calibration (``hessian``, ``input_axes``) are used but not stored.
 
         Raises:
-          CompressError: a name that was there, or sizes that do not fit.
+          CompressError: a duplicate name, or sizes that do not match.
         """
         return self.add_many([Tensor(name, bits, form, shape, codec, settings)])[0]
 
     def add_many(
         self, tensors: Iterable[Tensor], progress: Callable[[Entry], object] | None = None
     ) -> list[Entry]:
-        """Code tensors and append them, several at work at a time: quicker for many small ones than :meth:`add`.
+        """Encode tensors and append them, several at a time: faster for many small ones than :meth:`add`.
 
         Args:
-          tensors: taken one by one, a few ahead of what was written.
+          tensors: consumed one by one, a few ahead of writing.
           progress: called with each entry when its tensor is written.
 
         Raises:
-          CompressError: as :meth:`add`; the tensors before the one that failed stay in the archive.
+          CompressError: as :meth:`add`; the tensors before the failed one stay in the archive.
         """
         done: list[Entry] = []
         chunks: list[Chunk] = []
@@ -258,17 +258,17 @@ class ArchiveWriter:
             raise CompressError(f"name: got {name!r}, expected text that no earlier tensor has")
 
     def add_coded(self, name: str, archive: Archive, of: str) -> Entry:
-        """Append a tensor of another archive in the codes that it has there: nothing is decoded, nothing more is lost.
+        """Append a tensor of another archive without decoding it: nothing more is lost.
 
         Args:
-          name: another one than all before.
+          name: a new name.
           archive: open for reading.
           of: the tensor's name there.
 
         Raises:
-          CompressError: a name that was there.
+          CompressError: a duplicate name.
           KeyError: no tensor ``of`` in that archive.
-          DamagedError: a payload there does not have its checksum.
+          DamagedError: a payload there has the wrong checksum.
         """
         self._check_name(name)
         entry = archive[archive[of].same_as or of]
@@ -290,7 +290,7 @@ class ArchiveWriter:
             self._at = begin
 
     def add_tied(self, name: str, same_as: str) -> Entry:
-        """A second name of a tensor that was added: tied weights are stored once."""
+        """Add a second name for a tensor: tied weights are stored once."""
         self._check_name(name)
         if (tied := self._by_name.get(same_as)) is None or tied.same_as is not None:
             raise CompressError(

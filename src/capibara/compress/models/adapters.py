@@ -1,7 +1,7 @@
-"""What can be compressed, and how its tensors get names: one adapter for each kind of model.
+"""Kinds of models that can be compressed, and the names of their tensors: one adapter per kind.
 
-An adapter takes a model apart into named tensors and puts one of the same kind together again, with other numbers. It
-also knows how to run the model, where that is possible, so that errors can be measured on its outputs. The kinds:
+An adapter splits a model into named tensors and rebuilds a model of the same kind with other values. It can also run
+the model, if possible, so that errors can be measured on its outputs. The kinds:
 
 ===============  ==================================================================================================
 a module         ``torch.nn.Module``: names as in its ``state_dict``; tied tensors stay tied
@@ -46,9 +46,9 @@ class Adapter:
       kind: ``"torch"``, ``"applied"`` or ``"tree"``.
       model: the model itself, which is not changed.
       arrays: name → array.
-      tensors: the same, as formats, shapes and bits.
-      tied: names of tensors that are others under a second name, and those names.
-      metadata: text that an archive keeps, so that it can be put together without the model.
+      tensors: the arrays as formats, shapes and bits.
+      tied: second names of tensors, and the names that they refer to.
+      metadata: text stored in the archive, so that the model can be rebuilt without the original.
     """
 
     kind = ""
@@ -68,19 +68,19 @@ class Adapter:
         )
 
     def rebuild(self, read: Reader) -> Any:
-        """A model of the same kind, with the numbers that ``read`` gives."""
+        """A model of the same kind, with the values that ``read`` returns."""
         raise NotImplementedError
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
-        """A model nested as this one with other arrays, or whatever stands for them."""
+        """A model nested like this one, with other arrays or their stand-ins."""
         raise NotImplementedError
 
     def skeleton(self) -> Adapter:
-        """One that knows how the model is nested and how it runs, and holds none of its arrays."""
+        """An adapter with the model's nesting and how to run it, but without its arrays."""
         raise NotImplementedError
 
     def variant(self, changed: Mapping[str, np.ndarray]) -> Any:
-        """The model with the bits of some tensors changed; it holds until the next call."""
+        """The model with the bits of some tensors changed; valid until the next call."""
 
         def read(name: str) -> np.ndarray:
             return changed[name] if name in changed else self.tensors.read(name)
@@ -93,10 +93,10 @@ class Adapter:
         return False
 
     def run(self, model: Any, inputs: Any) -> Any:
-        """The outputs of a model that :meth:`rebuild` gave, or of the original.
+        """The outputs of a model returned by :meth:`rebuild`, or of the original.
 
         Raises:
-          CompressError: these tensors are known, but not how to run them.
+          CompressError: it is not known how to run these tensors.
         """
         raise CompressError(
             f"model: a {type(self.model).__name__} of tensors does not say how it runs. Remedy: pass apply="
@@ -171,12 +171,12 @@ class TorchAdapter(Adapter):
                 module.training = True
 
     def call(self, model: Any, inputs: Any) -> Any:
-        """As :meth:`run`, in the mode that the module is in, with gradients where they are on."""
+        """As :meth:`run`, in the module's current mode, with gradients if they are enabled."""
         return _call(model, inputs)
 
 
 def put_tensor(module: Any, name: str, value: Any, parameter: Any = None) -> None:
-    """A tensor in the place of a parameter or buffer of a module.
+    """Replace a parameter or buffer of a module by a tensor.
 
     Args:
       parameter: to put there instead of a new one, where it is a parameter.
@@ -200,7 +200,7 @@ def _call(function: Callable[..., Any], inputs: Any) -> Any:
 
 
 class TreeAdapter(Adapter):
-    """Nested containers of arrays; ``apply`` runs them, or they run by themselves."""
+    """Nested containers of arrays; run by ``apply``, or by themselves."""
 
     kind = "tree"
 
@@ -255,7 +255,7 @@ class TreeAdapter(Adapter):
         return sys.modules["jax"].tree_util.tree_unflatten(self._treedef, leaves)
 
     def read_arrays(self, tree: Any) -> dict[str, Any]:
-        """The arrays of a tree that is nested as the model is."""
+        """The arrays of a tree with the model's nesting."""
         return TreeAdapter(tree).arrays
 
     @property
@@ -269,7 +269,7 @@ class TreeAdapter(Adapter):
 
 
 class AppliedAdapter(Adapter):
-    """Parameters and the pure function that they belong to."""
+    """Parameters and their pure function."""
 
     kind = "applied"
 
@@ -306,7 +306,7 @@ def adapt(model: Any, apply: Callable[[Any, Any], Any] | None = None) -> Adapter
       apply: runs a tree of arrays: ``apply(tree, inputs)``.
 
     Raises:
-      CompressError: none of these, or without any tensor.
+      CompressError: none of these kinds, or a model without tensors.
     """
     torch = sys.modules.get("torch")
     if apply is not None and not callable(apply):
@@ -358,10 +358,10 @@ def _describe(value: Any, path: tuple[str, ...], arrays: dict[str, Any]) -> Any:
 
 
 def assemble(structure: Any, make: Callable[[str], Any], like: Any = None, depth: int = 0) -> Any:
-    """Arrays nested as a structure says; containers of the same type as those of ``like``, where it is given.
+    """Arrays nested according to a structure; containers of the same type as those of ``like``, if given.
 
     Raises:
-      CompressError: it is no such structure.
+      CompressError: the structure is invalid.
     """
     if isinstance(structure, str):
         return make(structure)

@@ -1,7 +1,7 @@
-"""The settings of the compression system: which engine, on which devices, with how much memory.
+"""The settings of the compression system: engine, devices, memory.
 
-They are checked when they are made, one class of plain values, and can be kept in a TOML file. Nothing of JAX is
-touched by making them: that is the configuration adapter's work, once a system starts.
+They are one class of plain values, validated on creation, and can be saved to a TOML file. Creating them does not
+affect JAX: the configuration adapter does that when a system starts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MOST_BYTES = 1 << 20  # of a file of settings
 
 
 class UnknownStrategyError(ConfigError, CompressError):
-    """No strategy of that name; a ``CompressError`` too, as everywhere else that a strategy is named."""
+    """There is no strategy of that name; also a ``CompressError``, as elsewhere for strategy names."""
 
 
 class OptimizationStrategy(StrEnum):
-    """Which engine does the arithmetic of the codecs.
+    """The engine that runs the codecs.
 
-    The bytes are the same with all of them.
+    All engines write the same bytes.
     """
 
     AUTO = "auto"
@@ -49,20 +49,21 @@ class SystemConfiguration:
     """The settings of a :class:`~capibara.compress.system.coordinator.SystemIntegrationCoordinator`.
 
     Attributes:
-      enable_jax: use JAX where it is installed.
-      jax_backend: ``"auto"`` (JAX's own choice), ``"gpu"``, ``"cpu"`` or ``"tpu"``; where there is no device of that
-        kind JAX's own choice runs, with a warning.
+      enable_jax: use JAX if it is installed.
+      jax_backend: ``"auto"`` (JAX's own choice), ``"gpu"``, ``"cpu"`` or ``"tpu"``; if there is no device of that
+        kind, JAX's own choice is used, with a warning.
       jax_memory_fraction: the share of an accelerator's memory that JAX may take, above 0 and at most 1. JAX reads it
-        when it starts its first device, so a system has to be made before that.
-      jax_compilation_cache_size: compiled programs that are kept, the least recently used goes first; 0 keeps none.
-      jax_enable_x64: 64-bit numbers in the system's own JAX programs; JAX's global setting stays as it is.
-      jax_parallel_devices: how many devices share the work; where there are fewer, all of them, with a warning.
-      optimization_strategy: which engine the codecs run on.
-      strategy: which codec: ``"auto"``, ``"jax"`` (as ``"auto"``, on JAX), or a codec's name.
-      target_compression_ratio: original bytes over compressed ones, above 1; ``None`` compresses without loss.
+        when it initialises its first device, so create the system before that.
+      jax_compilation_cache_size: compiled programs to keep; the least recently used is evicted first; 0 keeps none.
+      jax_enable_x64: 64-bit dtypes in the system's own JAX programs; JAX's global setting does not change.
+      jax_parallel_devices: the number of devices that share the work; if there are fewer, all of them, with a
+        warning.
+      optimization_strategy: the engine of the codecs.
+      strategy: the codec: ``"auto"``, ``"jax"`` (as ``"auto"``, on JAX), or a codec's name.
+      target_compression_ratio: original bytes over compressed bytes, above 1; ``None``: lossless.
 
     Raises:
-      ConfigError: a value is of the wrong type or out of range; the text names the setting.
+      ConfigError: a value has the wrong type or is out of range; the message names the setting.
       UnknownStrategyError: a ConfigError; there is no strategy of that name.
     """
 
@@ -115,16 +116,16 @@ class SystemConfiguration:
             raise ConfigError(f"{name}: got {getattr(self, name)!r:.200}, expected {expected}.{hint}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by name; a setting that is ``None`` is left out."""
+        """Plain values by name; settings that are ``None`` are omitted."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return values | {"optimization_strategy": self.optimization_strategy.value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The settings of such a mapping; what is not in it has its default.
+        """The settings of such a mapping; missing ones have their defaults.
 
         Raises:
-          ConfigError: not a mapping, a name is none of a setting, or a value is wrong.
+          ConfigError: not a mapping, an unknown setting, or an invalid value.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -141,10 +142,10 @@ class SystemConfiguration:
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the settings as TOML, in one step.
+        """Write the settings as TOML, atomically.
 
         Raises:
-          OSError: the folder is missing, the disk is full …; a file that was there then stands.
+          OSError: the folder is missing, the disk is full …; an existing file is then unchanged.
         """
         import tomli_w
 
@@ -152,10 +153,10 @@ class SystemConfiguration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The settings of a TOML file that :meth:`save` or a person wrote.
+        """Load the settings from a TOML file, written by :meth:`save` or by hand.
 
         Raises:
-          ConfigError: it is no TOML, or a setting is unknown or wrong; the text names the file.
+          ConfigError: it is not valid TOML, or a setting is unknown or invalid; the message names the file.
           OSError: it cannot be read.
         """
         with open(Path(path), "rb") as file:

@@ -1,8 +1,8 @@
-"""The whole compression system in one object: devices, programs, strategies and a monitor that belong together.
+"""The whole compression system in one object: devices, programs, strategies and a monitor.
 
-A coordinator starts what its configuration asks for. With JAX that is nine components; without it a warning, once, and
-the same methods on the host's compiled code and PyTorch or NumPy, with the same bytes. A component is an object of its
-own that can be used directly.
+A coordinator starts the components that its configuration requests. With JAX these are nine; without JAX it warns
+once and provides the same methods with compiled host code and PyTorch or NumPy, writing the same bytes. Each
+component can also be used directly.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def _profile(config: SystemConfiguration) -> CompressionProfile:
 
 
 class SystemIntegrationCoordinator:
-    """Compresses tensors and models with one configuration; use it as a context, or call :meth:`shutdown`.
+    """Compresses tensors and models with one configuration; use it as a context manager, or call :meth:`shutdown`.
 
     Args:
-      config: the settings; the defaults if left out.
-      monitor: that is fed; a new one if left out.
+      config: the settings; the defaults if omitted.
+      monitor: receives the measurements; a new one if omitted.
 
     Attributes:
       config: the settings.
-      monitor: what was measured.
-      components: by name: ``strategy_selector``, ``performance_monitor``, ``tropical_engine``, and where JAX runs the
+      monitor: the measurements.
+      components: by name: ``strategy_selector``, ``performance_monitor``, ``tropical_engine``, and, with JAX, the
         nine of :data:`JAX_COMPONENTS`.
 
     Raises:
@@ -155,7 +155,7 @@ class SystemIntegrationCoordinator:
         """The component of that name.
 
         Raises:
-          CompressError: there is none; for JAX's the text says why.
+          CompressError: there is no such component; for those of JAX the message says why.
         """
         if (found := self._components.get(name)) is not None:
             return found
@@ -181,16 +181,16 @@ class SystemIntegrationCoordinator:
 
         Args:
           tensor: of any shape and any type of :data:`capibara.compress.formats.FORMATS`.
-          ratio: original bytes over compressed ones, above 1, met within 2 % (codecs of fixed widths may
-            come out smaller); the configuration's ``target_compression_ratio`` if left out. Without one exact, but for
-            codecs that say themselves how much they lose (``int8``, ``int4``, ``nf4``).
+          ratio: original bytes over compressed bytes, above 1, met within 2 % (codecs of fixed width may give smaller
+            sizes); by default the configuration's ``target_compression_ratio``. Lossless without one, except for
+            codecs of fixed width (``int8``, ``int4``, ``nf4``).
           strategy: instead of the configuration's.
-          name: to keep with it.
-          verify: decode and compare, for the error in the result.
+          name: stored with the tensor.
+          verify: decode and compare, to measure the error.
 
         Raises:
-          CompressError: not a tensor, an unknown strategy, a name that files cannot hold, a ratio that cannot be met,
-            or the system is shut down.
+          CompressError: not a tensor, an unknown strategy, an invalid name, a ratio that cannot be met, or the system
+            is shut down.
         """
         self._check_running()
         wanted = self.config.target_compression_ratio if ratio is None else ratio
@@ -222,11 +222,12 @@ class SystemIntegrationCoordinator:
         return made
 
     def decompress(self, compressed: CompressedTensor, *, kind: str | None = None) -> Any:
-        """The tensor again, as what it was and where it was, if that is here.
+        """Decode a tensor, with its original type and on its original device, if available.
 
         Args:
           compressed: of :meth:`compress`, or loaded from a file.
-          kind: ``"numpy"``, ``"torch"`` or ``"jax"``; what it was by default, and NumPy where that is not installed.
+          kind: ``"numpy"``, ``"torch"`` or ``"jax"``; by default the original framework, or NumPy if that is not
+            installed.
 
         Raises:
           CompressError: not a compressed tensor, or the system is shut down.
@@ -264,17 +265,17 @@ class SystemIntegrationCoordinator:
         return tensor
 
     def compress_model(self, model: Any, profile: Any = None, *, validation_data: Any = None) -> Any:
-        """Compress a whole model; :class:`capibara.compress.model_api.ModelCompressionAPI` does it.
+        """Compress a whole model, with :class:`capibara.compress.model_api.ModelCompressionAPI`.
 
         Args:
           model: a ``torch.nn.Module``, a tree of arrays, a composed model …
-          profile: a ``CompressionProfile``; by default one with the configuration's strategy and ratio. Without a
-            ratio nothing is lost, but by a codec that says itself how much it loses (``int8``, ``int4``, ``nf4``).
+          profile: a ``CompressionProfile``; by default one with the configuration's strategy and ratio. Lossless
+            without a ratio, except with a codec of fixed width (``int8``, ``int4``, ``nf4``).
           validation_data: to measure errors on.
 
         Raises:
-          CompressError: as :class:`ModelCompressionAPI` says, the configuration's codec needs a ratio and there is
-            none, or the system is shut down.
+          CompressError: as for :class:`ModelCompressionAPI`; the configured codec needs a ratio and there is none; or
+            the system is shut down.
         """
         from capibara.compress.model_api import ModelCompressionAPI
 
@@ -287,7 +288,7 @@ class SystemIntegrationCoordinator:
         return made
 
     def get_system_status(self) -> dict[str, Any]:
-        """What the system is, has and did, as plain values for JSON."""
+        """The system's settings, components and counts, as plain values for JSON."""
         self._sample()
         described = {}
         for name, component in self._components.items():
@@ -310,7 +311,7 @@ class SystemIntegrationCoordinator:
         }
 
     def shutdown(self) -> None:
-        """Let go of programs and arrays and listen no more; a second call does nothing. Results stay valid."""
+        """Release programs and arrays and stop listening; a second call has no effect. Results stay valid."""
         if not self._running:
             return
         self._running = False

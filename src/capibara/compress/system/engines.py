@@ -1,7 +1,7 @@
-"""Which engines are here: JAX, PyTorch, or neither; and the one warning about a missing JAX.
+"""The available engines: JAX, PyTorch, or neither; and the warning about a missing JAX.
 
-Compression works with any of them. What is missing is found out by importing it, once, when it is first asked for: a
-package that is installed and broken is as good as none, but the reason is kept and told.
+Compression works with any of them. Availability is determined by importing a package once, on first use: a package
+that is installed but broken counts as missing, and the reason is kept for messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ JAX_AVAILABLE: bool
 
 
 class MissingEngineError(CapibaraError, ImportError):
-    """Something that cannot be done without JAX, or without PyTorch, which cannot be imported here."""
+    """The request needs JAX or PyTorch, which cannot be imported here."""
 
     def __init__(self, name: str, reason: str) -> None:
         label, remedy = {"jax": ("JAX", "jax"), "torch": ("PyTorch", "torch")}[name]
@@ -39,12 +39,12 @@ class MissingEngineError(CapibaraError, ImportError):
 
 
 class FallbackWarning(RuntimeWarning):
-    """Something else runs than what was asked for, with the same results."""
+    """Something other than the request runs, with the same results."""
 
 
 @cache
 def engine_problem(name: str) -> str | None:
-    """Why the package ``"jax"`` or ``"torch"`` cannot be imported; ``None`` where it can."""
+    """Why the package ``"jax"`` or ``"torch"`` cannot be imported; ``None`` if it can."""
     try:
         importlib.import_module(name)
     except Exception as error:  # whatever a broken installation raises: a missing library, a wrong version …
@@ -53,15 +53,15 @@ def engine_problem(name: str) -> str | None:
 
 
 def fallback_engine() -> str:
-    """What runs where JAX does not: ``"torch"``, or ``"numpy"`` where that is missing too."""
+    """The engine used without JAX: ``"torch"``, or ``"numpy"`` if that is missing too."""
     return "numpy" if engine_problem("torch") else "torch"
 
 
 def strategy_engine(strategy: str) -> contextlib.AbstractContextManager[None]:
-    """Where codecs compute: with the strategy ``"jax"`` in JAX; with a warning on what is here, where that is not.
+    """The engine of the codecs: JAX with the strategy ``"jax"`` or, if it is missing, another with a warning.
 
-    Where JAX has the CPU alone, compiled code computes, if it is built: it makes the same bytes, and JAX would have to
-    compile a program for every shape first, which takes longer than the work.
+    If JAX only has the CPU, compiled code is used if it is built: it writes the same bytes, and JAX would first have
+    to compile a program for every shape, which takes longer than the work itself.
     """
     from capibara.compress.codecs.engine import on_accelerator, use_engine
     from capibara.compress.codecs.executors import has_native
@@ -84,7 +84,7 @@ _lock = threading.Lock()
 
 
 def warn_fallback(subject: str, text: str) -> bool:
-    """Warn of a fallback, once for each subject in the life of this process; returns whether it did."""
+    """Warn of a fallback, once per subject and process; returns whether it warned."""
     with _lock:
         if subject in _warned:
             return False

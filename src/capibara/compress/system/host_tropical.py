@@ -1,7 +1,7 @@
-"""Tropical operations without JAX: on PyTorch where that is installed, on NumPy where it is not.
+"""Tropical operations without JAX: on PyTorch if it is installed, otherwise on NumPy.
 
-The same results as :mod:`capibara.ops.tropical`, in memory that does not grow with the number of terms: a product takes
-runs of rows, so that their terms stay in a processor's cache. Gradients of PyTorch's pass.
+The same results as :mod:`capibara.ops.tropical`, in memory that does not grow with the number of terms: a product
+processes runs of rows, so that their terms stay in a processor's cache. Supports PyTorch's gradients.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _TERMS = 1 << 20
 
 
 class HostTropicalEngine:
-    """The component ``tropical_engine`` where JAX is not.
+    """The component ``tropical_engine`` without JAX.
 
     Args:
-      name: ``"torch"`` or ``"numpy"``: what arrays of NumPy are computed with. PyTorch's tensors are computed with
-        PyTorch, on their device, and come back as such.
+      name: ``"torch"`` or ``"numpy"``: the library that computes NumPy arrays. PyTorch tensors are computed by
+        PyTorch, on their device.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,7 +53,7 @@ class HostTropicalEngine:
           [*batch, rows, columns] in the operands' common type.
 
         Raises:
-          CompressError: shapes that do not fit, numbers that are not floating point, another semiring.
+          CompressError: shapes that do not match, a dtype that is not floating point, an unknown semiring.
         """
         sign = get_sign(semiring)
         check_product(a, b, check_array)
@@ -75,7 +75,7 @@ class HostTropicalEngine:
           semiring: ``"max_plus"`` or ``"min_plus"``.
 
         Raises:
-          CompressError: not squares of floating point numbers, or another semiring.
+          CompressError: not square floating-point matrices, or an unknown semiring.
         """
         sign = get_sign(semiring)
         check_square(weights, check_array)
@@ -99,18 +99,18 @@ class HostTropicalEngine:
             return (sign * np.where(endless & ~np.isnan(best), np.inf, best)).astype(weights.dtype)
 
     def polyval(self, coefficients: Any, x: Any, *, semiring: str = "max_plus") -> Any:
-        """``max over i of coefficients[i] + i * x``: [n], [...] → [...]; for finite numbers.
+        """``max over i of coefficients[i] + i * x``: [n], [...] → [...]; for finite values.
 
         Args:
           coefficients: floating point, the constant term first.
-          x: the points; a number of Python's is of the coefficients' type.
+          x: the points; a Python scalar has the coefficients' dtype.
           semiring: ``"max_plus"`` or ``"min_plus"``.
 
         Returns:
           The shape of ``x``, in the common type.
 
         Raises:
-          CompressError: no coefficients, numbers that are not floating point, another semiring.
+          CompressError: no coefficients, a dtype that is not floating point, an unknown semiring.
         """
         sign = get_sign(semiring)
         check_array("coefficients", coefficients, 1)

@@ -1,8 +1,7 @@
-"""Compiled JAX programs, kept by what they are compiled for, with a true count of hits and misses.
+"""A cache of compiled JAX programs that counts hits and misses.
 
-``jax.jit`` keeps its programs in a cache that cannot be asked how often it was of use. So here a program is compiled
-ahead of time for the shapes, types and places of its arguments, and kept under them; the least recently used one goes
-first.
+The cache of ``jax.jit`` does not report its hits. So here a program is compiled ahead of time for the shapes, dtypes
+and devices of its arguments, and cached under them; the least recently used one is evicted first.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ __all__ = ["JaxCompilationOptimizer"]
 
 
 class JaxCompilationOptimizer:
-    """The component ``jax_compilation_optimizer``; may be used by several threads.
+    """The component ``jax_compilation_optimizer``; thread-safe.
 
     Args:
-      size: programs that are kept; 0 keeps none.
-      enable_x64: trace with 64-bit numbers.
+      size: number of programs to keep; 0 keeps none.
+      enable_x64: trace with 64-bit dtypes.
       on_lookup: called with the hit rate after each look-up.
 
     Attributes:
       hits: look-ups that found a program.
       misses: look-ups that did not, each followed by a compilation.
-      evictions: programs that went to make room.
+      evictions: programs removed to make room.
       seconds: spent tracing, lowering and compiling.
       on_lookup: as given.
     """
@@ -60,15 +59,15 @@ class JaxCompilationOptimizer:
         return len(self._programs)
 
     def compiled(self, function: Callable[..., Any], *args: Any, **static: Hashable) -> Any:
-        """The program (``jax.stages.Compiled``) of ``function(*args, **static)``, compiled now or before.
+        """The program (``jax.stages.Compiled``) of ``function(*args, **static)``, compiled if it is not cached.
 
         Args:
-          function: pure; the same object finds the same program, so not a new lambda each time.
-          args: arrays, or trees of them, or ``jax.ShapeDtypeStruct`` in their place.
-          static: values that are built into the program.
+          function: pure; programs are cached by the function object, so do not pass a new lambda each time.
+          args: arrays, pytrees of arrays, or ``jax.ShapeDtypeStruct``.
+          static: compile-time constants.
 
         Raises:
-          CompressError: a static value that cannot be hashed.
+          CompressError: a static value is not hashable.
         """
         with self.scope():
             leaves, tree = jax.tree.flatten(args)
@@ -107,11 +106,11 @@ class JaxCompilationOptimizer:
             return self.compiled(function, *args, **static)(*args)
 
     def scope(self) -> Any:
-        """A context with the programs' width of numbers, for those who call them or make their arguments."""
+        """A context with the programs' 64-bit setting, for calling them or creating their arguments."""
         return jax.enable_x64(self.enable_x64 or jax.config.read("jax_enable_x64"))
 
     def clear(self) -> None:
-        """Let go of all programs; the counts stay."""
+        """Release all programs; the counts are kept."""
         with self._lock:
             self._programs.clear()
 

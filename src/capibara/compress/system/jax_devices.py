@@ -1,4 +1,4 @@
-"""Which devices JAX works on, and the settings that it has to have before it starts them."""
+"""The devices that JAX uses, and the settings that it needs before initialising them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class JaxConfigAdapter:
-    """The component ``jax_config_adapter``: a system's settings as JAX wants them.
+    """The component ``jax_config_adapter``: passes a system's settings to JAX.
 
-    JAX reads the share of an accelerator's memory that it may take from the environment, when it starts its first
-    device. :meth:`apply` puts it there unless the variable is set already, which is taken as the operator's word.
-    Nothing else is changed for the process: 64-bit numbers are turned on in a scope, around the system's own programs.
+    JAX reads the share of an accelerator's memory that it may use from the environment when it initialises its first
+    device. :meth:`apply` sets the variable unless it is already set, since an existing value takes precedence.
+    Nothing else changes for the process: 64-bit dtypes are enabled in a scope, around the system's own programs.
 
     Args:
       config: the settings.
@@ -33,7 +33,7 @@ class JaxConfigAdapter:
         self.fraction_from = "not applied"
 
     def apply(self) -> None:
-        """Set the memory fraction for devices that JAX starts from now on."""
+        """Set the memory fraction for devices that JAX initialises from now on."""
         if (there := os.environ.get(FRACTION)) is None:
             os.environ[FRACTION] = f"{self.config.jax_memory_fraction:g}"
             self.fraction_from = "the configuration"
@@ -43,11 +43,11 @@ class JaxConfigAdapter:
             self.fraction_from = "the configuration, as in the environment"
 
     def scope(self) -> Any:
-        """A context in which JAX has the system's width of numbers."""
+        """A context in which JAX uses the system's 64-bit setting."""
         return jax.enable_x64(self.config.jax_enable_x64 or jax.config.read("jax_enable_x64"))
 
     def describe(self) -> dict[str, Any]:
-        """Plain values: what was asked for, and what the devices' runtime says that it has."""
+        """Plain values: the requested fraction, and the limit reported by the devices' runtime."""
         limits = {facts.device: facts.limit for facts in device_memory() if facts.limit is not None}
         return {
             "memory_fraction": self.config.jax_memory_fraction,
@@ -97,7 +97,7 @@ class JaxDeviceManager:
 
     @property
     def is_accelerated(self) -> bool:
-        """Whether the devices are other than the host's processor."""
+        """Whether the devices are accelerators."""
         return self.platform != "cpu"
 
     def put(self, array: Any) -> jax.Array:
@@ -105,7 +105,7 @@ class JaxDeviceManager:
         return jax.device_put(array, self.devices[0])
 
     def split(self, array: Any) -> list[jax.Array]:
-        """Runs of rows of nearly the same length, in order, on a device each; no more runs than rows."""
+        """Runs of rows of nearly equal length, in order, one per device; at most one run per row."""
         count = min(len(self.devices), max(len(array), 1))
         parts = np.array_split(np.arange(len(array)), count)
         edges = [(int(p[0]), int(p[-1]) + 1) if len(p) else (0, 0) for p in parts]

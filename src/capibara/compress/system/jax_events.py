@@ -1,7 +1,7 @@
-"""What JAX itself reports of its work: compilations, its cache of programs on disk, its memory.
+"""Events reported by JAX: compilations, its persistent compilation cache, its memory.
 
-``jax.monitoring`` calls every listener of a process, and a listener stays for the life of it. So there is one, which
-passes on what it hears to the monitors that are at work.
+``jax.monitoring`` calls every listener of a process, and a listener stays registered for the life of the process. So
+there is only one, which forwards events to the active monitors.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MB = 1 << 20
 class JaxPerformanceMonitor:
     """The component ``jax_performance_monitor``: feeds the metrics of JAX into a monitor.
 
-    ``JAX_COMPILATION`` gets every compilation by XLA in this process, whoever asked for it; ``JAX_CACHE_HITS`` the rate
-    of the system's own programs after each look-up; ``JAX_MEMORY_POOL`` the bytes in use on its device at each
-    :meth:`sample`.
+    ``JAX_COMPILATION`` gets every XLA compilation in this process, including those of other code; ``JAX_CACHE_HITS``
+    the hit rate of the system's own programs after each look-up; ``JAX_MEMORY_POOL`` the bytes in use on its device
+    at each :meth:`sample`.
 
     Args:
-      monitor: that is fed.
-      pool: whose device's memory is read.
-      compiler: whose look-ups are counted.
+      monitor: receives the values.
+      pool: the pool whose device's memory is read.
+      compiler: the cache whose look-ups are counted.
 
     Attributes:
       disk_hits: programs found in JAX's persistent cache, if that is on.
@@ -50,7 +50,7 @@ class JaxPerformanceMonitor:
         self.disk_hits = self.disk_misses = 0
 
     def start(self) -> None:
-        """Listen from now on, with thresholds of the metrics of JAX that have none."""
+        """Start listening, and set thresholds for JAX metrics that have none."""
         there = {t.metric for t in self.monitor.thresholds}
         if MetricType.JAX_COMPILATION not in there:
             self.monitor.set_threshold(MetricType.JAX_COMPILATION, 10_000.0)
@@ -61,7 +61,7 @@ class JaxPerformanceMonitor:
         _listen(self)
 
     def stop(self) -> None:
-        """Listen no more; the figures stay in the monitor."""
+        """Stop listening; the values stay in the monitor."""
         with _lock:
             _monitors.discard(self)
 
@@ -72,11 +72,11 @@ class JaxPerformanceMonitor:
         return used
 
     def looked_up(self, rate: float) -> None:
-        """Record the hit rate; the compiler calls it."""
+        """Record the hit rate; called by the compiler."""
         self.monitor.record(MetricType.JAX_CACHE_HITS, rate, PipelineType.JAX)
 
     def heard(self, event: str, seconds: float | None = None) -> None:
-        """What the process's listener passes on."""
+        """Handle an event from the process's listener."""
         if event == COMPILED and seconds is not None:
             self.monitor.record(MetricType.JAX_COMPILATION, seconds * 1e3, PipelineType.JAX)
         elif event == DISK_HIT:

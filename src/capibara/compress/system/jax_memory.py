@@ -1,8 +1,8 @@
-"""Memory on JAX's devices: what the system keeps there, and programs that run in what is left.
+"""Memory on JAX's devices: a pool of decoded tensors, and programs that run in the remaining memory.
 
 The pool keeps decoded tensors on the device, up to a number of bytes, so that decoding the same bytes again costs
-nothing; JAX's arrays cannot be changed, so one can be handed out twice. The optimiser asks the compiler what a program
-takes, and runs it over runs of rows where the whole would take more than is free.
+nothing; JAX arrays are immutable, so one can be returned twice. The optimiser queries the compiler for a program's
+memory, and runs it over runs of rows if the whole would need more than is free.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def _needed(program: Any) -> int:
 
 
 class JaxMemoryPool:
-    """The component ``jax_memory_pool``; may be used by several threads.
+    """The component ``jax_memory_pool``; thread-safe.
 
     Args:
       device: where the arrays are.
-      fraction: the share of the host's memory that is the limit on a CPU; an accelerator's allocator has its own.
-      limit: bytes, instead.
+      fraction: on a CPU, the limit as a share of the host's memory; an accelerator's allocator has its own limit.
+      limit: in bytes, instead of ``fraction``.
 
     Attributes:
-      limit: bytes that the pool may hold.
+      limit: maximum bytes in the pool.
       hits: arrays that were found.
       misses: arrays that were not.
-      evictions: arrays that went to make room, the least recently used first.
+      evictions: arrays removed to make room, the least recently used first.
     """
 
     def __init__(self, device: Any, *, fraction: float = 0.75, limit: int | None = None) -> None:
@@ -64,11 +64,11 @@ class JaxMemoryPool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the arrays that the pool holds."""
+        """Bytes of the arrays in the pool."""
         return self._bytes
 
     def in_use_bytes(self) -> int:
-        """Bytes in use on the device, by whomever: the allocator's figure, or all live arrays where there is none."""
+        """Bytes in use on the device by any code: the allocator's figure, or all live arrays if there is none."""
         (facts,) = device_memory([self.device])
         return live_array_bytes() if facts.in_use is None else facts.in_use
 
@@ -87,7 +87,7 @@ class JaxMemoryPool:
             return array
 
     def put(self, key: Hashable, array: jax.Array) -> bool:
-        """Keep an array; returns whether it fits into the limit at all."""
+        """Store an array; returns whether it fits into the limit."""
         if array.nbytes > self.limit:
             return False
         with self._lock:
@@ -104,7 +104,7 @@ class JaxMemoryPool:
         self._bytes -= self._arrays.pop(key).nbytes
 
     def clear(self) -> None:
-        """Let go of all arrays."""
+        """Release all arrays."""
         with self._lock:
             self._arrays.clear()
             self._bytes = 0
@@ -123,14 +123,14 @@ class JaxMemoryPool:
 
 
 class JaxMemoryOptimizer:
-    """The component ``jax_memory_optimizer``: runs programs in the memory that there is.
+    """The component ``jax_memory_optimizer``: runs programs within the available memory.
 
     Args:
-      pool: whose device and limit.
+      pool: provides device and limit.
       compiler: keeps the programs.
 
     Attributes:
-      last_pieces: how many runs of rows the last :meth:`run` took.
+      last_pieces: number of runs of rows in the last :meth:`run`.
     """
 
     def __init__(self, pool: JaxMemoryPool, compiler: JaxCompilationOptimizer) -> None:
@@ -139,24 +139,24 @@ class JaxMemoryOptimizer:
         self.last_pieces = 0
 
     def estimate(self, function: Callable[..., Any], *args: Any, **static: Hashable) -> int:
-        """Bytes that a program takes at once, as its compiler says: arguments, results, and what is between.
+        """Peak bytes of a program, as reported by its compiler: arguments, results and temporaries.
 
         Args:
-          function, args, static: as of :meth:`JaxCompilationOptimizer.compiled`; the arguments may be shapes.
+          function, args, static: as for :meth:`JaxCompilationOptimizer.compiled`; the arguments may be shapes.
         """
         return _needed(self.compiler.compiled(function, *args, **static))
 
     def run(self, function: Callable[..., Any], rows: jax.Array, *rest: Any, **static: Hashable) -> jax.Array:
-        """``function(rows, *rest, **static)``, over as many rows at once as fit into the memory that is free.
+        """Compute ``function(rows, *rest, **static)`` over as many rows at a time as fit into free memory.
 
         Args:
-          function: its result has a row for each of ``rows``, which depends on no other row.
-          rows: [n, …]; pieces of it are taken one after the other, the last one the same length as the others.
-          rest: what every piece needs.
-          static: built into the program.
+          function: its result has one row per row of ``rows``, which does not depend on other rows.
+          rows: [n, …]; processed in pieces, all of the same length.
+          rest: passed to every piece.
+          static: compile-time constants.
 
         Raises:
-          CompressError: a single row takes more than there is.
+          CompressError: a single row needs more than the available memory.
         """
         with self.compiler.scope():
             return self._run(function, rows, rest, static)

@@ -1,4 +1,4 @@
-"""Tropical operations on JAX, and the bridge over which PyTorch's tensors come and go without being copied."""
+"""Tropical operations on JAX, and a bridge that passes PyTorch tensors without copying."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ __all__ = ["JaxTropicalBridge", "JaxTropicalEngine"]
 
 
 class JaxTropicalEngine:
-    """The component ``jax_tropical_engine``: :mod:`capibara.ops.tropical`, compiled once for each shape.
+    """The component ``jax_tropical_engine``: :mod:`capibara.ops.tropical`, compiled once per shape.
 
-    A product is spread by rows over the system's devices, and over several runs where it would not fit into memory.
-    Arrays of NumPy and JAX go in, JAX's come out; PyTorch's go through :class:`JaxTropicalBridge`. Widths are JAX's:
-    NumPy's float64 is cut to float32 unless 64-bit numbers are enabled; an array of JAX's that is float64 stays so.
+    A product is sharded by rows over the system's devices, and split into several runs if it would not fit into
+    memory. It takes NumPy and JAX arrays and returns JAX arrays; for PyTorch use :class:`JaxTropicalBridge`. Dtypes
+    follow JAX: NumPy's float64 becomes float32 unless 64-bit dtypes are enabled; float64 JAX arrays stay float64.
 
     Args:
-      devices: that share the work.
+      devices: those that share the work.
       compiler: keeps the programs.
-      memory: knows what fits.
+      memory: determines what fits.
     """
 
     name = "jax"
@@ -62,7 +62,7 @@ class JaxTropicalEngine:
           semiring: ``"max_plus"`` or ``"min_plus"``.
 
         Raises:
-          CompressError: shapes that do not fit, numbers that are not floating point, another semiring.
+          CompressError: shapes that do not match, a dtype that is not floating point, an unknown semiring.
         """
         get_sign(semiring)
         check_product(a, b, _check)
@@ -87,7 +87,7 @@ class JaxTropicalEngine:
         """The best weight of any walk between two nodes, as :func:`capibara.ops.tropical.closure`: [*batch, n, n].
 
         Raises:
-          CompressError: not squares of floating point numbers, or another semiring.
+          CompressError: not square floating-point matrices, or an unknown semiring.
         """
         get_sign(semiring)
         check_square(weights, _check)
@@ -98,7 +98,7 @@ class JaxTropicalEngine:
         """``max over i of coefficients[i] + i * x``, as :func:`capibara.ops.tropical.polyval`: [n], [...] → [...].
 
         Raises:
-          CompressError: no coefficients, numbers that are not floating point, another semiring.
+          CompressError: no coefficients, a dtype that is not floating point, an unknown semiring.
         """
         get_sign(semiring)
         _check("coefficients", coefficients, 1)
@@ -135,22 +135,22 @@ def _check_any(name: str, array: Any, axes: int, *, more: bool = False) -> None:
 
 
 class JaxTropicalBridge:
-    """The component ``jax_tropical_bridge``: PyTorch's tensors for JAX's functions, by DLPack, and NumPy's arrays.
+    """The component ``jax_tropical_bridge``: PyTorch tensors (by DLPack) and NumPy arrays for JAX functions.
 
-    Its operations give what :class:`~capibara.compress.system.host_tropical.HostTropicalEngine` gives: results are of
-    the kind of the arguments, in their common type, and float64 is computed as float64 whatever the settings. PyTorch's
-    gradients do not pass through JAX: a tensor that asks for one is computed by that engine instead, and so are floats
-    of eight bits, which JAX does not promote.
+    Its operations match :class:`~capibara.compress.system.host_tropical.HostTropicalEngine`: results have the type of
+    the arguments, in their common dtype, and float64 is computed as float64 regardless of the settings. PyTorch's
+    gradients do not propagate through JAX: tensors that require a gradient are computed by that engine instead, and
+    so are 8-bit floats, which JAX does not promote.
 
-    Memory is shared where both can use it as it lies, and copied where not; :attr:`copies` counts those. A shared
-    tensor must not be written to while JAX uses it.
+    Memory is shared if both libraries support its layout, and copied otherwise; :attr:`copies` counts the copies. A
+    shared tensor must not be written to while JAX uses it.
 
     Args:
-      engine: whose operations :meth:`matmul` and its like use.
+      engine: provides the operations.
 
     Attributes:
-      copies: tensors that were copied on their way.
-      shared: tensors that were not.
+      copies: number of tensors that were copied.
+      shared: number of tensors that were not.
     """
 
     def __init__(self, engine: JaxTropicalEngine) -> None:
@@ -159,10 +159,10 @@ class JaxTropicalBridge:
         self._host = HostTropicalEngine("torch")
 
     def to_jax(self, tensor: Any) -> jax.Array:
-        """The tensor's numbers as a JAX array of the same type; gradients do not pass.
+        """The tensor as a JAX array of the same dtype; gradients do not propagate.
 
         Raises:
-          CompressError: not a tensor of PyTorch's, or one that JAX has no type for.
+          CompressError: not a PyTorch tensor, or a dtype that JAX lacks.
         """
         if not is_torch(tensor):
             raise CompressError(f"tensor: got {type(tensor).__name__}, expected one of PyTorch's")
@@ -184,7 +184,7 @@ class JaxTropicalBridge:
             return array
 
     def to_torch(self, array: jax.Array) -> Any:
-        """The array's numbers as a tensor of PyTorch's, on the same device where PyTorch has it.
+        """The array as a PyTorch tensor, on the same device if PyTorch supports it.
 
         Raises:
           MissingEngineError: PyTorch is not installed.
@@ -204,7 +204,7 @@ class JaxTropicalBridge:
         return tensor
 
     def call(self, function: Callable[..., Any], *tensors: Any, **static: Hashable) -> Any:
-        """A function of JAX arrays, with tensors of PyTorch's in and out; in 64 bits where one of them has these."""
+        """Call a function of JAX arrays with PyTorch tensors; in 64 bits if one of them has 64 bits."""
         wide = any(is_torch(tensor) and tensor.element_size() == 8 for tensor in tensors)
         with jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
             return self.to_torch(function(*map(self.to_jax, tensors), **static))
@@ -223,28 +223,28 @@ class JaxTropicalBridge:
             return np.array(out)  # with memory of its own, that can be written to
 
     def matmul(self, a: Any, b: Any, *, semiring: str = "max_plus") -> Any:
-        """:meth:`JaxTropicalEngine.matmul`; arrays of PyTorch, NumPy and JAX come back as such.
+        """:meth:`JaxTropicalEngine.matmul`; returns the type of its arguments (PyTorch, NumPy or JAX).
 
         Raises:
-          CompressError: shapes that do not fit, numbers that are not floating point, another semiring.
+          CompressError: shapes that do not match, a dtype that is not floating point, an unknown semiring.
         """
         check_product(a, b, _check_any)
         return self._any("matmul", a, b, semiring=semiring)
 
     def closure(self, weights: Any, *, semiring: str = "max_plus") -> Any:
-        """:meth:`JaxTropicalEngine.closure`; an array of PyTorch, NumPy or JAX comes back as such.
+        """:meth:`JaxTropicalEngine.closure`; returns the type of its argument (PyTorch, NumPy or JAX).
 
         Raises:
-          CompressError: not squares of floating point numbers, or another semiring.
+          CompressError: not square floating-point matrices, or an unknown semiring.
         """
         check_square(weights, _check_any)
         return self._any("closure", weights, semiring=semiring)
 
     def polyval(self, coefficients: Any, x: Any, *, semiring: str = "max_plus") -> Any:
-        """:meth:`JaxTropicalEngine.polyval`; arrays of PyTorch, NumPy and JAX come back as such.
+        """:meth:`JaxTropicalEngine.polyval`; returns the type of its arguments (PyTorch, NumPy or JAX).
 
         Raises:
-          CompressError: no coefficients, numbers that are not floating point, another semiring.
+          CompressError: no coefficients, a dtype that is not floating point, an unknown semiring.
         """
         _check_any("coefficients", coefficients, 1)
         x = as_points(x, coefficients)

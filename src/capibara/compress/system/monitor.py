@@ -1,8 +1,8 @@
-"""What the compression system does while it does it: measured figures by metric, their thresholds, and alerts.
+"""Monitoring of the compression system: measured values by metric, thresholds, and alerts.
 
-A monitor keeps what it is told and, where JAX runs, asks JAX's own records: compilations are reported by
-``jax.monitoring``, cache hits are counted where a program is looked up, memory is read from the devices. A metric that
-nothing was recorded for has no figure: it is ``None``, never 0.
+A monitor stores recorded values and, if JAX runs, those of JAX itself: compilations are reported by
+``jax.monitoring``, cache hits are counted at program look-ups, memory is read from the devices. A metric without
+recorded values is ``None``, never 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Kind = TypeVar("_Kind", bound=StrEnum)
 
 
 class MetricType(StrEnum):
-    """What is measured, each in its unit."""
+    """Metrics, each with its unit."""
 
     COMPRESSION_TIME = "compression_time"
     """Milliseconds of one compression."""
@@ -55,7 +55,7 @@ class MetricType(StrEnum):
 
 
 class PipelineType(StrEnum):
-    """On what the work ran."""
+    """The engine or device that ran the work."""
 
     JAX = "jax"
     TORCH = "torch"
@@ -70,10 +70,10 @@ class Threshold:
     """A limit of a metric.
 
     Attributes:
-      metric: of which.
+      metric: the metric.
       limit: the last good value.
-      above: values above the limit are bad; below it if false.
-      after: the first so many values of a pipeline raise no alert: a rate of hits begins with misses.
+      above: whether values above the limit are bad; otherwise those below it.
+      after: number of initial values of a pipeline that raise no alert: a hit rate starts with misses.
     """
 
     metric: MetricType
@@ -87,7 +87,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Alert:
-    """A value beyond its limit: when (seconds since 1970), which one, and what may be done."""
+    """A value beyond its limit: the time (seconds since 1970), the value, and a suggestion."""
 
     time: float
     metric: MetricType
@@ -99,9 +99,9 @@ class Alert:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Figures of a metric: ``count``, ``total``, ``mean`` and extremes of all values, the rest of the kept ones.
+    """Statistics of a metric: ``count``, ``total``, ``mean`` and extremes of all values, others of the stored ones.
 
-    ``last`` is the value that was recorded last, on whichever pipeline.
+    ``last`` is the most recent value on any pipeline.
     """
 
     count: int
@@ -144,15 +144,15 @@ class _Series:
 
 
 class UnifiedPerformanceMonitor:
-    """Keeps measured figures; may be used by several threads.
+    """Stores measured values; thread-safe.
 
-    Without JAX everything works, and the metrics of JAX stay without figures.
+    Everything works without JAX; the metrics of JAX then have no values.
 
     Args:
-      keep: values of each metric and pipeline that are kept for medians.
-      most_alerts: alerts that are kept; the oldest go.
+      keep: number of values per metric and pipeline to store for medians.
+      most_alerts: number of alerts to store; the oldest are dropped.
       on_alert: called with each alert, in the thread that recorded the value. An exception in it becomes a
-        ``RuntimeWarning``: what is being measured goes on.
+        ``RuntimeWarning``; the measured work continues.
 
     Raises:
       CompressError: ``keep`` or ``most_alerts`` is not an integer above 0.
@@ -179,10 +179,10 @@ class UnifiedPerformanceMonitor:
         value: float,
         pipeline: PipelineType | str = PipelineType.SYSTEM,
     ) -> None:
-        """Keep a measured value, and raise an alert if it crosses a threshold.
+        """Record a measured value, and raise an alert if it crosses a threshold.
 
         Raises:
-          CompressError: no such metric or pipeline, or the value is not finite.
+          CompressError: an unknown metric or pipeline, or the value is not finite.
         """
         kind, where = _one_of(MetricType, "metric", metric), _one_of(PipelineType, "pipeline", pipeline)
         try:
@@ -219,7 +219,7 @@ class UnifiedPerformanceMonitor:
     def track(
         self, metric: MetricType | str, pipeline: PipelineType | str = PipelineType.SYSTEM
     ) -> Iterator[None]:
-        """Record the milliseconds that the block takes; nothing if it raises."""
+        """Record the duration of the block in milliseconds, unless it raises."""
         _one_of(MetricType, "metric", metric)
         _one_of(PipelineType, "pipeline", pipeline)
         begin = time.perf_counter()
@@ -232,14 +232,14 @@ class UnifiedPerformanceMonitor:
         """Alert when a value is above ``limit`` (below it if not ``above``); one limit in each direction.
 
         Args:
-          metric: of which.
+          metric: the metric.
           limit: the last good value.
-          above: which side is bad.
-          after: so many values of a pipeline raise no alert.
+          above: whether values above the limit are bad; otherwise those below it.
+          after: number of initial values of a pipeline that raise no alert.
 
         Raises:
-          CompressError: no such metric, or the limit is not a finite number: nothing crosses an infinite one, and JSON
-            has no place for it.
+          CompressError: an unknown metric, or the limit is not finite: nothing crosses an infinite limit, and JSON
+            cannot represent it.
         """
         kind = _one_of(MetricType, "metric", metric)
         if not isinstance(limit, float | int) or isinstance(limit, bool) or not _is_finite(limit):
@@ -252,7 +252,7 @@ class UnifiedPerformanceMonitor:
             self._thresholds[kind, above] = Threshold(kind, float(limit), above, after)
 
     def remove_threshold(self, metric: MetricType | str) -> None:
-        """No alerts of this metric any more."""
+        """Remove the thresholds of a metric."""
         metric = _one_of(MetricType, "metric", metric)
         with self._lock:
             self._thresholds = {k: t for k, t in self._thresholds.items() if k[0] != metric}
@@ -264,7 +264,7 @@ class UnifiedPerformanceMonitor:
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        """What crossed a threshold, the oldest first."""
+        """Alerts, oldest first."""
         with self._lock:
             return tuple(self._alerts)
 
@@ -275,7 +275,7 @@ class UnifiedPerformanceMonitor:
     def statistics(
         self, metric: MetricType | str, pipeline: PipelineType | str | None = None
     ) -> Statistics | None:
-        """Figures of a metric, on one pipeline or all; ``None`` if nothing was recorded."""
+        """Statistics of a metric, on one pipeline or all; ``None`` if nothing was recorded."""
         metric = _one_of(MetricType, "metric", metric)
         wanted = None if pipeline is None else _one_of(PipelineType, "pipeline", pipeline)
         with self._lock:
@@ -296,14 +296,14 @@ class UnifiedPerformanceMonitor:
             return merged.statistics()
 
     def latest(self, metric: MetricType | str) -> float | None:
-        """The value of a metric that was recorded last, on whichever pipeline; ``None`` if none was."""
+        """The most recent value of a metric on any pipeline; ``None`` if nothing was recorded."""
         metric = _one_of(MetricType, "metric", metric)
         with self._lock:
             found = [series for (kind, _), series in self._series.items() if kind == metric]
             return max(found, key=lambda series: series.turn).last if found else None
 
     def attach(self, name: str, source: Callable[[], Any]) -> None:
-        """Have :meth:`report` ask ``source`` for more, under ``name``; it gives plain values."""
+        """Include the plain values that ``source`` returns in :meth:`report`, under ``name``."""
         with self._lock:
             self._sources[name] = source
 

@@ -1,4 +1,4 @@
-"""A compressed tensor: the content of an archive with one tensor, and what is known of how it came about."""
+"""A compressed tensor: the content of an archive with one tensor, and how it was created."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["CompressedTensor", "pack", "row_pieces"]
 
 
 def row_pieces(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Runs of rows, (first, how many), that are coded on their own; one of all rows for small and empty tensors."""
+    """Runs of rows, (first, count), that are encoded independently; a single run for small and empty tensors."""
     rows = shape[0] if shape else 1
     length = int(np.prod(shape[1:], dtype=np.int64))
     if rows * length == 0:
@@ -42,18 +42,18 @@ def row_pieces(shape: tuple[int, ...]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class CompressedTensor:
-    """What :meth:`SystemIntegrationCoordinator.compress` gives.
+    """The result of :meth:`SystemIntegrationCoordinator.compress`.
 
     Attributes:
       entry: the tensor's name, format, shape, codec, settings and chunks.
       payloads: of each chunk.
-      kind: whose tensor it was: ``"numpy"``, ``"torch"`` or ``"jax"``.
-      device: where it lay, in that framework's words.
-      engine: who did the arithmetic: ``"jax"``, ``"native"`` or ``"numpy"``.
+      kind: the framework of the original tensor: ``"numpy"``, ``"torch"`` or ``"jax"``.
+      device: its device, as named by that framework.
+      engine: that ran the codec: ``"jax"``, ``"native"`` or ``"numpy"``.
       reason: why this codec and this engine.
-      relative_error: of the whole tensor, in the Euclidean norm: ‖decoded - original‖ / ‖original‖; 0 if it is exact,
+      relative_error: of the whole tensor, in the Euclidean norm: ‖decoded - original‖ / ‖original‖; 0 if exact,
         ``None`` if it was read from a file.
-      seconds: it took; ``None`` if it was read from a file.
+      seconds: time of compression; ``None`` if it was read from a file.
     """
 
     entry: Entry
@@ -79,12 +79,12 @@ class CompressedTensor:
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes as a file: payloads, index and all."""
+        """Size as a file, including the index."""
         return len(self.to_bytes())
 
     @property
     def compression_ratio(self) -> float:
-        """Original bytes over the bytes as a file."""
+        """Original bytes over the size as a file."""
         return self.original_bytes / self.compressed_bytes
 
     def to_bytes(self) -> bytes:
@@ -94,11 +94,11 @@ class CompressedTensor:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """The tensor of an archive that holds exactly one.
+        """The tensor of an archive with exactly one tensor.
 
         Raises:
-          ArchiveError: it is not an archive, or has not one tensor.
-          DamagedError: it was cut or changed.
+          ArchiveError: it is not an archive, or does not have exactly one tensor.
+          DamagedError: it was truncated or modified.
         """
         offset, length, crc = parse_footer(
             data[: HEADER.size], data[-FOOTER.size :], len(data), "the compressed tensor"
@@ -122,25 +122,25 @@ class CompressedTensor:
         """Write it as a ``.capi`` file, in one step.
 
         Raises:
-          OSError: the folder is missing, the disk is full …; a file that was there then stands.
+          OSError: the folder is missing, the disk is full …; an existing file is then unchanged.
         """
         replace_file(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that :meth:`save` wrote, or another archive of one tensor.
+        """Read a file written by :meth:`save`, or another archive with one tensor.
 
         Raises:
-          ArchiveError: it is no such file.
+          ArchiveError: it is not such a file.
           OSError: it cannot be read.
         """
         return cls.from_bytes(Path(path).read_bytes())
 
     def decode(self) -> np.ndarray:
-        """The numbers as unsigned integers [count], with the codec's own choice of an engine.
+        """The values as unsigned integers [count], with the codec's default engine.
 
         Raises:
-          DamagedError: a payload does not have its checksum, or is not what its codec writes.
+          DamagedError: a payload has the wrong checksum, or is not what its codec writes.
         """
         codec, parts = get_codec(self.entry.codec), []
         for chunk, payload in zip(self.entry.chunks, self.payloads, strict=True):
@@ -157,7 +157,7 @@ class CompressedTensor:
 
 
 def pack(entry: Entry, parts: list[tuple[int, bytes]]) -> tuple[Entry, tuple[bytes, ...]]:
-    """The entry with chunks of (rows, payload) as they lie in a file, and the payloads."""
+    """The entry with chunks of (rows, payload) as in a file, and the payloads."""
     at, chunks = HEADER.size, []
     for rows, payload in parts:
         chunks.append(Chunk(rows, at, len(payload), zlib.crc32(payload)))

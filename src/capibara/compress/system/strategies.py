@@ -1,8 +1,8 @@
-"""Strategies: which codec a tensor takes, at which rate, and which engine does the arithmetic.
+"""Strategies: the codec of a tensor, its rate, and the engine that runs it.
 
-A strategy is a codec's name, or ``"auto"``, which takes the codec with the least error at the size that is wanted. The
-engine is another question, with the same bytes whatever the answer: the host's compiled code, or JAX. ``"jax"`` is
-``"auto"`` on JAX.
+A strategy is a codec's name, or ``"auto"``, which uses the codec with the least error at the requested size. The
+engine is independent of it, and does not affect the bytes: the host's compiled code, or JAX. ``"jax"`` is ``"auto"``
+on JAX.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["Choice", "CompressionStrategy", "StrategySelector", "relative_error"
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a tensor.
+    """The choice for a tensor.
 
     Attributes:
-      strategy: that compresses it.
-      reason: why this codec and this engine, in words.
+      strategy: the one that compresses it.
+      reason: why this codec and this engine, as text.
     """
 
     strategy: CompressionStrategy
@@ -53,8 +53,8 @@ class CompressionStrategy:
 
     Attributes:
       name: ``"auto"``, ``"jax"``, or a codec's name.
-      codecs: to choose from, beside ``lossless``; ``None``: all.
-      engine: ``"jax"``, or ``"auto"`` for the host's compiled code, or NumPy where that was not built.
+      codecs: candidates besides ``lossless``; ``None``: all.
+      engine: ``"jax"``, or ``"auto"`` for the host's compiled code, or NumPy if that was not built.
     """
 
     name: str
@@ -62,9 +62,9 @@ class CompressionStrategy:
     engine: str = "auto"
 
     def plan(self, bits: Bits, ratio: float | None) -> tuple[str, dict[str, Any]]:
-        """The codec and its settings for a tensor that is to become ``ratio`` times smaller.
+        """Choose the codec and its settings to make a tensor ``ratio`` times smaller.
 
-        Without a ratio it stays exact, unless the strategy is a codec that says itself how much it loses (``int8``).
+        Lossless without a ratio, unless the strategy is a codec of fixed width (``int8``).
 
         Raises:
           CompressError: the ratio cannot be met with these codecs, or the one codec needs a ratio.
@@ -104,14 +104,14 @@ class CompressionStrategy:
 
         Args:
           bits: of :func:`capibara.compress.system.tensors.read_tensor`.
-          ratio: original bytes over compressed ones, above 1; ``None``: without loss, or as :meth:`plan` says.
-          name: to keep with it.
-          reason: to keep with the result.
-          verify: decode it and compare; without, a lossy codec's error stays unknown.
+          ratio: original bytes over compressed bytes, above 1; ``None``: as for :meth:`plan`.
+          name: stored with the tensor.
+          reason: stored with the result.
+          verify: decode and compare; otherwise a lossy codec's error is unknown.
 
         Raises:
-          CompressError: the ratio cannot be met; or (never yet) an exact codec did not give the numbers back, or a
-            lossy one changed a NaN or an infinity, or made one.
+          CompressError: the ratio cannot be met; or, as a safeguard, a lossless codec did not restore the values, or
+            a lossy one changed or created a NaN or infinity.
         """
         begin = time.perf_counter()
         with use_engine(self.engine):
@@ -143,7 +143,7 @@ class CompressionStrategy:
         return CompressedTensor(entry, payloads, bits.kind, bits.device, made.engine, reason, error, seconds)
 
     def decompress(self, compressed: CompressedTensor) -> np.ndarray:
-        """The numbers again, as unsigned integers [count], with this strategy's engine."""
+        """Decode to unsigned integers [count], with this strategy's engine."""
         with use_engine(self.engine):
             return compressed.decode()
 
@@ -163,10 +163,10 @@ def _some_rows(bits: Bits) -> Bits | None:
 
 
 def relative_error(before: np.ndarray, after: np.ndarray, form: NumberFormat) -> float:
-    """‖after - before‖ / ‖before‖ of two tensors' bits [count], over the numbers that were finite before.
+    """‖after - before‖ / ‖before‖ of two tensors' bits [count], over the values that were finite before.
 
-    0 if these are equal. Infinite for integers that are not, where a finite number is so no more, where zeros alone
-    became something else, and where one that was NaN or infinite did not come back bit by bit.
+    0 if these are equal. Infinite if integers differ, if a finite value became NaN or infinite, if all values were
+    zero and one changed, or if a NaN or infinity was not restored bit by bit.
     """
     if np.array_equal(before, after):
         return 0.0
@@ -205,14 +205,14 @@ def _largest(bits: np.ndarray, form: NumberFormat) -> float:
 
 
 class StrategySelector:
-    """Chooses a strategy for each tensor; JAX's is among them where JAX works.
+    """Chooses a strategy for each tensor; includes JAX's if JAX works.
 
     Args:
-      config: its settings ``enable_jax``, ``optimization_strategy`` and ``strategy`` count.
-      accelerated: whether JAX runs on other than the host's processor; by default JAX is asked.
+      config: the settings ``enable_jax``, ``optimization_strategy`` and ``strategy`` are used.
+      accelerated: whether JAX runs on something other than the host's processor; by default determined from JAX.
 
     Attributes:
-      strategies: by name: ``"auto"``, ``"jax"`` where JAX is, and every codec.
+      strategies: by name: ``"auto"``, ``"jax"`` if JAX is available, and every codec.
     """
 
     def __init__(self, config: SystemConfiguration | None = None, *, accelerated: bool | None = None) -> None:
@@ -253,9 +253,9 @@ class StrategySelector:
         """The strategy for a tensor.
 
         Args:
-          tensor: an array of NumPy, PyTorch or JAX, or the :class:`Bits` of one.
-          strategy: a name, instead of the configuration's. ``"jax"`` where JAX is not falls back to the host, with
-            one warning.
+          tensor: a NumPy, PyTorch or JAX array, or its :class:`Bits`.
+          strategy: a name, instead of the configuration's. Without JAX, ``"jax"`` falls back to the host, with one
+            warning.
 
         Raises:
           CompressError: no strategy of that name.

@@ -1,10 +1,10 @@
-"""How far a merged layer can be from the layer: the Hausdorff bound.
+"""The Hausdorff bound on the difference between a merged layer and the original.
 
 Take an output of a layer pair. A neuron ``i`` of a group gives it the edge ``c_i v_i``; the group's edge along ``u``
-is, up to a rest ``δ``, the sum of the projections ``c_i a_i u`` with ``a_i = max(0, v_i · u)``. Cut into those parts,
-the group lies edge by edge beside its members (parts with ``c_i > 0`` in the numerator's zonotope, the others in the
-denominator's: adding the same edge to both changes nothing), and two sums of segments are no further apart than their
-segments together. So the Hausdorff distances of the two zonotopes sum to at most
+is, up to a remainder ``δ``, the sum of the projections ``c_i a_i u`` with ``a_i = max(0, v_i · u)``. Split into those
+parts, the group corresponds edge by edge to its members (parts with ``c_i > 0`` in the numerator's zonotope, the
+others in the denominator's: adding the same edge to both changes nothing), and the distance of two sums of segments
+is at most the sum of the segments' distances. So the Hausdorff distances of the two zonotopes sum to at most
 
     Σ_i |c_i| ‖v_i - a_i u‖ + Σ_groups |δ| ‖u‖ + |change of the shift|.
 
@@ -40,10 +40,10 @@ def hausdorff_bounds(
       new_rows: [k, d].
       new_columns: [k, m · places].
       shift_change: [m].
-      groups: which neuron went where; one that was left out counts as its own distance.
-      places: how many positions of a neuron an output reads.
-      halves: an output reads one position of each neuron, unpooled. Otherwise positions see inputs of their own, only
-        whole distances add, and the bound is for the longest of their ``(x, 1)``.
+      groups: the group of each neuron; a dropped neuron counts with its own length.
+      places: the number of positions of a neuron that an output reads.
+      halves: whether an output reads one position of each neuron, without pooling. Otherwise positions have different
+        inputs, only whole distances add, and the bound is for the longest of their ``(x, 1)``.
     """
     kept = groups.labels >= 0
     joined = np.where(kept, groups.labels, 0)

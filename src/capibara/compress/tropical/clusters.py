@@ -1,15 +1,16 @@
-"""Which neurons become one: k-means over their directions, or over their paths from inputs to outputs.
+"""Which neurons to merge: k-means over their directions, or over their paths from inputs to outputs.
 
 A neuron is its row ``v = (w, b)`` and its column ``c`` of the next layer. As ``relu(a t) = a relu(t)`` for ``a > 0``,
-only the directions of the two and the product of their lengths matter: neurons whose rows have one direction are one
-neuron, exactly. Those are joined first. Of the others, k-means with weights ``‖v‖ ‖c‖`` makes groups:
+only the directions of the two and the product of their lengths matter: neurons whose rows have the same direction
+merge exactly. Those are merged first. The others are grouped by k-means with weights ``‖v‖ ‖c‖``:
 
 - ``"directions"`` compares the rows' directions: edges of the zonotopes that are nearly parallel;
 - ``"paths"`` compares the rows' and the columns' directions together, so that a group's edges lie in the same
-  zonotopes of the same outputs (the neural-path k-means of Misiakos and others, with directions and weights in the
-  place of plain vectors, so that nothing depends on how a neuron's scale is shared between its row and column).
+  zonotopes of the same outputs (the neural-path k-means of Misiakos and others, with directions and weights instead
+  of plain vectors, so that the result does not depend on how a neuron's scale is distributed over its row and
+  column).
 
-A group becomes the edge in the direction of its sum, as long as the projections of its members together.
+A group becomes an edge in the direction of its sum, whose length is the sum of its members' projections.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Groups:
     """Which neurons become one.
 
     Attributes:
-      labels: the group of each neuron, int [n]; -1 where it adds nothing and is left out.
-      count: how many groups there are.
+      labels: the group of each neuron, int [n]; -1 for neurons without effect, which are dropped.
+      count: the number of groups.
     """
 
     labels: np.ndarray
@@ -43,12 +44,12 @@ def group(
     """Groups of neurons, at most ``count``.
 
     Args:
-      rows: float64 [n, d], with the bias at the end where there is one.
+      rows: float64 [n, d], followed by the bias if there is one.
       columns: float64 [n, m].
-      count: how many groups, at least 1.
+      count: the number of groups, at least 1.
       method: one of :data:`METHODS`.
       seed: of the random starts.
-      tolerance: rows whose directions are as near as this are one.
+      tolerance: rows whose directions are at most this far apart are merged first.
     """
     lengths, weights = np.linalg.norm(rows, axis=1), np.linalg.norm(columns, axis=1)
     labels = np.full(len(rows), -1)

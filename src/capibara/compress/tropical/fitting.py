@@ -1,13 +1,14 @@
-"""What the next layer makes of fewer neurons: least squares over all directions, or over data.
+"""Fit the next layer to fewer neurons: least squares over all directions, or over data.
 
-Without data the error of a merged layer is taken over ``z = (x, 1)`` of every direction alike, standard normal in each
-coordinate. By homogeneity that is the mean square difference of support functions over the sphere: the L2 counterpart
-of the Hausdorff distance of the zonotopes. The products ``E[relu(a · z) relu(b · z)]`` are known in closed form, the
-arc-cosine kernel of Y. Cho and L. Saul, "Kernel methods for deep learning" (NIPS 2009), and the best columns for given
-rows are the solution of a linear system. The kernel's gradient moves the rows, too.
+Without data, the error of a merged layer is averaged over ``z = (x, 1)`` with uniformly distributed directions,
+standard normal in each coordinate. By homogeneity this is the mean squared difference of support functions over the
+sphere: the L2 counterpart of the Hausdorff distance of the zonotopes. The products ``E[relu(a · z) relu(b · z)]`` are
+known in closed form, the arc-cosine kernel of Y. Cho and L. Saul, "Kernel methods for deep learning" (NIPS 2009), and
+the best columns for given rows solve a linear system. The kernel's gradient is used to refine the rows.
 
-With data the next layer's inputs before its activation are matched by least squares. Either way a small penalty pulls
-towards the columns of the merge, so that neurons that data do not tell apart stay as they are, and exact merges too.
+With data the next layer's inputs before its activation are matched by least squares. In both cases a small penalty
+pulls towards the columns of the merge, so that neurons that the data cannot distinguish, and exact merges, stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class _Adam:
 def refine_sphere(
     rows: np.ndarray, columns: np.ndarray, new_rows: np.ndarray, start: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns after ``steps`` that lessen the error over all directions; the best that were met."""
+    """Rows and columns after ``steps`` that reduce the error over all directions; the best ones found."""
     best = new_rows, fit_sphere(rows, columns, new_rows, start)
     least = sphere_error(rows, columns, *best)
     adam = _Adam(new_rows.shape, steps, 0.02)
@@ -105,10 +106,10 @@ def refine_sphere(
 def fit_data(
     batches: Iterable[tuple[np.ndarray, np.ndarray]], start: np.ndarray, shift: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The columns and the shift of least squared error on data.
+    """The columns and the shift with the least squared error on data.
 
     Args:
-      batches: pairs of what the next layer reads, float [q, k], and what it should make of it, float [q, m].
+      batches: pairs of the next layer's inputs, float [q, k], and targets, float [q, m].
       start: columns [k, m] of the merge.
       shift: the next layer's bias [m].
 
@@ -133,11 +134,11 @@ def refine_data(
     shift: np.ndarray,
     steps: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, columns and shift after ``steps`` that lessen the squared error on data; the best that were met.
+    """Rows, columns and shift after ``steps`` that reduce the squared error on data; the best ones found.
 
     Args:
-      inputs: what the merged layer reads, float [q, d], with a column of ones where the rows hold a bias.
-      wanted: what the next layer should make of it, float [q, m].
+      inputs: the merged layer's inputs, float [q, d], with a column of ones if the rows include a bias.
+      wanted: the targets of the next layer, float [q, m].
       new_rows: [k, d].
       start: columns [k, m].
       shift: [m].

@@ -1,4 +1,4 @@
-"""Networks with fewer neurons: each hidden layer's are merged, layer by layer, from the input on."""
+"""Merge the neurons of each hidden layer, layer by layer, starting at the input."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def merge_steps(
     refine: int = 0,
     seed: int = 0,
 ) -> Merged:
-    """:func:`merge_neurons` of a chain of steps."""
+    """:func:`merge_neurons` for a chain of steps."""
     options = _options(keep, method, fit, refine, seed)
     original, now = list(steps), list(steps)
     pairs = _pairs(original)
@@ -224,31 +224,32 @@ def merge_neurons(
     refine: int = 0,
     seed: int = 0,
 ) -> Merged:
-    """A ReLU network with fewer neurons that computes nearly the same.
+    """Merge neurons of a ReLU network into a smaller one that computes nearly the same function.
 
     Each hidden layer's neurons are grouped (see :mod:`~capibara.compress.tropical.clusters`), each group becomes one
-    neuron, and the next layer is fitted to what is left (:mod:`~capibara.compress.tropical.fitting`). The result is an
-    ordinary smaller network: it is faster, and needs no decoder. Neurons whose rows are multiples of each other (with a
-    factor above 0) merge exactly, and neurons that reach no output are dropped, so fewer than ``keep`` may remain.
+    neuron, and the next layer is fitted to the remaining neurons (:mod:`~capibara.compress.tropical.fitting`). The
+    result is an ordinary smaller network: it is faster, and needs no decoder. Neurons whose rows are positive
+    multiples of each other merge exactly, and neurons that reach no output are dropped, so fewer than ``keep`` may
+    remain.
 
     Args:
       network: a list of ``(weight, bias)`` pairs of arrays, weight [out, in], bias [out] or ``None``, with ReLU between
         them; a list of steps (:mod:`~capibara.compress.tropical.network`), which may be convolutions; or a
         ``torch.nn.Sequential`` (also nested) of linear and convolution layers, ReLU, pooling, flattening, batch
-        normalisation and dropout. A batch normalisation behind a layer is folded into it. Layers that something else
-        follows than ReLU stay as they are.
-      keep: the share of each hidden layer's neurons that stays, rounded down, at least one neuron; or how many, for
+        normalisation and dropout. Batch normalisation after a layer is folded into it. Layers that are not followed
+        by ReLU stay as they are.
+      keep: the share of each hidden layer's neurons to keep, rounded down, at least one neuron; or the number, for
         each hidden layer that can be merged.
       method: ``"paths"`` or ``"directions"``.
-      inputs: examples [q, …] without labels, to which the next layer is fitted by least squares. Without them it is
+      inputs: examples [q, …] without labels, to which the next layer is fitted by least squares. Without them, it is
         fitted over all directions.
-      fit: ``False`` leaves the next layer with the sums of the groups' columns.
-      refine: steps that move the merged rows, too, by the gradient of the same error. On data only for dense layers;
-        others are fitted as without.
+      fit: ``False`` uses the sums of the groups' columns for the next layer.
+      refine: gradient steps on the same error that also adjust the merged rows. On data only for dense layers; others
+        are only fitted.
       seed: of k-means.
 
     Returns:
-      A :class:`Merged` with the network, of the kind and dtype that was given, and a report with Hausdorff bounds.
+      A :class:`Merged` with the network, of the same kind and dtype, and a report with Hausdorff bounds.
 
     Raises:
       CompressError: a network without a hidden layer that can be merged, or a wrong argument.

@@ -1,4 +1,4 @@
-"""The networks that are merged: a chain of steps over NumPy arrays.
+"""Networks that can be merged: a chain of steps over NumPy arrays.
 
 A batch of dense inputs is [q, features], one of images [q, channels, *places], as in PyTorch; so are the weights.
 """
@@ -46,7 +46,7 @@ class Dense:
       bias: float [out], or ``None``.
 
     Raises:
-      CompressError: other shapes or dtypes, numbers that are not finite.
+      CompressError: wrong shapes or dtypes, NaN or infinity.
     """
 
     weight: np.ndarray
@@ -68,14 +68,14 @@ class Dense:
             )
 
     def windows(self, x: np.ndarray) -> Iterator[np.ndarray]:
-        """What each output reads: rows of inputs."""
+        """The inputs of each output, as rows."""
         self._fits(x)
         yield x.reshape(-1, x.shape[-1])
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution (a correlation, as networks have it) in any number of dimensions, of inputs [q, in, *places].
+    """A convolution (cross-correlation) in any number of dimensions, of inputs [q, in, *places].
 
     Attributes:
       weight: float [out, in, *taps].
@@ -85,7 +85,7 @@ class Convolution:
       dilation: for each dimension.
 
     Raises:
-      CompressError: other shapes or dtypes, numbers that are not finite, settings of the wrong length.
+      CompressError: wrong shapes or dtypes, NaN or infinity, settings of the wrong length.
     """
 
     weight: np.ndarray
@@ -142,7 +142,7 @@ class Convolution:
         return np.moveaxis(out, -1, 1)
 
     def windows(self, x: np.ndarray) -> Iterator[np.ndarray]:
-        """What each output reads, [rows, in · taps], in bounded pieces."""
+        """The inputs of each output, [rows, in · taps], in bounded pieces."""
         view = self._unfold(x)
         width = math.prod(self.weight.shape[1:])
         each = max(1, _CHUNK // max(1, view[0].size)) if len(view) else 1
@@ -204,8 +204,8 @@ class Apply:
 
     Attributes:
       function: from array to array.
-      homogeneous: it works on each channel alone, and ``function(a x) = a function(x)`` for ``a > 0``, so that channels
-        may be merged through it; and it moves no two inputs apart.
+      homogeneous: it acts on each channel separately, ``function(a x) = a function(x)`` for ``a > 0``, so that
+        channels may be merged through it, and it does not increase the distance between inputs.
     """
 
     function: Callable[[np.ndarray], np.ndarray]

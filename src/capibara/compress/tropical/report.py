@@ -1,4 +1,4 @@
-"""What merging did, and how far it can have moved the outputs."""
+"""The result of merging, and bounds on the change of the outputs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["LayerReport", "Merged"]
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What happened to one layer.
+    """The report of one layer.
 
     Attributes:
-      index: which of the network's steps or modules it is, counted from 0.
+      index: its index among the network's steps or modules.
       neurons: before (channels, in a convolution).
       kept: after.
-      hausdorff_bounds: float [m], for each output of the next layer: the sum of the Hausdorff distances of its two
-        zonotopes is at most this, and so is its error in units of ``‖(x, 1)‖``, where x is what a neuron of the merged
-        layer reads.
-      sphere_error: the relative root mean square error of the layer pair over all directions of ``(x, 1)``.
-      data_error: the same over the data, after the fit; ``None`` without data. This one includes what the layers before
-        changed.
+      hausdorff_bounds: float [m], for each output of the next layer: a bound on the sum of the Hausdorff distances of
+        its two zonotopes, and on its error in units of ``‖(x, 1)‖``, where x is the input of a neuron of the merged
+        layer.
+      sphere_error: the relative root mean squared error of the layer pair over all directions of ``(x, 1)``.
+      data_error: the same over the data, after the fit; ``None`` without data. It includes the changes of the
+        previous layers.
     """
 
     index: int
@@ -46,13 +46,13 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Merged:
-    """A network with fewer neurons, and what it cost.
+    """A merged network and its errors.
 
     Attributes:
-      network: of the kind that was given.
+      network: of the same kind as the input.
       layers: a report for each hidden layer that could be merged.
-      norms: of each dense layer, in order, spectral norm and length of the bias before merging, and the same for the
-        merged one; ``None`` if there is anything but dense layers and activations.
+      norms: for each dense layer, in order, the spectral norm and the length of the bias before merging, and the same
+        after merging; ``None`` unless there are only dense layers and activations.
     """
 
     network: Any
@@ -60,13 +60,13 @@ class Merged:
     norms: tuple[tuple[int, float, float, float, float], ...] | None
 
     def error_bound(self, radius: float) -> float:
-        """How far (in Euclidean length) the outputs can be from the network's, over inputs no longer than ``radius``.
+        """Bound the Euclidean distance to the original outputs, over inputs no longer than ``radius``.
 
         It holds for every input and is therefore loose: the bounds of the layers add up, each times the norms of the
-        layers behind it.
+        following layers.
 
         Raises:
-          CompressError: a network with more than dense layers and activations, whose bounds are of single windows.
+          CompressError: the network has other layers than dense ones and activations; their bounds are per window.
         """
         if self.norms is None:
             raise CompressError(

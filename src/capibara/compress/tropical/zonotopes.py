@@ -4,8 +4,8 @@ In the max-plus algebra a sum is a maximum and a product is a sum, so ``max_k (a
 monomials are affine functions, and as a function it is the support function of the polytope spanned by the points
 ``(a_k, b_k)``, taken at ``z = (x, 1)``. A neuron ``c · relu(w · x + b)`` with ``c > 0`` is the polynomial of the
 segment from 0 to ``c (w, b)``. Adding polynomials adds their polytopes (Minkowski), and a sum of segments is a
-zonotope. So an output of a layer pair, ``Σ_i c_i relu(w_i · x + b_i)``, is the difference of two support functions: a
-zonotope of the neurons with ``c_i > 0``, less one of those with ``c_i < 0``: a max-plus rational function.
+zonotope. So an output of a layer pair, ``Σ_i c_i relu(w_i · x + b_i)``, is the difference of two support functions,
+those of the zonotopes of the neurons with ``c_i > 0`` and with ``c_i < 0``: a max-plus rational function.
 
 Two such functions differ at ``x`` by at most the Hausdorff distances of their zonotopes times ``‖(x, 1)‖``, because the
 Hausdorff distance of convex bodies is the largest difference of their support functions over the unit sphere. Fewer
@@ -31,7 +31,7 @@ _MOST = 16
 
 @dataclass(frozen=True)
 class Zonotope:
-    """The sum of the segments from 0 to each generator, moved by an offset.
+    """The Minkowski sum of the segments from 0 to each generator, plus an offset.
 
     Attributes:
       generators: float [n, d].
@@ -42,11 +42,11 @@ class Zonotope:
     offset: np.ndarray
 
     def support(self, directions: np.ndarray) -> np.ndarray:
-        """The support function, float [q], at directions [q, d]: the polynomial's value, where they are ``(x, 1)``."""
+        """The support function, float [q], at directions [q, d]: the polynomial's value at directions ``(x, 1)``."""
         return np.maximum(directions @ self.generators.T, 0).sum(1) + directions @ self.offset
 
     def monomials(self) -> np.ndarray:
-        """The points [2ⁿ, d] whose hull the zonotope is: the polynomial's monomials, a gradient and a constant each.
+        """The points [2ⁿ, d] whose hull is the zonotope: the polynomial's monomials, each a gradient and a constant.
 
         Raises:
           CompressError: more than 16 generators.
@@ -62,7 +62,7 @@ class Zonotope:
         return points
 
     def distance_at(self, other: Zonotope, directions: np.ndarray) -> float:
-        """The largest difference of the support functions over the directions: no more than the Hausdorff distance."""
+        """The largest difference of the support functions over the directions; at most the Hausdorff distance."""
         lengths = np.linalg.norm(directions, axis=1)
         kept = lengths > 0
         gaps = np.abs(self.support(directions[kept]) - other.support(directions[kept])) / lengths[kept]
@@ -71,10 +71,10 @@ class Zonotope:
 
 @dataclass(frozen=True)
 class RationalMap:
-    """``x ↦ readout @ relu(weight @ x + bias) + shift`` as a quotient of max-plus polynomials, one for each output.
+    """``x ↦ readout @ relu(weight @ x + bias) + shift`` as a quotient of max-plus polynomials, one per output.
 
     Attributes:
-      weight: float [n, d], a neuron a row.
+      weight: float [n, d], one neuron per row.
       bias: float [n].
       readout: float [m, n].
       shift: float [m].
@@ -95,11 +95,11 @@ class RationalMap:
         return Zonotope(rows * factors[chosen, None], offset)
 
     def numerator(self, output: int) -> Zonotope:
-        """The zonotope of the neurons that add to the output, moved by its shift."""
+        """The zonotope of the neurons with positive weight in the output, plus its shift."""
         return self._part(output, 1)
 
     def denominator(self, output: int) -> Zonotope:
-        """The zonotope of the neurons that take from the output."""
+        """The zonotope of the neurons with negative weight in the output."""
         return self._part(output, -1)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A program to compile, and what the compiler said of it."""
+"""A program to compile, and the compiler's results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_TEXT = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a worker is to compile.
+    """A program for a worker to compile.
 
     Attributes:
-      builder: ``"module:function"``; called as ``function(mesh, **params)`` it gives a
-        :class:`~capibara.plan.workloads.Workload`, on a mesh of devices that are only described.
-      params: its further arguments: what JSON holds.
+      builder: ``"module:function"``; called as ``function(mesh, **params)``, it returns a
+        :class:`~capibara.plan.workloads.Workload` on a mesh of abstract devices.
+      params: its further arguments; JSON values.
       slice: the target.
       mesh: mesh axes and sizes.
       compiler_options: flags of the compiler for this program.
@@ -53,7 +53,7 @@ class Job:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:
-        """What :meth:`to_json` gave."""
+        """Read the output of :meth:`to_json`."""
         target = data["slice"]
         return cls(
             builder=data["builder"],
@@ -67,12 +67,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of HBM a device takes, as the compiler lays them out (padding to tiles included).
+    """Bytes of HBM per device, as the compiler lays them out (including padding to tiles).
 
     Attributes:
-      arguments: all that comes in. outputs: all that goes out. aliased: outputs that take the place of arguments.
-      temporaries: what lives only within the step. host: bytes in the host's memory.
-      kinds: arguments by kind (``parameters``, ``optimizer`` …), as they are without padding.
+      arguments: all inputs. outputs: all results. aliased: outputs that reuse the memory of arguments. temporaries:
+      buffers that exist only within the step. host: bytes in the host's memory.
+      kinds: arguments by kind (``parameters``, ``optimizer`` …), without padding.
     """
 
     arguments: int
@@ -84,29 +84,29 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What one device must have: arguments + outputs − aliased + temporaries."""
+        """Memory that one device needs: arguments + outputs − aliased + temporaries."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     @property
     def padding(self) -> int:
-        """What laying the arguments out in tiles adds."""
+        """Padding of the arguments to tiles."""
         return max(0, self.arguments - sum(self.kinds.values())) if self.kinds else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """What came of a :class:`Job`.
+    """The result of a :class:`Job`.
 
     Attributes:
       status: ``"ok"``, ``"oom"`` (it does not fit) or ``"error"``.
       memory: None unless it compiled.
-      needed_bytes: where it does not fit: what the compiler says it would take (an early estimate).
-      message: where it did not compile: the compiler's words, shortened.
+      needed_bytes: if it does not fit: the memory that it would need, by the compiler (an early estimate).
+      message: if it did not compile: the compiler's message, shortened.
       coordinates: of every device, in the order of the mesh.
       program_hash: SHA-256 of the program before compilation.
       buffers: the largest: ``{"bytes", "shape", "op_name", "padding"}``.
       versions: of jax, jaxlib and libtpu.
-      lower_seconds, compile_seconds: what it took (when it was first compiled).
+      lower_seconds, compile_seconds: times of the first compilation.
       text_path: the compiled program's text, compressed; None unless it compiled.
       cached: whether it was found in the cache.
     """
@@ -134,7 +134,7 @@ class CompiledProgram:
         """The compiled program: the scheduled HLO of one device.
 
         Raises:
-          PlanError: it did not compile, or its text is gone from the cache.
+          PlanError: it did not compile, or its text is no longer in the cache.
         """
         if self.text_path is None:
             raise PlanError(f"the program did not compile ({self.status}), so it has no text: {self.message}")
@@ -164,10 +164,10 @@ class CompiledProgram:
     def from_json(
         cls, data: Mapping[str, Any], text_path: Path | None = None, cached: bool = False
     ) -> CompiledProgram:
-        """What :meth:`to_json` gave.
+        """Read the output of :meth:`to_json`.
 
         Raises:
-          PlanError: it is something else.
+          PlanError: the data is invalid.
         """
         try:
             rest = {

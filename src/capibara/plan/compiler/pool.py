@@ -1,4 +1,4 @@
-"""Processes that compile, several at a time, and the cache before them."""
+"""Compile in several processes, with a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BYTES_A_WORKER = 3 << 30
 
 
 def default_workers() -> int:
-    """Compilations at a time: the processors this process may use, as far as the free memory reaches."""
+    """Parallel compilations: the number of processors available to this process, limited by free memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -41,7 +41,7 @@ def compile_program(
     """Compile one program, or find it in the cache.
 
     Raises:
-      CompilerMissingError: there is no TPU compiler here.
+      CompilerMissingError: the TPU compiler is not installed.
       CompilationError: the process died or took longer than ``timeout`` seconds. A program that the compiler refuses is
         a result, not an error.
     """
@@ -60,18 +60,18 @@ def compile_programs(
     timeout: float = 1800.0,
     started: Callable[[int], None] | None = None,
 ) -> Generator[tuple[int, CompiledProgram], None, None]:
-    """Compile programs side by side; gives ``(number of the job, result)`` as each is done.
+    """Compile programs in parallel; yields ``(index of the job, result)`` as each is done.
 
     Closing the iterator, or an interrupt, stops the processes. A process that dies or takes too long is a result with
-    the status ``"error"``, so that the others go on.
+    the status ``"error"``, so that the others continue.
 
     Args:
       workers: how many at a time; by default :func:`default_workers`.
-      started: called with a job's number when its process starts (not for what the cache knows).
+      started: called with a job's index when its process starts (not for cached results).
 
     Raises:
-      CompilerMissingError: there is no TPU compiler here.
-      PlanError: the number of workers is wrong, or the cache's folder cannot be written to.
+      CompilerMissingError: the TPU compiler is not installed.
+      PlanError: the number of workers is invalid, or the cache's folder is not writable.
     """
     with contextlib.closing(_results(jobs, cache, workers, timeout, started)) as results:
         for number, found in results:

@@ -1,4 +1,4 @@
-"""A lowered program and what its arguments are."""
+"""A lowered program and the kinds of its arguments."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["Workload", "bytes_on_a_device"]
 
 @dataclass(frozen=True)
 class Workload:
-    """What a builder gives.
+    """The result of a builder.
 
     A builder is a function ``(mesh, **parameters) -> Workload``, named as ``"module:function"``; the parameters are
-    what JSON holds.
+    JSON values.
 
     Attributes:
-      lowered: the program, as ``jax.jit(…).lower(…)`` gives it for arguments that are described only
-        (``jax.ShapeDtypeStruct`` with a sharding on the mesh).
-      kinds: the arguments by what they are: ``{"parameters": tree, "optimizer": tree, "batch": tree}``.
+      lowered: the program, as returned by ``jax.jit(…).lower(…)`` for abstract arguments (``jax.ShapeDtypeStruct``
+        with a sharding on the mesh).
+      kinds: the arguments by kind: ``{"parameters": tree, "optimizer": tree, "batch": tree}``.
     """
 
     lowered: Any
@@ -32,7 +32,7 @@ class Workload:
 
 
 def bytes_on_a_device(tree: Any) -> int:
-    """Bytes that described arrays take on one device; those in the host's memory are not counted."""
+    """Bytes of abstract arrays on one device, without those in the host's memory."""
     import jax
 
     total = 0
