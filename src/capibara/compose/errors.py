@@ -1,7 +1,7 @@
-"""What can go wrong while a model is composed, and how it is said.
+"""Errors of composing a model.
 
-Each error names the two places in the nested model that disagree, what each of them has, and the line of the
-user's own code that connected them (see :class:`Site`).
+Each error names the two conflicting places in the nested model, their properties, and the line of the user's code
+that connected them (see :class:`Site`).
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class CycleError(ComposeError, ValueError):
 
 
 class UnconnectedError(ComposeError, ValueError):
-    """A block's input is connected to nothing."""
+    """A block's input is not connected."""
 
 
 class CompileError(ComposeError, ValueError):
-    """A model cannot be compiled as asked (an unknown key, an unresolved size …)."""
+    """A model cannot be compiled as requested (an unknown key, an unresolved size …)."""
 
 
 class InputError(ComposeError, ValueError):
-    """Values handed to a compiled model do not fit it (a missing key, a wrong shape)."""
+    """Values passed to a compiled model do not match it (a missing key, a wrong shape)."""
 
 
 class MissingFileError(InputError, FileNotFoundError):
@@ -65,7 +65,7 @@ class MissingFileError(InputError, FileNotFoundError):
 
 
 class PicklingError(ComposeError, TypeError):
-    """A model or a backend was to be pickled: it holds functions, and has a text format of its own."""
+    """A model or backend cannot be pickled: it contains functions; models have a text format instead."""
 
 
 class Site(NamedTuple):

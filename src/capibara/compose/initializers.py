@@ -1,7 +1,7 @@
-"""How parameters and states start.
+"""Initialisers of parameters and states.
 
-An initialiser is ``init(key, shape, dtype) -> array``. These are frozen dataclasses, so that a model prints,
-compares and can be written down; any callable with that signature serves as well (``jax.nn.initializers`` too).
+An initialiser is ``init(key, shape, dtype) -> array``. These are frozen dataclasses, so that a model can be printed,
+compared and serialised; any callable with that signature works as well (``jax.nn.initializers`` too).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Evenly distributed from ``low`` to ``high``."""
+    """Uniformly distributed from ``low`` to ``high``."""
 
     low: float
     high: float
@@ -79,7 +79,7 @@ class Uniform:
 
 
 class Given:
-    """The array itself, or nested tuples of numbers. It is not a dataclass: arrays are not compared."""
+    """A given array, or nested tuples of numbers. Not a dataclass, since arrays are not compared."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -111,8 +111,8 @@ class Scaled:
 
     Args:
         scale: variance of the result for inputs of variance 1.
-        fan_in: how many dimensions of the shape are summed over.
-        skip: how many dimensions stand before those: the outputs of a convolution's kernel, the experts of a mixture.
+        fan_in: number of dimensions of the shape that are summed over.
+        skip: number of dimensions before those: the outputs of a convolution's kernel, the experts of a mixture.
     """
 
     scale: float = 1.0
@@ -135,7 +135,7 @@ class Scaled:
 class LogUniform:
     """``transform(exp(u))`` with u uniform between ``log(low)`` and ``log(high)``.
 
-    ``transform="log"`` stores the logarithm (decay rates); ``"softplus_inverse"`` stores what softplus maps back
+    ``transform="log"`` stores the logarithm (decay rates); ``"softplus_inverse"`` stores the inverse of softplus
     (step sizes), as in Mamba (Gu and Dao, 2023).
     """
 
@@ -157,9 +157,9 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Rows drawn evenly from the sphere of radius ``radius``.
+    """Rows drawn uniformly from the sphere of radius ``radius``.
 
-    Arrays of one block with the same ``salt`` start equal: their key comes from it instead of their own name.
+    Arrays of one block with the same ``salt`` start equal: their key is derived from it instead of their own name.
     """
 
     radius: float = 1.0

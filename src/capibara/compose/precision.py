@@ -1,4 +1,4 @@
-"""Which dtype each kind of number has: parameters, arithmetic, sums."""
+"""Dtypes of parameters, arithmetic and sums."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def plan(
       max_compiles: maximum number of layouts to compile. top: how many to report.
       region, term, prices: which price, and a file of your own (see :func:`capibara.hardware.get_price`).
       cache: the folder of compiled results, instead of the user's.
-      workers: compilations at a time.
+      workers: parallel compilations.
       progress: called with ``"start"`` or ``"done"``, a layout, and the compiled program.
 
     Raises:

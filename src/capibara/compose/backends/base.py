@@ -1,4 +1,4 @@
-"""What the backends have in common: dtypes, random state, registered operations, and how methods are called."""
+"""Common parts of the backends: dtypes, random state, registered operations, method calls."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Backend(Methods):
         type: "jax", "torch" or "numpy".
         ops_module: import path of the operations that generated code calls.
         eager_module: import path of further functions, for methods only.
-        is_manualgrad: gradients are generated as source (NumPy), not taken by the library.
-        registered_ops: operations of the user's own, by name; see :meth:`register_op`.
+        is_manualgrad: gradients are generated as source (NumPy), not computed by the library.
+        registered_ops: user-defined operations, by name; see :meth:`register_op`.
     """
 
     type: str = ""
@@ -74,7 +74,7 @@ class Backend(Methods):
 
     @property
     def seed(self) -> Any:
-        """What :meth:`set_seed` was last given; 0 at first."""
+        """The last argument of :meth:`set_seed`; initially 0."""
         return self._seed
 
     @seed.setter
@@ -98,21 +98,21 @@ class Backend(Methods):
         )
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The settings that this backend needs, for as long as the ``with`` block lasts."""
+        """A context manager with the settings that this backend needs."""
         return contextlib.nullcontext()
 
     @property
     def platform(self) -> str:
-        """What models compiled on this backend run on: "cpu", "gpu" or "tpu"."""
+        """The platform of models compiled on this backend: "cpu", "gpu" or "tpu"."""
         return "cpu"
 
     @property
     def needs_x64(self) -> bool:
-        """Whether the model has any number in float64."""
+        """Whether any of the backend's dtypes is float64."""
         return "float64" in (self.policy.param, self.policy.compute, self.policy.accumulate)
 
     def compiled_class(self) -> type:
-        """The class of what ``compile`` returns for this backend."""
+        """The class of models that ``compile`` returns for this backend."""
         from capibara.compose.physical.compiled import CompiledModel
 
         return CompiledModel
@@ -124,8 +124,8 @@ class Backend(Methods):
     ) -> Callable[..., Any]:
         """Register an operation for models on this backend; a decorator.
 
-        A model uses it as ``ml.op(name)(input="x", output="y")``. It may bear the name of a built-in operation,
-        which it then replaces in ``ml.op`` (and nowhere else). The function is returned as it was::
+        A model uses it as ``ml.op(name)(input="x", output="y")``. It may have the name of a built-in operation, which
+        it then replaces in ``ml.op`` (and nowhere else). The function is returned unchanged::
 
             @backend.register_op("swish")
             def swish(x):
@@ -136,7 +136,7 @@ class Backend(Methods):
             options: on NumPy, ``vjp``: its derivative, see :class:`~.numpy_backend.NumpyBackend`.
 
         Raises:
-            WiringError: the name is not an identifier, or what is registered cannot be called.
+            WiringError: the name is not an identifier, or the function is not callable.
         """
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
             raise WiringError(

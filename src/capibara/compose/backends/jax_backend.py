@@ -1,4 +1,4 @@
-"""The JAX backend: where and in which precision a composed model runs, and arrays outright."""
+"""The JAX backend: device and precision of composed models, and methods on arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["JaxBackend"]
 
 
 class JaxBackend(Backend):
-    """Where and how a compiled model runs on JAX, and its methods on arrays. Making one changes no JAX setting.
+    """The JAX backend: how compiled models run, and methods on arrays. Creating one does not change JAX's settings.
 
     Args:
         dtype: dtype of parameters and arithmetic (``"float32"``, ``"bfloat16"``, ``"float16"``, ``"float64"``).
@@ -31,20 +31,20 @@ class JaxBackend(Backend):
         device_mesh: a ``jax.sharding.Mesh``, or a shape such as ``(4, 8)`` over the first 32 devices with the axes
             of ``mesh_axes``. Parameters are sharded over it by ``rules``.
         mesh_axes: names of the mesh's axes, when ``device_mesh`` is a shape.
-        rules: which mesh axis each logical axis goes to. With rules or a mesh, compiling refuses axis names that
-            nobody knows; without either they are only names.
+        rules: the mesh axis of each logical axis. With rules or a mesh, compiling refuses unknown axis names; without
+            either, names have no effect.
         platform: the platform to compile for; by default that of the device or mesh. Without a device or mesh, its
-            first device is taken. One that is not on this machine serves for lowering
-            (``jax.jit(model.apply).trace(…).lower(lowering_platforms=…)``) alone: the backend's own methods refuse
-            to make arrays there.
-        precision: of matrix products, in the forward and the backward pass: a ``jax.lax.Precision``, or what
-            ``jax.default_matmul_precision`` takes (``"highest"``, ``"bfloat16_3x"`` …).
+            first device is used. A platform that is not on this machine can only be used for lowering
+            (``jax.jit(model.apply).trace(…).lower(lowering_platforms=…)``): the backend's own methods refuse to
+            create arrays there.
+        precision: of matrix products, in the forward and the backward pass: a ``jax.lax.Precision``, or a value of
+            ``jax.default_matmul_precision`` (``"highest"``, ``"bfloat16_3x"`` …).
         debug: check every result for NaN (``jax.debug_nans``) while ``evaluate`` runs, or ``apply`` outside of a
             trace. A ``jax.jit`` of your own around ``apply`` is checked if it is *called* in :meth:`scope`.
 
     Raises:
-        CompileError: for a device that is not there (the error lists those that are), a mesh too large, or a
-            precision that JAX does not know.
+        CompileError: the device is not available (the error lists those that are), the mesh is too large, or JAX does
+            not know the precision.
     """
 
     type = "jax"
@@ -108,10 +108,10 @@ class JaxBackend(Backend):
         return jax.default_backend()
 
     def check_axes(self, arrays: Mapping[str, Sequence[str | None] | None]) -> None:
-        """Refuse logical axis names that nobody knows, if rules or a mesh were given.
+        """Refuse unknown logical axis names, if rules or a mesh were given.
 
         Args:
-            arrays: the axis names of each array of a model, by what it is called.
+            arrays: the axis names of each array of a model, by the array's name.
 
         Raises:
             CompileError: for the first such name, with the array that has it.
@@ -127,7 +127,7 @@ class JaxBackend(Backend):
 
     @property
     def lowers_only(self) -> bool:
-        """Whether a platform was named without a device or mesh of it, so that it need not be here."""
+        """Whether a platform was given without a device or mesh, so that it need not be present."""
         return self._platform is not None and self.device is None and self.mesh is None
 
     def check_present(self) -> None:
@@ -150,11 +150,10 @@ class JaxBackend(Backend):
             ) from None
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The JAX settings that this backend needs, for as long as the ``with`` block lasts.
+        """A context manager with the JAX settings that this backend needs.
 
-        A compiled model enters it by itself. Transformations do part of their work outside of the function that
-        they transform, so enter it around them where the whole computation has to have the settings, which
-        ``float64`` asks for::
+        A compiled model enters it automatically. Transformations do part of their work outside the function that they
+        transform, so enter it around them if the whole computation needs the settings, as for ``float64``::
 
             with backend.scope():
                 gradients = jax.jit(jax.grad(loss))(params)
@@ -182,7 +181,7 @@ class JaxBackend(Backend):
 
     @staticmethod
     def get_available_devices() -> list[str]:
-        """The devices of JAX's default platform, as ``device=`` takes them."""
+        """The devices of JAX's default platform, as values of ``device=``."""
         import jax
 
         return [f"{d.platform}:{d.id}" for d in jax.devices()]
@@ -208,7 +207,7 @@ class JaxBackend(Backend):
         return jax.block_until_ready(data)
 
     def empty_cache(self) -> None:
-        """Forget what JAX has compiled: ``jax.clear_caches()``."""
+        """Clear JAX's compilation caches: ``jax.clear_caches()``."""
         import jax
 
         jax.clear_caches()

@@ -1,6 +1,6 @@
-"""The NumPy backend: composed models and arrays on the CPU, with nothing but NumPy.
+"""The NumPy backend: composed models and arrays on the CPU, with NumPy only.
 
-NumPy does not differentiate, so ``compile`` writes the backward pass as source beside the forward one
+NumPy does not differentiate, so ``compile`` also generates the source of the backward pass
 (:mod:`capibara.compose.physical.backward`).
 """
 
@@ -32,10 +32,10 @@ class _Registered:
 
 
 class NumpyBackend(Backend):
-    """Composed models in NumPy, and its methods on arrays.
+    """The NumPy backend: compiled models, and methods on arrays.
 
     ``register_op(name, vjp=…)`` takes the derivative of an operation: ``vjp(cotangent, output, *inputs, **attributes)``
-    returns the cotangents of the inputs. It is not needed if the operation is written with this backend's methods.
+    returns the cotangents of the inputs. It is not needed if the operation uses this backend's methods.
 
     Args:
         dtype: dtype of parameters and arithmetic: "float32", "float64" or "float16" (NumPy has no bfloat16).
@@ -43,7 +43,7 @@ class NumpyBackend(Backend):
         device: "cpu", the only one.
 
     Raises:
-        CompileError: for another dtype or device.
+        CompileError: an unsupported dtype or device.
     """
 
     type = "numpy"
@@ -88,11 +88,11 @@ class NumpyBackend(Backend):
         return data
 
     def block_until_ready(self, data: Any) -> Any:
-        """The array itself: NumPy computes at once."""
+        """The array itself: NumPy computes synchronously."""
         return data
 
     def empty_cache(self) -> None:
-        """Nothing is kept."""
+        """No effect: NumPy has no cache."""
 
     def _new_key(self, seed: Any) -> Any:
         return philox.as_key(seed)
@@ -118,7 +118,7 @@ class NumpyBackend(Backend):
     # ---- what compiled models need ------------------------------------------------------------------------
 
     def as_input(self, value: Any) -> Any:
-        """An input as it is, or as a NumPy array if it is a list or of another library."""
+        """An input unchanged, or as a NumPy array if it is a list or of another library."""
         if isinstance(value, np.ndarray) or not hasattr(value, "__array__"):
             return value
         if type(value).__module__.partition(".")[0] == "torch":

@@ -26,7 +26,7 @@ def _torch() -> Any:
 
 
 class TorchBackend(Backend):
-    """Composed models in PyTorch, and its methods on tensors. Nothing of PyTorch's settings is changed.
+    """The PyTorch backend: compiled models, and methods on tensors. PyTorch's settings do not change.
 
     Args:
         dtype: dtype of parameters and arithmetic.
@@ -35,7 +35,7 @@ class TorchBackend(Backend):
         jit: run compiled models through ``torch.compile``.
 
     Raises:
-        CompileError: for a device that is not there. MissingExtraError: PyTorch is not installed.
+        CompileError: the device is not available. MissingExtraError: PyTorch is not installed.
     """
 
     type = "torch"
@@ -74,7 +74,7 @@ class TorchBackend(Backend):
         return PortableModel
 
     def scope(self) -> AbstractContextManager[Any]:
-        """New tensors on this backend's device, for as long as the ``with`` block lasts."""
+        """A context manager that creates new tensors on this backend's device."""
         torch = _torch()
         return contextlib.nullcontext() if self.device.type == "cpu" else torch.device(self.device)
 
@@ -84,13 +84,13 @@ class TorchBackend(Backend):
 
     @staticmethod
     def get_available_devices() -> list[str]:
-        """The devices there are, as ``device=`` takes them."""
+        """The available devices, as values of ``device=``."""
         torch = _torch()
         found = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         return [*found, "mps"] if torch.backends.mps.is_available() else found
 
     def to_numpy(self, input: Any) -> Any:
-        """A NumPy copy of a tensor (bfloat16 as float32, which holds it exactly)."""
+        """A NumPy copy of a tensor (bfloat16 as float32, which represents it exactly)."""
         torch = _torch()
         input = input.detach().cpu()
         return (input.float() if input.dtype == torch.bfloat16 else input).numpy().copy()
@@ -100,13 +100,13 @@ class TorchBackend(Backend):
         return data.to(str(device).replace("gpu", "cuda"), non_blocking=asynchronous)
 
     def block_until_ready(self, data: Any) -> Any:
-        """Wait until the device has done everything that it was given, and return the tensor."""
+        """Wait until the device has completed all work, and return the tensor."""
         if self.device.type == "cuda":
             _torch().cuda.synchronize(self.device)
         return data
 
     def empty_cache(self) -> None:
-        """Give unused memory of a GPU back: ``torch.cuda.empty_cache()``."""
+        """Release unused GPU memory: ``torch.cuda.empty_cache()``."""
         if self.device.type == "cuda":
             _torch().cuda.empty_cache()
 
@@ -149,7 +149,7 @@ class TorchBackend(Backend):
     # ---- what compiled models need ------------------------------------------------------------------------
 
     def as_input(self, value: Any) -> Any:
-        """An input as it is, or as a tensor of its own dtype if it is an array of another library."""
+        """An input unchanged, or as a tensor of its own dtype if it is an array of another library."""
         torch = _torch()
         if isinstance(value, torch.Tensor) or not hasattr(value, "__array__"):
             return value

@@ -1,11 +1,10 @@
 """Models as JSON text, and back.
 
-What is written is the structure: blocks by the name of their class with the arguments they were made with, models
-as the blocks in them with their connections by name, shapes with their symbols, parameters and states with their
-initialisers by name. Text from outside is hostile until checked: classes come from a closed table (the primitives,
-``Model``, ``Repeat``, ``Remat``, ``Operation``; initialisers likewise), nothing is evaluated or imported, and size,
-nesting, numbers and counts are bounded before anything is built from them. Of an operation of the user's own
-(``ml.op``) the name is written, not the function.
+The text describes the structure: blocks by class name with their arguments, models as their blocks with named
+connections, shapes with their symbols, parameters and states with their initialisers by name. Input is untrusted:
+classes come from a closed table (the primitives, ``Model``, ``Repeat``, ``Remat``, ``Operation``; initialisers
+likewise), nothing is evaluated or imported, and size, nesting, numbers and counts are bounded before anything is
+built. For a user-defined operation (``ml.op``), the name is written, not the function.
 
 The format (``"version": 1``)::
 
@@ -59,14 +58,13 @@ __all__ = ["VERSION", "ModelFormatError", "from_json", "to_json"]
 def to_json(model: Block, *, indent: int | None = None) -> str:
     """A model as JSON text, which :func:`from_json` reads.
 
-    Subclasses of ``Model`` are written as the blocks in them, so what they were changed to after they were made is
-    kept, while methods of their own are not.
+    Subclasses of ``Model`` are written as their blocks, so later changes to them are kept, but not their own methods.
 
     Args:
         model: a model, or one block. indent: as in :func:`json.dumps`.
 
     Raises:
-        ModelFormatError: something in it has no written form: a primitive or an initialiser of one's own.
+        ModelFormatError: something in it cannot be written: a user-defined primitive or initialiser.
     """
     if not isinstance(model, Block):
         raise ModelFormatError(f"model={model!r} is not a model: pass a capibara.compose Model")

@@ -23,7 +23,7 @@ Sized = p.Mean | p.Max | p.Min
 
 
 class TrainModel(Model):
-    """A model, and what it is trained for; the output ``final_cost`` is a scalar to minimise::
+    """A model with a training objective; the output ``final_cost`` is a scalar to minimise::
 
         train = TrainModel(model)
         train.add_loss(SquaredError(), input="output", target="target")
@@ -31,7 +31,7 @@ class TrainModel(Model):
         train.add_metric(Accuracy(n_classes), pred="output", label="label", key_name="accuracy")
 
     Its inputs are the model's and those of the losses (``target``); its outputs the model's, those that were given a
-    ``key_name``, ``loss`` (without the regularisation) and ``final_cost``. The model's parameters stand under
+    ``key_name``, ``loss`` (without the regularisation) and ``final_cost``. The model's parameters are under
     ``"model"``.
 
     Args:
@@ -76,7 +76,7 @@ class TrainModel(Model):
 
         Args:
             loss_model: a block with one output.
-            reduce_steps: blocks that make a scalar of it one after the other; by default ``[Mean()]``.
+            reduce_steps: blocks that reduce it to a scalar, one after the other; by default ``[Mean()]``.
             key_name: an output with the loss, after reduction and coefficient.
             coef: a factor.
             connections: for each input of the loss the name of an output of the model, or of a new input.
@@ -159,7 +159,7 @@ class TrainModel(Model):
         key_name: str | None = None,
         **connections: Any,
     ) -> None:
-        """Add a metric: its output is an output of this model, and no part of the cost.
+        """Add a metric: its output is an output of this model, and not part of the cost.
 
         Args:
             model: a block with one main output, such as ``Accuracy()``. reduce_steps: blocks after it.
@@ -177,14 +177,14 @@ class TrainModel(Model):
         self._named(at, name)
 
     def set_loss_combiner(self, loss_combiner: Block) -> None:
-        """How several losses, side by side as ``[losses]``, become one: by default ``Sum()``."""
+        """Set the block that combines several losses, stacked as ``[losses]``; by default ``Sum()``."""
         self._open()
         if not isinstance(loss_combiner, Block):
             raise WiringError(f"loss_combiner={loss_combiner!r} is not a block")
         self._combine = loss_combiner
 
     def finalize(self) -> None:
-        """Join losses and regularisation to ``final_cost``. Compiling does it; after it nothing can be added.
+        """Combine losses and regularisation into ``final_cost``. ``compile`` calls it; then nothing can be added.
 
         Raises:
             WiringError: there is no loss.

@@ -1,8 +1,8 @@
-"""Blocks and their ports: what models are made of, before they are connected.
+"""Blocks and their ports, before they are connected in models.
 
 A :class:`Block` has ports, each a wire. A :class:`Primitive` is one operation of the backend. Calling a block with
-names declares what its ports connect to; :class:`~capibara.compose.logical.model.Model` makes the connections. Calling
-it with positional arguments returns its result as a connection, for functional style.
+names declares its connections; :class:`~capibara.compose.logical.model.Model` makes the connections. Calling it with
+positional arguments returns its result as a connection, for functional style.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Block:
 
     @property
     def input_keys(self) -> list[str]:
-        """Data inputs: what must come from outside (parameters, states and constants are not among them)."""
+        """Data inputs: those that must be passed in (without parameters, states and constants)."""
         raise NotImplementedError
 
     @property
@@ -131,11 +131,11 @@ class Block:
     def summary(
         self, *, shapes: bool = True, types: bool = False, depth: int | None = 0, verbose: bool = True
     ) -> str:
-        """Print a table of the blocks, what their ports are connected to, and how many parameters they have.
+        """Print a table of the blocks, their connections and their numbers of parameters.
 
         Args:
-            shapes, types: columns with what is known of shapes and kinds so far.
-            depth: how many levels of nested blocks are shown below the first; None: all.
+            shapes, types: add columns with the shapes and kinds known so far.
+            depth: number of levels of nested blocks to show below the first; None: all.
             verbose: print the table (it is returned in any case).
 
         Returns:
@@ -161,7 +161,7 @@ class Block:
         )
 
     def port(self, key: str) -> Port:
-        """A port by name, also where the name is taken by an attribute (``block.port("name")``)."""
+        """A port by name, even if an attribute has the same name (``block.port("name")``)."""
         self._check_port(key)
         return Port(self, key)
 
@@ -184,7 +184,7 @@ class Block:
         )
 
     def shape_of(self, key: str) -> Shape:
-        """What is known of the shape of one port."""
+        """The known shape of one port."""
         self._check_port(key)
         return self.wires[key].find().shape
 
@@ -215,13 +215,13 @@ class Primitive(Block):
         inputs: port name → ``(shape, kind)``; a kind is "float", "int", "bool" or a capital letter, and ports with
             the same letter have the same kind; with "N" that is not "bool".
         outputs: the same for the results, in the order in which the operation returns them.
-        attributes: keyword arguments of the operation, plain values known when the model is composed.
-        constraints: ``(rule, (port, …))`` beyond what equal names in the shapes say.
+        attributes: keyword arguments of the operation, plain values known during composition.
+        constraints: ``(rule, (port, …))``, in addition to equal names in the shapes.
         uses_key: the operation takes ``key=`` (randomness). uses_train: it takes ``train=``.
-        accumulates: the operation takes ``accumulate=``, the dtype that its sums are kept in.
+        accumulates: the operation takes ``accumulate=``, the dtype of its sums.
         sizes: inputs whose values are sizes (integers of at least 0), known when the operation is traced or run:
-            the last of ``inputs``. The operation does not get them as arrays; a :class:`SizeFrom` in an attribute
-            stands for one. In ``constraints``, ``"#port"`` is the row of dimensions that a port holds the sizes of.
+            the last of ``inputs``. The operation does not receive them as arrays; a :class:`SizeFrom` in an attribute
+            refers to one. In ``constraints``, ``"#port"`` is the list of dimensions whose sizes a port holds.
         cost: a note for humans of what the operation does (shown by ``summary``).
     """
 
@@ -288,7 +288,7 @@ class Primitive(Block):
 
     @property
     def ports_in(self) -> list[str]:
-        """Every argument of the operation, in order, parameters and states among them."""
+        """Every argument of the operation, in order, including parameters and states."""
         return self._inputs
 
     @property

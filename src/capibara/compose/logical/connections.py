@@ -1,8 +1,8 @@
-"""What a block's ports are connected to: names, ports, keys with more said of them, and expressions.
+"""What a block's ports can be connected to: names, ports, annotated keys, and expressions.
 
 A :class:`Connection` is the result of a block that is not in a model yet: of an operator (``x + 1``) or of a block
-called with positional arguments (``Linear(4)(x)``). It holds the call and what the call reads, so that a whole model
-can be written as one expression, and be gathered from its result (:meth:`Model.create`).
+called with positional arguments (``Linear(4)(x)``). It stores the call and its inputs, so that a whole model can be
+written as one expression and built from its result (:meth:`Model.create`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["Call", "Connection", "IOKey", "Placement", "Port", "as_type", "calle
 
 
 class Port(Operators):
-    """One end of a block: ``block.output``. Joining it to another port joins the two values.
+    """An input or output of a block: ``block.output``. Connecting it to another port makes them one value.
 
-    Two ports are equal if they are the same end of the same block.
+    Two ports are equal if they are the same port of the same block.
     """
 
     __slots__ = ("block", "key")
@@ -54,26 +54,26 @@ class Port(Operators):
 
 
 class IOKey(Operators):
-    """A connection by name, with more said of it: ``Linear(8)(output=IOKey("y", expose=True))``.
+    """A named connection with further properties: ``Linear(8)(output=IOKey("y", expose=True))``.
 
-    In functional style it is where a model begins: ``y = Relu()(IOKey("x") + 1)``.
+    In functional style, models start with it: ``y = Relu()(IOKey("x") + 1)``.
 
     Args:
-        name: the connection's name. Without one it is ``input`` where a block reads it (``input_1`` … if there are
-            several), and an unnamed value where a block writes it.
-        value: a number, an array or a (nested) list of numbers that the connection always has; :data:`TBD`: none.
+        name: the connection's name. Without one it is ``input`` if a block reads it (``input_1`` … if there are
+            several), and an unnamed value if a block writes it.
+        value: a fixed value: a scalar, an array or a (nested) list of numbers; :data:`TBD`: none.
         shape: its shape, as in :func:`capibara.compose.logical.shapes.as_shape`.
         type: "float", "int" or "bool"; ``float``, ``int``, ``bool`` for a scalar; ``Tensor[float]`` … or ``Tensor``
             for an array of any shape; ``tuple`` or ``list`` for one with dimensions.
-        expose: True makes it an output of the model, even if another block uses it too.
+        expose: True makes it an output of the model, even if another block also uses it.
         differentiable: True makes an input a trained parameter, False makes a parameter an input.
-        interval: ``[low, high]``: a ``value`` must lie in it, and a parameter (``differentiable=True``) starts
-            evenly distributed over it.
-        connections: other connections of the model that are the same value.
-        kind: the same as ``type`` with a name. axes: logical axis names, one a dimension.
+        interval: ``[low, high]``: bounds of ``value``, and of the uniform initial distribution of a parameter
+            (``differentiable=True``).
+        connections: other connections of the model with the same value.
+        kind: the same as ``type``, by name. axes: logical axis names, one per dimension.
 
     Raises:
-        WiringError: for a value, a type or an interval that is none, or an interval of nothing.
+        WiringError: an invalid value, type or interval, or an empty interval.
     """
 
     __slots__ = (
@@ -144,10 +144,10 @@ _SCALARS = {float: "float", int: "int", bool: "bool"}
 
 
 def as_type(given: Any) -> tuple[str | None, tuple[Any, ...] | None]:
-    """``(kind, shape)`` that a type says, None where it leaves it open.
+    """``(kind, shape)`` of a type; None where the type leaves it open.
 
     Raises:
-        WiringError: it is not a type of connections.
+        WiringError: it is not a valid type of a connection.
     """
     if given is None or given is Tensor or given is Any:
         return None, None
@@ -179,9 +179,9 @@ def as_type(given: Any) -> tuple[str | None, tuple[Any, ...] | None]:
 
 
 class Placement(Operators):
-    """A block and what its ports are to be connected to: what calling a block with names returns.
+    """A block and its declared connections: the result of calling a block with names.
 
-    It is added with ``model |= …`` or ``model += …``; in an expression it stands for the block's main output.
+    Add it with ``model |= …`` or ``model += …``; in an expression it is the block's main output.
     """
 
     __slots__ = ("_connection", "block", "connections", "name")
@@ -205,7 +205,7 @@ class Placement(Operators):
 
 
 class Call:
-    """A block that is to be added to a model, and what it reads.
+    """A block to be added to a model, and its inputs.
 
     Attributes:
         make: another block of the kind, for operators, which have nothing of their own.
@@ -231,7 +231,7 @@ class Call:
         self.site: Site | None = user_site()
 
     def block(self) -> Block:
-        """The block; of an operator another one, if the first is part of a model."""
+        """The block; for an operator a new one, if the first is part of a model."""
         if self.first.parent is not None and self.make is not None:
             return self.make()
         return self.first
@@ -240,7 +240,7 @@ class Call:
 class Connection(Operators):
     """The result of a block that is not in a model yet; see :mod:`capibara.compose.logical.connections`.
 
-    Each connection is itself only: ``a == b`` is ``a is b``.
+    Connections are compared by identity: ``a == b`` is ``a is b``.
     """
 
     __slots__ = ("call", "key")

@@ -1,4 +1,4 @@
-"""Blocks for operations of the user's own, registered on a backend by name.
+"""Blocks for user-defined operations, registered on a backend by name.
 
 The function is looked up when a model is compiled, so that one model can be compiled for several backends, each of
 which has the operation registered in its own terms.
@@ -119,24 +119,24 @@ def op(
         model |= Linear(64)(input="input", output="hidden")
         model += op("gelu")(input="hidden", output="hidden_act")
 
-    (The guide writes the last line as ``model += "gelu"(input=…)``, which no Python runs: a string cannot be called.)
-    Equivalent JAX: ``hidden_act = gelu(hidden, **attributes)``.
+    (Some guides write the last line as ``model += "gelu"(input=…)``, which is not valid Python: a string cannot be
+    called.) Equivalent JAX: ``hidden_act = gelu(hidden, **attributes)``.
 
     Args:
         name: the operation's name.
-        inputs: names of its ports, in the order of the function's arguments. By default they are those that the block
-            is called with, in that order, or ``input``.
-        outputs: names of what the function returns (of several: a tuple of them).
+        inputs: names of its ports, in the order of the function's arguments. By default the names that the block is
+            called with, in that order, or ``input``.
+        outputs: names of the function's results (for several, it returns a tuple).
         shapes: shapes of ports by name, as in :func:`capibara.compose.logical.shapes.as_shape`; equal names are equal
-            sizes: ``{"input": "*b n", "output": "*b"}``. An output that is not among them has the shape that its
-            inputs broadcast to; where all sizes are known and the backend is JAX's, that is checked at compile.
-        kinds: "float", "int" or "bool" by port, or a letter for what is the same for several; by default inputs are
-            of any kind, and outputs floats.
-        attributes: keyword arguments for the function: numbers, strings, None, or tuples of such.
+            sizes: ``{"input": "*b n", "output": "*b"}``. An output without a shape here has the shape that its inputs
+            broadcast to; if all sizes are known and the backend is JAX, this is checked by ``compile``.
+        kinds: "float", "int" or "bool" by port, or a letter for ports of the same kind; by default inputs are of any
+            kind, and outputs floats.
+        attributes: keyword arguments for the function: numbers, strings, None, or tuples of these.
 
     Raises:
-        WiringError: the name or an attribute cannot be written in source, or a port is unknown. At compile
-        :class:`CompileError`: the backend has no such operation.
+        WiringError: the name or an attribute cannot be written in source, or a port is unknown. ``compile`` raises
+        :class:`CompileError` if the backend has no such operation.
     """
     return Operation(name, inputs, outputs, dict(shapes or {}), dict(kinds or {}), attributes)
 
@@ -145,7 +145,7 @@ def ports(what: str, names: Iterable[str]) -> list[str]:
     """Names of ports as a list.
 
     Raises:
-        WiringError: they are none, or one stands there twice.
+        WiringError: the names are invalid, or one occurs twice.
     """
     if isinstance(names, str):
         raise WiringError(f"{what}={names!r} must be a list of names, as {what}=[{names!r}]")
@@ -185,7 +185,7 @@ def _broadcast() -> Any:
 
 
 class Wrapped(Operation):
-    """A block that carries its function with it; made by :func:`capibara.compose.from_jax`.
+    """A block with its own function, created by :func:`capibara.compose.from_jax`.
 
     Args:
         function: called with the values of ``inputs``; returns one value, or a tuple in the order of ``outputs``.

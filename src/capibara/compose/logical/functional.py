@@ -16,7 +16,7 @@ __all__ = ["functional"]
 
 
 def functional(function: Callable[..., Any] | None = None, /, **settings: Any) -> Any:
-    """Make a model of a function of connections; also a decorator::
+    """Turn a function of connections into a model; also a decorator::
 
         @functional
         def scores(x, table):
@@ -24,20 +24,20 @@ def functional(function: Callable[..., Any] | None = None, /, **settings: Any) -
 
         model |= scores(x="input", table="table", output="scores")
 
-    The positional parameters of the function are the model's inputs, those with a default have that value; what it
-    returns are its outputs: a connection is ``output``, a tuple or list ``output_0``, ``output_1`` …, a dict has
-    names. The function runs once, here; a model is part of one other model only, so that each further copy is
-    another ``functional(function)``.
+    The function's positional parameters are the model's inputs (defaults are their values); its results are the
+    outputs: a connection is ``output``, a tuple or list ``output_0``, ``output_1`` …, a dict has names. The function
+    runs once, immediately; a model can be part of only one other model, so call ``functional(function)`` again for
+    each copy.
 
     Args:
         function: the function.
-        settings: for its keyword-only parameters, which are not connections: ``functional(mlp, width=8)``.
+        settings: values of its keyword-only parameters, which are not connections: ``functional(mlp, width=8)``.
 
     Returns:
         The :class:`Model`, or a decorator if only settings are given.
 
     Raises:
-        WiringError: the function's parameters or results cannot be a model's, or there is no such setting.
+        WiringError: the function's parameters or results are not valid for a model, or there is no such setting.
     """
     if function is None:
         return lambda function: functional(function, **settings)

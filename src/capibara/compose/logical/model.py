@@ -1,15 +1,15 @@
 """Logical models: blocks connected by named connections, nested to any depth.
 
-A :class:`Block` has ports, each a wire. A :class:`Primitive` is one operation. A :class:`Model` holds other blocks
-and joins their ports by name::
+A :class:`Block` has ports, each a wire. A :class:`Primitive` is one operation. A :class:`Model` contains other blocks
+and connects their ports by name::
 
     model = Model()
     model |= Linear(64)(input="x", output="hidden")     # joins by name; new names become the model's own
     model += Relu()                                      # += also joins input to the previous output
     model += Linear(10)(output="logits")
 
-Nothing is computed here. Shapes and kinds are inferred while the model grows, so that a wrong connection is
-refused on the line that makes it, and the model stays as it was before that line.
+Nothing is computed here. Shapes and kinds are inferred as blocks are added, so that an invalid connection is refused
+on the line that makes it, and the model is then unchanged.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["Block", "IOKey", "Model", "Placement", "Port", "Primitive"]
 class Model(Canonical):
     """Blocks connected by named connections.
 
-    ``model |= block(port="name", …)`` adds a block; ``model += block`` also joins its input to what the model
-    last produced. Subclass it to write a block of your own: declare inputs, parameters and states, add blocks.
+    ``model |= block(port="name", …)`` adds a block; ``model += block`` also connects its input to the model's latest
+    output. Subclass it to write your own block: declare inputs, parameters and states, add blocks.
 
-    The outputs are the names marked by :meth:`expose` (or ``IOKey(expose=True)``), else every named value that no
-    block uses, else what the last block produced, under the name ``output``.
+    The outputs are the names marked by :meth:`expose` (or ``IOKey(expose=True)``); otherwise every named value that
+    no block uses; otherwise the last block's output, under the name ``output``.
     """
 
     def __init__(self, *, name: str | None = None) -> None:
@@ -64,7 +64,7 @@ class Model(Canonical):
     def add_input(
         self, key: str, shape: Any = (...,), kind: str | None = None, axes: Iterable[str | None] = ()
     ) -> Port:
-        """Declare a data input, with what is known of it. Sizes with equal names are equal within the model."""
+        """Declare a data input and its known properties. Sizes with equal names are equal within the model."""
         choice("kind", kind, KINDS, optional=True)
         with transaction():
             self._declare(key, Wire(self._shape(shape, axes), kind))
@@ -83,10 +83,10 @@ class Model(Canonical):
         """Declare a trained array of the model.
 
         Args:
-            key: its name; in the compiled model's parameters it stands under the path of the blocks around it.
-            shape: sizes or symbolic sizes, all of which must be known when parameters are made.
+            key: its name; in the compiled model's parameters it is under the path of the enclosing blocks.
+            shape: sizes or symbolic sizes, all of which must be known when parameters are created.
             init: an initialiser, ``init(key, shape, dtype)``.
-            axes: logical axis names, one a dimension (``("embed", "mlp")``).
+            axes: logical axis names, one per dimension (``("embed", "mlp")``).
             dtype: overrides the precision policy. keep_dtype: used as it is stored, without a cast.
         """
         _check_init(init)
@@ -107,9 +107,9 @@ class Model(Canonical):
         kind: str = "float",
         dtype: str | None = None,
     ) -> Port:
-        """Declare an array that goes in and, updated, comes out: a cache, a running statistic.
+        """Declare an array that is passed in and returned updated: a cache, a running statistic.
 
-        Say what its next value is with :meth:`update_state`; without that it stays as it was.
+        Set its next value with :meth:`update_state`; otherwise it does not change.
         """
         choice("kind", kind, KINDS)
         _check_init(init)
@@ -121,7 +121,7 @@ class Model(Canonical):
         return Port(self, key)
 
     def update_state(self, key: str, value: str | Port) -> None:
-        """Name the value that a state has after the model has run."""
+        """Set the value of a state after the model has run."""
         self._check_port(key)
         if self.wires[key].find().role != "state":
             raise WiringError(f"{key!r} of {self.label} is not a state; declare it with add_state(…)")
@@ -141,18 +141,18 @@ class Model(Canonical):
 
     @classmethod
     def create(cls, *, name: str | None = None, **outputs: Any) -> Model:
-        """A model of everything that the outputs are computed from::
+        """Create a model of everything that the outputs are computed from::
 
             x = IOKey("x")
             model = Model.create(y=Relu()(Linear(4)(x) + 1))
 
         Args:
             name: of the model.
-            outputs: connections, by the names that they get.
+            outputs: connections by output name.
 
         Raises:
             WiringError: there are no outputs, an output has the name of an input, or a block is part of another model.
-            ShapeError, KindError: what is connected does not fit.
+            ShapeError, KindError: connected values do not match.
         """
         return gather(cls(name=name), outputs)
 
@@ -185,7 +185,7 @@ class Model(Canonical):
         return self.__ior__(other)
 
     def add(self, block: Block | Placement | Connection, name: str | None = None, **connections: Any) -> Any:
-        """Add a block under a name and join its ports; returns the block, whose ports are its attributes."""
+        """Add a block under a name and connect its ports; returns the block, whose ports are its attributes."""
         origin = origin_of(block)
         block, given, own = as_placement(block)
         for key in connections:

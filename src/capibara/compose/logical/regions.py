@@ -1,5 +1,5 @@
-"""Blocks that run another block in a way of their own: many times (:class:`Repeat`), or again in the backward
-pass (:class:`Remat`). Inside, the block is a function of its own; its parameters stay under its path.
+"""Blocks that run another block repeatedly (:class:`Repeat`) or again in the backward pass (:class:`Remat`). The
+inner block is a separate function; its parameters stay under its path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REMAT = ("none", "dots", "full")
 
 
 class Region(Block):
-    """Base: a body with ports of its own, seen from outside as one block."""
+    """Base class: a body with its own ports that appears as one block."""
 
     def __init__(
         self, block: Block, remat: str, shared: Iterable[str] = (), *, name: str | None = None
@@ -113,14 +113,14 @@ class Region(Block):
 
 
 class Remat(Region):
-    """The block, with its intermediate values computed again in the backward pass instead of kept.
+    """A block whose intermediate values are recomputed in the backward pass instead of stored.
 
     Args:
         block: any block.
-        policy: ``"full"`` keeps the inputs only; ``"dots"`` keeps the results of matrix products without a batch
+        policy: ``"full"`` stores only the inputs; ``"dots"`` stores the results of matrix products without a batch
             dimension. Equivalent JAX: ``jax.checkpoint(block, policy=…)``.
-        shared: names of parameters of the block that it has not for itself: they become inputs, to be tied to
-            others, as in ``Remat(Linear(8), shared=["weight"])(weight=first.weight)``.
+        shared: names of the block's parameters that become inputs, to be tied to others, as in ``Remat(Linear(8),
+            shared=["weight"])(weight=first.weight)``.
     """
 
     def __init__(
@@ -137,20 +137,19 @@ class Remat(Region):
 
 
 class Repeat(Region):
-    """The block, ``count`` times in a row, each with parameters of its own, compiled as one block.
+    """A block repeated ``count`` times in sequence, each with its own parameters, compiled as one block.
 
     The block's main output feeds its main input. Its other inputs are the same for every repetition; its other
-    outputs come out stacked along a new leading dimension, as do its parameters and states.
-    Equivalent JAX: ``jax.lax.scan`` over the stacked parameters.
+    outputs are stacked along a new leading dimension, as are its parameters and states. Equivalent JAX:
+    ``jax.lax.scan`` over the stacked parameters.
 
     Args:
         block: a block whose main input and main output have the same shape.
-        count: how many times, at least 1.
+        count: number of repetitions, at least 1.
         mode: ``"scan"`` compiles one copy of the block (compile time does not grow with ``count``); ``"unroll"``
             compiles ``count`` copies; ``"auto"`` decides by platform and depth when the model is compiled.
         remat: recompute in the backward pass: ``"none"``, ``"dots"``, ``"full"`` (see :class:`Remat`).
-        shared: names of parameters of the block that the repetitions do not have one each of. They become inputs,
-            the same for every repetition, to be tied to others:
+        shared: names of the block's parameters that all repetitions share. They become inputs, to be tied to others:
             ``Repeat(Linear(8), 3, shared=["weight"])(weight=first.weight)``.
     """
 

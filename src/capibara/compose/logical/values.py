@@ -1,4 +1,4 @@
-"""Values that are written into a model: numbers, arrays, lists of numbers, and that there is none yet."""
+"""Constant values in a model: scalars, arrays, lists of numbers, and the marker for "not set yet"."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TBD = ToBeDetermined()
 
 
 class TensorType:
-    """``Tensor[float]``: an array of one kind."""
+    """``Tensor[float]``: the type of arrays of one kind."""
 
     __slots__ = ("kind",)
 
@@ -59,8 +59,8 @@ class Tensor:
     """``Tensor([[1.0, 2.0]])`` is a value, ``Tensor[float]`` the type of arrays of floats.
 
     Args:
-        value: an array, or a (nested) list of numbers, which gets the compute dtype of the model that it is used in.
-        dtype: makes it an array of that dtype.
+        value: an array, or a (nested) list of numbers, which gets the compute dtype of the model.
+        dtype: the dtype of the array.
     """
 
     __slots__ = ("value",)
@@ -83,7 +83,7 @@ class Tensor:
 
 
 class Numbers:
-    """A (nested) list of numbers. Its dtype is that of what it meets, as for a single number."""
+    """A (nested) list of numbers. As for a Python scalar, its dtype follows from the other operands."""
 
     __slots__ = ("_whole", "shape", "values")
 
@@ -96,7 +96,7 @@ class Numbers:
 
     @property
     def kind(self) -> str | None:
-        """Its kind, None where integers may become floats."""
+        """Its kind; None if integers may become floats."""
         if self._whole:
             return None
         return "bool" if math.prod(self.shape) and isinstance(self._first(), bool) else "float"
@@ -147,10 +147,10 @@ _LETTERS = {"f": "float", "i": "int", "u": "int", "b": "bool"}
 
 
 def as_constant(value: Any) -> Wire:
-    """A wire that always has one value.
+    """A wire with a constant value.
 
     Raises:
-        WiringError: it is neither a number, an array nor a list of numbers.
+        WiringError: it is not a number, an array or a list of numbers.
     """
     if isinstance(value, Tensor):
         value = value.value
@@ -192,10 +192,10 @@ def _as_sizes(value: Any) -> Shape | None:
 
 
 def check_constant(wire: Wire) -> None:
-    """An integer that meets booleans is refused: it would not become one.
+    """Refuse an integer constant where booleans are needed: it is not converted.
 
     Raises:
-        KindError: the wire holds such a number.
+        KindError: the wire has such a value.
     """
     root = wire.find()
     value = root.constant
@@ -207,12 +207,12 @@ def check_constant(wire: Wire) -> None:
 
 
 def settle_numbers(wires: Iterable[Wire], compute: str) -> None:
-    """Lists of numbers become arrays: of the kind of what they met, floats in the dtype ``compute``.
+    """Convert lists of numbers to arrays: of the kind of their operands, floats in the dtype ``compute``.
 
-    So do NumPy's 64-bit arrays, which are what NumPy makes of numbers unless told otherwise.
+    The same for NumPy's 64-bit arrays, NumPy's default for Python numbers.
 
     Raises:
-        KindError: integers stand where booleans are needed. InputError: they do not fit an int32.
+        KindError: integers are used where booleans are needed. InputError: they do not fit into int32.
     """
     for wire in wires:
         if wire.role != "constant":

@@ -1,8 +1,8 @@
-"""Compiled models: a pure function, and what is needed to call it.
+"""Compiled models: a pure function, and the methods to call it.
 
 :func:`capibara.compose.compile` turns a logical model into a :class:`CompiledModel`. Its
 :meth:`~CompiledModel.apply` is a pure function of parameters, inputs, state and randomness, so that ``jax.jit``,
-``jax.grad`` and ``jax.vmap`` compose with it as with any function written by hand.
+``jax.grad`` and ``jax.vmap`` work with it as with any hand-written function.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ __all__ = ["ArraySpec", "CompiledModel", "Program"]
 
 @dataclass
 class Program:
-    """What :func:`~capibara.compose.physical.pipeline.compile` made of a model, before there is anything to call.
+    """The result of :func:`~capibara.compose.physical.pipeline.compile`, before a callable is created.
 
     Attributes:
         source: the generated module. constants: the values of its constants.
         specs: shapes, dtypes and axes.
-        jit, inference, check_shapes: as asked for (``check_shapes``: ``safe_shapes``).
-        effects: number of operations before and after the passes, and what each of these did.
-        fixed: keys of the inputs that were given their value.
-        functions: what blocks carry with them, by the name of the operation.
+        jit, inference, check_shapes: as requested (``check_shapes``: ``safe_shapes``).
+        effects: number of operations before and after the passes, and the effect of each pass.
+        fixed: keys of the inputs with a constant value.
+        functions: blocks' own functions, by the name of the operation.
         left_out: parameters of the logical model that the compiled one does not need.
-        parts: what runs on each device's part of a mesh, and what is left to XLA, as lines of text.
+        parts: operations that run per device of a mesh, and those partitioned by XLA, as lines of text.
     """
 
     source: str
@@ -71,7 +71,7 @@ _counter = 0
 
 
 class CompiledModel:
-    """A pure function with named parameters, inputs, outputs and states. Made by :func:`compile`.
+    """A pure function with named parameters, inputs, outputs and states, created by :func:`compile`.
 
     Attributes:
         source: the generated Python source.
@@ -158,11 +158,11 @@ class CompiledModel:
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Inputs that were given their value by ``constant_keys``."""
+        """Inputs with a constant value (``constant_keys``)."""
         return self._program.fixed
 
     def summary(self, *, verbose: bool = True) -> str:
-        """Print what goes in, comes out and is held, with shapes, and what was simplified, as a table.
+        """Print a table of inputs, outputs, parameters and states with shapes, and of the simplification.
 
         Args:
             verbose: print the table (it is returned in any case), as :meth:`Model.summary` does.
@@ -199,8 +199,8 @@ class CompiledModel:
     def init(self, key: Any, **sizes: int) -> dict[str, Any]:
         """Fresh parameters: a nested dict of arrays, sharded over the backend's mesh if it has one.
 
-        Each array's randomness comes from ``key`` and its own path, so that it does not change when other
-        parameters come or go.
+        Each array's random values depend on ``key`` and its own path, so that they do not change when other
+        parameters are added or removed.
 
         Args:
             key: a JAX PRNG key. sizes: values for free sizes, by name.
@@ -217,31 +217,31 @@ class CompiledModel:
 
         Args:
             seed: the seed. sizes: values for free sizes, by name.
-            init: other initialisers: one for all parameters, or a dict by dotted name or pattern
-                (``{"*.bias": 0.1, "layer_0.weight": Normal(0.01)}``; the first that fits holds). A number is that
-                number everywhere.
+            init: other initialisers: one for all parameters, or a dict by dotted name or pattern (``{"*.bias": 0.1,
+                "layer_0.weight": Normal(0.01)}``; the first match applies). A number fills the array.
 
         Raises:
-            InputError: ``seed`` is neither. CompileError: a pattern fits no parameter, or is given no initialiser.
+            InputError: ``seed`` is neither. CompileError: a pattern matches no parameter, or its value is not an
+            initialiser.
         """
         specs = self.params if init is None else with_initialisers(self.params, init)
         return fresh(self, specs, as_key(seed), sizes, "parameter")
 
     def init_state(self, key: Any | None = None, **sizes: int) -> dict[str, Any]:
-        """The state to start with: ``{}`` for a model without any.
+        """The initial state: ``{}`` for a model without states.
 
         Args:
-            key: a JAX PRNG key, for states that start at random; by default that of seed 0.
+            key: a JAX PRNG key, for randomly initialised states; by default that of seed 0.
             sizes: values for free sizes, by name: ``init_state(batch=4, cache=256)``.
         """
         return fresh(self, self.states, as_key(0) if key is None else check_key(key), sizes, "state")
 
     def save_params(self, path: str | os.PathLike[str], params: Mapping[str, Any]) -> None:
-        """Write parameters to a safetensors file, whole or not at all: :func:`.params_file.save_params`."""
+        """Write parameters to a safetensors file, atomically: :func:`.params_file.save_params`."""
         save_params(path, params, self.params, self._program.left_out)
 
     def load_params(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read the parameters that :meth:`save_params` wrote, checked against the model, on the backend.
+        """Read parameters written by :meth:`save_params` onto the backend, and check them against the model.
 
         Raises:
             FileNotFoundError: there is no such file. InputError: it does not hold this model's parameters.
@@ -250,7 +250,7 @@ class CompiledModel:
         return on_backend(self, arrays)
 
     def propose_shardings(self) -> dict[str, Any]:
-        """How arrays are best laid over the backend's mesh: by the logical names of their axes and its rules.
+        """Propose shardings over the backend's mesh, by logical axis names and the backend's rules.
 
         Returns:
             ``{"params": …, "inputs": …, "states": …}``, each nested like the arrays, with a
@@ -269,16 +269,16 @@ class CompiledModel:
         train: bool = False,
         **sizes: int,
     ) -> Any:
-        """What :meth:`evaluate` runs, lowered for the backend's mesh, device or platform, which need not be here.
+        """Lower :meth:`evaluate` for the backend's mesh, device or platform, which need not be present.
 
-        Nothing is computed and no array made. Equivalent JAX: ``jax.jit(…).lower(jax.ShapeDtypeStruct(…), …)``, the
-        parameters, inputs and states laid out as :meth:`propose_shardings` says. For TPUs that are elsewhere make
-        the mesh of the devices of ``jax.experimental.topologies.get_topology_desc`` (which needs the package
-        ``libtpu``, in the extra ``plan``); ``.compile()`` on the result then compiles for them.
+        Nothing is computed and no arrays are created. Equivalent JAX: ``jax.jit(…).lower(jax.ShapeDtypeStruct(…),
+        …)``, with parameters, inputs and states sharded according to :meth:`propose_shardings`. For TPUs that are not
+        present, create the mesh from the devices of ``jax.experimental.topologies.get_topology_desc`` (which needs
+        the package ``libtpu``, in the extra ``plan``); ``.compile()`` on the result then compiles for them.
 
         Args:
-            inputs: a ``jax.ShapeDtypeStruct`` for inputs that are to have another dtype or sharding.
-            gradients: with the gradients of the parameters, for a cotangent of every float output.
+            inputs: a ``jax.ShapeDtypeStruct`` for inputs with another dtype or sharding.
+            gradients: include the gradients of the parameters, for a cotangent of every float output.
             train: as in :meth:`apply`. sizes: values for free sizes, by name.
 
         Returns:
@@ -302,8 +302,8 @@ class CompiledModel:
     ) -> Any:
         """The model as a pure function; composes with ``jax.jit``, ``jax.grad``, ``jax.vmap``.
 
-        The backend's settings hold in it, and nowhere else. With ``float64`` in the backend's dtypes,
-        transformations must be called within ``backend.scope()`` (or another ``jax.enable_x64(True)``).
+        The backend's settings apply only inside it. With ``float64`` in the backend's dtypes, transformations must be
+        called within ``backend.scope()`` (or another ``jax.enable_x64(True)``).
 
         Args:
             params: as from :meth:`init`. inputs: arrays by input key.
@@ -315,8 +315,8 @@ class CompiledModel:
             Outputs by key; with ``state`` given, ``(outputs, next state)``.
 
         Raises:
-            InputError: for missing or unknown keys, or shapes or kinds that do not fit; or float64 is needed in a
-                transformation that runs without it.
+            InputError: missing or unknown keys, or wrong shapes or kinds; or a transformation that needs float64 runs
+                without it.
         """
         if is_explicit(params, inputs, state, key):
             return run_automatic(
@@ -342,16 +342,16 @@ class CompiledModel:
 
         Args:
             output_gradients: the cotangents of outputs, by key, each a float array of its output's shape (or a
-                number, for a scalar output). Outputs that are left out count as zero; integers and bools have no
-                gradient, and are left out. Equivalent JAX: ``jax.vjp`` with respect to ``params``.
+                number, for a scalar output). Omitted outputs count as zero; integers and booleans have no gradient,
+                and are omitted. Equivalent JAX: ``jax.vjp`` with respect to ``params``.
             params, inputs, state, key, train: as in :meth:`apply`.
 
         Returns:
-            ``outputs``, or ``(outputs, gradients)`` when ``output_gradients`` is given; each followed by the next
-            state when ``state`` is given.
+            ``outputs``, or ``(outputs, gradients)`` if ``output_gradients`` is given; each followed by the next state
+            if ``state`` is given.
 
         Raises:
-            InputError: as :meth:`apply`, and for cotangents that are not those of an output.
+            InputError: as for :meth:`apply`, and for cotangents that do not match an output.
         """
         if state is None and key is None and not train and not self._met_explicit:
             run = self._forward if output_gradients is None else self._backward

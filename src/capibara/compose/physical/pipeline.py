@@ -1,7 +1,7 @@
-"""From a logical model to a compiled one: what is fixed, what is trained, what is left out; then the source.
+"""From a logical model to a compiled one: constants, parameters, discarded outputs; then the source.
 
-The logical model is not changed: everything that :func:`compile` adds to what is known of it is taken back when the
-source is written (:func:`capibara.compose.logical.trail.what_if`).
+The logical model is not changed: everything that :func:`compile` adds to it is undone once the source is written
+(:func:`capibara.compose.logical.trail.what_if`).
 """
 
 from __future__ import annotations
@@ -71,36 +71,36 @@ def compile(
 ) -> CompiledModel:
     """Compile a logical model to one pure function.
 
-    A key is a name in the model (``"input"``), the dotted place of something inside it (``"layer_0.weight"``), or
-    a port (``linear.weight``).
+    A key is a name in the model (``"input"``), the dotted path of something inside it (``"layer_0.weight"``), or a
+    port (``linear.weight``).
 
     Args:
-        model: the model. It is not changed, and can be compiled again in other ways.
+        model: the model. It is not changed, and can be compiled again with other options.
         backend: where and in which precision to run; by default float32 on JAX's default device.
         shapes: sizes of inputs, ``{"input": [32, 128]}``, and of parameters, ``{"layer_0.weight": [128, 64]}``, also
             those of a ``TrainModel`` (``"model.layer_0.weight"``); None in a shape leaves that size free.
-        constant_keys: inputs with the value that they always have: a number, nested lists or an array. They are no
-            inputs of the compiled model, and what follows from them alone is computed now. Float arrays get the
+        constant_keys: inputs with a fixed value: a scalar, nested lists or an array. They are not inputs of the
+            compiled model, and what depends on them alone is computed during compilation. Float arrays get the
             compute dtype.
-        data_keys: parameters that are inputs of the compiled model instead, without gradients; naming what is an
-            input anyway changes nothing.
-        trainable_keys: float inputs that are parameters of the compiled model instead; they start from a normal
-            distribution with standard deviation 0.02 (see ``init`` of :meth:`CompiledModel.randomize_params`).
-        discard_keys: outputs that are left out, and with them the inputs and parameters that only they need.
+        data_keys: parameters that become inputs of the compiled model instead, without gradients; existing inputs are
+            accepted and unchanged.
+        trainable_keys: float inputs that become parameters of the compiled model instead; they are initialised from a
+            normal distribution with standard deviation 0.02 (see ``init`` of :meth:`CompiledModel.randomize_params`).
+        discard_keys: outputs to drop, together with the inputs and parameters that only they need.
         inference: the model will not be trained: no gradients, dropout does nothing, ``train=True`` is refused.
-        jit: compile ``evaluate`` with ``jax.jit``; by default as the backend says.
-        file_path: also write the generated source to this file; it can be imported and run by itself.
+        jit: compile ``evaluate`` with ``jax.jit``; by default the backend's setting.
+        file_path: also write the generated source to this file, which can be imported and run on its own.
         verbose: print :meth:`CompiledModel.summary`: the inferred shapes, and what was simplified.
         safe_shapes: compare the shapes of arguments with the inferred ones when the model is called. False leaves
             that to the operations.
-        safe_names: refuse a model with inputs that nobody named. False makes them inputs, named by their place
+        safe_names: refuse a model with unnamed inputs. False makes them inputs named by their path
             (``linear_input``).
-        use_short_namings: name values in the source by the last three names of their place in the model; False
-            uses all of them.
+        use_short_namings: name values in the source by the last three names of their path in the model; False uses
+            the whole path.
 
     Raises:
-        UnconnectedError, CycleError, ShapeError, KindError: the model is wrong, and where.
-        CompileError: the arguments are wrong.
+        UnconnectedError, CycleError, ShapeError, KindError: the model is invalid; the message says where.
+        CompileError: the arguments are invalid.
     """
     _check_flags(
         inference=inference,
@@ -258,7 +258,7 @@ def _target(path: Any) -> Path | None:
 
 
 def title_of(model: Block) -> str:
-    """What the source says that it was made from: the model's class, also of a model read from JSON."""
+    """The model's title in the source: its class, also for a model read from JSON."""
     return vars(model).get("title") or type(model).__name__
 
 

@@ -1,4 +1,4 @@
-"""Laying arrays over a mesh by the logical names of their dimensions."""
+"""Shard arrays over a mesh by the logical names of their dimensions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_devices", "constrain", "current_mesh", "param_shardings"]
 
 
 def check_devices(mesh: Any | None, **trees: Any) -> None:
-    """Refuse arrays that were put on other devices than those of the mesh.
+    """Refuse arrays on other devices than those of the mesh.
 
     Args:
         mesh: a ``Mesh``, or None for no check. trees: nested dicts of arrays, by what they are called.
@@ -52,7 +52,7 @@ def current_mesh() -> Any | None:
 def constrain(
     x: jax.Array, names: Sequence[str | None], mesh: Any | None = None, rules: AxisRules | None = None
 ) -> jax.Array:
-    """Ask the compiler to lay ``x`` out as its logical axes say.
+    """Constrain the sharding of ``x`` by its logical axes.
 
     Equivalent JAX: ``jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(names, mesh)))``.
     Without a mesh, and inside ``jax.shard_map``, it is the identity, so the same code runs on one device.
@@ -60,11 +60,11 @@ def constrain(
     Args:
         x: any array. names: a logical axis or mesh axis name (or None) for each dimension of ``x``.
         mesh: a ``Mesh``; by default the surrounding one (``jax.set_mesh``).
-        rules: which mesh axes each name goes to; by default :class:`AxisRules`' own table for activations.
+        rules: the mesh axes of each name; by default :class:`AxisRules`' own table for activations.
 
     Raises:
-        InputError: when the number of names is not the number of dimensions.
-        ConfigError: for a name that nobody knows.
+        InputError: the number of names is not the number of dimensions.
+        ConfigError: an unknown name.
     """
     import jax
 

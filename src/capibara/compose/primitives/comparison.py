@@ -1,4 +1,4 @@
-"""Comparisons, and logic with what they give."""
+"""Comparisons and logical operations."""
 
 from __future__ import annotations
 

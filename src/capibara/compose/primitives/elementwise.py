@@ -1,4 +1,4 @@
-"""Operations on each element, and what shifts or rescales them."""
+"""Element-wise operations, shifts and normalisation."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Square(_Number):
 
 
 class Absolute(_Number):
-    """``|x|``, with gradient 0 at 0."""
+    """``|x|``; the gradient at 0 is 1 on JAX, else 0."""
 
 
 class Negate(_Number):

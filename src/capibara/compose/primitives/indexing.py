@@ -1,4 +1,4 @@
-"""Picking elements, and arrays made from nothing but a shape."""
+"""Select elements, and create arrays from shapes."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def _indexed(dims: list[Dim], index: tuple[Any, ...]) -> tuple[list[Dim], bool]:
 class Indexer(Primitive):
     """``input[index]``, NumPy's basic indexing: integers, slices, ``None`` and ``...``, one or a tuple.
 
-    Numbers outside of a dimension are refused once its size is known. The gradient goes back to where the
-    elements came from, and is 0 elsewhere.
+    Indices out of range are refused once the size is known. The gradient is that of the selected elements, and 0
+    elsewhere.
 
-    A bound of a slice that is text is a port for it, an integer that follows from shapes:
-    ``Indexer(slice(None, "stop"))(input=x, stop=y.shape[0])``, which is ``x[: y.shape[0]]``.
+    A slice bound given as a string is a port for a size: ``Indexer(slice(None, "stop"))(input=x, stop=y.shape[0])``,
+    which is ``x[: y.shape[0]]``.
     """
 
     def __init__(self, index: Any, *, name: str | None = None) -> None:
@@ -163,7 +163,7 @@ class Slice(Indexer):
 class Take(Primitive):
     """Elements along one dimension by an array of indices: ``input``, ``indices int [*i]`` → ``output``.
 
-    Negative indices count from the end, as in NumPy; what is still outside is clipped. Equivalent JAX:
+    Negative indices count from the end, as in NumPy; others out of range are clipped. Equivalent JAX:
     ``jnp.take(input, jnp.where(indices < 0, indices + size, indices), axis, mode="clip")``.
     """
 
@@ -233,9 +233,9 @@ class Scatter(Primitive):
     """``input`` with other rows at ``indices`` along one dimension: the counterpart of :class:`Take`.
 
     ``input [*b]``, ``indices int [*i]``, ``updates`` in the shape that ``Take(axis)`` would give → ``output [*b]``.
-    ``add=True`` adds to what is there, also several times where an index comes several times; otherwise one of those
-    updates stays, and which one is left to the backend. Indices as for ``Take``. Equivalent JAX, for ``axis=0``:
-    ``input.at[indices].add(updates)``, ``input.at[indices].set(updates)``.
+    ``add=True`` adds to the existing values, repeatedly for repeated indices; otherwise one of the updates of a
+    repeated index is kept, and which one depends on the backend. Indices as for ``Take``. Equivalent JAX, for
+    ``axis=0``: ``input.at[indices].add(updates)``, ``input.at[indices].set(updates)``.
     """
 
     def __init__(self, axis: int = 0, add: bool = False, *, name: str | None = None) -> None:
@@ -324,10 +324,9 @@ class _Made(Primitive):
 
 
 class Arange(_Made):
-    """``start, start + step, …`` up to but without ``stop``: integers if all three are, else floats.
+    """``start, start + step, …`` up to but excluding ``stop``: integers if all three are, otherwise floats.
 
-    Without ``stop``, or with ``start=None``, it is a port for an integer that follows from shapes:
-    ``Arange()(stop=x.shape[0])``.
+    Without ``stop``, or with ``start=None``, it is a port for a size: ``Arange()(stop=x.shape[0])``.
     """
 
     def __init__(
@@ -562,8 +561,8 @@ class Trapezoid(Primitive):
 class Unique(Primitive):
     """The different values of ``input``: ``values [size]`` rising, ``counts int [size]``, ``count int []``.
 
-    Shapes of compiled programs are fixed, so ``size`` says how many there can be: missing ones are ``fill`` with
-    a count of 0; beyond ``size`` the largest values are left out. No gradient.
+    Shapes of compiled programs are fixed, so ``size`` is the maximum number of values: missing ones are ``fill`` with
+    a count of 0; beyond ``size`` the largest values are dropped. No gradient.
     """
 
     def __init__(self, size: int, fill: float = 0, *, name: str | None = None) -> None:

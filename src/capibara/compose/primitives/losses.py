@@ -71,7 +71,7 @@ class SquaredError(_Loss):
 
 
 class AbsoluteError(_Loss):
-    """``|input - target|``, with gradient 0 where they are equal."""
+    """``|input - target|``; the gradient where they are equal is 1 on JAX, else 0."""
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__("absolute_error", {}, name)

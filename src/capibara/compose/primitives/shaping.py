@@ -1,4 +1,4 @@
-"""Joins, splits and regroupings: operations that change a shape and no value."""
+"""Join, split and reshape: operations that change shapes but not values."""
 
 from __future__ import annotations
 
@@ -229,9 +229,9 @@ class _Sized(Primitive):
 class Reshape(_Sized):
     """The same elements, row by row, in another shape; at most one size is -1 and follows from the others.
 
-    A size that is None comes from a port, ``size_0`` for the first place, an integer that follows from shapes:
-    ``Reshape((None, 8))(input=x, size_0=y.shape[0])``, which is ``x.reshape((y.shape[0], 8))``. With ``shape=None`` all
-    of them come from the port ``shape``, int ``[rank]``.
+    A size that is None comes from a port, ``size_0`` for the first dimension: ``Reshape((None, 8))(input=x,
+    size_0=y.shape[0])``, which is ``x.reshape((y.shape[0], 8))``. With ``shape=None`` all of them come from the port
+    ``shape``, int ``[rank]``.
     """
 
     def __init__(self, shape: tuple[int | None, ...] | None, *, name: str | None = None) -> None:
@@ -495,7 +495,8 @@ class ToTensor(_Move):
 class ShapeOf(Primitive):
     """The sizes of an array: ``input`` → ``output int [rank]``. They are constants of the compiled program.
 
-    What follows from them by indexing and arithmetic of integers can be a size again: ``x.reshape((x.shape[0], -1))``.
+    Values computed from them by indexing and integer arithmetic can be used as sizes: ``x.reshape((x.shape[0],
+    -1))``.
     """
 
     def __init__(self, *, name: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What was considered, at which price, and what was taken."""
+"""Candidates with their prices, and the choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Considered", "CostChoice", "NothingAffordableError"]
 
 
 class NothingAffordableError(PlanError):
-    """Nothing that was considered keeps to the limits."""
+    """No candidate is within the limits."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Considered:
 
     Attributes:
       candidate: the plan, or the :class:`~capibara.plan.slices.Slice`.
-      hours, dollars: for the whole job, where its size is known.
+      hours, dollars: for the whole job, if its size is known.
       step_seconds, tokens_per_second, dollars_per_step, dollars_per_billion_tokens: of a plan.
       refused: why it was not considered further, or None.
-      over: limits that it passes, each with the value that would allow it.
+      over: limits that it exceeds, each with the value that would allow it.
     """
 
     candidate: Any
@@ -57,7 +57,7 @@ class Considered:
 
 @dataclass(frozen=True)
 class CostChoice:
-    """What was chosen, and everything that was considered, the best first and the refused last.
+    """The choice and all candidates, the best first and the refused last.
 
     Attributes:
       best: the chosen one; its plan or slice is :attr:`candidate`.

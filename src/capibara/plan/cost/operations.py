@@ -1,7 +1,7 @@
-"""The price of one piece of work that is known by its arithmetic, its memory and its time.
+"""The price of work given by its FLOPs, memory and time.
 
-Three numbers decide how many chips it takes: the memory must fit into theirs, and the arithmetic must be done in the
-given time at the given share of their peak. Then ``dollars = chips × hours × price of a chip for an hour``.
+Three figures determine the number of chips: the memory must fit, and the FLOPs must be done in the given time at the
+given share of the chips' peak. Then ``dollars = chips × hours × price of a chip for an hour``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MOST_CHIPS = 2.0**53
 
 @dataclass(frozen=True)
 class OperationCost:
-    """What a piece of work takes and costs.
+    """The chips, time and price of a piece of work.
 
     Attributes:
       chips: the greater of ``chips_for_memory`` and ``chips_for_flops``, at least 1.
-      seconds: how long they are rented.
-      utilization: share of the peak of these chips that the arithmetic really uses in that time.
+      seconds: the rental time.
+      utilization: share of these chips' peak that the work uses in that time.
       dollars: ``chips × seconds / 3600 × price``.
     """
 
@@ -92,7 +92,7 @@ def checked_share(name: str, value: Any) -> float:
 
 
 def usable_bytes(chip: Chip) -> int:
-    """Bytes of memory that programs can have on a chip: what the compiler leaves them where known, else all.
+    """Bytes of memory available to programs on a chip: what the compiler leaves, if known, otherwise all.
 
     Raises:
       PlanError: not known.
@@ -118,7 +118,7 @@ def operation_cost(
     term: str = "on-demand",
     prices: str | os.PathLike[str] | None = None,
 ) -> OperationCost:
-    """:func:`estimate_operation_cost` with all that went into it; printed, it shows what decided and the price."""
+    """:func:`estimate_operation_cost` with its inputs; printed, it shows the limiting factor and the price."""
     flops = checked_number("operation_flops", operation_flops)
     memory = checked_number("memory_gb", memory_gb, unit="GiB")
     seconds = checked_number("duration_seconds", duration_seconds, unit="seconds")
@@ -155,31 +155,31 @@ def estimate_operation_cost(
 ) -> float:
     """US dollars for a piece of work that takes ``duration_seconds``.
 
-    What is computed::
+    Computed as::
 
         for memory  = ⌈memory_gb · 2³⁰ / usable memory of a chip⌉
         for flops   = ⌈operation_flops / (duration_seconds · peak of a chip · tpu_utilization)⌉
         chips       = max(1, for memory, for flops)
         dollars     = chips · duration_seconds / 3600 · price of a chip for an hour
 
-    So more arithmetic than one chip does in the time means more chips, not a longer time; and less of it leaves the
-    chips idle at the same price: the time is rented either way. ``operation_cost`` tells which of these decided and
-    what share of the peak is used. Chips are counted singly; slices come in fixed sizes
+    So more work than one chip can do in the time means more chips, not a longer time; less work leaves the chips idle
+    at the same price, since the time is rented anyway. ``operation_cost`` shows which of these was limiting and the
+    share of the peak that is used. Chips are counted individually; slices come in fixed sizes
     (:meth:`TpuCostOptimizer.cheapest_slice`).
 
     Args:
-      operation_flops: floating-point operations in all, a multiply-add counted as 2.
-      memory_gb: GiB (2**30 bytes) that the work holds in all.
+      operation_flops: total floating-point operations, a multiply-add counted as 2.
+      memory_gb: total GiB (2**30 bytes) that the work needs.
       duration_seconds: wall time of the work.
-      tpu_utilization: share of the peak that is reached while it runs, above 0 and at most 1.
+      tpu_utilization: share of the peak reached while it runs, above 0 and at most 1.
       chip: name in the catalogue. dtype: of the products, for the peak.
       region, term, prices: which price (``"on-demand"``, ``"spot"``, ``"committed-1y"``, ``"committed-3y"``), and a
         price file of your own; see :func:`capibara.hardware.get_price`.
 
     Raises:
-      PlanError: a number is negative, not finite or out of range, or there is arithmetic and no time, or so little that
-        no number of chips does it.
-      UnknownPriceError: no such price is known. ChipError: no such chip, or its peak in ``dtype`` is not known.
+      PlanError: a number is negative, not finite or out of range, or the time is zero or too short for any number of
+        chips.
+      UnknownPriceError: the price is not known. ChipError: an unknown chip, or its peak in ``dtype`` is not known.
     """
     return operation_cost(
         operation_flops,

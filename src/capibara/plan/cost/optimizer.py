@@ -1,4 +1,4 @@
-"""``TpuCostOptimizer``: which slice, and which plan, by price."""
+"""``TpuCostOptimizer``: choose a slice or a plan by price."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ _MOST_CHIPS = 10**9
 
 
 class TpuCostOptimizer:
-    """Chooses plans and slices by what they cost, within limits.
+    """Chooses plans and slices by price, within limits.
 
     ``optimization_target``:
 
-    * ``"cost_efficiency"``: the least dollars for the work (a billion tokens, or the whole job);
-    * ``"speed"``: the most tokens a second, or the shortest job, that the limits allow;
-    * ``"lowest_price"``: the least dollars an hour.
+    * ``"cost_efficiency"``: the lowest price for the work (a billion tokens, or the whole job); * ``"speed"``: the
+    most tokens per second, or the shortest job, within the limits; * ``"lowest_price"``: the lowest price per hour.
 
     Args:
-      max_cost_per_hour: US dollars that all chips together may cost in an hour.
+      max_cost_per_hour: maximum price of all chips together, in US dollars per hour.
       cost_model: whose prices: ``"tpu_v4_pricing"``, ``"tpu_v5e_pricing"``, ``"tpu_v5p_pricing"``,
         ``"tpu_v6e_pricing"`` …, one for each TPU that has a price, or ``"tpu_pricing"`` for all of them. Chips of
         another model are refused.
@@ -106,19 +105,19 @@ class TpuCostOptimizer:
         max_step_seconds: float | None = None,
         max_cost: float | None = None,
     ) -> CostChoice:
-        """The best of some plans that fits its devices and keeps to the limits.
+        """Choose the best of several plans that fits its devices and the limits.
 
         Args:
           candidates: plans, or anything with ``chip`` (a name or a ``hardware.Chip``), ``num_chips``,
-            ``step_seconds``, ``tokens_per_step`` and ``fits``; with a ``name``, that is what it is called. Where
-            ``tokens_per_step`` is None in all of them, their steps are taken to do the same work.
+            ``step_seconds``, ``tokens_per_step`` and ``fits``; a ``name``, if any, is used in messages. If
+            ``tokens_per_step`` is None in all of them, their steps are assumed to do the same work.
           total_tokens: of the whole job. max_hours, max_cost: its longest time and highest price (need
             ``total_tokens``).
           max_step_seconds: the longest step.
 
         Raises:
-          NothingAffordableError: none of them does; the text says why, for each.
-          PlanError: there are none, one lacks a figure, or a limit is not a number above 0.
+          NothingAffordableError: none of them does; the message gives the reason for each.
+          PlanError: there are no candidates, one lacks a figure, or a limit is not a number above 0.
         """
         limits = {
             "total_tokens": total_tokens,
@@ -221,15 +220,16 @@ class TpuCostOptimizer:
         dtype: str = "bfloat16",
         max_cost: float | None = None,
     ) -> CostChoice:
-        """The slice that has the memory, does the work within the hours, and is best by the target.
+        """Choose the slice with enough memory that does the work in time and is best by the target.
 
-        A slice of n chips needs ``flops / (n · peak · utilization)`` seconds, and is rented for as long; without
-        arithmetic (``flops=0``) for all of ``hours``. Considered are the slices with a usual grid of every TPU of the
-        cost model. Each is taken to reach the same share of its peak, which large ones do not: a plan knows better.
+        A slice of n chips needs ``flops / (n · peak · utilization)`` seconds, and is rented for that time; without
+        FLOPs (``flops=0``) for all of ``hours``. All slices with a usual grid of every TPU of the cost model are
+        considered. Each is assumed to reach the same share of its peak, which large ones do not: a plan is more
+        accurate.
 
         Args:
           flops: floating-point operations of the whole job, a multiply-add counted as 2.
-          memory_gb: GiB (2**30 bytes) that it holds in all, over all chips.
+          memory_gb: total GiB (2**30 bytes) that it needs, over all chips.
           hours: the longest it may take.
           utilization: share of the peak that is reached, above 0 and at most 1.
           dtype: of the products. max_cost: US dollars that the job may cost in all.
@@ -238,7 +238,7 @@ class TpuCostOptimizer:
           A choice whose ``candidate`` is a :class:`~capibara.plan.slices.Slice`.
 
         Raises:
-          NothingAffordableError: no slice keeps to the limits; the text says what stops the nearest.
+          NothingAffordableError: no slice is within the limits; the message says which limit stops the nearest.
           PlanError: a number is out of range.
         """
         work = checked_number("flops", flops)

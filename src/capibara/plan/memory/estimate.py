@@ -1,7 +1,7 @@
-"""The memory of a train step, by arithmetic: what the search prunes with before anything is compiled.
+"""Estimate the memory of a training step, to prune the search before compiling.
 
-A device holds the arguments all the time (exactly known, padding included, see :mod:`capibara.plan.memory.arguments`)
-and, beside them, the memory peak of the step (modelled, see :mod:`capibara.plan.memory.working_set`).
+A device always holds the arguments (known exactly, including padding, see :mod:`capibara.plan.memory.arguments`) and,
+in addition, the memory peak of the step (modelled, see :mod:`capibara.plan.memory.working_set`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class MemoryEstimate:
     Attributes:
       parameters, optimizer, inputs: arguments, without padding; optimizer moments on the device only.
       gradients: the sums over microbatches, and the gradients that the backward pass has stacked.
-      activations: kept for the backward pass.
-      temporaries: the largest working set beside them; None where it is not known before compiling.
+      activations: saved for the backward pass.
+      temporaries: the largest working set besides them; None if it is not known before compiling.
       padding: of the arguments to tiles.
       model_state: arrays that are not trained (codebooks).
-      moment: ``"loss"`` or ``"backward"``, the memory peak; ``""`` where only the arguments are known.
+      moment: ``"loss"`` or ``"backward"``, the memory peak; ``""`` if only the arguments are known.
       exact: kinds that are exact, not modelled.
     """
 
@@ -49,12 +49,12 @@ class MemoryEstimate:
 
     @property
     def arguments(self) -> int:
-        """All that comes in, as it lies in memory: exact."""
+        """All inputs as stored in memory: exact."""
         return self.parameters + self.optimizer + self.inputs + self.model_state + self.padding
 
     @property
     def total(self) -> int:
-        """All kinds together; the arguments alone where the temporaries are not known."""
+        """All kinds together; only the arguments if the temporaries are not known."""
         return self.arguments + self.gradients + self.activations + (self.temporaries or 0)
 
     @property
@@ -72,7 +72,7 @@ class MemoryEstimate:
         return kinds | ({"model state": self.model_state} if self.model_state else {})
 
     def fits(self, target: Slice) -> bool | None:
-        """Whether a device of the slice has that much; None if only the arguments are known and those fit."""
+        """Whether a device of the slice has enough memory; None if only the arguments are known and those fit."""
         if self.total > target.usable_hbm_bytes:
             return False
         return None if self.temporaries is None else True
@@ -94,14 +94,14 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -> MemoryEstimate:
-    """The memory of a configuration's train step, laid out as given.
+    """Estimate the memory of a configuration's training step in a given layout.
 
     Arithmetic on shapes: no device is used and nothing is compiled. The first call for a model builds its graph (a
     fraction of a second), later ones take a millisecond.
 
     Args:
       config: as for training; rematerialisation and microbatches are the layout's.
-      layout: how the step is laid over the devices.
+      layout: how the step is sharded over the devices.
       target: the slice; its number of devices must be the mesh's.
 
     Raises:
@@ -137,19 +137,19 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -
 def estimate_memory_of(
     trees: Mapping[str, Any], mesh: Any | None = None, *, specs: Mapping[str, Any] | None = None
 ) -> MemoryEstimate:
-    """What is known of any step before it is compiled: its arguments, exactly.
+    """The memory of any step that is known before it is compiled: exactly that of its arguments.
 
-    What the step needs beside them is in its program, not in its arguments: ``temporaries`` is None, and
-    :attr:`MemoryEstimate.total` a lower bound.
+    The rest depends on the program, not on the arguments: ``temporaries`` is None, and :attr:`MemoryEstimate.total` a
+    lower bound.
 
     Args:
-      trees: pytrees of described arrays (``jax.ShapeDtypeStruct``) or arrays by what they are: ``"parameters"``,
+      trees: pytrees of abstract arrays (``jax.ShapeDtypeStruct``) or arrays by kind: ``"parameters"``,
         ``"optimizer"``, ``"model state"``; any other name counts as inputs.
       mesh: axis names and sizes, ``{"data": 4}``; for ``specs``.
-      specs: pytrees of ``PartitionSpec`` of the same structure, for arrays that have no sharding of their own.
+      specs: pytrees of ``PartitionSpec`` of the same structure, for arrays without their own sharding.
 
     Raises:
-      PlanError: a specification names an axis that the mesh has not, or does not divide its array.
+      PlanError: a specification names an axis that is not in the mesh, or does not divide its array.
     """
     import jax
 

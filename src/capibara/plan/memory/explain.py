@@ -1,9 +1,8 @@
 """Why a step does not fit a device's memory, and what would make it fit.
 
-The compiler refuses a program that is too large with one number. Here its own report says what the memory peak
-consists of: the largest buffers, what they are, where in the model they come from, and what of them is padding. Then
-remedies are compiled, each with what it takes and the time that is predicted for it: a remedy is only named if the
-compiler took it.
+The compiler refuses a program that is too large with a single figure. Here its own report is used to show what the
+memory peak consists of: the largest buffers, where in the model they come from, and how much of them is padding. Then
+remedies are compiled, with their memory and predicted time: only remedies that the compiler accepted are listed.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class Remedy:
     """A change that was compiled and fits.
 
     Attributes:
-      words: what is changed.
+      words: the change, as text.
       layout, target: what to run, and where.
-      hbm_bytes: of one device, as the compiler has it.
-      seconds: predicted for one step; chip_seconds: times the chips, what is paid for.
+      hbm_bytes: of one device, by the compiler.
+      seconds: predicted for one step; chip_seconds: times the number of chips, which determines the price.
     """
 
     words: str
@@ -70,16 +69,16 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class OomReport:
-    """Why a layout does not fit, and what does.
+    """Why a layout does not fit, and what would.
 
     Attributes:
-      layout, target: what was asked for.
-      needed_bytes: of one device, as the compiler says. limit_bytes: what a device may use.
-      buffers: the largest at the memory peak, as :func:`capibara.plan.compiler.buffers.read_buffers` gives them,
-        with a place for those that the compiler itself made.
-      estimate: the arithmetic's view of the same, by kind.
+      layout, target: as requested.
+      needed_bytes: of one device, by the compiler. limit_bytes: memory that a device may use.
+      buffers: the largest at the memory peak, as returned by :func:`capibara.plan.compiler.buffers.read_buffers`,
+        with a source for those created by the compiler itself.
+      estimate: the estimated memory, by kind.
       remedies: changes that were compiled and fit, the fastest step first.
-      refused: changes that were compiled and do not fit, or did not compile, in words.
+      refused: changes that were compiled and do not fit, or did not compile, as text.
     """
 
     layout: Layout
@@ -93,7 +92,7 @@ class OomReport:
 
     @property
     def padding_bytes(self) -> int:
-        """What tiles add to the listed buffers."""
+        """Padding of the listed buffers to tiles."""
         return sum(each["padding"] for each in self.buffers)
 
     def to_json(self) -> dict[str, Any]:
@@ -146,19 +145,19 @@ def explain_oom(
     cache: ProgramCache | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> OomReport:
-    """Compile a layout that does not fit, list what fills the memory, and compile what could help, side by side.
+    """Compile a layout that does not fit, list what fills the memory, and compile possible remedies in parallel.
 
     Args:
       config: as for training. layout, target: what does not fit.
-      program: its compilation with ``buffers=True``, if there is one already.
-      remedies: how many changes to look for. max_compiles: how many to try for them.
-      memory_limit_gb: GiB that a device may use, if less than it has; remedies keep to it, too.
-      workers: compilations at a time.
-      cache: of compiled results, or its folder.
+      program: its compilation with ``buffers=True``, if available.
+      remedies: number of remedies to find. max_compiles: maximum number of changes to compile.
+      memory_limit_gb: GiB that a device may use, if less than it has; also applies to remedies.
+      workers: parallel compilations.
+      cache: cache of compiled results, or its folder.
       progress: called with ``"start"`` or ``"done"``, a layout, and the compiled program.
 
     Raises:
-      PlanError: the layout fits, or an argument is not what it should be.
+      PlanError: the layout fits, or an argument is invalid.
       CompilerMissingError: the TPU compiler is not installed.
       CompilationError: the compiler failed for another reason than memory.
     """

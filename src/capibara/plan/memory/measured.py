@@ -1,8 +1,8 @@
 """The compiler's own memory figure of a step, without waiting for its machine code.
 
-A compilation for a TPU takes a minute or more. Where every buffer lies is known seconds into it; the rest is machine
-code. The compiler writes what it laid out to a folder as soon as it has it, and refuses what does not fit at the same
-point: so the process can be stopped there. What is left out is the program's text, and with it the time.
+A compilation for a TPU takes a minute or more. Buffers are assigned within seconds; the rest is machine code. The
+compiler writes the assignment to a folder as soon as it is known, and refuses programs that do not fit at the same
+point, so the process can be stopped there. Only the program's text, and therefore the predicted time, is missing.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(.*)")
 
 
 def measure_memory(job: Job, *, timeout: float = 1800.0) -> Memory:
-    """The memory that the compiler lays out for a program; its machine code is not waited for.
+    """The memory that the compiler assigns to a program, without waiting for its machine code.
 
-    Nothing is cached: what :func:`capibara.plan.compiler.compile_program` kept knows the same.
+    Results are not cached; :func:`capibara.plan.compiler.compile_program` caches the same figures.
 
     Args:
-      timeout: seconds after which the process is stopped in any case.
+      timeout: seconds after which the process is stopped.
 
     Returns:
       Arguments (in the devices' memory, with padding), outputs that take new memory, and temporaries; ``kinds`` is
-      empty, for which argument is what is the builder's knowledge.
+      empty, since only the builder knows the kinds of arguments.
 
     Raises:
-      DoesNotFitError: the compiler refuses it for its memory; the text is the compiler's.
+      DoesNotFitError: the compiler refuses it because of its memory; the message is the compiler's.
       CompilationError: it refuses it for another reason, or takes too long.
-      CompilerMissingError: there is no TPU compiler here.
+      CompilerMissingError: the TPU compiler is not installed.
     """
     compiler = find_compiler()
     with work_folder() as folder, worker(job, folder, compiler) as process:

@@ -1,31 +1,31 @@
-"""What a train step needs beside its arguments, at its memory peak.
+"""The memory of a training step besides its arguments, at its peak.
 
 Two moments compete:
 
-*The loss.* Every layer's values for the backward pass are kept, and the logits exist twice, as they come out of the
-product and in the accumulation dtype; beside them the vocabulary's table, gathered.
+*The loss.* Every layer's values for the backward pass are stored, and the logits exist twice, as the product's output
+and in the accumulation dtype, together with the gathered vocabulary table.
 
-*The backward pass of one block*, near the end of the loop. Kept values; the gradients of all blocks, which the loop
-stacks; the derivative of the logits, for the product that turns it into the gradient of the table is scheduled last;
-and the working set of the block: its values, computed again, and their derivatives, some as wide as the residual
+*The backward pass of one block*, near the end of the loop. The stored values; the gradients of all blocks, which the
+loop stacks; the derivative of the logits, because the product that computes the table's gradient from it is scheduled
+last; and the working set of the block: its recomputed values and their derivatives, some as wide as the residual
 stream, some as the feed-forward layer, and matrices: gathered weights, and gradients before they are scattered.
 
-In both moments, and to the end, there are copies of all blocks' parameters in the compute dtype: the compiler makes
-them once, before the loop.
+In both cases, and until the end, there are copies of all blocks' parameters in the compute dtype: the compiler
+creates them once, before the loop.
 
-The counts below say how many such values are alive together. Those of what is kept are the residuals that JAX's
-differentiation of a block stores. Those of a block's backward pass were fitted to the compiler's figures for the
-programs of ``benchmarks/plan_memory.py`` (libtpu 0.0.42), in three sets of four: one for all meshes and slices; one for
-a ``model`` axis where the compiler is told not to cut products into windows, which leaves the derivative of the logits
-no reason to wait; and one for v4 and v5e where more than 32 devices along ``data`` have fewer tokens each than the
-stream is wide: there the float32 gradients of all matrices of a block, and of the vocabulary's table, wait for an
+The counts below are the numbers of such values that are live together. Those of stored values are the residuals that
+JAX's differentiation of a block saves. Those of a block's backward pass were fitted to the compiler's figures for the
+programs of ``benchmarks/plan_memory.py`` (libtpu 0.0.42), in three sets of four: one for all meshes and slices; one
+for a ``model`` axis where the compiler is told not to cut products into windows, which leaves the derivative of the
+logits no reason to wait; and one for v4 and v5e where more than 32 devices along ``data`` have fewer tokens each than
+the stream is wide: there the float32 gradients of all matrices of a block, and of the vocabulary's table, wait for an
 all-reduce at the end.
 
-Attention is taken to run as a kernel that stores no scores, which is what a step over a mesh compiles to.
+Attention is assumed to run as a kernel that stores no scores, as in a step compiled for a mesh.
 
-What the chips' own memories hold (64 to 128 MiB) is not taken off: of a step that needs a few hundred MiB beside its
-arguments the estimate is up to a fourth too much, of one that needs a few MiB up to three times too much, and of none
-too little for it.
+Buffers in on-chip memory (64 to 128 MiB) are not subtracted: steps that need a few hundred MiB besides their
+arguments are overestimated by up to a fourth, those that need a few MiB by up to 3×; none is underestimated for this
+reason.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class WorkingSet:
     """Bytes on one device.
 
     Attributes:
-      kept: by the forward pass for the backward pass.
-      copies: of parameters, most of them of the blocks' in the compute dtype. fetched: moments from the hosts' memory.
+      kept: saved by the forward pass for the backward pass.
+      copies: of parameters, mostly the blocks' in the compute dtype. fetched: moments from the hosts' memory.
       sums: of gradients over microbatches. stacked: gradients of the blocks of one microbatch.
       loss, block: the two moments' own needs, beside these.
     """
@@ -86,7 +86,7 @@ class WorkingSet:
 
     @property
     def fullest(self) -> tuple[str, int, int]:
-        """Which moment is the fullest, and the bytes of gradients and of temporaries in it."""
+        """The memory peak, and the bytes of gradients and temporaries at it."""
         block = self.block + self.fetched
         if self.loss > block + self.stacked:
             return "loss", self.sums, self.copies + self.loss
@@ -121,7 +121,7 @@ class _Widths:
 def working_set(
     config: ModularModelConfig, layout: Layout, target: Slice, rows: int, arguments: tuple[Block, ...]
 ) -> WorkingSet:
-    """What the step needs beside its arguments.
+    """The memory that the step needs besides its arguments.
 
     Args:
       config, layout, target: as for :func:`~capibara.plan.memory.estimate_memory`.

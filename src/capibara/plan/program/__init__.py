@@ -1,8 +1,8 @@
-"""What a compiled program does, read from its text: loops and how often they run, operations, bytes, cycles, exchanges
-between devices, calls of kernels, and what is in flight beside what.
+"""What a compiled program does, read from its text: loops and trip counts, operations, bytes, cycles, collectives,
+kernel calls, and what overlaps with what.
 
-A compiler's own ``cost_analysis()`` counts the body of a loop once, so a model that scans over its layers appears to do
-the work of one. Here loops are multiplied out. Pure Python; JAX is not imported.
+A compiler's own ``cost_analysis()`` counts the body of a loop once, so a model that scans over its layers appears to
+do the work of one layer. Here loop bodies are multiplied by their trip counts. Pure Python; JAX is not imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The walk through a scheduled program: what runs how often, in which order, and what is in flight meanwhile."""
+"""Walk through a scheduled program: what runs how often, in which order, and what overlaps."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def read_program(text: str) -> ProgramFacts:
     """Read what a compiled program does on one device.
 
     Args:
-      text: ``jax.jit(f).lower(…).compile().as_text()``: scheduled HLO, best of a TPU's compiler (libtpu 0.0.42 and
-        later), whose fusions carry estimated cycles; of XLA for CPUs and GPUs the rest is read.
+      text: ``jax.jit(f).lower(…).compile().as_text()``: scheduled HLO, preferably of the TPU compiler (libtpu 0.0.42
+        and later), whose fusions have estimated cycles; for XLA on CPUs and GPUs everything else is read.
 
     Returns:
-      Everything that one execution does; what could not be told stands in ``unknown``, in words.
+      Everything that one execution does; what could not be determined is in ``unknown``, as text.
 
     Raises:
-      PlanError: it is not the text of an HLO program, or one beyond reason.
+      PlanError: it is not the text of an HLO program, or unreasonably large.
     """
     module = parse_module(text)
     walk = _Walk(module, FusedComputations(module))

@@ -1,9 +1,10 @@
-"""How arrays are laid over a mesh of devices: found by search, priced, and carried out.
+"""Shard arrays over a mesh of devices: search, cost estimates, and placement.
 
-:func:`optimize_sharding_strategy` gives a ``PartitionSpec`` for every array of a model and says what each costs.
-:func:`create_mesh_sharding` makes a mesh of real devices and lays real arrays over it; :func:`create_training_mesh`
-makes the mesh of a training run. Everything here uses :class:`capibara.config.axes.AxisRules` and
-:class:`capibara.config.mesh.TPUMeshConfig`: there is no second way of describing a mesh.
+:func:`optimize_sharding_strategy` finds a ``PartitionSpec`` for every array of a model and its cost.
+:func:`create_mesh_sharding` creates a mesh of real devices and shards real arrays over it;
+:func:`create_training_mesh` creates the mesh of a training run. Everything here uses
+:class:`capibara.config.axes.AxisRules` and :class:`capibara.config.mesh.TPUMeshConfig`: there is no other description
+of a mesh.
 """
 
 from __future__ import annotations

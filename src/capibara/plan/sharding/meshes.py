@@ -1,9 +1,10 @@
-"""Meshes of real devices, and real arrays laid over them.
+"""Meshes of real devices, and real arrays sharded over them.
 
-A :class:`MeshSharding` is a ``jax.sharding.Mesh`` of chosen devices with what it is meant for. Its
-:meth:`~MeshSharding.shard_model` puts a model's arrays where a strategy says, by ``jax.device_put`` and
-``NamedSharding``; what is called with them then runs on all devices, because XLA's partitioner follows its arguments.
-On a CPU, devices are emulated by starting Python with ``XLA_FLAGS=--xla_force_host_platform_device_count=32``.
+A :class:`MeshSharding` is a ``jax.sharding.Mesh`` of chosen devices with an optimisation target. Its
+:meth:`~MeshSharding.shard_model` places a model's arrays according to a strategy, by ``jax.device_put`` and
+``NamedSharding``; functions called with them then run on all devices, because XLA's partitioner follows its
+arguments. On a CPU, devices are emulated by starting Python with
+``XLA_FLAGS=--xla_force_host_platform_device_count=32``.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _FLAG = "XLA_FLAGS=--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True)
 class MeshSharding:
-    """A mesh of real devices, and what it is for. Made by :func:`create_mesh_sharding`.
+    """A mesh of real devices and its objective, created by :func:`create_mesh_sharding`.
 
     Attributes:
       mesh: a ``jax.sharding.Mesh`` with ``Auto`` axes.
-      config: the same, described.
+      config: its description.
       optimization_target: what :meth:`optimize` prefers: ``"throughput"``, ``"latency"`` or ``"memory"``.
     """
 
@@ -71,23 +72,23 @@ class MeshSharding:
         input_shape: Sequence[int] | None = None,
         memory_limit_gb: float | None = None,
     ) -> Any:
-        """The same model with its arrays laid over the mesh. What is given is not changed.
+        """Return the same model with its arrays sharded over the mesh. The original is not changed.
 
         Args:
           model: one of
 
-            * a nested dict (or other pytree) of arrays: the same nesting comes back, placed;
-            * a ``ModularCapibaraModel``: one like it on this mesh, with its parameters placed and its state whole on
-              every device; calling it runs on all devices;
+            * a nested dict (or other pytree) of arrays: returned with the same nesting, placed; * a
+            ``ModularCapibaraModel``: an equal one on this mesh, with its parameters placed and its state replicated;
+              calling it runs on all devices;
             * ``(compiled, params)`` with a ``CompiledModel``: the pair, with the parameters placed. A compiled model
-              that has a mesh of its own must have this one;
+              with its own mesh must have this one;
             * any other object with ``params``: a shallow copy with them placed.
           strategy: from :func:`optimize_sharding_strategy` or :meth:`optimize`.
-          input_shape, memory_limit_gb: without a strategy, :meth:`optimize` makes one for them.
+          input_shape, memory_limit_gb: without a strategy, :meth:`optimize` computes one for them.
 
         Raises:
           PlanError: neither a strategy nor an input shape, a strategy for another mesh, or arrays other than those of
-            the strategy (the text names the first that differs).
+            the strategy (the message names the first that differs).
         """
         if strategy is None:
             if input_shape is None:
@@ -128,13 +129,13 @@ class MeshSharding:
         return self._placed(model, strategy)
 
     def shard_batch(self, batch: Any, strategy: ShardingStrategy) -> Any:
-        """Inputs laid over the mesh: the first dimension over the strategy's batch axes, the rest whole.
+        """Shard inputs over the mesh: the first dimension over the strategy's batch axes, the others replicated.
 
         Args:
           batch: an array or pytree of arrays, batch first.
 
         Raises:
-          PlanError: a batch that these axes do not cut into equal parts, or a strategy for another mesh.
+          PlanError: a batch that these axes do not divide evenly, or a strategy for another mesh.
         """
         import jax
         import numpy as np
@@ -151,7 +152,7 @@ class MeshSharding:
         return jax.device_put(batch, jax.sharding.NamedSharding(self.mesh, strategy.batch_spec))
 
     def shard_state(self, state: Any, strategy: ShardingStrategy) -> Any:
-        """Optimiser state laid over the mesh: what nests as the parameters do lies as they do, the rest is whole.
+        """Shard optimiser state: subtrees nested like the parameters are sharded like them, the rest is replicated.
 
         Args:
           state: any pytree of arrays, such as an optax state with its two moments.
@@ -249,23 +250,24 @@ def create_mesh_sharding(
     *,
     axis_names: Sequence[str] | None = None,
 ) -> MeshSharding:
-    """A mesh of the devices with these ids, to lay models over.
+    """Create a mesh of the devices with the given ids.
 
     Equivalent JAX: ``jax.make_mesh(mesh_shape, axis_names, devices=[those of jax.devices()], axis_types=Auto)``,
-    which puts neighbours in the mesh on neighbours in the machine where it knows them.
+    which maps neighbours in the mesh to neighbours in the machine if it knows the topology.
 
     Args:
       mesh_shape: devices along each axis, such as ``(4, 8)``.
-      device_ids: as many ``jax.Device.id`` of ``jax.devices()``; by default the first.
+      device_ids: as many ``jax.Device.id`` of ``jax.devices()`` as the mesh has places; by default the first.
       optimization_target: what :meth:`MeshSharding.optimize` prefers (and ``shard_model`` without a strategy):
-        ``"throughput"`` the quickest training step that fits; ``"latency"`` the quickest forward pass, which keeps
-        parameters in place and cuts matrices where sums of activations cost less than reading them whole;
-        ``"memory"`` the fewest bytes on each device, then the quickest.
+        ``"throughput"`` the fastest training step that fits; ``"latency"`` the fastest forward pass, which keeps
+        parameters in place and shards matrices if sums of activations cost less than reading whole matrices;
+        ``"memory"`` the fewest bytes on each device, then the fastest.
       axis_names: by default ``("data",)``, ``("data", "model")`` or ``("data", "fsdp", "model")``.
 
     Raises:
-      ConfigError: the shape or the names are wrong, or there are too few devices (the text says how to emulate them).
-      PlanError: ids that are not there, that are repeated, or of another number than the mesh has places.
+      ConfigError: the shape or the names are invalid, or there are too few devices (the message says how to
+        emulate them).
+      PlanError: unknown or repeated ids, or the wrong number of ids for the mesh.
     """
     import jax
 
@@ -315,20 +317,20 @@ def create_training_mesh(
     *,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """The mesh of a training run: axes ``data``, ``model`` and ``pipeline``, also where one has the size 1.
+    """Create the mesh of a training run, with the axes ``data``, ``model`` and ``pipeline`` (even if of size 1).
 
     Equivalent JAX: ``jax.make_mesh((d, m, p), ("data", "model", "pipeline"), axis_types=(AxisType.Auto,) * 3)``.
 
     Args:
-      total_chips: devices of the mesh (JAX shows a chip as one or two; see :mod:`capibara.hardware`).
-      data_parallel_size: parts of the batch; by default what the other two leave.
+      total_chips: number of devices of the mesh (a chip is one or two JAX devices; see :mod:`capibara.hardware`).
+      data_parallel_size: parts of the batch; by default ``total_chips`` divided by the other two.
       model_parallel_size: parts of each matrix.
       pipeline_parallel_size: parts of the stack of layers.
       devices: by default the first of ``jax.devices()``.
 
     Raises:
-      PlanError: the sizes do not multiply to ``total_chips``; the text gives sizes that do.
-      ConfigError: there are too few devices (the text says how to emulate them).
+      PlanError: the product of the sizes is not ``total_chips``; the message gives sizes for which it is.
+      ConfigError: there are too few devices (the message says how to emulate them).
     """
     sizes = {
         "total_chips": total_chips,

@@ -1,4 +1,4 @@
-"""``optimize_sharding_strategy``: from arrays, an input shape, a mesh and a memory limit to a layout of every array."""
+"""``optimize_sharding_strategy``: shard every array for an input shape, a mesh and a memory limit."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 def check_target(target: str) -> Target:
-    """The target, if it is one.
+    """Validate a target.
 
     Raises:
-      PlanError: it is none; the text gives the nearest.
+      PlanError: it is not a target; the message suggests the nearest.
     """
     for known in get_args(Target):
         if target == known:
@@ -75,41 +75,43 @@ def optimize_sharding_strategy(
     remat: Literal["full", "none"] = "full",
     link_bandwidth: float | None = None,
 ) -> ShardingStrategy:
-    """Find a ``PartitionSpec`` for every array that makes a step quickest within the memory of the devices.
+    """Find a ``PartitionSpec`` for every array that makes a step fastest within the memory of the devices.
 
-    Nothing is computed, no device is asked for, and arrays are not copied. For each array are considered: whole
-    everywhere, and each dimension cut over each mesh axis, or several, that cuts it into equal parts; for the whole:
-    each set of axes that may split the batch. See :mod:`capibara.plan.sharding.search` for how, and
-    :mod:`capibara.plan.sharding.roles` for what is read out of shapes when dimensions have no names. The times are
-    estimates from peak rates, good for comparing layouts: see ``strategy.assumptions``. A compiled plan
-    (``capibara plan``) is exact where this guesses.
+    Nothing is computed, no device is used, and arrays are not copied. Candidates for each array are: replicated, and
+    each dimension sharded over each mesh axis, or several, that divides it evenly; and for the whole model, each set
+    of axes that may shard the batch. See :mod:`capibara.plan.sharding.search` for the method, and
+    :mod:`capibara.plan.sharding.roles` for what is inferred from shapes if dimensions have no names. The times are
+    estimates from peak rates, for comparing layouts: see ``strategy.assumptions``. A compiled plan (``capibara
+    plan``) is exact where this estimates.
 
     Args:
       model_params: a nested dict (or other pytree) of arrays, ``jax.ShapeDtypeStruct`` or shapes; or a
         ``CompiledModel`` or ``ModularCapibaraModel``, whose dimensions have logical names.
       input_shape: of the whole batch over all devices: ``(batch, sequence)`` of tokens, ``(batch, sequence, embed)``,
-        or ``(batch, features)`` where the model has no table of tokens.
+        or ``(batch, features)`` if the model has no token embeddings.
       mesh_shape: devices along each axis.
-      memory_limit_gb: GiB (2**30 bytes) that each device may use; by default what the compiler leaves to programs on
-        ``chip``.
-      axis_names: of the mesh; by default as :func:`capibara.config.mesh.create_tpu_mesh_config` names them.
+      memory_limit_gb: GiB (2**30 bytes) that each device may use; by default the memory that the compiler makes
+        available to programs on ``chip``.
+      axis_names: of the mesh; by default those of :func:`capibara.config.mesh.create_tpu_mesh_config`.
       optimization_target: ``"throughput"``: least time for a training step. ``"latency"``: least time for a forward
         pass, counting that parameters are read from memory. ``"memory"``: least memory, then least time.
-      chip: name in the catalogue; whose peak, memory and links the times are worked out with.
-      param_axes: tuples of logical axis names for each array, nested alike, so that nothing has to be inferred.
-      rules: consider only what these allow, with the batch where they put it. By default those of a compiled model
-        whose backend has a mesh (its own constraints follow them) or rules other than the standard ones; else none.
-      training: whether gradients and an optimiser are kept; by default for all targets but ``"latency"``.
-      optimizer_bytes: bytes that the optimiser keeps for each parameter (Adam: two float32 moments, 8).
+      chip: name in the catalogue; its peak, memory and links determine the times.
+      param_axes: tuples of logical axis names for each array, with the same nesting, so that nothing has to be
+        inferred.
+      rules: consider only layouts that these allow, with the batch sharded by them. By default those of a compiled
+        model whose backend has a mesh (its own constraints follow them) or rules other than the standard ones;
+        otherwise none.
+      training: whether there are gradients and optimiser state; by default for all targets but ``"latency"``.
+      optimizer_bytes: bytes of optimiser state per parameter (Adam: two float32 moments, 8).
       compute_dtype: of activations and gathered parameters.
-      accumulate_dtype: in which products are added up, also those that several devices have a part of.
-      remat: whether the backward pass computes each block again (``"full"``) or keeps all values (``"none"``).
-      link_bandwidth: bytes a second, one way, over one link, instead of the chip's.
+      accumulate_dtype: in which products are summed, including sums over several devices.
+      remat: whether the backward pass recomputes each block (``"full"``) or all values are stored (``"none"``).
+      link_bandwidth: bytes per second, one way, over one link, instead of the chip's.
 
     Raises:
-      DoesNotFitError: no layout found fits; the text names the largest arrays and what would help.
-      PlanError: an argument is wrong. ConfigError: the mesh or the memory limit is. ChipError: no such chip, or a
-        figure of it is not known.
+      DoesNotFitError: no layout fits; the message names the largest arrays and what would help.
+      PlanError: an argument is invalid. ConfigError: the mesh or the memory limit is invalid. ChipError: an unknown
+        chip, or one of its figures is not known.
     """
     target = check_target(optimization_target)
     shape = _checked_input(input_shape)

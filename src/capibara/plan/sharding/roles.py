@@ -1,14 +1,14 @@
-"""What the dimensions of a parameter mean: read off logical axis names, or inferred from shapes.
+"""The meaning of a parameter's dimensions: from logical axis names, or inferred from shapes.
 
-A transformer's matrices join the residual stream (width ``embed``) to something inner (heads, the feed-forward
-layer, the vocabulary). Cutting the *inner* dimension over devices makes tensor parallelism: a sub-block then needs
-one sum over those devices on its way out and one on the way back (Shoeybi et al. 2019, "Megatron-LM"). Cutting the
-*embed* dimension is for storage: the matrix is gathered before use (Rajbhandari et al. 2020, "ZeRO").
+A transformer's matrices connect the residual stream (width ``embed``) to an inner dimension (heads, the feed-forward
+layer, the vocabulary). Sharding the *inner* dimension is tensor parallelism: a sub-block then needs one sum over
+those devices in the forward pass and one in the backward pass (Shoeybi et al. 2019, "Megatron-LM"). Sharding the
+*embed* dimension only saves storage: the matrix is gathered before use (Rajbhandari et al. 2020, "ZeRO").
 
-Without names, the embed width is the last size of a three-dimensional input, or else the size that most arrays
-have; a leading dimension that all arrays of a subtree share is a stack of layers; what is left is inner. Where two
-dimensions are equal, only the arrays' names can tell a projection into the block from one out of it; they are used
-for that, and to tell a lookup table from an output matrix, and nothing else.
+Without names, the embed width is the last size of a three-dimensional input, or otherwise the size that most arrays
+have; a leading dimension shared by all arrays of a subtree is a stack of layers; the remaining dimensions are inner.
+If two dimensions are equal, only the arrays' names can distinguish a projection into the block from one out of it;
+names are used only for that, and to distinguish a lookup table from an output matrix.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ _HEAD = {"head", "unembed", "logits", "lm", "readout"}
 
 @dataclass(frozen=True)
 class Role:
-    """How an array takes part in a step.
+    """The role of an array in a step.
 
     Attributes:
       kind: ``"matrix"``, ``"vector"``, ``"lookup"``, ``"head"``, ``"tied"`` (a lookup that also scores).
       stack: leading dimensions that count layers.
-      repeats: layers that have such an array, in this array or beside it.
+      repeats: number of layers with such an array, in this array or separately.
       embed: the dimension of the residual stream, or None.
-      inner: dimensions that tensor parallelism may cut, the preferred first.
-      group: arrays of one group are cut together, because activations flow between them.
+      inner: dimensions that tensor parallelism may shard, preferred first.
+      group: arrays of one group are sharded together, because activations flow between them.
       flops: floating-point operations for each token, forward.
-      forward_sums, backward_sums: sums over devices of activations of width ``sum_width`` when ``inner`` is cut.
-      out_features: numbers that the array makes for each token (of one layer).
+      forward_sums, backward_sums: sums over devices of activations of width ``sum_width`` if ``inner`` is sharded.
+      out_features: output values of the array per token (of one layer).
       experts: whether its first dimension counts the experts of a mixture.
     """
 

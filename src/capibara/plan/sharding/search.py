@@ -1,11 +1,11 @@
-"""The search: which layout of every array makes the step quickest within the memory.
+"""Search the sharding of every array that makes the step fastest within the memory.
 
-For each *setting* (which mesh axes split the batch, the others being tensor axes) arrays of one group choose together
-whether tensor axes cut them, and each array for itself where it is stored. Memory couples them all: each byte kept
-has a price (a Lagrange multiplier, in seconds), every array takes what is cheapest at that price, and bisection finds
-the lowest price at which everything fits. What room is left is then spent on the upgrades that save the most seconds
-a byte. The dual gives a time that no layout of the setting that fits can be below, so that the gap is known. Whether
-the result fits is added up anew, array by array.
+For each *setting* (the mesh axes that shard the batch; the others are tensor axes), arrays of one group choose
+together whether tensor axes shard them, and each array individually how it is stored. Memory couples all of them:
+each stored byte has a price (a Lagrange multiplier, in seconds), every array takes the cheapest option at that price,
+and bisection finds the lowest price at which everything fits. Remaining memory is then spent on the upgrades that
+save the most seconds per byte. The dual gives a lower bound on the time of all layouts of the setting that fit, so
+that the gap is known. Finally, the memory of the result is summed again, array by array.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STREAMS = 9
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be laid out, on what, for what work."""
+    """What to shard, over which mesh, for which work."""
 
     leaves: tuple[Leaf, ...]
     roles: tuple[Role, ...]
@@ -50,11 +50,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """One layout of everything.
+    """One sharding of all arrays.
 
     Attributes:
       chosen: for each array.
-      bound: seconds that no layout of this setting that fits can be below; None where it was not worked out.
+      bound: lower bound in seconds for layouts of this setting that fit; None if not computed.
     """
 
     setting: Setting
@@ -72,10 +72,10 @@ class Solution:
 
 
 def settings_of(problem: Problem) -> list[Setting]:
-    """Every way of splitting the batch into equal parts over mesh axes.
+    """All ways of sharding the batch evenly over mesh axes.
 
-    Axes called ``data`` or ``fsdp`` split it wherever they can: that is what they are there for. With rules the batch
-    lies where they say, as the model's own constraints do.
+    Axes called ``data`` or ``fsdp`` shard it wherever possible, which is their purpose. With rules, the batch is
+    sharded by them, like the model's own constraints.
     """
     sizes = problem.links.sizes
     wide = [a for a, n in sizes.items() if n > 1 and a != "pipeline"]
@@ -90,7 +90,7 @@ def settings_of(problem: Problem) -> list[Setting]:
 
 
 def batch_by_rules(problem: Problem, rules: AxisRules) -> tuple[str, ...]:
-    """The mesh axes that rules lay the batch over."""
+    """The mesh axes over which rules shard the batch."""
     mesh: Any = MeshSizes(problem.links.sizes)
     (entry,) = rules.spec(("batch",), mesh, (problem.work.batch,), kind="activations")
     return entries((entry,))[0]
@@ -102,7 +102,7 @@ def entries(spec: Iterable[Any]) -> tuple[tuple[str, ...], ...]:
 
 
 def memory_of(problem: Problem, setting: Setting, chosen: Sequence[Candidate]) -> MemoryUse:
-    """Bytes on each device: what is kept, and an estimate of what is made on the way; see :class:`MemoryUse`."""
+    """Bytes on each device: stored arrays, and an estimate of temporaries; see :class:`MemoryUse`."""
     work, tokens = problem.work, problem.work.tokens / problem.links.ways(setting.batch)
     number = work.activation_bytes
     block = logits = 0.0
@@ -211,10 +211,10 @@ def solve(
     smallest: bool = False,
     keep: Callable[[Role, Candidate], bool] | None = None,
 ) -> Solution:
-    """The quickest layout of a setting that fits, or, if none does (or with ``smallest``), the smallest.
+    """The fastest layout of a setting that fits or, if none does (or with ``smallest``), the smallest.
 
     Args:
-      keep: only candidates that it accepts, for arrays where it accepts any.
+      keep: use only candidates that it accepts, for arrays for which it accepts any.
     """
     options = _Options(problem, setting, keep)
     policies: list[list[Mode]] = [options.modes]

@@ -1,4 +1,4 @@
-"""What the search gives: a layout of every array with what it costs, as values that print well."""
+"""The result of the search: a sharding of every array with its cost, as readable values."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class MemoryUse:
     """Bytes on each device.
 
     Attributes:
-      parameters, gradients, optimizer: of the layout, exact but for padding.
+      parameters, gradients, optimizer: of the layout, exact except for padding.
       activations: an estimate, see :attr:`ShardingStrategy.assumptions`.
-      gathered: the two largest pieces that are gathered for use at one time.
+      gathered: the two largest pieces that are gathered at the same time.
     """
 
     parameters: float
@@ -62,15 +62,15 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class ArraySharding:
-    """One array's layout, and what it costs each device in one step.
+    """One array's sharding, and its cost per device in one step.
 
     Attributes:
       path: with dots.
-      spec: the ``PartitionSpec``, one entry a dimension.
-      kind: how it was understood: ``"matrix"``, ``"vector"``, ``"lookup"``, ``"head"`` or ``"tied"`` (lookup and head).
+      spec: the ``PartitionSpec``, one entry per dimension.
+      kind: its inferred role: ``"matrix"``, ``"vector"``, ``"lookup"``, ``"head"`` or ``"tied"`` (lookup and head).
       bytes_total: of the whole array. bytes_per_device: of a device's part.
       state_bytes_per_device: with gradient and optimiser state.
-      bytes_gathered: received to have it whole. bytes_reduced: received in sums of gradients and activations.
+      bytes_gathered: received to gather it. bytes_reduced: received in sums of gradients and activations.
       seconds: of that communication, by the chip's links.
       compute_seconds: of its products at the chip's peak (or of reading it, if that takes longer).
     """
@@ -98,7 +98,7 @@ class ArraySharding:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A layout that was considered and not taken.
+    """A layout that was considered and rejected.
 
     Attributes:
       fits: whether its memory is within the limit.
@@ -120,21 +120,21 @@ class Alternative:
 
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """A ``PartitionSpec`` for every array, and what the whole costs.
+    """A ``PartitionSpec`` for every array, and the total cost.
 
-    ``strategy["blocks.mlp.up.weight"]`` is one array's; :attr:`specs` nests as the arrays do, :meth:`shardings` gives
-    ``jax.sharding.NamedSharding`` for a mesh; ``print(strategy)`` shows all.
+    ``strategy["blocks.mlp.up.weight"]`` is one array's; :attr:`specs` has the nesting of the arrays,
+    :meth:`shardings` returns ``jax.sharding.NamedSharding`` for a mesh; ``print(strategy)`` shows everything.
 
     Attributes:
       arrays: in the order of ``jax.tree.leaves``.
       mesh_shape, axis_names: the mesh it is for.
-      batch_axes: axes that split the examples. tensor_axes: axes that cut matrices.
-      optimization_target: what was preferred.
-      memory: bytes on each device. memory_limit_bytes: what they had to stay below.
+      batch_axes: axes that shard the examples. tensor_axes: axes that shard matrices.
+      optimization_target: the objective.
+      memory: bytes on each device. memory_limit_bytes: their limit.
       communication_seconds, compute_seconds: of a step, one after the other.
-      bound_seconds: no layout with this split of the batch that fits is quicker, by the same estimate.
-      assumptions: what the estimate takes for granted.
-      alternatives: what else was considered.
+      bound_seconds: a lower bound for layouts that fit and shard the batch in the same way, by the same estimate.
+      assumptions: of the estimate.
+      alternatives: other layouts that were considered.
     """
 
     arrays: tuple[ArraySharding, ...]
@@ -154,12 +154,12 @@ class ShardingStrategy:
 
     @property
     def step_seconds(self) -> float:
-        """Computing and communicating, one after the other; a program that overlaps them is quicker."""
+        """Computation plus communication, without overlap; a program that overlaps them is faster."""
         return self.communication_seconds + self.compute_seconds
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Mesh axis to its number of devices."""
+        """Number of devices by mesh axis."""
         return dict(zip(self.axis_names, self.mesh_shape, strict=True))
 
     @property
@@ -182,12 +182,12 @@ class ShardingStrategy:
         return PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
 
     def axis_rules(self, base: AxisRules | None = None) -> AxisRules:
-        """Rules that lay activations as the strategy does: ``JaxBackend(device_mesh=…, rules=strategy.axis_rules())``.
+        """The strategy's sharding of activations: ``JaxBackend(device_mesh=…, rules=strategy.axis_rules())``.
 
-        The batch is sharded over :attr:`batch_axes` (where these do not divide it, as ``base`` says).
+        The batch is sharded over :attr:`batch_axes` (or, if these do not divide it, according to ``base``).
 
         Args:
-          base: what holds for all other logical axes; by default ``AxisRules()``.
+          base: rules for all other logical axes; by default ``AxisRules()``.
         """
         base = AxisRules() if base is None else base
         if not self.batch_axes:

@@ -1,13 +1,13 @@
-"""From facts about a program to seconds on a slice.
+"""Predict the time of a program on a slice.
 
-The schedule is run through once, with a clock. A piece of work takes the compiler's own cycles at the chip's clock, or
-where the compiler states none the time of its roofline: operations at the peak or bytes at the memory's bandwidth,
-whichever is longer. An exchange takes its bytes over the links that its group has on the torus. One that the schedule
-begins and ends apart runs beside the work between the two, and costs only what is left of it when its result is waited
-for; two that need the same links follow one another. Copies between memories likewise, over the memory's bandwidth.
+The schedule is simulated once. A piece of work takes the compiler's own cycles at the chip's clock or, if the
+compiler gives none, its roofline time: operations at the peak or bytes at the memory bandwidth, whichever is longer.
+A collective takes its bytes over the links of its group on the torus. An asynchronous collective overlaps with the
+work between its start and its end, and costs only the remainder when its result is needed; two that need the same
+links run one after the other. The same applies to copies between memories, over the memory bandwidth.
 
-The range: ``low`` gives every piece the best that the hardware allows (the roofline, where the compiler's cycles are
-more), ``high`` hides no exchange behind work and gives kernels of foreign code half of their roofline.
+The range: ``low`` uses the best time that the hardware allows for every piece (the roofline if the compiler's cycles
+exceed it), ``high`` overlaps no collective with work and gives foreign kernels half of their roofline.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _DTYPES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "bfloat16", "s8": "int8
 
 @dataclass(frozen=True)
 class Constants:
-    """What may be fitted to measurements; 1 everywhere is not a fit.
+    """Constants that may be fitted to measurements; 1 means not fitted.
 
     Attributes:
-      compute: share of the rate that the compiler's cycles assume which pieces of work reach.
-      links: share of the links' rate that exchanges reach.
-      kernels: share of their roofline that kernels of foreign code (Pallas) reach.
+      compute: share of the rate assumed by the compiler's cycles that work reaches.
+      links: share of the links' rate that collectives reach.
+      kernels: share of their roofline that foreign kernels (Pallas) reach.
     """
 
     compute: float = 1.0
@@ -53,8 +53,8 @@ class Part:
     """A share of a step's time.
 
     Attributes:
-      label: what takes it.
-      seconds: how long, in one step.
+      label: the work.
+      seconds: in one step.
       source: where the figure comes from: ``"compiler cycles"``, ``"roofline"`` or ``"links"``.
     """
 
@@ -65,18 +65,18 @@ class Part:
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long one execution takes.
+    """The time of one execution.
 
     Attributes:
       seconds: the prediction.
       low: with every piece at its roofline.
-      high: with nothing hidden.
+      high: without overlap.
       compute: pieces with matrix products in them, and kernels.
       memory: all other work on the device: element-wise operations, reductions, copies, waiting for copies.
-      communication: exchanges that work does not hide.
-      hidden: exchanges beside work; not part of ``seconds``.
+      communication: collectives that do not overlap with work.
+      hidden: collectives that overlap with work; not part of ``seconds``.
       parts: what ``seconds`` is made of, the longest first.
-      unknown: what is not in it, in words.
+      unknown: what is not included, as text.
     """
 
     seconds: float
@@ -106,15 +106,15 @@ def predict_step(
       facts: of :func:`capibara.plan.program.read_program`.
       slice: where it runs.
       mesh: names and sizes of the mesh's axes, slowest first: positions in it are the program's devices.
-      places: coordinates of the devices on the grid, in the mesh's order; by default as ``jax.make_mesh`` lays them.
+      places: coordinates of the devices on the grid, in the mesh's order; by default those of ``jax.make_mesh``.
       constants: shares of rates fitted to measurements; none by default.
-      hop_latency: seconds that a message takes over one link besides its bytes ("How to Scale Your Model", part 3,
-        about a microsecond).
-      host_bandwidth: bytes a second between a device and its host; vendors state none, so copies to and from the host
-        are left out, and said to be, when it is None.
+      hop_latency: latency of a message over one link, in seconds ("How to Scale Your Model", part 3, about a
+        microsecond).
+      host_bandwidth: bytes a second between a device and its host; vendors publish none; if None, copies to and from
+        the host are omitted and listed in ``unknown``.
 
     Raises:
-      PlanError: the program is one for another number of devices, or ``mesh`` does not fit the slice.
+      PlanError: the program is for another number of devices, or ``mesh`` does not match the slice.
     """
     if facts.num_devices > 1 and facts.num_devices != slice.num_devices:
         raise PlanError(

@@ -1,9 +1,9 @@
-"""Where the devices of a mesh stand on the grid of chips, and how fast groups of them exchange data there.
+"""The places of a mesh's devices on the grid of chips, and the speed of data exchange between groups of them.
 
-Every chip has one link each way along each axis of the grid, so an exchange along an axis that closes to a ring has two
-links per chip to send over, one along an open line is bound by the chip at the end, which has one. An exchange over
-several axes uses the links of all of them at once, as the compiler's own forms do ("3DAllGather…"). Formulas: "How to
-Scale Your Model", part 3, on the time of collectives from bytes and links.
+Every chip has one link each way along each axis of the grid, so a collective along an axis that closes to a ring can
+send over two links per chip; along an open line it is bound by the chip at the end, which has one. A collective over
+several axes uses the links of all of them at once, like the compiler's own algorithms ("3DAllGather…"). Formulas:
+"How to Scale Your Model", part 3, on the time of collectives from bytes and links.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MOST_PAIRS = 4096
 
 
 def places_on_grid(slice: Slice, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[int, ...], ...]:
-    """Coordinates of the devices of a mesh, in the mesh's order, laid out as ``jax.make_mesh`` does by default.
+    """Coordinates of the devices of a mesh, in the mesh's order, as by default in ``jax.make_mesh``.
 
-    Each mesh axis, the last one first, goes over whole axes of the grid, as many as it can; where the sizes do not
-    allow that, devices go over the grid in their own order, the first axis of the grid fastest, two cores of a chip
-    side by side.
+    Each mesh axis, the last one first, is mapped to as many whole axes of the grid as possible; if the sizes do not
+    allow that, devices are placed in their own order, the first axis of the grid fastest, the two cores of a chip
+    next to each other.
     """
     shape = list(slice.shape)
     cores = slice.devices_per_chip
@@ -60,13 +60,13 @@ def places_on_grid(slice: Slice, mesh: tuple[tuple[str, int], ...]) -> tuple[tup
 
 @dataclass(frozen=True)
 class Ring:
-    """One axis of the grid as a group runs along it.
+    """A group along one axis of the grid.
 
     Attributes:
-      axis: which axis of the grid; the one after the last is that of the cores within a chip.
+      axis: the axis of the grid; the one after the last is that of the cores within a chip.
       size: chips of the group along it.
       closed: whether it closes to a ring.
-      spacing: chips from one member to the next; those between share the links.
+      spacing: distance between members in chips; the chips between them share the links.
     """
 
     axis: int
@@ -76,18 +76,18 @@ class Ring:
 
     @property
     def hops(self) -> int:
-        """Links from one end to the farthest chip."""
+        """Number of links to the farthest chip."""
         reach = self.size // 2 if self.closed else self.size - 1
         return reach * self.spacing
 
 
 @dataclass(frozen=True)
 class Route:
-    """What the pairs of a permute do to the links.
+    """The use of links by the pairs of a permute.
 
     Attributes:
-      load: how many messages share the busiest link.
-      hops: links of the longest way.
+      load: number of messages on the busiest link.
+      hops: links of the longest route.
       links: directions that are used, (axis, +1 or −1).
     """
 
@@ -105,7 +105,7 @@ class Torus:
       places: coordinates of each device in the mesh's order; by default those of :func:`places_on_grid`.
 
     Raises:
-      PlanError: the mesh or the places do not fit the slice.
+      PlanError: the mesh or the places do not match the slice.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class Torus:
         self._routes = lru_cache(maxsize=4096)(self._find_route)
 
     def rings(self, groups: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
-        """Axes of the grid along which the worst group lies."""
+        """Axes of the grid along which the worst group extends."""
         return self._rings(groups)
 
     def route(self, pairs: tuple[tuple[int, ...], ...]) -> Route:
-        """How the messages of a permute share the links, each going the shortest way, axis by axis."""
+        """How the messages of a permute share the links, each on the shortest route, axis by axis."""
         return self._routes(pairs)
 
     def _members(self, group: tuple[int, ...]) -> np.ndarray:

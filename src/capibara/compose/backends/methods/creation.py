@@ -1,10 +1,10 @@
-"""Making arrays.
+"""Create arrays.
 
 ``shape`` is given as ``zeros(3, 4)`` or ``zeros((3, 4))``. ``dtype`` is ``ml.float32`` or another of
 :mod:`capibara.compose.dtypes`, or its name; without it floats have the backend's dtype and integers int32.
 
-``device_mesh=(2, 2)`` spreads the array over that many devices (the first ones there are), where the backend can:
-dimension i is split over mesh axis i, or dimension ``tensor_split[i]`` (None: not split over that axis).
+``device_mesh=(2, 2)`` shards the array over that many devices (the first available ones), if the backend supports it:
+dimension i is sharded over mesh axis i, or dimension ``tensor_split[i]`` (None: not sharded over that axis).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Split = Sequence[int | None] | None
 
 
 class Creation(Caller):
-    """Arrays made from nothing, or from values."""
+    """Create arrays from shapes or values."""
 
     def array(
         self, input: Any, *, dtype: Any = None, device_mesh: MeshShape = None, tensor_split: Split = None
     ) -> Any:
-        """A copy of numbers, nested lists or another library's array. Floats get the backend's dtype, integers int32.
+        """A copy of scalars, nested lists or another library's array. Floats get the backend's dtype, integers int32.
 
         Raises:
-            InputError: the values are not numbers, or do not fit int32 (ask for ``dtype=ml.int64``).
+            InputError: the values are not numbers, or do not fit int32 (pass ``dtype=ml.int64``).
         """
         name = None if dtype is None else dtype_name(dtype)
         return self._make("array", input, dtype=name, device_mesh=device_mesh, tensor_split=tensor_split)

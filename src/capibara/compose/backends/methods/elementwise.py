@@ -13,7 +13,7 @@ class Elementwise(Caller):
     """Functions of one element, or of two."""
 
     def abs(self, input: Any) -> Any:
-        """``|x|``; its gradient at 0 is 0."""
+        """``|x|``; its gradient at 0 is 1 on JAX, else 0."""
         return self._call("absolute", input)
 
     def sign(self, input: Any) -> Any:
@@ -41,7 +41,7 @@ class Elementwise(Caller):
         return self._call("exp", input)
 
     def expm1(self, input: Any) -> Any:
-        """``exp(x) - 1``, exact near 0."""
+        """``exp(x) - 1``, accurate near 0."""
         return self._call("expm1", input)
 
     def log(self, input: Any) -> Any:
@@ -49,7 +49,7 @@ class Elementwise(Caller):
         return self._call("log", input)
 
     def log1p(self, input: Any) -> Any:
-        """``log(1 + x)``, exact near 0."""
+        """``log(1 + x)``, accurate near 0."""
         return self._call("log1p", input)
 
     def log2(self, input: Any) -> Any:
@@ -145,7 +145,7 @@ class Elementwise(Caller):
         return self._call("log_softmax", input, dim)
 
     def clip(self, input: Any, low: float | None = None, high: float | None = None) -> Any:
-        """Values below ``low`` and above ``high`` become those."""
+        """Limit values to [``low``, ``high``]."""
         return self._call("clip", input, low, high)
 
     def where(self, cond: Any, input1: Any, input2: Any) -> Any:

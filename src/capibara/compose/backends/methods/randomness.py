@@ -1,8 +1,8 @@
-"""Random arrays. Each backend object has a random state of its own: nothing global is read or set.
+"""Random arrays. Each backend object has its own random state; global state is neither read nor set.
 
-A method without a key takes the next one from that state; :meth:`Randomness.set_seed` starts it anew. Two backends
-of the same kind with the same seed give the same numbers. NumPy and PyTorch draw from one counter-based generator
-(Philox) and agree with each other; JAX's numbers are JAX's own.
+A method without a key takes the next one from that state; :meth:`Randomness.set_seed` resets it. Two backends of the
+same kind with the same seed give the same values. NumPy and PyTorch use the same counter-based generator (Philox) and
+agree with each other; JAX uses its own.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Randomness(Caller):
         raise NotImplementedError
 
     def set_seed(self, seed: Any) -> None:
-        """Start the random state anew, from an integer from 0 to 2³² − 1 (or a key)."""
+        """Reset the random state, from an integer from 0 to 2³² − 1 (or a key)."""
         self._key = self._new_key(seed)
         self.seed = seed
 
     def get_random_key(self) -> Any:
-        """A key that was not used before; the state goes on."""
+        """A new key; advances the random state."""
         self._key, own = self._call("split_key", self._key, 2)
         return own
 
@@ -62,7 +62,7 @@ class Randomness(Caller):
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
-        """Normal numbers with mean 0 and variance 1, from a key (or the next one)."""
+        """Normal random values with mean 0 and variance 1, from a key (or the next one)."""
         return self._make(
             "draw_normal",
             self._key_or_next(key),
@@ -83,7 +83,7 @@ class Randomness(Caller):
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
-        """Numbers spread evenly over [low, high), from a key (or the next one)."""
+        """Random values distributed uniformly over [low, high), from a key (or the next one)."""
         return self._make(
             "draw_uniform",
             self._key_or_next(key),
@@ -104,7 +104,7 @@ class Randomness(Caller):
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
-        """Normal numbers with mean 0 and variance 1. ``key`` and ``prng_key`` are one argument."""
+        """Normal random values with mean 0 and variance 1. ``key`` and ``prng_key`` are one argument."""
         return self.random_normal(
             _one_key(prng_key, key),
             as_shape(shape),
@@ -122,7 +122,7 @@ class Randomness(Caller):
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
-        """Numbers spread evenly over [0, 1)."""
+        """Random values distributed uniformly over [0, 1)."""
         return self.random_uniform(
             _one_key(prng_key, key),
             as_shape(shape),
@@ -142,7 +142,7 @@ class Randomness(Caller):
         device_mesh: MeshShape = None,
         tensor_split: Split = None,
     ) -> Any:
-        """Numbers spread evenly over [low, high)."""
+        """Random values distributed uniformly over [low, high)."""
         if not (is_number(low) and is_number(high)):
             raise InputError(f"rand_uniform: low={low!r:.80} and high={high!r:.80} must be numbers")
         if not low <= high:
@@ -199,11 +199,11 @@ class Randomness(Caller):
     ) -> Any:
         """Indices drawn with the probabilities of each row: ``probs [*b, n]`` → ``int32 [*b, num_samples]``.
 
-        Rows need not sum to 1. Without replacement no index comes twice (Gumbel's top-k; Vieira, 2014), and
+        Rows need not sum to 1. Without replacement no index occurs twice (Gumbel top-k; Vieira, 2014), and
         ``num_samples`` must not be above n.
 
         Raises:
-            InputError: ``num_samples`` does not fit.
+            InputError: ``num_samples`` is invalid.
         """
         n = probs.shape[-1] if len(getattr(probs, "shape", ())) else 0
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:

@@ -1,4 +1,4 @@
-"""Reductions over one dimension, several, or all (``axis=None``), and what runs along one."""
+"""Reductions over one dimension, several, or all (``axis=None``), and cumulative sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Reductions(Caller):
     """Sums, extremes, positions, products of matrices."""
 
     def sum(self, input: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-        """Sum; of bools, how many are true."""
+        """Sum; for booleans, the number of true elements."""
         return self._call("total", input, axis, keepdims)
 
     def prod(self, input: Any, axis: Axis = None, keepdims: bool = False) -> Any:
@@ -23,11 +23,11 @@ class Reductions(Caller):
         return self._call("prod", input, axis, keepdims)
 
     def max(self, input: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-        """Largest; several that are equal share its gradient."""
+        """Maximum; equal values share its gradient."""
         return self._call("max", input, axis, keepdims)
 
     def min(self, input: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-        """Smallest; several that are equal share its gradient."""
+        """Minimum; equal values share its gradient."""
         return self._call("min", input, axis, keepdims)
 
     def all(self, input: Any, axis: Axis = None, keepdims: bool = False) -> Any:
@@ -39,11 +39,11 @@ class Reductions(Caller):
         return self._call("any", input, axis, keepdims)
 
     def mean(self, input: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-        """Mean; of integers and bools in the backend's float."""
+        """Mean; integers and booleans give the backend's float."""
         return self._call("average", input, axis, keepdims, dtype=self._float(None))
 
     def var(self, input: Any, axis: Axis = None, correction: int = 0, keepdims: bool = False) -> Any:
-        """Mean square distance from the mean; ``correction=1`` divides by n - 1."""
+        """Mean squared deviation from the mean; ``correction=1`` divides by n - 1."""
         return self._call("variance", input, axis, correction, keepdims)
 
     def std(self, input: Any, axis: Axis = None, correction: int = 0, keepdims: bool = False) -> Any:
@@ -51,11 +51,11 @@ class Reductions(Caller):
         return self._call("sqrt", self.var(input, axis, correction, keepdims))
 
     def argmax(self, input: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-        """Place of the (first) largest, int32; with ``axis=None`` in the flattened array."""
+        """Index of the (first) maximum, int32; with ``axis=None`` in the flattened array."""
         return self._call("argmax", input, axis, keepdims)
 
     def argmin(self, input: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-        """Place of the (first) smallest, int32."""
+        """Index of the (first) minimum, int32."""
         return self._call("argmin", input, axis, keepdims)
 
     def cumsum(self, input: Any, axis: int = -1) -> Any:

@@ -1,4 +1,4 @@
-"""Shapes: regrouping, joining, cutting, picking, sorting; and moving arrays about."""
+"""Shapes: reshape, join, split, select, sort; and move arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Shaping"]
 
 
 class Shaping(Caller):
-    """Operations that change where elements stand."""
+    """Operations that rearrange elements."""
 
     def reshape(self, input: Any, shape: int | Sequence[int]) -> Any:
         """The same elements in another shape; one size may be -1."""
@@ -23,31 +23,31 @@ class Shaping(Caller):
         return self._call("reshape", input, _sizes(row, -1))
 
     def flatten(self, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """Dimensions ``start_dim`` to ``end_dim`` made one."""
+        """Merge dimensions ``start_dim`` to ``end_dim``."""
         return self._call("flatten", input, start_dim, end_dim)
 
     def transpose(self, input: Any, axes: Sequence[int] | None = None) -> Any:
-        """Dimensions in another order; without ``axes`` in the opposite one."""
+        """Permute dimensions; without ``axes``, reverse them."""
         return self._call("transpose", input, None if axes is None else tuple(axes))
 
     def swapaxes(self, input: Any, first: int, second: int) -> Any:
-        """Two dimensions exchanged."""
+        """Exchange two dimensions."""
         return self._call("swap_axes", input, first, second)
 
     def squeeze(self, input: Any, axis: int | tuple[int, ...] | None = None) -> Any:
-        """Without its dimensions of size 1 (or without those in ``axis``)."""
+        """Remove dimensions of size 1 (or those in ``axis``)."""
         return self._call("squeeze", input, axis)
 
     def expand_dims(self, input: Any, axis: int | tuple[int, ...]) -> Any:
-        """With new dimensions of size 1 at ``axis``."""
+        """Add dimensions of size 1 at ``axis``."""
         return self._call("expand_dims", input, axis)
 
     def broadcast_to(self, input: Any, shape: Sequence[int]) -> Any:
-        """Repeated along new and size-1 dimensions up to ``shape``."""
+        """Broadcast to ``shape``, along new and size-1 dimensions."""
         return self._call("broadcast_to", input, _sizes(shape, 0))
 
     def concat(self, inputs: Sequence[Any], axis: int | None = 0) -> Any:
-        """Arrays joined along one dimension (None: all flattened)."""
+        """Join arrays along one dimension (None: flatten them first)."""
         return self._call("concat", *_row("concat", inputs), axis=axis)
 
     def concatenate(self, inputs: Sequence[Any], axis: int | None = 0) -> Any:
@@ -55,18 +55,18 @@ class Shaping(Caller):
         return self.concat(inputs, axis)
 
     def cat(self, inputs: Sequence[Any], dim: int = 0) -> Any:
-        """:meth:`concat`, in PyTorch's words."""
+        """:meth:`concat`, by its PyTorch name."""
         return self.concat(inputs, dim)
 
     def stack(self, inputs: Sequence[Any], axis: int = 0) -> Any:
-        """Arrays of one shape joined along a new dimension."""
+        """Join arrays of the same shape along a new dimension."""
         return self._call("stack", *_row("stack", inputs), axis=axis)
 
     def split(self, input: Any, split_size: int | Sequence[int], axis: int = 0) -> tuple[Any, ...]:
-        """Cut into ``split_size`` equal parts, or at the indices given.
+        """Split into ``split_size`` equal parts, or at the given indices.
 
         Raises:
-            InputError: the size cannot be cut into that many equal parts.
+            InputError: the size is not divisible into that many parts.
         """
         input = self._ranked("split", input)
         size = input.shape[place_of(axis, len(input.shape))]
@@ -106,7 +106,7 @@ class Shaping(Caller):
         return self._call("pad", input, pairs, value)
 
     def take(self, input: Any, indices: Any, axis: int = 0) -> Any:
-        """Elements by place along one dimension; negative indices count from the end, others outside are clipped."""
+        """Elements by index along one dimension; negative ones count from the end, others are clipped."""
         return self._call("take", input, _whole_numbers("take", indices), axis)
 
     def gather(self, input: Any, indices: Any, axis: int = 0) -> Any:
@@ -114,11 +114,11 @@ class Shaping(Caller):
         return self._call("take_along_axis", input, _whole_numbers("gather", indices), axis)
 
     def sort(self, input: Any, axis: int = -1, descending: bool = False) -> Any:
-        """In rising (or falling) order along one dimension."""
+        """Sort along one dimension, ascending (or descending)."""
         return self._call("sort", input, axis, descending)
 
     def argsort(self, input: Any, axis: int = -1, descending: bool = False) -> Any:
-        """The places in which elements stand when sorted, int32; equal ones keep their order."""
+        """The indices that sort an array, int32; stable."""
         return self._call("argsort", input, axis, descending)
 
     def topk(self, input: Any, k: int) -> Any:
@@ -129,14 +129,14 @@ class Shaping(Caller):
         return self._call("top_k", input, k)
 
     def unique(self, input: Any, return_inverse: bool = False, return_counts: bool = False) -> Any:
-        """The different values in rising order; on request where each came from, and how often it occurs.
+        """The distinct values in ascending order; optionally their indices and counts.
 
         Its shape depends on the values, so it cannot be compiled; models use ``ml.Unique(size=…)``.
         """
         return self._call("unique_values", input, return_inverse, return_counts)
 
     def flip(self, input: Any, axis: int) -> Any:
-        """In opposite order along one dimension."""
+        """Reverse along one dimension."""
         input = self._ranked("flip", input)
         return self._call("reverse", input, place_of(axis, len(input.shape)))
 
@@ -161,7 +161,7 @@ class Shaping(Caller):
     def cast(self, value: Any, dtype: Any = None) -> Any:
         """An array in another dtype (by default the backend's float); of a Python number, rounded to that dtype.
 
-        Tuples and lists are cast element by element; what is neither number nor array comes back as it is.
+        Tuples and lists are cast element by element; other values are returned unchanged.
         """
         if isinstance(value, tuple | list):
             return type(value)(self.cast(v, dtype) for v in value)

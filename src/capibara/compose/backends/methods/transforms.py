@@ -1,7 +1,7 @@
-"""Functions made from functions: compiled, differentiated, vectorised.
+"""Transformations of functions: compilation, differentiation, vectorisation.
 
-NumPy has no automatic differentiation of its own: there the functions must use this backend's methods (or
-operators), which Capibara can differentiate; ``jit`` returns the function as it is.
+NumPy has no automatic differentiation of its own: there the functions must use this backend's methods (or operators),
+which Capibara can differentiate; ``jit`` returns the function unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Transforms(Caller):
     """Transformations of functions. The first argument is the one that is differentiated."""
 
     def jit(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """``fn``, compiled where the backend has a compiler (``jax.jit``, ``torch.compile``)."""
+        """``fn``, compiled if the backend has a compiler (``jax.jit``, ``torch.compile``)."""
         return self._call("transform_jit", fn, **options)
 
     def grad(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,12 +53,12 @@ class Transforms(Caller):
         cotangents: Any = None,
         has_aux: bool = False,
     ) -> tuple[Any, Any, Any]:
-        """Outputs, the cotangents of the primals (or a function that gives them), and the function's extra result.
+        """Outputs, the cotangents of the primals (or a function that returns them), and the auxiliary result.
 
         Args:
             fn: takes ``*primals`` (a list) or one dict or array. With ``has_aux`` it returns ``(outputs, aux)``.
             primals: a list of arrays, or a dict of them, or one array.
-            cotangents: in the structure of the outputs; None gives a function of them instead.
+            cotangents: in the structure of the outputs; None returns a function of them instead.
 
         Returns:
             ``(outputs, cotangents of primals or a function, aux)``. They come as a list for a list of primals, and
