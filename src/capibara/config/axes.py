@@ -1,9 +1,9 @@
-"""Which mesh axis each logical axis of a model is laid over: the one table between models and meshes.
+"""The mesh axis of each logical axis of a model: the only mapping between models and meshes.
 
-A model names what its dimensions mean (``batch``, ``sequence``, ``embed``, ``heads``, ``mlp``, ``vocab`` …) and knows
-nothing of devices. A mesh has axes (``data``, ``model`` …) and knows nothing of models. :class:`AxisRules` maps one
-to the other, separately for parameters and for activations: an embedding dimension is worth sharding over ``data``
-in a parameter (fully sharded data parallel), while the activations have their batch there.
+A model names its dimensions (``batch``, ``sequence``, ``embed``, ``heads``, ``mlp``, ``vocab`` …) independently of
+devices. A mesh has axes (``data``, ``model`` …) independently of models. :class:`AxisRules` maps one to the other,
+separately for parameters and activations: an embedding dimension is worth sharding over ``data`` in a parameter
+(fully sharded data parallel), while activations shard their batch over it.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _ACTIVATIONS = {
 class AxisRules:
     """Logical axis → mesh axes to try, in order of preference.
 
-    For each dimension the first candidate is taken whose axes the mesh has, that no earlier dimension of the same
-    array uses, and whose size divides the dimension; otherwise the dimension is replicated. ``"data+fsdp"`` lays
-    one dimension over two mesh axes at once.
+    For each dimension, the first candidate is used whose axes exist in the mesh, are not used by an earlier dimension
+    of the same array, and whose size divides the dimension; otherwise the dimension is replicated. ``"data+fsdp"``
+    shards one dimension over two mesh axes.
 
-    A name of your own is made known by a row in either table; ``()`` says that it is never sharded::
+    Add a row to either table for your own names; ``()`` means never sharded::
 
         AxisRules(parameters={**AxisRules().parameters, "wavelets": ("model",), "taps": ()})
 
@@ -78,7 +78,7 @@ class AxisRules:
         activations: the table for inputs and intermediate values.
 
     Raises:
-        ConfigError: a table that is not of names and sequences of mesh axes.
+        ConfigError: a table that does not map names to sequences of mesh axes.
     """
 
     parameters: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(_PARAMETERS))
@@ -104,15 +104,15 @@ class AxisRules:
                     )
 
     def check(self, names: Iterable[str | None], mesh_axes: Iterable[str], place: str) -> None:
-        """Refuse names that nobody knows: a typing error would silently leave an array replicated.
+        """Refuse unknown names: a typing error would silently leave an array replicated.
 
         Args:
             names: the logical axis names of one array.
             mesh_axes: axes of the mesh, which may be named directly.
-            place: what has these names, for the error; may be empty.
+            place: the owner of these names, for the error; may be empty.
 
         Raises:
-            ConfigError: for a name that is not a logical axis, in neither table, and no axis of the mesh.
+            ConfigError: a name is not a logical axis, in neither table, and not an axis of the mesh.
         """
         mesh_axes = tuple(mesh_axes)
         for name in names:
@@ -141,14 +141,15 @@ class AxisRules:
         """The ``PartitionSpec`` of an array whose dimensions have these logical names.
 
         Args:
-            names: one a dimension; None is never sharded. The name of a mesh axis is taken as that axis.
+            names: one per dimension; None is never sharded. The name of a mesh axis stands for that axis.
             mesh: the mesh (its axis names and sizes are all that is used).
-            shape: sizes; a dimension that an axis does not divide is replicated. Without it nothing is checked.
-            kind: which table.
+            shape: sizes; a dimension that an axis does not divide is replicated. Without it, divisibility is not
+            checked.
+            kind: the table to use.
 
         Raises:
-            ConfigError: for a name that is neither a logical axis, nor in a table, nor a mesh axis, or a wrong
-                number of names.
+            ConfigError: a name that is neither a logical axis, nor in a table, nor a mesh axis, or a wrong number of
+                names.
         """
         from jax.sharding import PartitionSpec
 

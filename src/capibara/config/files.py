@@ -1,9 +1,9 @@
-"""Finding and reading settings files, which are hostile until checked.
+"""Find and read settings files, which are untrusted.
 
 A name is looked up in this order: a file at that path (relative to the working directory); a packaged file,
 by the documented path (``capibara/config/configs_toml/production/tpu_v4.toml``), by its path below
-``configs_toml`` (``production/tpu_v4``) or by its bare name when only one file has it (``tpu_v4``).
-Files are bounded in size, must be regular, UTF-8 and TOML.
+``configs_toml`` (``production/tpu_v4``) or by its bare name if only one file has it (``tpu_v4``). Files are limited
+in size and must be regular files with UTF-8 TOML.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ConfigFileNotFoundError(ConfigError, FileNotFoundError):
 
 
 def list_packaged_configs() -> list[str]:
-    """Names of the settings files that ship with Capibara, as ``from_toml`` accepts them."""
+    """Names of the packaged settings files, as accepted by ``from_toml``."""
     return sorted(p.relative_to(PACKAGED).with_suffix("").as_posix() for p in PACKAGED.rglob("*.toml"))
 
 
@@ -54,11 +54,11 @@ def _find_packaged(name: str) -> Path | None:
 
 
 def find_config(path_or_name: str | os.PathLike[str]) -> Path:
-    """The file that ``path_or_name`` stands for; a real file at that path wins over a packaged one.
+    """The file of ``path_or_name``; a real file at that path takes precedence over a packaged one.
 
     Raises:
-      ConfigFileNotFoundError: neither exists; the text lists the packaged names.
-      ConfigError: it is a directory, or the name is empty or holds a NUL character.
+      ConfigFileNotFoundError: neither exists; the message lists the packaged names.
+      ConfigError: it is a directory, or the name is empty or contains a NUL character.
     """
     name = os.fspath(path_or_name)
     if not isinstance(name, str) or not name or "\0" in name:
@@ -99,7 +99,7 @@ _KEY = re.compile(r"^\s*([A-Za-z0-9_.-]+)\s*=")
 
 
 def line_finder(name: str, text: str) -> Callable[[str], str]:
-    """A function from a dotted key to ``"<name>, line <n>"``, or to ``name`` alone where no line is found."""
+    """A function from a dotted key to ``"<name>, line <n>"``, or to ``name`` alone if no line is found."""
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -121,10 +121,10 @@ def line_finder(name: str, text: str) -> Callable[[str], str]:
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write UTF-8 text so that a reader sees the old file or the whole new one, never a part.
+    """Write UTF-8 text atomically: a reader sees the old file or the complete new one.
 
     Raises:
-      ConfigError: the folder does not exist, the disk is full, permission is missing …; the old file stays.
+      ConfigError: the folder does not exist, the disk is full, permission is missing …; the old file is unchanged.
     """
     target = Path(path)
     try:

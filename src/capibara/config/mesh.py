@@ -1,20 +1,19 @@
-"""Meshes for a TPU v4 slice: the named presets, a checked way to make others, and the settings that go along.
+"""Meshes for a TPU v4 slice: named presets, a validated way to create others, and related settings.
 
-A :class:`TPUMeshConfig` is a mesh that is not built yet: its shape, the names of its axes, how much memory
-each device may use, and what it is for. What it is for (``optimization_target``) decides the rule table that
-lays parameters over the mesh:
+A :class:`TPUMeshConfig` describes a mesh before it is built: its shape, axis names, memory limit per device, and
+purpose. The purpose (``optimization_target``) determines the rules that shard parameters over the mesh:
 
 ``training``
     Parameters are sharded over ``data`` too (fully sharded data parallel; Rajbhandari et al. 2020, "ZeRO"):
-    gradients and two Adam moments have to fit beside them, and gathering them once a step is cheap.
+    gradients and two Adam moments have to fit as well, and gathering parameters once per step is cheap.
 ``inference``
     Parameters are sharded over ``model`` only. Gathering them for every generated token would cost more than
     the memory it saves.
 ``balanced``
-    As ``inference``, but the vocabulary tables, the largest single arrays, are spread over all devices.
+    As ``inference``, but the vocabulary tables, the largest single arrays, are sharded over all devices.
 
-The documents call 4x8 devices a "v4-32". Whether a device is a chip or a TensorCore is the runtime's choice
-(a v4 chip shows as one device); see :mod:`capibara.hardware`.
+The documents call 4x8 devices a "v4-32". Whether a device is a chip or a TensorCore depends on the runtime (a v4 chip
+is one device); see :mod:`capibara.hardware`.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ _COPIES: Mapping[str, int] = {"inference": 1, "training": 4, "balanced": 1}
 
 @dataclass(frozen=True, eq=False)
 class TPUMeshConfig:
-    """A described mesh. It compares, iterates and indexes like its shape: ``config == (4, 8)``.
+    """A mesh description. It compares, iterates and indexes like its shape: ``config == (4, 8)``.
 
     Attributes:
       mesh_shape: devices along each axis.
       axis_names: the name of each axis.
       optimization_target: ``"inference"``, ``"training"`` or ``"balanced"``; chooses :attr:`rules`.
-      memory_limit_gb: memory that each device may use, in GiB (2**30 bytes), as the documents count it.
+      memory_limit_gb: memory that each device may use, in GiB (2**30 bytes).
       name: the preset's name, or an empty string.
     """
 
@@ -72,7 +71,7 @@ class TPUMeshConfig:
 
     @property
     def num_devices(self) -> int:
-        """How many devices the mesh takes."""
+        """Number of devices of the mesh."""
         return math.prod(self.mesh_shape)
 
     @property
@@ -82,7 +81,7 @@ class TPUMeshConfig:
 
     @property
     def rules(self) -> AxisRules:
-        """The table from logical axes to mesh axes that fits the target."""
+        """The rules from logical axes to mesh axes for the target."""
         standard = AxisRules()
         if self.optimization_target == "training":
             return standard
@@ -95,12 +94,12 @@ class TPUMeshConfig:
         return AxisRules(parameters=parameters, activations=standard.activations)
 
     def build(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """Make the :class:`jax.sharding.Mesh`, on ``devices`` or on all that this process sees.
+        """Create the :class:`jax.sharding.Mesh`, on ``devices`` or on all devices of this process.
 
         Equivalent JAX: ``jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))``.
 
         Raises:
-          ConfigError: there are fewer devices than the mesh has places.
+          ConfigError: there are fewer devices than the mesh needs.
         """
         import jax
 
@@ -119,7 +118,7 @@ class TPUMeshConfig:
         )
 
     def parameter_bytes(self, params: Any, param_axes: Any) -> int:
-        """Bytes of parameters on each device when they are laid out by :attr:`rules`.
+        """Bytes of parameters on each device if sharded by :attr:`rules`.
 
         Args:
           params: nested dict of arrays (or of anything with ``shape`` and ``dtype``).
@@ -137,7 +136,7 @@ class TPUMeshConfig:
         return count
 
     def fits(self, params: Any, param_axes: Any) -> bool:
-        """Whether what the target keeps for ``params`` stays below ``memory_limit_gb`` on each device.
+        """Whether ``params`` and what the target adds fit into ``memory_limit_gb`` on each device.
 
         Counts the parameters, and for ``training`` also gradients and Adam's two moments in the same dtype.
         Activations are not counted, so False is certain and True is only necessary.
@@ -174,7 +173,7 @@ class TPUMeshConfig:
 
 
 class TPUv4MeshConfigurations:
-    """The documents' presets for 32 devices. The wider the first axis, the more data parallel."""
+    """Presets for 32 devices. The larger the first axis, the more data parallelism."""
 
     CULTURAL_ANALYSIS: ClassVar = TPUMeshConfig((4, 8), name="CULTURAL_ANALYSIS")
     QUANTUM_CLASSICAL: ClassVar = TPUMeshConfig((8, 4), name="QUANTUM_CLASSICAL")
@@ -191,7 +190,7 @@ def create_tpu_mesh_config(
     *,
     axis_names: Sequence[str] | None = None,
 ) -> TPUMeshConfig:
-    """Check the values and make a :class:`TPUMeshConfig`.
+    """Validate the values and create a :class:`TPUMeshConfig`.
 
     Args:
       mesh_shape: devices along each axis, such as ``(4, 8)``; a preset is accepted too.
@@ -263,13 +262,13 @@ def current_mesh() -> Mesh | None:
 
 @dataclass(frozen=True)
 class OptimizationContext:
-    """What :func:`tpu_v4_optimization_context` switched on.
+    """The settings applied by :func:`tpu_v4_optimization_context`.
 
     Attributes:
-      platform: the backend it was decided for.
-      active: whether anything is set. False off TPU.
+      platform: the backend of the decision.
+      active: whether anything is set; False on other platforms.
       settings: the JAX flags in force inside the context, and only for this thread.
-      reason: one sentence: why these, or why none.
+      reason: one sentence that explains the settings.
     """
 
     platform: str
@@ -282,10 +281,10 @@ def tpu_optimization_settings(platform: str) -> dict[str, Any]:
     """The JAX flags that Capibara sets on a TPU, as ``{flag: value}``; empty for any other platform.
 
     * ``jax_default_matmul_precision = "bfloat16"``: float32 products go through the matrix unit in one
-      bfloat16 pass with float32 sums. It is JAX's default on TPU; setting it undoes a program-wide "highest",
+      bfloat16 pass with float32 sums. It is JAX's default on TPU; setting it overrides a program-wide "highest",
       which takes six passes.
-    * ``jax_compilation_cache_dir``, unless one is set: compiled programs are kept in
-      ``$XDG_CACHE_HOME/capibara/jax`` (``~/.cache/capibara/jax``), so a restarted job does not compile again.
+    * ``jax_compilation_cache_dir``, unless one is set: compiled programs are cached in
+      ``$XDG_CACHE_HOME/capibara/jax`` (``~/.cache/capibara/jax``), so a restarted job does not compile them again.
     """
     if platform != "tpu":
         return {}
@@ -300,11 +299,10 @@ def tpu_optimization_settings(platform: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def tpu_v4_optimization_context(platform: str | None = None) -> Iterator[OptimizationContext]:
-    """Use the TPU settings inside the ``with`` block, for this thread; restore what was before on leaving.
+    """Use the TPU settings inside the ``with`` block, for this thread, and restore the previous ones on exit.
 
     Only what JAX can set for one thread: the matrix-multiply precision (see
-    :func:`tpu_optimization_settings`). On a platform other than TPU nothing is changed and the object says
-    so.
+    :func:`tpu_optimization_settings`). On other platforms nothing is changed, and the object says so.
 
     Args:
       platform: decide for this platform instead of ``jax.default_backend()``.

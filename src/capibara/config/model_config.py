@@ -1,11 +1,11 @@
-"""All settings of a model and its runs: what ``capibara train`` and ``ModularCapibaraModel`` are given.
+"""All settings of a model and its runs, for ``capibara train`` and ``ModularCapibaraModel``.
 
     >>> config = ModularModelConfig.from_toml("demo", ["num_layers=4", "train.steps=10"])
     >>> config.model.num_layers, config.train.steps
     (4, 10)
 
-The object is frozen and hashable; sections are attributes. A file need only give what differs from the
-defaults, which are those of ``demo.toml``.
+The object is frozen and hashable; sections are attributes. A file only needs to list what differs from the defaults,
+which are those of ``demo.toml``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ModularModelConfig(Section):
 
     Raises:
       SettingsError: (a ``ConfigError`` and ``ValueError``) unknown setting, wrong type, value out of range,
-        or settings that do not fit each other; every fault is listed, with key, value and what is allowed.
+        or settings that do not fit together; every problem is listed, with key, value and what is allowed.
     """
 
     model: ModelSection = Field(default=ModelSection(), description="the decoder language model")
@@ -66,19 +66,19 @@ class ModularModelConfig(Section):
     def from_toml(
         cls, path_or_name: str | os.PathLike[str], overrides: Iterable[str] | Mapping[str, Any] = ()
     ) -> Self:
-        """Load settings from a TOML file, then lay ``overrides`` over them.
+        """Load settings from a TOML file, then apply ``overrides``.
 
         Args:
           path_or_name: a file, or a packaged name: ``"demo"``, ``"production/tpu_v4"``, or the documented
-            ``"capibara/config/configs_toml/production/tpu_v4.toml"``, from any working directory. A real file
-            at that path wins.
-          overrides: ``"key=value"`` strings with a dotted key or a bare name that one section alone has
+            ``"capibara/config/configs_toml/production/tpu_v4.toml"``, from any working directory. A real file at that
+            path takes precedence.
+          overrides: ``"key=value"`` strings with a dotted key or a bare name that only one section has
             (``"num_layers=4"``); or a mapping from such keys to values.
 
         Raises:
-          ConfigFileNotFoundError: no such file; the text lists the packaged names.
+          ConfigFileNotFoundError: there is no such file; the message lists the packaged names.
           ConfigError: a directory, a binary or oversized file, or not TOML.
-          SettingsError: see the class; each fault names its file and line, or the override.
+          SettingsError: see the class; each problem names its file and line, or the override.
         """
         path = find_config(path_or_name)
         data, text = read_toml(path, missing=ConfigFileNotFoundError)
@@ -87,7 +87,7 @@ class ModularModelConfig(Section):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Self:
-        """The same from nested dictionaries, such as ``config.to_dict()`` gives."""
+        """Create settings from nested dictionaries, as returned by ``config.to_dict()``."""
         return cls._from_data(data, overrides, lambda key: "")
 
     @classmethod
@@ -101,11 +101,11 @@ class ModularModelConfig(Section):
             raise SettingsError([Problem("", f"got keys {list(merged)!r}, expected section names")]) from None
 
     def with_overrides(self, overrides: Iterable[str] | Mapping[str, Any]) -> Self:
-        """A checked copy with ``key=value`` overrides laid over it."""
+        """A validated copy with ``key=value`` overrides."""
         return self.from_dict(self.to_dict(), overrides)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain dictionaries, as they would stand in TOML: lists for tuples, None left out."""
+        """Nested plain dictionaries as in TOML: lists for tuples, None omitted."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def to_toml(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -115,7 +115,7 @@ class ModularModelConfig(Section):
           path: if given, the text is also written there, atomically.
 
         Raises:
-          ConfigError: the file cannot be written; the old one, if any, stays.
+          ConfigError: the file cannot be written; an existing one is unchanged.
         """
         text = tomli_w.dumps(self.to_dict())
         if path is not None:
@@ -123,7 +123,7 @@ class ModularModelConfig(Section):
         return text
 
     def describe(self) -> str:
-        """Every setting with its value and meaning, by section; ``*`` marks what differs from the default."""
+        """Every setting with its value and meaning, by section; ``*`` marks values that differ from the default."""
         default = type(self)()
         lines: list[str] = []
         table: str | None = None

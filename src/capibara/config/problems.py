@@ -1,8 +1,8 @@
-"""What is wrong with a setting, said so that it can be put right.
+"""Actionable messages about invalid settings.
 
-Pydantic finds the faults; its texts, though, speak of Python types and union members. This module turns each
-fault into one line that names the dotted key, the value that came, what is allowed, the nearest spelling, and
-(for settings read from a file) the file and line. All faults of a file are reported at once.
+Pydantic finds the problems, but its messages refer to Python types and union members. This module turns each problem
+into one line with the dotted key, the value, what is allowed, the nearest spelling, and (for settings from a file)
+the file and line. All problems of a file are reported at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMER_NAMES = {"chunk_length": "chunk_size"}
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault: the dotted ``key``, and ``text`` that says what came and what is expected."""
+    """One problem: the dotted ``key``, and ``text`` with the value and what is expected."""
 
     key: str
     text: str
@@ -44,7 +44,7 @@ class Problem:
         return f"{head}{self.key}: {self.text}" if self.key else f"{head}{self.text}"
 
     def under(self, prefix: str) -> Problem:
-        """The same fault seen from one level further out."""
+        """The same problem, one level further out."""
         if not prefix:
             return self
         return replace(self, key=f"{prefix}.{self.key}" if self.key else prefix)
@@ -54,7 +54,7 @@ class SettingsError(ConfigError):
     """One or more settings are unknown, of the wrong type, or outside their range.
 
     Attributes:
-      problems: the faults, one :class:`Problem` each, in the order of the sections.
+      problems: one :class:`Problem` each, in the order of the sections.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -68,12 +68,12 @@ class SettingsError(ConfigError):
         return type(self), (self.problems,)
 
     def located(self, origin_of: Callable[[str], str]) -> SettingsError:
-        """The same error with ``origin_of(key)`` (such as ``"demo.toml, line 3"``) in front of each fault."""
+        """The same error with ``origin_of(key)`` (such as ``"demo.toml, line 3"``) in front of each problem."""
         return type(self)([p if p.origin else replace(p, origin=origin_of(p.key)) for p in self.problems])
 
 
 def show_value(value: Any, limit: int = 80) -> str:
-    """``repr(value)``, cut to ``limit`` characters."""
+    """``repr(value)``, truncated to ``limit`` characters."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
@@ -130,7 +130,7 @@ def _describe_range(metadata: Sequence[Any]) -> str:
 
 
 def describe_kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Say in words what a type annotation allows: ``"an integer ≥ 1 and ≤ 4096"``."""
+    """Describe what a type annotation allows: ``"an integer ≥ 1 and ≤ 4096"``."""
     kind, optional, more = _split_optional(annotation)
     origin = typing.get_origin(kind)
     if origin is Literal:
@@ -155,7 +155,7 @@ def describe_kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def describe_field(field: FieldInfo) -> str:
-    """Say in words what values a field allows."""
+    """Describe the values that a field allows."""
     return describe_kind(field.annotation, field.metadata)
 
 
@@ -191,13 +191,13 @@ def _dotted(loc: Sequence[Any]) -> str:
 
 
 def unknown_key_text(name: str, options: Sequence[str], where: str) -> str:
-    """The text for a setting that does not exist, with the nearest spelling and the whole list."""
+    """The message for an unknown setting, with the nearest spelling and the whole list."""
     hint = did_you_mean(name, options)
     return f"there is no such setting{where}.{hint} Known: {', '.join(options)}"
 
 
 def problems_from_validation(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Turn pydantic's faults into :class:`Problem`; faults of nested sections keep their own."""
+    """Convert pydantic's errors to :class:`Problem`; problems of nested sections are kept."""
     problems: list[Problem] = []
     faults = error.errors(include_url=False)
     for fault in faults:

@@ -1,8 +1,8 @@
-"""The sections of :class:`~capibara.config.ModularModelConfig`: one frozen, hashable class a TOML table.
+"""The sections of :class:`~capibara.config.ModularModelConfig`: one frozen, hashable class per TOML table.
 
-A field states its type, its range, its default and what it means in one place; the error texts, the TOML
-writer and ``describe()`` are all derived from that. Rules that tie several fields together are in each
-class's ``_rules``. Types are strict: ``"6"`` is not an integer, ``true`` is not one either.
+A field defines its type, range, default and meaning in one place; the error messages, the TOML writer and
+``describe()`` are derived from that. Constraints between fields are in each class's ``_rules``. Types are strict:
+neither ``"6"`` nor ``true`` is an integer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _listed(**limits: Any) -> Any:
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, strict, no unknown keys, and errors that a reader can act on."""
+    """Base class of sections: frozen, strict, no unknown keys, actionable errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -78,7 +78,7 @@ class Section(BaseModel):
         yield from ()
 
     def replace(self, **changes: Any) -> Any:
-        """A checked copy with some fields changed (``model_copy(update=…)`` would not check)."""
+        """A validated copy with some fields changed (``model_copy(update=…)`` does not validate)."""
         return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
 
 
@@ -170,12 +170,12 @@ class ModelSection(Section):
 
     @property
     def resolved_head_dim(self) -> int:
-        """``head_dim``, or ``embed_dim // num_heads`` where it is left out."""
+        """``head_dim``, or ``embed_dim // num_heads`` if omitted."""
         return self.head_dim if self.head_dim is not None else self.embed_dim // self.num_heads
 
     @property
     def resolved_mlp_dim(self) -> int:
-        """``mlp_dim``, or ``8/3 * embed_dim`` rounded up to a multiple of 64 where it is left out."""
+        """``mlp_dim``, or ``8/3 * embed_dim`` rounded up to a multiple of 64 if omitted."""
         return self.mlp_dim if self.mlp_dim is not None else -(-8 * self.embed_dim // (3 * 64)) * 64
 
     @property
@@ -221,9 +221,9 @@ def _shortened(values: list[int], most: int = 12) -> str:
 
 
 class PrecisionSection(Section):
-    """``[precision]``: in which type numbers are kept, computed and summed.
+    """``[precision]``: the dtypes of parameters, arithmetic and sums.
 
-    ``float64`` is for JAX's 64-bit mode (``JAX_ENABLE_X64=1``); training and generating refuse it without.
+    ``float64`` needs JAX's 64-bit mode (``JAX_ENABLE_X64=1``); training and generation refuse it otherwise.
     """
 
     param_dtype: DTypeName = Field(default="float32", description="of parameters and optimizer state")
@@ -232,7 +232,7 @@ class PrecisionSection(Section):
 
 
 class TPUSection(Section):
-    """``[tpu]``: the device mesh the model is meant for, and how training lies on it.
+    """``[tpu]``: the device mesh that the model is designed for, and the sharding of training over it.
 
     ``capibara plan`` finds these settings, with ``model.remat`` and ``train.gradient_accumulation_steps``; see
     :class:`capibara.plan.Layout`.
@@ -270,7 +270,7 @@ class TPUSection(Section):
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """``topology`` as numbers: ``"4x8"`` is ``(4, 8)``."""
+        """``topology`` as integers: ``"4x8"`` is ``(4, 8)``."""
         from capibara.hardware.topology import parse_topology
 
         return parse_topology(self.topology).shape

@@ -1,8 +1,8 @@
-"""The accelerator slice a program is meant for, and what follows from it: sharding, precision, hotspots.
+"""The accelerator slice that a program is designed for: sharding, precision, hotspots.
 
-:class:`TPUConfig` says how many chips there are, how they are arranged into a mesh and in which types numbers
-are kept. Its ``topology`` is the shape of the mesh of devices: ``"4x8"`` with 32 chips is what Capibara's
-documents call a "v4-32" (Google's own v4-32 is 16 chips; see :mod:`capibara.hardware.topology`).
+:class:`TPUConfig` sets the number of chips, the mesh and the dtypes. Its ``topology`` is the shape of the mesh of
+devices: ``"4x8"`` with 32 chips is what Capibara's documents call a "v4-32" (Google's own v4-32 is 16 chips; see
+:mod:`capibara.hardware.topology`).
 
 JAX is imported only by the methods that need it.
 """
@@ -29,11 +29,11 @@ _DEFAULT_AXES = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model"
 
 
 class TPUError(CapibaraError, RuntimeError):
-    """Something about the accelerator failed or cannot be."""
+    """An accelerator operation failed or is not possible."""
 
 
 class TPUConfigError(TPUError, ConfigError):
-    """A setting of :class:`TPUConfig` is wrong (also a ``ConfigError`` and a ``ValueError``)."""
+    """A setting of :class:`TPUConfig` is invalid (also a ``ConfigError`` and a ``ValueError``)."""
 
 
 def _number(name: str, value: Any, low: float, high: float, *, whole: bool = False) -> None:
@@ -51,7 +51,7 @@ def _number(name: str, value: Any, low: float, high: float, *, whole: bool = Fal
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """When a position counts as overloaded: its load is greater than ``load_threshold``."""
+    """The threshold of overload: positions with a load greater than ``load_threshold``."""
 
     load_threshold: float = 0.8
 
@@ -74,8 +74,8 @@ class TPUConfig:
       scaling_config: the threshold of :meth:`detect_hotspots`.
 
     Raises:
-      TPUConfigError: (a ``TPUError``, ``ConfigError`` and ``ValueError``) a setting is wrong; the text names
-        it, what came and what is expected.
+      TPUConfigError: (a ``TPUError``, ``ConfigError`` and ``ValueError``) a setting is invalid; the message names it,
+        its value and what is expected.
     """
 
     num_chips: int = 32
@@ -121,10 +121,10 @@ class TPUConfig:
 
     @classmethod
     def from_chip(cls, chip: str, topology: str = "4x8", **settings: Any) -> TPUConfig:
-        """A slice of a catalogue chip (``"v4"``): its memory and its bfloat16 peak are filled in.
+        """A slice of a catalogue chip (``"v4"``): with its memory and its bfloat16 peak.
 
         Raises:
-          capibara.hardware.ChipError: no such chip, or its figures are not known.
+          capibara.hardware.ChipError: an unknown chip, or its figures are not known.
         """
         from capibara.hardware import ChipError, get_chip
 
@@ -136,7 +136,7 @@ class TPUConfig:
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """``topology`` as numbers."""
+        """``topology`` as integers."""
         return parse_topology(self.topology).shape
 
     @property
@@ -146,7 +146,7 @@ class TPUConfig:
 
     @property
     def use_mixed_precision(self) -> bool:
-        """Whether computing uses a narrower type than the parameters."""
+        """Whether the compute dtype is narrower than that of the parameters."""
         return _BYTES[self.compute_dtype] < _BYTES[self.param_dtype]
 
     @property
@@ -160,7 +160,7 @@ class TPUConfig:
         return self.num_chips * self.flops_per_chip
 
     def get_memory_config(self) -> dict[str, Any]:
-        """The settings that decide how much memory numbers take, as a plain dictionary."""
+        """The settings that determine memory use, as a plain dictionary."""
         return {
             "use_mixed_precision": self.use_mixed_precision,
             "compute_dtype": self.compute_dtype,
@@ -173,11 +173,11 @@ class TPUConfig:
         }
 
     def get_sharding_spec(self, tensor_shape: Sequence[int]) -> PartitionSpec:
-        """How a tensor lies on the mesh: first dimension over ``data``, last over ``model``, rest whole.
+        """The sharding of a tensor: first dimension over ``data``, last over ``model``, the others replicated.
 
-        A dimension that its mesh axis does not divide, or whose axis the mesh lacks, stays whole (None), so
-        that the result is always valid for ``jax.NamedSharding``. A vector counts as a last dimension (a bias
-        or scale is sharded along the hidden axis); a scalar gives ``PartitionSpec()``.
+        A dimension that its mesh axis does not divide, or whose axis the mesh lacks, is replicated (None), so that
+        the result is always valid for ``jax.NamedSharding``. A vector counts as a last dimension (a bias or scale is
+        sharded along the hidden axis); a scalar gives ``PartitionSpec()``.
 
         Equivalent plain JAX, for a divisible tensor of rank 2 or more:
         ``PartitionSpec("data", *[None] * (len(tensor_shape) - 2), "model")``.
@@ -219,22 +219,22 @@ class TPUConfig:
         return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
     def optimize_sharding(self, load: Any, tensor_shape: Sequence[int] | None = None) -> PartitionSpec:
-        """Choose which dimension is spread over *all* devices, from where the overload lies.
+        """Choose the dimension to shard over *all* devices, from the position of the overload.
 
-        ``load[i, j]`` is the load at batch position ``i`` and hidden position ``j``. The hotspots occupy some
-        number of different batch positions, and some number of different hidden positions. The dimension in
-        which they occupy more is the one that, cut over all devices, puts them on more devices: say all batch
-        rows are hot at one hidden position; cutting the hidden dimension would leave all of them on one
-        device, cutting the batch spreads them.
+        ``load[i, j]`` is the load at batch position ``i`` and hidden position ``j``. Hotspots occupy a number of
+        distinct batch positions and a number of distinct hidden positions. Sharding the dimension in which they
+        occupy more positions puts them on more devices: for example, if all batch rows are hot at one hidden
+        position, sharding the hidden dimension would leave all of them on one device, while sharding the batch
+        distributes them.
 
         * more batch positions than hidden ones: ``PartitionSpec(("data", "model"), None)``;
         * otherwise: ``PartitionSpec(None, ("data", "model"))``;
-        * no hotspots: nothing to spread, ``PartitionSpec("data", "model")``.
+        * no hotspots: ``PartitionSpec("data", "model")``.
 
         Args:
           load: [batch, hidden]; need not have the tensor's size.
-          tensor_shape: if given (rank at least 2, batch first, hidden last), the result has that rank, and is
-            :meth:`get_sharding_spec`'s where the chosen dimension is not a multiple of ``num_chips``.
+          tensor_shape: if given (rank at least 2, batch first, hidden last), the result has that rank, and is that of
+            :meth:`get_sharding_spec` if the chosen dimension is not a multiple of ``num_chips``.
 
         Raises:
           TPUError: see :meth:`detect_hotspots`; or ``tensor_shape`` is not a shape of rank 2 or more.
@@ -262,18 +262,18 @@ class TPUConfig:
     def profile_tpu_usage(
         self, trace_dir: str | os.PathLike[str] | None = None, workload: Callable[[], Any] | None = None
     ) -> dict[str, Any]:
-        """Measure what the devices here really use, while ``workload`` runs (or over a tenth of a second).
+        """Measure the use of the local devices while ``workload`` runs (or over a tenth of a second).
 
         Args:
-          trace_dir: if given, a ``jax.profiler`` trace of that time is written there.
+          trace_dir: if given, a ``jax.profiler`` trace is written there.
           workload: a function without arguments; its result is waited for.
 
         Returns:
-          A dictionary. ``memory_allocated`` and ``memory_peak``: bytes, over all local devices. On a CPU,
-          whose runtime keeps no such figures, the bytes of live arrays, and the peak resident memory of the
-          process. ``device_count``; ``platform``; ``seconds``. ``device_utilization``: the share of the
-          machine's CPU time spent working, 0 to 1, on a CPU; None on others, whose JAX runtime does not
-          report it. ``notes``: for each figure what it is, or why it is None.
+          A dictionary. ``memory_allocated`` and ``memory_peak``: bytes, over all local devices. On a CPU, whose
+          runtime does not report these, the bytes of live arrays and the peak resident memory of the process.
+          ``device_count``; ``platform``; ``seconds``. ``device_utilization``: the share of the machine's CPU time
+          spent working, 0 to 1, on a CPU; None on others, whose JAX runtime does not report it. ``notes``: for each
+          figure its definition, or why it is None.
 
         Raises:
           TPUError: no device, or the trace cannot be written.

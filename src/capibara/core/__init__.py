@@ -1,4 +1,4 @@
-"""The language model: written with :mod:`capibara.compose`, configured by TOML."""
+"""The language model: built with :mod:`capibara.compose`, configured by TOML."""
 
 from capibara.jax_versions import require_supported_jax
 

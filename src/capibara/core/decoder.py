@@ -1,8 +1,8 @@
 """The decoder as a composed model.
 
 Tokens are embedded, pass ``num_layers`` blocks whose kinds follow ``pattern``, are normalised and scored against
-the vocabulary. Every block adds to the residual stream: ``x + f(norm(x))``. The blocks that make up one turn of the
-pattern are one body, repeated; what is left over when the pattern does not divide ``num_layers`` follows it.
+the vocabulary. Every block adds to the residual stream: ``x + f(norm(x))``. The blocks of one period of the pattern
+are one body, which is repeated; if the pattern does not divide ``num_layers``, the remaining blocks follow it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
 
     Args:
         config: the ``[model]`` section.
-        cached: the form that decodes: reads and writes caches, recurrent states and ``position`` as states. Its
-            parameters are those of the other form, under the same paths.
+        cached: build the decoding form, which reads and writes caches, recurrent states and ``position`` as states.
+            Its parameters are those of the other form, under the same paths.
     """
     cache = Dim(name="cache") if cached else None
     kinds = config.block_kinds

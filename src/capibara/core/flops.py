@@ -1,4 +1,4 @@
-"""Arithmetic that a decoder's configuration asks for."""
+"""FLOPs of a decoder configuration."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["flops_per_token"]
 
 
 def flops_per_token(config: ModelSection, sequence_length: int, training: bool = True) -> float:
-    """Floating-point operations a token of a sequence this long: 2 a multiply-add, 3× forward in training
-    (the search for the nearest code once).
+    """Floating-point operations per token of a sequence of this length: 2 per multiply-add, 3× forward in training
+    (the search for the nearest code only once).
 
-    Matrix products with parameters, causal attention counted once for each pair it really looks at (half the
-    square), and the recurrence of state-space blocks in its sequential form. Normalisations, activations and
-    the embedding lookup are not counted, nor what rematerialisation or chunking repeats.
+    Matrix products with parameters, causal attention over visible pairs only (half the square), and the recurrence of
+    state-space blocks in its sequential form. Normalisations, activations and the embedding lookup are not counted,
+    nor is work repeated by rematerialisation or chunking.
     """
     m = config
     d, t = m.embed_dim, sequence_length

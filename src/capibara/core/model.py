@@ -1,8 +1,8 @@
 """`ModularCapibaraModel`: a decoder language model with parameters, loss and decoding.
 
 The model itself is a composed one (:mod:`capibara.core.decoder`); this class compiles it in two forms, for whole
-sequences and for decoding with a cache, and holds what most users want at hand. Every method that takes
-``params`` is pure and composes with ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
+sequences and for decoding with a cache, and provides common methods. Every method that takes ``params`` is pure and
+works with ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class ModularCapibaraModel:
 
     Args:
         config: from ``ModularModelConfig.from_toml(…)``.
-        mesh: a ``jax.sharding.Mesh`` to lay parameters and activations over. By default, with ``tpu.enabled`` and
-            at least ``tpu.num_chips`` devices of the default platform, a mesh of ``tpu.topology``; else none.
-        platform: the platform to compile for, if it is not the one of the devices at hand.
-        rules: which mesh axes parameters and activations are laid over; by default ``AxisRules()``.
+        mesh: a ``jax.sharding.Mesh`` over which parameters and activations are sharded. By default, with
+            ``tpu.enabled`` and at least ``tpu.num_chips`` devices of the default platform, a mesh of
+            ``tpu.topology``; otherwise none.
+        platform: the platform to compile for, if it is not that of the available devices.
+        rules: the mesh axes over which parameters and activations are sharded; by default ``AxisRules()``.
 
     Example::
 
@@ -67,14 +68,14 @@ class ModularCapibaraModel:
         self._state: dict[str, Any] | None = None
 
     def on_mesh(self, mesh: jax.sharding.Mesh, rules: AxisRules | None = None) -> Self:
-        """The same model for a mesh, with none of this one's parameters; itself if it is for that mesh already."""
+        """The same model for a mesh, without this one's parameters; the model itself if it already uses that mesh."""
         if mesh == self.mesh and (rules or AxisRules()) == self.backend.rules:
             return self
         return type(self)(self.config, mesh=mesh, rules=rules)
 
     @cached_property
     def decoder(self) -> CompiledModel:
-        """The form that decodes with a cache; compiled when first used."""
+        """The decoding form with a cache; compiled on first use."""
         return compile(build_decoder(self.config.model, cached=True), self.backend)
 
     # ---- parameters ---------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class ModularCapibaraModel:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The model's own parameters, made from ``train.seed`` when first asked for. Can be set."""
+        """The model's own parameters, initialised from ``train.seed`` on first access. Can be set."""
         return self._own()[0]
 
     @params.setter
@@ -111,7 +112,7 @@ class ModularCapibaraModel:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The model's own state that is not trained (codebooks); ``{}`` without any. Can be set."""
+        """The model's own non-trained state (codebooks); ``{}`` if it has none. Can be set."""
         return self._own()[1]
 
     @state.setter
@@ -125,7 +126,7 @@ class ModularCapibaraModel:
 
     @property
     def state_axes(self) -> dict[str, Any]:
-        """Logical axis names of the state that is not trained, nested like ``state``."""
+        """Logical axis names of the non-trained state, nested like ``state``."""
         return self.compiled.state_axes
 
     @property
@@ -150,11 +151,11 @@ class ModularCapibaraModel:
             params: as ``model.params``.
             inputs: ``int32 [batch, sequence]`` tokens, or ``{"tokens": …}``.
             state: as ``model.state``; without it the model's own is read.
-            key: randomness for dropout and codebook revival; needed in training if the model has them.
+            key: random key for dropout and codebook revival; needed in training if the model has them.
             train: training mode.
 
         Returns:
-            ``logits``, or ``(logits, new_state)`` when ``state`` is given.
+            ``logits``, or ``(logits, new_state)`` if ``state`` is given.
         """
         tokens = _tokens(inputs)
         used = state if state is not None else (self.state if self.compiled.states else {})
@@ -246,20 +247,20 @@ class ModularCapibaraModel:
         *,
         state: Mapping[str, Any] | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Go on from a cache: logits of the new tokens, and the cache with them in it.
+        """Continue from a cache: the logits of the new tokens, and the updated cache.
 
         Args:
             tokens: ``int32 [batch, new]``: many at once (prefill) or one.
-            cache: from :meth:`init_cache` or an earlier call; ``position + new`` must not pass its length. In a
-                trace (``jax.jit``) the position is not known: there the length is the caller's to watch, and rows
-                past the end overwrite the last ones.
+            cache: from :meth:`init_cache` or an earlier call; ``position + new`` must not exceed its length. Under
+                tracing (``jax.jit``) the position is not known: there the caller is responsible for the length, and
+                rows past the end overwrite the last ones.
             state: as ``model.state``; without it the model's own is read.
 
         Returns:
             ``(logits [batch, new, vocab], cache)``.
 
         Raises:
-            InputError: the tokens do not fit the cache: more than all of it, or (outside of a trace) than is left.
+            InputError: the tokens do not fit into the cache, or (outside of tracing) into its remaining part.
         """
         own = state if state is not None else (self.state if self.compiled.states else {})
         outputs, after = self.decoder.apply(params, {"tokens": _tokens(tokens)}, state=_merged(cache, own))
@@ -273,17 +274,17 @@ class ModularCapibaraModel:
 
     @property
     def is_tpu_optimized(self) -> bool:
-        """Whether this model runs on TPU with its mesh: the settings ask for it and the devices are there."""
+        """Whether this model runs on TPU with its mesh: the settings request it and the devices are available."""
         return bool(self.config.tpu.enabled and self.mesh is not None and self.backend.platform == "tpu")
 
     @property
     def tpu_mesh_shape(self) -> tuple[int, ...]:
-        """The mesh that the settings describe, one number an axis."""
+        """The mesh shape of the settings, one size per axis."""
         return self.config.tpu.mesh_shape
 
     @property
     def tpu_memory_limit_gb(self) -> float:
-        """GiB of memory that the settings allow a device."""
+        """Memory limit per device in the settings, in GiB."""
         return self.config.tpu.memory_limit_gb
 
     def __repr__(self) -> str:

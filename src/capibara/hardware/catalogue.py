@@ -73,7 +73,7 @@ def list_chips(kind: str | None = None) -> tuple[Chip, ...]:
     """Every chip of the catalogue, or those of one kind (``"tpu"``, ``"gpu"``, ``"cpu"``).
 
     Raises:
-      ChipError: (a ``ValueError``) no such kind.
+      ChipError: (a ``ValueError``) an unknown kind.
     """
     if kind not in (None, "tpu", "gpu", "cpu"):
         raise ChipError(f"kind: got {kind!r}, expected 'tpu', 'gpu', 'cpu' or None")
@@ -83,10 +83,10 @@ def list_chips(kind: str | None = None) -> tuple[Chip, ...]:
 def get_chip(name: str | Chip) -> Chip:
     """The chip of that name, alias (``"v4"``, ``"h100"``) or JAX device kind (``"TPU v4"``), in any case.
 
-    With ``-core`` behind a TPU's name (``"tpu-v4-core"``) it is one TensorCore of it.
+    With the suffix ``-core`` (``"tpu-v4-core"``), one TensorCore of a TPU.
 
     Raises:
-      ChipError: (a ``ValueError``) no such chip; the text gives the nearest spelling and all names.
+      ChipError: (a ``ValueError``) an unknown chip; the message gives the nearest spelling and all names.
     """
     if isinstance(name, Chip):
         return name

@@ -1,11 +1,10 @@
-"""What a chip is: the frozen description that planning, utilisation figures and costs are computed from.
+"""The description of a chip from which plans, utilisation and costs are computed.
 
-Every number is a vendor's (see :attr:`Chip.sources`) or was measured here; where there is neither it is None.
+Every figure is a vendor's (see :attr:`Chip.sources`) or was measured here; otherwise it is None.
 
-Two views of a TPU: Google sells and prices *chips*; some generations hold two TensorCores that JAX shows as
-two devices (v2, v3, TPU7x, and v4 when not in megacore mode), others as one (v4 and v5p in megacore mode,
-v5e, v6e).
-:func:`get_chip` gives the chip; :meth:`Chip.core_view` gives one core of it, with half of everything.
+Two views of a TPU: Google sells and prices *chips*; some generations have two TensorCores that appear as two JAX
+devices (v2, v3, TPU7x, and v4 when not in megacore mode), others as one (v4 and v5p in megacore mode, v5e, v6e).
+:func:`get_chip` returns the chip; :meth:`Chip.core_view` returns one core of it, with half of everything.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _DTYPE_ALIASES = {
 
 
 class ChipError(CapibaraError, ValueError):
-    """A chip is unknown, or a figure of it is."""
+    """A chip, or one of its figures, is unknown."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a figure comes from."""
+    """The source of a figure."""
 
     title: str
     url: str | None = None
@@ -58,18 +57,18 @@ class Chip:
 
     Attributes:
       name: catalogue name, such as ``"tpu-v4"``.
-      title: the vendor's name for it.
+      title: the vendor's name.
       kind: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
       peaks: (dtype, FLOP/s) pairs: dense matrix products, a multiply-add counted as 2. See :meth:`peak`.
       hbm_bytes: device memory in bytes (main memory for a CPU).
-      hbm_bandwidth: bytes a second between that memory and the chip.
-      usable_hbm_bytes: what the compiler lets a program use of it, where known.
+      hbm_bandwidth: bytes per second between that memory and the chip.
+      usable_hbm_bytes: the part that the compiler makes available to programs, if known.
       cores_per_chip: TensorCores (TPU) or cores (CPU).
       view: whether the figures are a whole chip's or one core's.
       megacore: whether a chip's two cores can act as one device.
-      link_bandwidth: bytes a second, one way, over one chip-to-chip link.
+      link_bandwidth: bytes per second, one way, over one chip-to-chip link.
       links_per_chip: number of such links.
-      interconnect_bandwidth: bytes a second, both ways together, over all links of a chip (vendor's figure).
+      interconnect_bandwidth: bytes per second, both ways together, over all links of a chip (vendor's figure).
       topology_dims: axes of the grid of chips.
       sources: (figure, :class:`Source`) pairs.
       measured: whether ``peaks`` were measured on this machine.
@@ -98,14 +97,14 @@ class Chip:
 
     @property
     def peak_flops(self) -> dict[str, float]:
-        """FLOP/s by dtype; only what is known."""
+        """Known FLOP/s by dtype."""
         return dict(self.peaks)
 
     def peak(self, dtype: object = "bfloat16") -> float:
         """FLOP/s of dense matrix products in ``dtype`` (a name, a NumPy or a JAX dtype).
 
         Raises:
-          ChipError: not known for this chip; the text lists what is, and how to measure.
+          ChipError: not known for this chip; the message lists what is, and how to measure.
         """
         name = (
             dtype
@@ -127,7 +126,7 @@ class Chip:
         )
 
     def ridge(self, dtype: object = "bfloat16") -> float:
-        """FLOP per byte of memory traffic above which arithmetic is the limit (the roofline's ridge).
+        """FLOP per byte of memory traffic above which compute is the limit (the roofline's ridge).
 
         Raises:
           ChipError: the peak or the memory bandwidth is not known.
@@ -138,7 +137,7 @@ class Chip:
 
     @property
     def devices_per_chip(self) -> int:
-        """JAX devices a chip shows: its cores, unless they act as one (megacore)."""
+        """JAX devices per chip: its cores, unless they act as one (megacore)."""
         if self.kind != "tpu" or self.megacore or self.view == "core":
             return 1
         return self.cores_per_chip or 1
@@ -149,10 +148,10 @@ class Chip:
         return table.get(figure) or table.get(figure.partition(".")[0])
 
     def core_view(self) -> Chip:
-        """One TensorCore: an even share of arithmetic, memory and its bandwidth; the links stay the chip's.
+        """One TensorCore: an equal share of compute, memory and its bandwidth; the links are those of the chip.
 
         Raises:
-          ChipError: this is no TPU.
+          ChipError: this is not a TPU.
         """
         if self.kind != "tpu" or self.cores_per_chip is None:
             raise ChipError(f"{self.title}: only TPUs have a core view; this is a {self.kind}")
@@ -172,7 +171,7 @@ class Chip:
         )
 
     def describe(self) -> str:
-        """All that is known, a line each, with its source."""
+        """All known figures, one per line, with their sources."""
         rows: list[tuple[str, str, str]] = []
         for dtype, rate in self.peaks:
             rows.append((f"peak {dtype}", f"{rate / 1e12:,.4g} TFLOP/s", f"peak_flops.{dtype}"))

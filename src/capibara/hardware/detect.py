@@ -1,4 +1,4 @@
-"""Which chip this machine computes on, as JAX and the operating system report it."""
+"""Detect the chip of this machine, as reported by JAX and the operating system."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def _cpu_chip(name: str, board: str) -> Chip:
 def detect_chip(device: Any = None, *, rates: Mapping[str, float] | None = None) -> Chip:
     """Describe the chip behind a JAX device (the default one, if none is given).
 
-    A TPU or GPU in the catalogue gives its row (or one core of it, where the device is one core); any other
-    gives what the device itself says, with the rest None. A CPU gives its name, cores and memory; no vendor
-    publishes its matrix-multiply rate, so its peaks are ``rates``, if given.
-    ``capibara.measure.measured_chip()`` measures them and calls this.
+    For a TPU or GPU in the catalogue, its entry (or one core of it, if the device is one core); for others, what the
+    device itself reports, with the rest None. For a CPU, its name, cores and memory; no vendor publishes its
+    matrix-multiply rate, so its peaks are ``rates``, if given. ``capibara.measure.measured_chip()`` measures them and
+    calls this.
 
     Args:
       device: a ``jax.Device``.

@@ -1,4 +1,4 @@
-"""What chips cost: dated prices with their source, which a file of your own overrides.
+"""Prices of chips, with date and source; your own file overrides them.
 
 A price file is TOML with one ``[[price]]`` table each::
 
@@ -33,7 +33,7 @@ _KEYS = ("chip", "region", "term", "usd_per_chip_hour", "as_of", "source", "date
 
 
 class PriceError(CapibaraError, ValueError):
-    """A price file is wrong."""
+    """A price file is invalid."""
 
 
 class UnknownPriceError(CapibaraError, LookupError):
@@ -44,8 +44,8 @@ class UnknownPriceError(CapibaraError, LookupError):
 class Price:
     """US dollars for one chip for one hour.
 
-    ``as_of`` is the day the source stated it (``dated_by == "source"``) or, where the source carries no date,
-    the day it was read (``"reading"``). ``own`` tells a price of the user's file from a packaged one.
+    ``as_of`` is the date given by the source (``dated_by == "source"``) or, if it has none, the day it was read
+    (``"reading"``). ``own`` distinguishes prices of the user's file from packaged ones.
     """
 
     chip: str
@@ -76,12 +76,12 @@ class Price:
 
 
 def load_prices(path: str | os.PathLike[str] | None = None) -> tuple[Price, ...]:
-    """The packaged prices, overridden by a file: ``path``, or else the one that CAPIBARA_PRICES names.
+    """The packaged prices, overridden by a file: ``path``, or that of CAPIBARA_PRICES.
 
     A row of the file replaces the packaged row of the same chip, region and term; other rows are added.
 
     Raises:
-      PriceError: the file cannot be read, or a row is wrong; the text names row, key and what is expected.
+      PriceError: the file cannot be read, or a row is invalid; the message names row, key and what is expected.
     """
     prices = {(p.chip, p.region, p.term): p for p in _read(_PACKAGED, own=False)}
     if path is None:
@@ -101,9 +101,9 @@ def get_price(
     """The price of a chip; without a region the lowest known, among the user's own prices if there are any.
 
     Raises:
-      UnknownPriceError: (a ``LookupError``) none is known; the text says which are. Never a silent 0.
-      PriceError: no such term, or a wrong price file.
-      ChipError: no such chip.
+      UnknownPriceError: (a ``LookupError``) none is known; the message lists those that are. Never a silent 0.
+      PriceError: an unknown term, or an invalid price file.
+      ChipError: an unknown chip.
     """
     if term not in TERMS:
         raise PriceError(

@@ -1,4 +1,4 @@
-"""What the machine reports about itself right now: memory of devices and of this process.
+"""Current memory of devices and of this process, as reported by the machine.
 
 A figure that the machine does not report is None, never 0 and never an estimate.
 """
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of one device in bytes, as its runtime reports it; all None where it reports nothing (CPU)."""
+    """Memory of one device in bytes, as reported by its runtime; all None if it reports nothing (CPU)."""
 
     device: str
     in_use: int | None
@@ -33,7 +33,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Resident memory of this process in bytes: now, and the most since it started."""
+    """Resident memory of this process in bytes: current and peak."""
 
     in_use: int | None
     peak: int | None
@@ -60,7 +60,7 @@ def device_memory(devices: Any = None) -> tuple[DeviceMemory, ...]:
 def live_array_bytes() -> int:
     """Bytes of all live JAX arrays of this process on its local devices; arrays that share a buffer count once.
 
-    On a CPU, whose runtime reports no allocator figures, it is the one closest to allocated device memory.
+    On a CPU, whose runtime reports no allocator figures, this is the closest to allocated device memory.
     """
     import jax
 
@@ -100,7 +100,7 @@ def host_memory() -> HostMemory:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Time all of the machine's CPUs have spent since start-up, in clock ticks: working, and altogether."""
+    """Time of all the machine's CPUs since start-up, in clock ticks: working, and total."""
 
     busy: int
     total: int
@@ -108,14 +108,14 @@ class CpuTimes:
     def utilization_since(self, earlier: CpuTimes) -> float | None:
         """Share of CPU time spent working between two readings, 0 to 1.
 
-        None if fewer than ten ticks lie between them (a tick is usually 10 ms of one CPU): too few to divide.
+        None if there are fewer than ten ticks between them (a tick is usually 10 ms of one CPU).
         """
         total = self.total - earlier.total
         return (self.busy - earlier.busy) / total if total >= 10 else None
 
 
 def cpu_times(stat: str | None = None) -> CpuTimes | None:
-    """Read ``/proc/stat`` (or its text, if given); None where there is none (not Linux)."""
+    """Read ``/proc/stat`` (or its text, if given); None if there is none (not Linux)."""
     if stat is None:
         path = Path("/proc/stat")
         if not path.exists():

@@ -1,6 +1,6 @@
-"""How accelerators are arranged: parsing ``"4x8"``, ``"2x2x4"``, ``"v4:2x2x4"`` and ``"v4-32"``.
+"""Topologies of accelerators: parse ``"4x8"``, ``"2x2x4"``, ``"v4:2x2x4"`` and ``"v4-32"``.
 
-Two ways of counting meet here, and mixing them up doubles or halves a bill:
+Two ways of counting exist, and confusing them doubles or halves a bill:
 
 * **chips**: a topology ``AxB`` or ``AxBxC`` is a grid of chips (as in ``v4:2x2x4``, 16 chips).
 * **TensorCores**: Google's slice names count cores for v2, v3, v4 and v5p (``v4-32`` is 32 cores = 16
@@ -22,7 +22,7 @@ __all__ = ["Topology", "TopologyError", "parse_topology"]
 
 
 class TopologyError(CapibaraError, ValueError):
-    """A topology is misspelt or impossible."""
+    """A topology is misspelt or invalid."""
 
 
 # TensorCores a chip, and whether a slice name counts cores. Sources: the "System architecture" and
@@ -66,7 +66,7 @@ class Topology:
 
     @property
     def cores_per_chip(self) -> int | None:
-        """TensorCores a chip, or None when no generation is named."""
+        """TensorCores per chip, or None if no generation is named."""
         return None if self.generation is None else _CORES[self.generation][0]
 
     @property
@@ -94,8 +94,8 @@ def parse_topology(text: str) -> Topology:
     """Parse ``"4x8"``, ``"2x2x4"``, ``"v4:2x2x4"`` or ``"v4-32"``, which counts cores as Google's name does.
 
     Raises:
-      TopologyError: (a ``ValueError``) it is none of these, an unknown generation, a zero axis, more than
-        1,048,576 chips, or a number of cores that is not that of whole chips.
+      TopologyError: (a ``ValueError``) another format, an unknown generation, a zero axis, more than 1,048,576 chips,
+        or a number of cores that is not a multiple of a chip's.
     """
     if not isinstance(text, str):
         raise TopologyError(f"topology: got {text!r}, expected a string such as '4x8', 'v4:2x2x4' or 'v4-32'")

@@ -1,7 +1,7 @@
-"""Serving: tokens out of a trained model.
+"""Serving: generate text with a trained model.
 
-:class:`Generator` writes text from a model's parameters, one token at a time, with a cache; :class:`Sampling`
-says how the next token is chosen.
+:class:`Generator` writes text from a model's parameters, one token at a time, with a cache; :class:`Sampling` sets
+how the next token is chosen.
 """
 
 from __future__ import annotations

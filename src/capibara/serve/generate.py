@@ -1,14 +1,13 @@
-"""Writing text, one token at a time.
+"""Generate text, one token at a time.
 
-The prompt is read in one go (prefill), which fills the cache: keys and values for attention, the recurrent
-state for state-space blocks. From then on each token costs one step. The next step is queued on the device
-before the token of the last one is read, so that printing does not hold up computing.
+The prompt is read in one step (prefill), which fills the cache: keys and values for attention, the recurrent state
+for state-space blocks. After that, each token costs one step. The next step is queued on the device before the token
+of the previous one is read, so that printing does not delay computation.
 
-An attention cache has as many places as the model's ``max_sequence_length``. When it is full, the last half
-of them is read again into an empty cache and writing goes on: the model then sees between half and all of its
-context. (Dropping single places would not do: a cached key also carries what its token had seen of the
-dropped ones.) A prompt that does not fit is cut to its last half window in the same way. A model without
-attention has no such limit.
+An attention cache has ``max_sequence_length`` positions. When it is full, the last half of the text in it is read
+again into an empty cache and generation continues: the model then sees between half and all of its context. (Dropping
+single positions would not be equivalent: a cached key also depends on the dropped tokens.) A prompt that does not fit
+is cut to its last half window in the same way. A model without attention has no such limit.
 """
 
 from __future__ import annotations
@@ -33,30 +32,30 @@ _MAX_SEED = 2**32
 
 
 class Utf8Stream:
-    """Turns bytes into text as they come, holding back a character until all its bytes are there.
+    """Decodes bytes incrementally, holding back a character until all its bytes have arrived.
 
-    Bytes that are no UTF-8 become U+FFFD, as ``bytes.decode(errors="replace")`` has it.
+    Invalid UTF-8 becomes U+FFFD, as in ``bytes.decode(errors="replace")``.
     """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, data: bytes) -> str:
-        """Take more bytes; return the characters that are complete now."""
+        """Add bytes; return the characters that are now complete."""
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """Return what is left: U+FFFD if the text ended within a character, else nothing."""
+        """Return the remainder: U+FFFD if the text ended within a character, otherwise an empty string."""
         return self._decoder.decode(b"", final=True)
 
 
 def encode_text(prompt: str) -> np.ndarray:
-    """The token ids of a text, one a UTF-8 byte: uint8 ``[bytes]``. An empty one is a line break."""
+    """The token ids of a text, one per UTF-8 byte: uint8 ``[bytes]``. An empty text becomes a line break."""
     return np.frombuffer(prompt.encode("utf-8", "surrogateescape") or b"\n", np.uint8)
 
 
 def decode_bytes(numbers: Iterable[int]) -> Iterator[str]:
-    """Yield the text of token ids below 256, as they come, in pieces of whole characters."""
+    """Yield the text of token ids below 256 incrementally, in whole characters."""
     stream = Utf8Stream()
     for number in numbers:
         if piece := stream.push(bytes([number])):
@@ -66,7 +65,7 @@ def decode_bytes(numbers: Iterable[int]) -> Iterator[str]:
 
 
 class Generator:
-    """Generates from one model with one way of sampling; compiles once and can be used many times.
+    """Generates from one model with one kind of sampling; compiles once and can be used many times.
 
     Args:
       model: anything with ``init_cache``, ``decode`` and ``config`` as
@@ -74,11 +73,11 @@ class Generator:
       params: its parameters; some may be quantized (:func:`capibara.serve.load_compressed` with ``decode=False``).
       state: its non-trained state, if it has any.
       sampling: how tokens are chosen.
-      vocabulary: only token ids below this are chosen; by default all of the model's.
+      vocabulary: only token ids below this are chosen; by default all.
 
     Attributes:
-      decoded: parameters in codes that had to be made into numbers inside of the compiled step, and for which
-        operation; known once it is compiled, which the first token does.
+      decoded: quantized parameters that the compiled step has to decode, and for which operation; known once it is
+        compiled, by the first token.
     """
 
     def __init__(
@@ -114,8 +113,8 @@ class Generator:
     def tokens(self, prompt: Sequence[int] | np.ndarray, *, max_tokens: int, seed: int = 0) -> Iterator[int]:
         """Yield ``max_tokens`` token ids that continue ``prompt``.
 
-        The same model, prompt, sampling and seed give the same tokens; how many are asked for does not change
-        the first ones.
+        The same model, prompt, sampling and seed give the same tokens; the requested number does not change the first
+        ones.
 
         Args:
           prompt: at least one token id.
@@ -123,7 +122,7 @@ class Generator:
           seed: 0 to 2^32 − 1.
 
         Raises:
-          ConfigError: an argument outside its range. It comes from this call, not from the first token.
+          ConfigError: an argument is out of range. Raised by this call, not by the first token.
         """
         history = np.asarray(prompt)
         vocab_size = self.model.config.model.vocab_size
@@ -146,7 +145,7 @@ class Generator:
     def text(self, prompt: str, *, max_tokens: int, seed: int = 0) -> Iterator[str]:
         """Yield the text that continues ``prompt`` (byte-level models), in pieces of whole characters.
 
-        An empty prompt starts after a line break, as a document does. Arguments and errors as :meth:`tokens`.
+        An empty prompt starts after a line break, like a document. Arguments and errors as :meth:`tokens`.
         """
         return decode_bytes(self.tokens(encode_text(prompt), max_tokens=max_tokens, seed=seed))
 

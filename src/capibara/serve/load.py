@@ -1,4 +1,4 @@
-"""From a folder on disk to a model that can be run."""
+"""Load a model from a folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LoadedModel:
     Attributes:
       model: a :class:`capibara.core.ModularCapibaraModel`.
       params, state: its parameters and its non-trained state.
-      checkpoint: where they come from; ``None`` where there is only a compressed file.
+      checkpoint: their source; ``None`` if there is only a compressed file.
     """
 
     model: Any
@@ -40,15 +40,15 @@ class LoadedModel:
 def find_checkpoint(
     folder: str | os.PathLike[str], *, warn: Callable[[str], None] | None = None
 ) -> Checkpoint:
-    """Open the newest whole checkpoint in a folder.
+    """Open the newest intact checkpoint in a folder.
 
     Args:
       folder: of a run, of its checkpoints, or of one checkpoint.
-      warn: told about damaged checkpoints that are passed over.
+      warn: callback for damaged checkpoints that are skipped.
 
     Raises:
       CheckpointNotFoundError: there is none.
-      CheckpointDamagedError: there are some, and every one is damaged.
+      CheckpointDamagedError: every checkpoint is damaged.
     """
     if not os.fspath(folder):
         raise CheckpointNotFoundError(
@@ -81,7 +81,7 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
     """Build the model that a checkpoint's own settings describe, with its parameters.
 
     Raises:
-      ConfigError: the settings can not be read by this version, or ask for float64 without JAX's 64-bit mode.
+      ConfigError: the settings cannot be read by this version, or need float64 without JAX's 64-bit mode.
       ResumeMismatchError: the arrays are not those of the model.
     """
     from capibara.config import ModularModelConfig
@@ -92,10 +92,10 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
 
 
 def build_model(config: Any) -> Any:
-    """The model that settings describe.
+    """Build the model that settings describe.
 
     Raises:
-      ConfigError: they ask for float64 without JAX's 64-bit mode.
+      ConfigError: they need float64 without JAX's 64-bit mode.
     """
     from capibara.core import ModularCapibaraModel
     from capibara.train.float64 import check_float64

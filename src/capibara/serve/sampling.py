@@ -1,9 +1,9 @@
 """Choosing the next token from logits.
 
-Three knobs, applied in this order: the temperature divides the logits; top-k keeps the *k* likeliest tokens;
-top-p (nucleus sampling: Holtzman et al., arXiv:1904.09751) keeps the smallest set of likeliest tokens whose
-probability, after the first two, reaches *p*. What is not kept gets logit −∞. Among equal logits the smaller
-token id comes first, so the number of tokens kept never depends on chance.
+Three settings, applied in this order: the temperature divides the logits; top-k keeps the *k* likeliest tokens; top-p
+(nucleus sampling: Holtzman et al., arXiv:1904.09751) keeps the smallest set of likeliest tokens whose probability,
+after the first two, reaches *p*. Other tokens get logit −∞. Among equal logits the smaller token id comes first, so
+the number of tokens kept is deterministic.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-      temperature: at least 0; 0 always takes the likeliest token.
+      temperature: at least 0; 0 always chooses the likeliest token.
       top_k: keep this many of the likeliest tokens; 0 keeps all.
       top_p: keep the likeliest tokens that together have this probability, above 0 and at most 1.
 
     Raises:
-      ConfigError: a value outside its range.
+      ConfigError: a value is out of range.
     """
 
     temperature: float = 1.0
@@ -90,7 +90,7 @@ def sample(key: jax.Array, logits: jax.Array, sampling: Sampling) -> jax.Array:
     Args:
       key: a typed PRNG key; the same key and logits give the same tokens.
       logits: float ``[..., vocab]``.
-      sampling: static, i.e. part of what is compiled.
+      sampling: static, part of the compiled program.
 
     Returns:
       int32 ``[...]``.

@@ -1,4 +1,4 @@
-"""A model's parameters from a compressed file, a ``.capi``."""
+"""Load a model's parameters from a compressed ``.capi`` file."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ def load_compressed(
     checkpoint: Checkpoint | None = None,
     decode: bool | str = True,
 ) -> LoadedModel:
-    """A model with the parameters of a compressed file.
+    """Load a model with the parameters of a compressed file.
 
-    What was compressed without loss writes the same text as the model itself.
+    A losslessly compressed model generates the same text as the original.
 
     Args:
-      path: the file, of :class:`capibara.compress.ModelCompressionAPI`.
-      config: the model's settings, a :class:`~capibara.config.ModularModelConfig`; those of the checkpoint, or else the
-        ``config.toml`` beside the file, by default.
-      checkpoint: what the model has besides parameters (codebooks) comes from there.
-      decode: ``True``: all parameters become numbers. ``False``: those that are stored with ``int8``, ``int4`` or
-        ``nf4`` stay in their codes, and memory holds about what the file does; :class:`~capibara.serve.Generator`
-        multiplies by them as they are (:func:`capibara.compress.quantized`). ``"auto"``: the same, without an error
-        where none can.
+      path: the file, written by :class:`capibara.compress.ModelCompressionAPI`.
+      config: the model's settings, a :class:`~capibara.config.ModularModelConfig`; by default those of the
+        checkpoint, otherwise the ``config.toml`` in the file's folder.
+      checkpoint: source of the model's non-trained state (codebooks).
+      decode: ``True``: decode all parameters. ``False``: those stored with ``int8``, ``int4`` or ``nf4`` stay
+        quantized and take about as much memory as the file; :class:`~capibara.serve.Generator` multiplies by them
+        without decoding (:func:`capibara.compress.quantized`). ``"auto"``: the same, without an error if none can.
 
     Raises:
       ConfigError: the settings cannot be read, or there are none.
-      CompressError: the file holds other tensors than the model has, or the model has more than parameters;
-        ``decode=False``, and no parameter is stored in such codes.
-      ArchiveError: no archive, or a damaged one.
+      CompressError: the file's tensors are not those of the model, or the model has non-trained state; or
+        ``decode=False``, and no parameter is quantized.
+      ArchiveError: not an archive, or a damaged one.
       OSError: it cannot be read.
     """
     import jax

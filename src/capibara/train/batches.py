@@ -1,14 +1,13 @@
 """Batches as a pure function of (seed, step).
 
-A training run that can be killed at any moment and continue exactly must not keep a position in its data:
-the batch of step *t* has to follow from the seed and *t* alone. The usual shuffled list of windows would do,
-but it costs memory in proportion to the text. Instead the shuffle is *computed*: a small Feistel network
-is a bijection on ``[0, 2^k)`` whatever its round function is, and walking along its cycles until the value is
-below ``n`` makes it a bijection on ``[0, n)`` (Black & Rogaway, "Ciphers with Arbitrary Finite Domains",
-2002).
+A training run that can be killed at any moment and continue exactly must not depend on a position in its data: the
+batch of step *t* has to follow from the seed and *t* alone. A shuffled list of windows would work, but needs memory
+in proportion to the text. Instead the shuffle is *computed*: a small Feistel network is a bijection on ``[0, 2^k)``
+whatever its round function is, and walking along its cycles until the value is below ``n`` makes it a bijection on
+``[0, n)`` (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
-So an epoch visits every window once, in an order that no list holds, and each epoch shifts the windows by
-another offset, so that the cuts between windows fall elsewhere.
+So an epoch visits every window once, without a stored order, and each epoch shifts the windows by a different offset,
+so that the boundaries between windows change.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ def _stream_key(seed: int, epoch: np.ndarray | int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Where each ``index`` stands in the pseudo-random order of ``[0, size)`` that ``key`` names.
+    """The position of each ``index`` in the pseudo-random permutation of ``[0, size)`` given by ``key``.
 
     Args:
       index: uint64 ``[n]``, every value below ``size``.
-      size: how many things are ordered, at least 1 and below 2^62.
-      key: uint64 ``[n]``; equal keys give one and the same permutation.
+      size: number of elements, at least 1 and below 2^62.
+      key: uint64 ``[n]``; equal keys give the same permutation.
 
     Returns:
       uint64 ``[n]``; for a fixed key a bijection of ``[0, size)``. Memory does not depend on ``size``.
@@ -76,8 +75,8 @@ class BatchSampler:
     Attributes:
       tokens: uint8 ``[n]``, the training text.
       batch_size: sequences per optimizer step.
-      sequence_length: positions per sequence; a sequence takes one token more, for the last target.
-      seed: names the order.
+      sequence_length: positions per sequence; a sequence has one more token, for the last target.
+      seed: determines the order.
     """
 
     tokens: np.ndarray
@@ -95,7 +94,7 @@ class BatchSampler:
 
     @property
     def windows_per_epoch(self) -> int:
-        """How many sequences one pass over the text has."""
+        """Number of sequences in one pass over the text."""
         return max(1, (self.tokens.size - self.sequence_length) // self.sequence_length)
 
     def starts(self, step: int) -> np.ndarray:
@@ -123,9 +122,9 @@ def validation_batches(
 ) -> list[np.ndarray]:
     """Cut the held-out text into fixed batches, the same ones at every evaluation.
 
-    The windows do not overlap. If the text has more than ``max_batches`` batches, evenly spaced windows are
-    taken, so that the whole text is represented. Each window starts without context, so the figure is
-    slightly higher than what the model reaches on long text.
+    The windows do not overlap. If the text has more than ``max_batches`` batches, evenly spaced windows are used, so
+    that the whole text is represented. Each window starts without context, so the loss is slightly higher than on
+    long text.
 
     Returns:
       int32 arrays ``[min(batch_size, windows), sequence_length + 1]``.

@@ -1,10 +1,10 @@
-"""Checkpoints that are either complete or not there, and that are known to be whole before they are trusted.
+"""Checkpoints that are written atomically, and verified before use.
 
-A checkpoint is a folder named by its step. It is built under a temporary name: Orbax writes the arrays, the
-settings and a small ``meta.json`` go beside them, and last ``manifest.json`` records size and SHA-256 of
-every file. All of it reaches the disk before one ``rename`` gives the folder its name. So a kill leaves at
-most a temporary folder, which the next run removes; and what disks and copies do to files later (truncation,
-a flipped bit) shows as a difference to the manifest, whereupon the checkpoint before it is used::
+A checkpoint is a folder named by its step. It is built under a temporary name: Orbax writes the arrays, the settings
+and a small ``meta.json`` are added, and finally ``manifest.json`` records size and SHA-256 of every file. Everything
+is synced to disk before a ``rename`` gives the folder its name. So a kill leaves at most a temporary folder, which
+the next run removes; and later corruption (truncation, a flipped bit) is detected as a difference to the manifest, in
+which case the previous checkpoint is used::
 
     checkpoints/
       400/
@@ -56,12 +56,12 @@ _DAMAGED = "damaged-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files agreed with their checksums when it was opened.
+    """A checkpoint whose files matched their checksums when it was opened.
 
     Attributes:
       path: its folder.
       step: optimizer steps taken.
-      meta: what ``save`` was given as ``meta``.
+      meta: the ``meta`` passed to ``save``.
     """
 
     path: Path
@@ -78,8 +78,8 @@ class Checkpoint:
 
         Args:
           item: ``"model"``, ``"training"`` …
-          target: a pytree of ``jax.ShapeDtypeStruct`` (with ``sharding``) that says what to read and where it
-          goes.
+          target: a pytree of ``jax.ShapeDtypeStruct`` (with ``sharding``) that specifies what to read and where to
+          place it.
 
         Raises:
           ResumeMismatchError: the checkpoint has other arrays than ``target``.
@@ -98,11 +98,11 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in a folder of their own.
+    """The checkpoints of one run, in their own folder.
 
     Args:
       folder: created when something is saved.
-      keep: how many of the newest stay.
+      keep: number of newest checkpoints to keep.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
@@ -113,7 +113,7 @@ class CheckpointStore:
         """The steps of all committed checkpoints, oldest first.
 
         Raises:
-          CheckpointNotFoundError: the folder can not be looked into, so that nobody knows whether it has any.
+          CheckpointNotFoundError: the folder cannot be read.
         """
         try:
             with os.scandir(self.folder) as entries:
@@ -136,10 +136,10 @@ class CheckpointStore:
         return open_checkpoint(self.folder / str(step))
 
     def newest(self, *, warn: Callable[[str], None] | None = None) -> Checkpoint | None:
-        """Open the newest checkpoint that is whole, or return None if there is none at all.
+        """Open the newest intact checkpoint, or return None if there is no checkpoint.
 
         Args:
-          warn: told about each damaged checkpoint that is passed over.
+          warn: callback for each damaged checkpoint that is skipped.
 
         Raises:
           CheckpointDamagedError: there are checkpoints, but every one is damaged.
@@ -166,14 +166,13 @@ class CheckpointStore:
         """Write a checkpoint and, once it is complete, remove all but the ``keep`` newest.
 
         Args:
-          step: names it. A checkpoint of that step is replaced.
+          step: its name. A checkpoint of the same step is replaced.
           items: name → pytree of arrays; each becomes an Orbax folder.
           meta: JSON values.
           config_toml: the settings as TOML text.
 
         Raises:
-          CheckpointWriteError: the disk is full, a file may not be written …; earlier checkpoints stay as
-          they were.
+          CheckpointWriteError: the disk is full, a file may not be written …; earlier checkpoints are unchanged.
         """
         temporary = self.folder / f"{_TEMPORARY}{step}-{os.getpid()}"
         final = self.folder / str(step)
@@ -213,12 +212,12 @@ class CheckpointStore:
         return Checkpoint(final, step, content)
 
     def clean(self) -> None:
-        """Remove what interrupted saves left. Only the holder of the run's lock may call this."""
+        """Remove leftovers of interrupted saves. Only the holder of the run's lock may call this."""
         for path in self._entries(_TEMPORARY):
             shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, *, after: int) -> None:
-        """Rename the checkpoints of later steps, damaged ones that were passed over."""
+        """Rename the checkpoints of later steps, which are damaged and were skipped."""
         for step in self.steps():
             if step > after:
                 aside = self.folder / f"{_DAMAGED}{step}"
@@ -244,7 +243,7 @@ class CheckpointStore:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint's own folder after comparing every file with the manifest.
+    """Open a checkpoint by its folder after comparing every file with the manifest.
 
     Raises:
       CheckpointNotFoundError: there is no such folder.

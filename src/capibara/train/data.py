@@ -4,11 +4,10 @@ Capibara's demonstration model reads bytes: the vocabulary is the 256 byte value
 and no tokeniser has to be trained, shipped or matched with a checkpoint. A corpus is one uint8 array: the
 documents one after the other, a blank line between them; its last part is held out for validation.
 
-Without any text of the user's, the corpus is CPython's own documentation of the language, which every CPython
-carries as the module ``pydoc_data.topics`` (what ``help("with")`` prints). Two things make its held-out part
-honest: the topics are put in the order of a hash of their names, so that the part held out is not the end of
-the alphabet; and a paragraph that several topics share is kept only where it comes first, because otherwise
-a fifth of the held-out text would also stand in the training text.
+By default, the corpus is CPython's own documentation of the language, which every CPython includes as the module
+``pydoc_data.topics`` (what ``help("with")`` prints). Two steps make its held-out part meaningful: the topics are
+ordered by a hash of their names, so that the held-out part is not the end of the alphabet; and a paragraph shared by
+several topics is kept only once, because otherwise a fifth of the held-out text would also be in the training text.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class Corpus:
     """A text, split for training and validation.
 
     Attributes:
-      name: where it comes from, for people.
+      name: a readable name of the source.
       train: uint8 ``[n]``.
       validation: uint8 ``[m]``; empty when the fraction was 0.
-      documents: how many files or topics went in.
+      documents: number of files or topics.
       fingerprint: SHA-256 over the split and every byte, in hexadecimal. A resumed run compares it.
     """
 
@@ -81,18 +80,18 @@ def load_corpus(
     max_bytes: int = MAX_CORPUS_BYTES,
     stdin: BinaryIO | None = None,
 ) -> Corpus:
-    """Read text from files, folders and standard input, or CPython's documentation when none is named.
+    """Read text from files, folders and standard input, or CPython's documentation if none is given.
 
     Args:
       paths: files of any suffix; folders, searched recursively for :data:`TEXT_SUFFIXES` in sorted order
       (hidden
         folders and ``__pycache__`` left out, links to folders not followed); ``"-"`` for standard input.
-      validation_fraction: the part of all bytes, from the end, that is held out; 0 ≤ fraction < 1.
+      validation_fraction: the fraction of bytes at the end to hold out; 0 ≤ fraction < 1.
       max_bytes: refuse more text than this.
       stdin: the stream that ``"-"`` reads; ``sys.stdin.buffer`` by default.
 
     Raises:
-      TextNotFoundError: a path does not exist, or a folder holds no text file.
+      TextNotFoundError: a path does not exist, or a folder contains no text file.
       DataError: a file is binary (a NUL byte) or not UTF-8, everything is empty, or there is too much of it.
     """
     if isinstance(paths, (str, os.PathLike)):
@@ -146,7 +145,7 @@ def split_corpus(
 def python_documentation() -> Iterator[str]:
     """Yield the topics of ``pydoc_data.topics`` in the order of their names' SHA-256.
 
-    A paragraph of 40 characters or more that an earlier topic already had is left out.
+    A paragraph of 40 characters or more that an earlier topic already contained is omitted.
     """
     from pydoc_data.topics import topics
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a training run, one class per thing a caller might want to catch."""
+"""Errors of a training run, one class per case that a caller might want to catch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class TrainError(CapibaraError):
 
 
 class DataError(TrainError, ValueError):
-    """The text can not be trained on: empty, binary, too short, too large."""
+    """The text cannot be used for training: empty, binary, too short, too large."""
 
 
 class TextNotFoundError(DataError, FileNotFoundError):
-    """A file or folder of text does not exist, or a folder holds no text."""
+    """A file or folder of text does not exist, or a folder contains no text."""
 
 
 class RunWriteError(TrainError, OSError):
@@ -39,7 +39,7 @@ class CheckpointWriteError(RunWriteError):
 
 
 class CheckpointNotFoundError(TrainError, FileNotFoundError):
-    """There is no checkpoint where one was asked for."""
+    """There is no checkpoint in the given place."""
 
 
 class CheckpointDamagedError(TrainError, ValueError):
@@ -47,7 +47,7 @@ class CheckpointDamagedError(TrainError, ValueError):
 
 
 class ResumeMismatchError(TrainError, ValueError):
-    """The run directory holds a run of another model, or on another text."""
+    """The run directory contains a run of another model, or on another text."""
 
 
 class RunLockedError(TrainError, OSError):

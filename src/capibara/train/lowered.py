@@ -1,8 +1,8 @@
-"""The train step of a configuration, lowered for devices that need not be here.
+"""The training step of a configuration, lowered for devices that need not be present.
 
-:mod:`capibara.plan` compiles it for slices that are only described. Function and shardings are those with which
-:func:`capibara.train.train` runs (:mod:`capibara.train.step`, :mod:`capibara.train.placement`), so that what was
-planned is what is trained.
+:mod:`capibara.plan` compiles it for slices without hardware. Function and shardings are those of
+:func:`capibara.train.train` (:mod:`capibara.train.step`, :mod:`capibara.train.placement`), so that the plan matches
+the training run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def lower_train_step(mesh: Mesh, *, config: Mapping[str, Any], layout: Mapping[s
     """Lower one optimizer step.
 
     Args:
-      mesh: devices, real or described.
+      mesh: devices, real or abstract.
       config: as ``ModularModelConfig.to_dict()``.
       layout: as ``Layout.to_json()``; its rematerialisation and microbatches replace the configuration's.
 
     Raises:
-      ConfigError: the batch does not divide into the microbatches, or their rows not over the ``data`` axis.
+      ConfigError: the batch is not divisible into the microbatches, or their rows over the ``data`` axis.
     """
     how = Layout.from_json(layout)
     settings = ModularModelConfig.from_dict(config)

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: what a run measured, one JSON object a line.
+"""``metrics.jsonl``: a run's metrics, one JSON object per line.
 
 Two kinds of line. ``"train"`` covers the steps after the previous such line up to its ``step``, and its
 ``losses`` has the exact loss of every one of them (a float32 printed so that reading it gives the same
@@ -7,8 +7,8 @@ bits)::
     {"kind": "train", "step": 20, "losses": [2.51, …], "loss": 2.43, "tokens_per_second": 5012.2, …}
     {"kind": "validation", "step": 200, "bits_per_byte": 2.31, …}
 
-The file and the checkpoints tell one story: lines up to a step are on the disk before its checkpoint is, a
-line ends at every checkpoint, and a resumed run first drops what lies after the checkpoint it starts from.
+The file and the checkpoints are consistent: lines up to a step are on disk before its checkpoint, a line ends at
+every checkpoint, and a resumed run first drops all lines after its checkpoint.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MetricsLog:
         self._guarded(self._stream.flush)
 
     def sync(self) -> None:
-        """Return once every line is on the disk."""
+        """Return once every line is on disk."""
         self._guarded(lambda: os.fsync(self._stream.fileno()))
 
     def close(self) -> None:

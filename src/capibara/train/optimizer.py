@@ -1,8 +1,8 @@
 """AdamW or Lion with warm-up, cosine decay and clipping, from the ``optimizer`` section of a configuration.
 
 The learning rate at step *t* is a function of *t*, of ``optimizer.warmup_steps`` and of ``train.steps``: the
-cosine ends where the run is planned to end. A run continued with a larger ``train.steps`` therefore follows
-the longer run's curve from where it stands, and its learning rate jumps up at that point.
+cosine ends where the run is planned to end. A run continued with a larger ``train.steps`` therefore follows the
+longer run's curve from its current step, and its learning rate jumps up at that point.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def build_optimizer(config: Any, *, param_axes: Any | None = None) -> optax.Grad
     ``optax.lion`` (arXiv:2302.06675).
 
     Raises:
-      ConfigError: an optimizer that is not built in.
+      ConfigError: an unknown optimizer.
     """
     optax = extras.optax()
     settings = config.optimizer

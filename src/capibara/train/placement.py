@@ -1,12 +1,12 @@
-"""Where the arrays of a run lie: one answer for the step that a plan compiled and for the step that a run takes.
+"""The sharding of a run's arrays: the same for the step that a plan compiles and the step that a run executes.
 
-Without a layout the work is data-parallel: the state is replicated, a batch is cut along its rows, and XLA
-inserts the sums between devices. With one device nothing is added. A :class:`~capibara.plan.Layout` says more: a mesh
-with several axes, parameters and moments cut along them by the names of their dimensions (``model.param_axes`` and the
-layout's :class:`~capibara.config.axes.AxisRules`), moments in the hosts' memory.
+Without a layout, training is data-parallel: the state is replicated, a batch is sharded along its rows, and XLA
+inserts the sums between devices. With one device nothing is added. A :class:`~capibara.plan.Layout` specifies more: a
+mesh with several axes, parameters and moments sharded over them by the names of their dimensions
+(``model.param_axes`` and the layout's :class:`~capibara.config.axes.AxisRules`), moments in the hosts' memory.
 
-:meth:`Placement.describe_state` gives the state without any array in it: shapes, dtypes and shardings. A plan lowers
-its step for that, a run makes its first state in it and reads checkpoints into it.
+:meth:`Placement.describe_state` returns the state without arrays: shapes, dtypes and shardings. A plan lowers its
+step for it; a run creates its first state and reads checkpoints with it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOST_MEMORY = "pinned_host"
 
 @dataclass(frozen=True)
 class Placement:
-    """Which devices a run uses and how values lie on them.
+    """The devices of a run, and the sharding of values over them.
 
     Attributes:
       devices: all of them.
@@ -49,7 +49,7 @@ class Placement:
 
     @classmethod
     def choose(cls, rows: int, devices: Sequence[Any] | None = None) -> Placement:
-        """Take as many of the local devices as divide ``rows``, the sequences of one microbatch."""
+        """Use as many of the local devices as divide ``rows``, the sequences of one microbatch."""
         available = list(jax.local_devices() if devices is None else devices)
         count = max(n for n in range(1, len(available) + 1) if rows % n == 0)
         chosen = tuple(available[:count])
@@ -57,16 +57,16 @@ class Placement:
 
     @classmethod
     def over(cls, mesh: Mesh, layout: Layout) -> Placement:
-        """A layout on a mesh, whose devices may be only described."""
+        """A layout on a mesh of real or abstract devices."""
         return cls(tuple(mesh.devices.flat), mesh, layout)
 
     @classmethod
     def planned(cls, layout: Layout, devices: Sequence[Any] | None = None) -> Placement:
-        """The layout's mesh on the first of the devices that JAX finds, laid out as the plan compiled it.
+        """The layout's mesh on the first devices that JAX finds, as compiled by the plan.
 
         Raises:
-          ConfigError: there are too few devices, they belong to several processes, or they cannot keep in the hosts'
-            memory what the layout wants there; or nothing is ever cut along one of its mesh axes.
+          ConfigError: there are too few devices, they belong to several processes, or they do not support the
+            layout's arrays in the hosts' memory; or one of its mesh axes shards nothing.
         """
         if jax.process_count() > 1:
             raise ConfigError(
@@ -97,7 +97,7 @@ class Placement:
 
     @classmethod
     def of(cls, config: Any, devices: Sequence[Any] | None = None) -> Placement:
-        """What the settings of a run ask for: with ``tpu.enabled`` their mesh and layout, else :meth:`choose`.
+        """The placement of a run's settings: with ``tpu.enabled`` their mesh and layout, otherwise :meth:`choose`.
 
         Raises:
           ConfigError: as :meth:`planned` and :meth:`check_rows`.
@@ -111,19 +111,19 @@ class Placement:
 
     @property
     def rules(self) -> AxisRules:
-        """The table that lays parameters and activations over the mesh."""
+        """The rules that shard parameters and activations over the mesh."""
         return _WHOLE if self.layout is None else self.layout.rules
 
     @property
     def replicated(self) -> Sharding:
-        """Whole on every device."""
+        """Replicated on every device."""
         if self.mesh is None:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """What the layout tells the compiler. Its flags are those of the TPU's: other compilers do not know them."""
+        """The layout's compiler options. These are TPU flags: other compilers do not support them."""
         if self.layout is None or self.devices[0].platform != "tpu":
             return {}
         return dict(self.layout.compiler_options)
@@ -138,7 +138,7 @@ class Placement:
         """Refuse a batch that the layout does not divide.
 
         Raises:
-          ConfigError: not as many rows as microbatches × devices along the data axes, or a multiple.
+          ConfigError: the number of rows is not a multiple of microbatches × devices along the data axes.
         """
         if self.layout is None:
             return
@@ -150,7 +150,7 @@ class Placement:
             )
 
     def batch_sharding(self, shape: Sequence[int]) -> Sharding:
-        """Of tokens ``[..., rows, length]``: rows cut among the devices of the data axes where they divide."""
+        """The sharding of tokens ``[..., rows, length]``: rows over the data axes if these divide them."""
         if self.mesh is None:
             return self.replicated
         spec = self.rules.spec(("batch",), self.mesh, (shape[-2],), kind="activations")
@@ -159,19 +159,19 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * (len(shape) - 2), *spec, None))
 
     def put_batch(self, tokens: np.ndarray) -> dict[str, jax.Array]:
-        """Move int32 tokens ``[..., rows, length]`` to the devices, rows cut among them where they divide."""
+        """Move int32 tokens ``[..., rows, length]`` to the devices, sharded by rows if possible."""
         return {"tokens": jax.device_put(tokens, self.batch_sharding(tokens.shape))}
 
     def put_state(self, state: Any) -> Any:
-        """Move a pytree of state to every device, whole."""
+        """Move a pytree of state to every device, replicated."""
         return jax.device_put(state, self.replicated)
 
     def cut(self, batches: Sequence[np.ndarray], batch_size: int) -> list[np.ndarray]:
-        """Validation batches in the pieces in which training works a batch off: a layout has no memory for more.
+        """Split validation batches into microbatches as in training: a layout has no memory for more.
 
         Args:
-          batches: ``[rows, length]`` each; left whole without a layout, and with fewer rows than devices along the data
-            axes. Rows that do not fill a piece are left out.
+          batches: ``[rows, length]`` each; not split without a layout, or with fewer rows than devices along the data
+            axes. Rows that do not fill a piece are dropped.
         """
         if self.layout is None:
             return list(batches)
@@ -199,11 +199,11 @@ class Placement:
 
         Args:
           model: anything with ``init(seed)``; ``param_axes`` and ``state_axes`` (logical axis names, nested like the
-            parameters and the state) are used where it has them.
+            parameters and the state) are used if it has them.
           optimizer: an ``optax.GradientTransformation``.
 
         Raises:
-          ConfigError: the layout cuts parameters, and the model does not say what their dimensions are.
+          ConfigError: the layout shards parameters, but the model does not name their dimensions.
         """
         shapes = jax.eval_shape(first_state(model, optimizer, 0))
         whole = self.replicated
@@ -246,7 +246,7 @@ class Placement:
 
 
 def first_state(model: Any, optimizer: Any, seed: int) -> Callable[[], TrainState]:
-    """A function of nothing that makes the state before the first step."""
+    """A function without arguments that creates the state before the first step."""
 
     def make() -> TrainState:
         params, model_state = model.init(seed)
@@ -256,10 +256,10 @@ def first_state(model: Any, optimizer: Any, seed: int) -> Callable[[], TrainStat
 
 
 def axes_shardings(tree: Any, axes: Any, mesh: Mesh, rules: AxisRules) -> Any:
-    """A ``NamedSharding`` for each array of a tree, by the logical names of its dimensions; whole where there are none.
+    """A ``NamedSharding`` for each array of a tree, by the logical names of its dimensions; default: replicated.
 
     Raises:
-      ConfigError: a name that nobody knows, or another number of them than there are dimensions.
+      ConfigError: an unknown name, or the wrong number of names.
     """
 
     def one(leaf: Any, names: Sequence[str | None] | None) -> NamedSharding:

@@ -1,8 +1,8 @@
-"""One optimizer step, and one evaluation, as compiled functions; where their arrays lie says
-:mod:`capibara.train.placement`.
+"""One optimizer step and one evaluation as compiled functions; :mod:`capibara.train.placement` determines the
+sharding of their arrays.
 
-Gradient accumulation cuts the batch of a step into microbatches that are worked off one after another, so
-that activations of only one of them are alive; the mean gradient is that of the whole batch.
+Gradient accumulation splits the batch of a step into microbatches that are processed one after another, so that
+activations of only one of them are live; the mean gradient is that of the whole batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["make_eval_step", "make_train_step", "train_step"]
 
 
 def microbatch(tokens: np.ndarray, accumulation_steps: int) -> np.ndarray:
-    """Cut ``[batch, length]`` into ``[accumulation_steps, batch / accumulation_steps, length]``.
+    """Split ``[batch, length]`` into ``[accumulation_steps, batch / accumulation_steps, length]``.
 
     Raises:
       ConfigError: the batch does not divide.
@@ -101,11 +101,11 @@ def make_train_step(
     schedule: Callable[[Any], Any] | None = None,
     shardings: TrainState | None = None,
 ) -> jax.stages.Wrapped:
-    """Compile :func:`train_step`; the state that goes in is donated.
+    """Compile :func:`train_step`; the input state is donated.
 
     Args:
-      shardings: of the state, by which it goes in and comes out; left to the compiler without. Arrays of the optimizer
-        that lie in the hosts' memory are fetched before their update and sent back after it.
+      shardings: of the state, on input and output; by default left to the compiler. Optimizer arrays in the hosts'
+        memory are fetched before their update and sent back after it.
     """
     step = train_step(model, optimizer, schedule=schedule)
     if shardings is None:

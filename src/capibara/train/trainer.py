@@ -1,4 +1,4 @@
-"""A training run from a configuration: resume or start, run the loop, leave a folder that explains itself.
+"""A training run from a configuration: start or resume, run the loop, and write a self-contained folder.
 
 ::
 
@@ -6,11 +6,11 @@
       config.toml      the settings of the newest run in it
       checkpoints/     see capibara.train.checkpoint
       metrics.jsonl    every loss, every validation; see capibara.train.metrics
-      loss.png         the same as a picture
+      loss.png         a plot of them
       lock             held while a run writes here
 
-Resuming is exact: on one device, a run that was killed and continued has bit for bit the losses of one that
-was not.
+Resuming is exact: on one device, a run that was killed and continued has bit for bit the same losses as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["TrainReport", "checkpoint_store", "train"]
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a run did.
+    """The result of a run.
 
     Attributes:
       reason: "finished" (all steps), "time" (``train.max_seconds``), "interrupted" (a signal) or "already
@@ -56,12 +56,12 @@ class TrainReport:
       step: optimizer steps taken in the whole run.
       start_step: steps that were already taken when this process began.
       loss: training loss of the last step in nats per byte, None if no step was run.
-      validation_bits_per_byte: on the held-out text at the end, None if it was not measured.
+      validation_bits_per_byte: on the held-out text at the end; None if not measured.
       tokens_per_second: mean over the steps of this process, without compilation, validation and checkpoints.
       utilisation: that rate times the model's FLOP per token, over ``matmul_flops``.
       matmul_flops: FLOP/s of a matrix multiply, measured at the start.
       seconds: training time of the whole run; compile_seconds: what this process compiled before.
-      num_params: parameters of the model; devices: how many were used.
+      num_params: parameters of the model; devices: number of devices used.
     """
 
     reason: str
@@ -118,32 +118,32 @@ def train(
     devices: Sequence[Any] | None = None,
     measure_utilisation: bool = True,
 ) -> TrainReport:
-    """Train ``model`` on ``corpus`` as ``config`` says, in the folder ``config.checkpoint.directory``.
+    """Train ``model`` on ``corpus`` according to ``config``, in the folder ``config.checkpoint.directory``.
 
     Args:
       config: a :class:`capibara.config.ModularModelConfig`.
-      model: anything with ``init(seed)``, ``loss``, ``flops_per_token`` and ``num_params`` as
-        :class:`capibara.core.ModularCapibaraModel` has them.
+      model: anything with ``init(seed)``, ``loss``, ``flops_per_token`` and ``num_params`` like
+        :class:`capibara.core.ModularCapibaraModel`.
       corpus: the text.
-      fresh: remove what an earlier run left in the folder and start over; ``checkpoint.resume = false`` means
+      fresh: remove an earlier run in the folder and start over; ``checkpoint.resume = false`` means
       the same.
-      allow_new_text: continue a run on other text than it was trained on so far.
-      reporter: told what happens; silent by default.
+      allow_new_text: continue a run on different text.
+      reporter: receives progress; silent by default.
       stop: polled between steps; see :func:`capibara.train.signals.stop_on_signals`.
-      devices: what to train on, by default all local devices. With ``tpu.enabled`` the mesh of ``[tpu]`` is laid over
-        the first of them; the state is sharded over it as those settings say.
+      devices: devices to train on, by default all local ones. With ``tpu.enabled`` the mesh of ``[tpu]`` uses the
+        first of them; the state is sharded over it according to those settings.
       measure_utilisation: measure the matrix-multiply rate first.
 
     Raises:
       MissingExtraError: a package of the extra ``train`` is not installed.
-      ResumeMismatchError: the folder holds a run of another model, or on other text.
-      CheckpointDamagedError: the folder holds checkpoints and every one is damaged.
+      ResumeMismatchError: the folder contains a run of another model, or on other text.
+      CheckpointDamagedError: the folder contains checkpoints, but every one is damaged.
       RunLockedError: another process is training there.
       CheckpointWriteError, RunWriteError: something could not be written.
       DivergedError: the loss became infinite or not a number.
       DataError: the text is too short for one sequence.
-      ConfigError: settings that this text or this process cannot have: a vocabulary too small, float64 without
-        JAX's 64-bit mode, more devices than there are.
+      ConfigError: settings that do not match the text or this process: a vocabulary too small, float64 without JAX's
+        64-bit mode, more devices than available.
     """
     extras.require()
     reporter = reporter or SilentReporter()

@@ -1,7 +1,7 @@
 """Vector quantisation layers.
 
-:class:`VQbitLayer` keeps its codebook itself; :func:`vq_apply` is the pure function below it, with the codebook's
-state going in and coming out.
+:class:`VQbitLayer` stores its codebook; :func:`vq_apply` is the underlying pure function, which takes and returns the
+codebook's state.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ __all__ = ["TracedUpdateError", "VQConfigError", "VQInputError"]
 
 
 class VQConfigError(CapibaraError, ValueError):
-    """A layer's setting lies outside what it accepts."""
+    """A layer's setting is out of range."""
 
 
 class VQInputError(CapibaraError, TypeError):
-    """An input cannot be used the way the layer was built."""
+    """An input does not match the layer's settings."""
 
 
 class TracedUpdateError(CapibaraError, RuntimeError):
-    """A layer was asked to write its own state while being traced by ``jit``, ``grad`` or ``vmap``."""
+    """A layer cannot write its own state while it is traced by ``jit``, ``grad`` or ``vmap``."""

@@ -218,8 +218,7 @@ class Uniform(DecodesInPlace):
         return _HEAD.size + steps + 1 + 8 * count
 
     def error_bound(self, settings: Mapping[str, Any]) -> float | None:
-        """Not bounded, as relative errors: a value below half a step becomes 0. Absolute errors are at most a
-        step."""
+        """Relative errors are not bounded: a value below half a step becomes 0. Absolute ones are at most a step."""
         return None
 
 

@@ -166,7 +166,7 @@ def flash_attention(
 
     Raises:
       OpShapeError: shapes do not match; OpTypeError: a wrong type or dtype; OpValueError: an option is out of range;
-        NoImplementationError: the requested implementation does not support these sizes.
+      NoImplementationError: the requested implementation does not support these sizes.
     """
     OP.check_name(implementation)
     options: dict[str, Any] = {

@@ -70,8 +70,8 @@ class Memory:
     """Bytes of HBM per device, as the compiler lays them out (including padding to tiles).
 
     Attributes:
-      arguments: all inputs. outputs: all results. aliased: outputs that reuse the memory of arguments. temporaries:
-      buffers that exist only within the step. host: bytes in the host's memory.
+      arguments: all inputs. outputs: all results. aliased: outputs that reuse the memory of arguments.
+      temporaries: buffers that exist only within the step. host: bytes in the host's memory.
       kinds: arguments by kind (``parameters``, ``optimizer`` …), without padding.
     """
 

@@ -1,4 +1,4 @@
-"""``plan_serving``: the cheapest slice that answers as fast as it should, and how many requests it holds at once."""
+"""``plan_serving``: the cheapest slice within latency targets, and its number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -47,34 +47,34 @@ def plan_serving(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> ServingPlan:
-    """Find how many requests a slice answers at once, how fast, and at what price; of several slices, the cheapest.
+    """Find a slice's concurrent requests, latency and price; for several slices, the cheapest.
 
     The model's own steps are compiled: prefill, and decoding with a donated cache. Memory is the compiler's, times are
-    predicted from the compiled programs (:mod:`capibara.plan.time`); greedy sampling on the device, nothing of the host
-    is in them. A batch of requests of the same lengths begins together, as the model's cached form has it.
+    predicted from the compiled programs (:mod:`capibara.plan.time`), with greedy sampling on the device and without
+    the host. A batch of requests of equal lengths starts together, as the model's cached form requires.
 
     Args:
       config: a configuration, its name or path.
       topology: one slice or several; by default the usual small ones of every generation, of which the ``max_slices``
         that look cheapest are compiled.
       prompt_length, output_length: tokens of a request and of its answer.
-      latency_ms_per_token: milliseconds that may lie between two tokens of an answer.
-      time_to_first_token_ms: milliseconds until the last request of a batch has its first token.
+      latency_ms_per_token: maximum milliseconds between two tokens of an answer.
+      time_to_first_token_ms: maximum milliseconds until the last request of a batch has its first token.
       dtype: of weights, arithmetic and cache: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
       mesh: ``{"data": 1, "model": 4}``, for one slice; by default the most promising by arithmetic.
       view, memory_limit_gb: as :func:`capibara.plan.plan`.
-      compile: whether to compile; without, and where there is no compiler, the figures are arithmetic and say so.
-      max_compiles: programs to compile for one mesh (a few at least: prefill and decoding at several batches).
-      max_meshes, max_slices: how many meshes of a slice, and how many slices of the default ones, to compile.
-      max_concurrency: requests at a time beyond which nothing is looked for (at least one a device of ``data``).
+      compile: whether to compile; otherwise, and without a compiler, the figures are arithmetic and labelled as such.
+      max_compiles: maximum number of programs per mesh (at least a few: prefill and decoding at several batch sizes).
+      max_meshes, max_slices: number of meshes per slice, and of default slices, to compile.
+      max_concurrency: maximum number of concurrent requests to consider (at least one per device of ``data``).
       region, term, prices: which price (see :func:`capibara.hardware.get_price`).
-      cache: the folder of compiled results. workers: compilations at a time.
-      progress: called with ``"start"`` or ``"done"``, what is compiled in words, and the program.
+      cache: the folder of compiled results. workers: parallel compilations.
+      progress: called with ``"start"`` or ``"done"``, a description of the compilation, and the program.
 
     Raises:
-      DoesNotFitError: not one request fits any slice; the text says what takes the memory.
-      UnreachableTargetError: no slice answers as fast as asked; the text says what the fastest reaches.
-      PlanError: an impossible length, topology, mesh or dtype.
+      DoesNotFitError: not one request fits on any slice; the message says what takes the memory.
+      UnreachableTargetError: no slice meets the latency targets; the message gives the fastest.
+      PlanError: an invalid length, topology, mesh or dtype.
       CompilationError: the compiler failed for another reason than memory.
     """
     settings = read_config(config)

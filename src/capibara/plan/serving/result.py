@@ -1,4 +1,4 @@
-"""What a serving plan says."""
+"""The result of a serving plan."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Source = Literal["compiler", "analytic"]
 
 
 class UnreachableTargetError(PlanError):
-    """The model fits, but no slice that was asked for answers as fast as it should."""
+    """The model fits, but none of the requested slices meets the latency targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPoint:
-    """One number of requests at a time on one mesh, with both of its programs.
+    """A number of concurrent requests on one mesh, with both programs.
 
-    A batch of ``concurrency`` requests begins together: its prompts are read a group at a time, then every step of
-    decoding gives each request a token.
+    A batch of ``concurrency`` requests starts together: its prompts are read a group at a time, then every decoding
+    step produces one token for each request.
 
     Attributes:
       target, mesh: where it runs.
-      concurrency: requests at a time, on all devices together.
+      concurrency: concurrent requests, on all devices together.
       group: prompts read at once.
       prompt_length, output_length: tokens of a request and of its answer.
       decode, prefill: seconds of one step of decoding, and of reading one group of prompts.
       decode_memory, prefill_memory: bytes of HBM a device by kind while each runs.
       cache_bytes: of the whole batch on all devices, without padding.
-      source: ``"compiler"``, or ``"analytic"`` where nothing was compiled.
-      price: of a chip; None where no price is known.
+      source: ``"compiler"``, or ``"analytic"`` if nothing was compiled.
+      price: of a chip; None if no price is known.
       program_hashes, versions: of the compiled programs.
     """
 
@@ -59,7 +59,7 @@ class ServingPoint:
 
     @property
     def hbm_bytes(self) -> int:
-        """What one device must have: the fuller of the two programs."""
+        """Memory that one device needs: the larger of the two programs."""
         return max(sum(self.decode_memory.values()), sum(self.prefill_memory.values()))
 
     @property
@@ -84,7 +84,7 @@ class ServingPoint:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of answers a second, of all requests together, prefill included."""
+        """Answer tokens per second, of all requests together, including prefill."""
         return self.concurrency * self.output_length / self.batch_seconds
 
     @property
@@ -94,7 +94,7 @@ class ServingPoint:
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """US dollars for 10⁶ tokens of answers (their prompts included)."""
+        """US dollars per 10⁶ answer tokens (including their prompts)."""
         hourly = self.usd_per_hour
         return None if hourly is None else hourly / 3600 / self.tokens_per_second * 1e6
 
@@ -129,13 +129,13 @@ class ServingOption:
     """What one slice can do.
 
     Attributes:
-      target: the slice. limit_bytes: what one of its devices may use.
-      largest: the most requests at a time that fit; None where not even one a device does.
-      at_target: the most that fit and meet the targets, None where not even the smallest batch does; without targets
-        the batch with the most tokens a second.
-      smallest: the fastest answer that was compiled, where the targets are not met.
+      target: the slice. limit_bytes: memory that one of its devices may use.
+      largest: the most concurrent requests that fit; None if not even one per device does.
+      at_target: the most that fit and meet the targets; None if not even the smallest batch does; without targets the
+        batch with the most tokens per second.
+      smallest: the fastest compiled point, if the targets are not met.
       compiled: programs that were compiled (or found in the cache).
-      failure: why there is nothing, in words; empty if there is.
+      failure: why there is no result, as text; empty otherwise.
     """
 
     target: Slice
@@ -162,14 +162,14 @@ class ServingOption:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
-    """How a model is served best on the slices that were asked for.
+    """The best way to serve a model on the requested slices.
 
     Attributes:
-      work: what is served, in a line.
-      options: one a slice; those that meet the targets first, the cheapest first.
-      latency, first_token: the targets in seconds, None where there are none.
+      work: a one-line description.
+      options: one per slice; those that meet the targets first, the cheapest first.
+      latency, first_token: the targets in seconds, or None.
       weight_bytes, cache_bytes_per_request: of all devices together, without padding.
-      notes: what a reader has to know.
+      notes: caveats.
     """
 
     work: str
@@ -182,7 +182,7 @@ class ServingPlan:
 
     @property
     def best(self) -> ServingPoint:
-        """The cheapest that meets the targets (without a price: the most tokens a second for a chip)."""
+        """The cheapest that meets the targets (without a price: the one with the most tokens per second and chip)."""
         point = self.options[0].at_target
         if point is None:
             raise PlanError("no slice of this plan meets the targets")

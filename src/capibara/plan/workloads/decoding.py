@@ -1,16 +1,16 @@
-"""Prefill and decoding of a configuration, lowered for devices that need not be here.
+"""Prefill and decoding of a configuration, lowered for devices that need not be present.
 
-Both are the model's own cached form (:meth:`capibara.core.ModularCapibaraModel.decode`) with greedy sampling behind it,
-and the cache is donated: the memory is that of a server that holds one cache for all of its requests. Parameters
-are replicated of the ``data`` axis, for gathering them anew for every token would cost more than the token;
-the cache has its rows over ``data`` and its heads over ``model``.
+Both are the model's own cached form (:meth:`capibara.core.ModularCapibaraModel.decode`) followed by greedy sampling,
+and the cache is donated: the memory is that of a server with one cache for all of its requests. Parameters are
+replicated along the ``data`` axis, because gathering them for every token would cost more than the token; the cache's
+rows are sharded over ``data`` and its heads over ``model``.
 
-The cached form counts positions once for all rows, so the rows of a batch begin together. Prompts are read a few
-rows at a time (a *group*), into a small cache whose rows then take their places in the large one: what a long prompt
-needs for its activations does not grow with the batch.
+The cached form counts positions once for all rows, so the rows of a batch start together. Prompts are read a few rows
+at a time (a *group*), into a small cache whose rows are then copied into the large one: the activation memory of a
+long prompt does not grow with the batch.
 
-The cache has all layers in one array, and each layer writes its rows of a token where they stand in it
-(:mod:`capibara.compose.backends.jax_stacked`): the compiled step holds the cache once and copies nothing as large.
+One array holds the caches of all layers, and each layer writes its rows of a token in place
+(:mod:`capibara.compose.backends.jax_stacked`): the compiled step has the cache once and makes no large copies.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 
 
 def serving_config(config: ModularModelConfig, dtype: str) -> ModularModelConfig:
-    """The configuration with weights, arithmetic and cache in ``dtype``, and no device of its own."""
+    """The configuration with weights, arithmetic and cache in ``dtype``, and without its own devices."""
     precision = config.precision.replace(param_dtype=dtype, compute_dtype=dtype)
     return config.replace(precision=precision, tpu=config.tpu.replace(enabled=False))
 
 
 def serving_rules() -> AxisRules:
-    """The usual table, with parameters whole along ``data``."""
+    """The usual rules, with parameters replicated along ``data``."""
     from capibara.plan.layout import Layout
 
     return Layout(mesh=(("data", 1),), parameters="replicated").rules
@@ -57,14 +57,14 @@ def lower_decode(
     rows: int,
     cache_length: int,
 ) -> Workload:
-    """Lower one step of decoding: a token for every row.
+    """Lower one decoding step: one token for every row.
 
     Args:
-      mesh: devices, real or described.
+      mesh: devices, real or abstract.
       config: as ``ModularModelConfig.to_dict()``.
       dtype: of weights, arithmetic and cache.
       rows: of the batch, on all devices together; a multiple of the ``data`` axis.
-      cache_length: places of the cache: tokens of prompt and answer.
+      cache_length: length of the cache: tokens of prompt and answer.
 
     Raises:
       PlanError: the rows cannot be divided.
@@ -122,7 +122,7 @@ def lower_prefill(
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, large)
 
     def insert(large: Any, small: Any, place: Any) -> Any:
-        """Each device puts its own rows of the small cache into its own of the large one."""
+        """Each device copies its rows of the small cache into its rows of the large one."""
 
         def one(axis: int, here: Any, new: Any) -> Any:
             if axis < 0:  # the position: the same for all rows

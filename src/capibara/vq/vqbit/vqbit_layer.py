@@ -1,7 +1,7 @@
-"""A vector-quantisation layer that holds its codebook.
+"""A vector-quantisation layer with its codebook.
 
-Calling the layer quantises with the codebook as it is, and is a pure function of the input: it works inside
-``jit``, ``grad`` and ``vmap``. Learning the codebook changes the layer, which tracing forbids; so there are two
+Calling the layer quantises with the current codebook, and is a pure function of the input: it works inside ``jit``,
+``grad`` and ``vmap``. Learning the codebook changes the layer, which is not possible under tracing, so there are two
 ways. Outside of traced code ``layer.update(x)`` (or ``layer(x, train=True)``) writes ``layer.state``. Inside,
 ``layer.apply(state, x, train=True)`` returns the new state instead of writing it.
 
@@ -62,23 +62,23 @@ class VQbitLayer:
     Args:
       codebook_size: Number of codes.
       embedding_dim: Length of a vector.
-      use_jax_native: ``True``: takes and gives JAX arrays, and may be traced. ``False``: for callers outside JAX:
-        takes anything NumPy can read and gives NumPy arrays; it then cannot be traced.
-      use_tpu_optimizations: ``True``: the nearest code is found by the implementation that
-        ``capibara.ops.explain("nearest_code", …)`` names for the platform. ``False``: by the plain reference
-        (the whole tokens × codes table at once), on every platform.
+      use_jax_native: ``True``: takes and returns JAX arrays, and can be traced. ``False``: for callers outside JAX:
+        takes anything that NumPy can read and returns NumPy arrays; it then cannot be traced.
+      use_tpu_optimizations: ``True``: use the implementation that ``capibara.ops.explain("nearest_code", …)`` names
+        for the platform. ``False``: use the plain reference (the whole tokens × codes matrix at once) on every
+        platform.
       decay: Of the codebook's moving averages.
       epsilon: Laplace smoothing of the codes' counts.
       commitment_weight: Factor on the commitment loss.
-      dead_code_threshold: A code whose averaged count of vectors a step falls below this is put on a random input
+      dead_code_threshold: A code whose average count of vectors per step falls below this is moved to a random input
         vector; 0: never. See :func:`capibara.ops.vq.vector_quantise`.
-      seed: Of the first codebook and of the draws for dead codes.
+      seed: For the initial codebook and for reviving dead codes.
 
     Attributes:
       state: ``{"codebook", "cluster_size", "codebook_sum"}``; replaced, never changed in place, by an update.
 
     Raises:
-      VQConfigError, VQInputError: a setting is out of range or of the wrong type, by name.
+      VQConfigError, VQInputError: a setting is out of range or has the wrong type; the message names it.
 
     Source: van den Oord et al. 2017 (arXiv:1711.00937).
     """
@@ -122,7 +122,7 @@ class VQbitLayer:
 
     @property
     def implementation(self) -> str:
-        """What ``use_tpu_optimizations`` selects for :func:`capibara.ops.vq.nearest_code`."""
+        """The implementation of :func:`capibara.ops.vq.nearest_code` that ``use_tpu_optimizations`` selects."""
         return "auto" if self.use_tpu_optimizations else "reference"
 
     def apply(
@@ -138,8 +138,8 @@ class VQbitLayer:
         Args:
           state: As ``layer.state``.
           x: ``[..., embedding_dim]``, floating point.
-          train: Whether ``new_state`` is moved towards ``x``.
-          key: For the draws of dead codes; without one none is revived.
+          train: Whether ``new_state`` is updated with ``x``.
+          key: For reviving dead codes; without a key none is revived.
         """
         return vq_apply(
             state,
@@ -200,10 +200,10 @@ class VQbitLayer:
         return self(x, train=True)[2]
 
     def as_block(self) -> VectorQuantiser:
-        """This layer's settings as a logical model for :mod:`capibara.compose` (with a state of its own).
+        """This layer's settings as a logical model for :mod:`capibara.compose` (with its own state).
 
         Raises:
-          VQConfigError: the layer has a setting that the logical model has no word for.
+          VQConfigError: the layer has a setting that the logical model does not support.
         """
         from capibara.compose.library import VectorQuantiser
 
