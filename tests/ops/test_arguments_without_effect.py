@@ -66,3 +66,14 @@ def test_a_rank_is_chosen_where_a_randomised_one_is_wanted():
         _, s, _ = fast_svd(MATRIX, use_randomized=True)
     assert s.shape == (10,)
     assert fast_svd(MATRIX)[1].shape == (40,)
+    jax.clear_caches()
+    with pytest.warns(OpWarning, match="finds the 10 largest of 40"):
+        s = fast_svd(MATRIX, compute_uv=False, use_randomized=True, implementation="reference")
+    assert s.shape == (10,)
+
+
+def test_booleans_of_numpy_are_booleans():
+    yes, no = (explain(fast_svd, MATRIX, use_randomized=flag) for flag in (np.True_, np.False_))
+    assert "finds the 10 largest of 40" in yes.remarks[0]
+    assert no.remarks == ()
+    assert explain(fast_svd, MATRIX, 3, use_randomized=np.False_).chosen == "reference"

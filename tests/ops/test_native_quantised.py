@@ -157,6 +157,39 @@ def test_what_is_not_finite_stays_in_its_rows() -> None:
         np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_of_codes_that_overflow_without_their_scales(kind: str) -> None:
+    spec = QuantisedSpec("", (1,), 150, 9, 64)
+    x, codes, scales, levels, weight = quantised_case(kind, spec)
+    # The results are far below the largest float32; sums of the codes alone are not.
+    shrink = np.float32(1e-6)
+    x = np.where(np.arange(150) % 2 == 0, np.float32(2e38), np.float32(-1e38))[None]
+    for count in (1, 5):
+        some = np.repeat(x, count, 0)
+        out = quantised_matmul(some, codes, scales * shrink, levels, group=64, implementation="native")
+        assert np.isfinite(out).all()
+        _close(out, some, weight.T * float(shrink))
+
+
+@pytest.mark.parametrize("way", ["native", "xla", "reference"])
+def test_groups_of_any_length_beyond_a_row_and_tables_of_any_length(way: str) -> None:
+    spec = QuantisedSpec("", (2,), 70, 8, 70)
+    x, codes, scales, _, weight = quantised_case("int8", spec)
+    for group in (128, 1 << 31, (1 << 63) - 1, 1 << 70):
+        _close(quantised_matmul(x, codes, scales, group=group, implementation=way), x, weight.T)
+    table = np.array([0.5, -2.0], np.float32)
+    places = np.arange(8, dtype=np.uint8)[:, None]  # the last scale stands for all codes beyond it
+
+    def total(table: Any) -> Any:
+        out = quantised_matmul(x, codes, places, group=70, scale_table=table, implementation=way)
+        return out.sum(), out
+
+    (_, out), slope = jax.value_and_grad(total, has_aux=True)(jnp.asarray(table))
+    rows = x.astype(np.float64) @ codes.T.astype(np.float64)
+    _close(out, x, codes.T * np.repeat(table, [1, 7]).astype(np.float64))
+    np.testing.assert_allclose(slope, rows.sum(0)[:2], rtol=1e-4, atol=1e-3)
+
+
 def test_what_runs_and_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = QuantisedSpec("", (3,), 64, 10, 32)
     x, codes, scales, *_ = quantised_case("int8", spec)

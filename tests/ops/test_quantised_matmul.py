@@ -124,6 +124,12 @@ X, CODES, SCALES = np.ones((2, 16), np.float32), np.ones((3, 16), np.int8), np.o
             OpShapeError,
             "one axis",
         ),
+        (
+            (X, CODES, CODES[:, :2].view(np.uint8)),
+            {"group": 8, "scale_table": SCALES[0, :0]},
+            OpShapeError,
+            r"1 to 256 entries, got \(0,\)",
+        ),
         ((X, CODES, SCALES), {"group": 8, "implementation": "xlaa"}, OpValueError, "Did you mean 'xla'"),
     ],
 )

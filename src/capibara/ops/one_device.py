@@ -20,7 +20,15 @@ from jax.interpreters import batching, mlir
 from capibara import native
 from capibara.jax_versions import HeldJaxpr, varying_axes
 
-__all__ = ["alike", "kernel_results", "native_call", "on_one_device", "on_platform", "typed_as"]
+__all__ = [
+    "alike",
+    "compile_calls",
+    "kernel_results",
+    "native_call",
+    "on_one_device",
+    "on_platform",
+    "typed_as",
+]
 
 _primitive = Primitive("capibara_on_one_device")
 _primitive.multiple_results = True
@@ -126,9 +134,25 @@ class _Flat:
         return jax.tree.leaves(self.function(*arrays))
 
 
-@_primitive.def_impl
-def _run(*arrays: Any, **params: Any) -> Any:
-    return jax.jit(functools.partial(_primitive.bind, **params))(*arrays)
+def compile_calls(primitive: Primitive, *, keep: bool = True) -> None:
+    """Compile what a primitive computes where no program is compiled around it, under ``jax.disable_jit`` too.
+
+    Args:
+      keep: compile once for the same parameters, which have to be hashable and few.
+    """
+
+    def compiled(params: tuple[tuple[str, Any], ...]) -> Any:
+        return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+    found = functools.cache(compiled) if keep else compiled
+
+    @primitive.def_impl
+    def _run(*arrays: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):  # otherwise the call would come here again, without end
+            return found(tuple(sorted(params.items())))(*arrays)
+
+
+compile_calls(_primitive, keep=False)
 
 
 @_primitive.def_abstract_eval

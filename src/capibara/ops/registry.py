@@ -294,8 +294,9 @@ class Op:
 
 _OPS: dict[str, Op] = {}
 _elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("elsewhere", default=False)
-# Told of every problem that is traced: how `explain` finds the operations inside another function.
+# Where `remark` puts what it is told, in place of a warning.
 _remarks: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("remarks", default=None)
+# Told of every problem that is traced: how `explain` finds the operations inside another function.
 _recorder: contextvars.ContextVar[Callable[[Op, Any], None] | None] = contextvars.ContextVar(
     "recorder", default=None
 )

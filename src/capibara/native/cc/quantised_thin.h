@@ -36,6 +36,21 @@ struct KnownScales {
   inline float operator[](int64_t i) const { return kCoded ? table[codes[i]] : plain[i]; }
 };
 
+// A row times a vector, each number scaled before it is multiplied.
+template <typename C>
+static __attribute__((noinline)) float scaled_first(const Codes& w, const typename C::Table& table, int64_t row,
+                                                    const float* x) {
+  Vec total = {};
+  float found = 0;
+  numbers<C>(
+      w, table, row, 0, w.inner,
+      [&](int64_t k, const Vec* values) {
+        for (int v = 0; v < C::kVecs; ++v) total += values[v] * load(x + k + v * kWidth);
+      },
+      [&](int64_t k, float value) { found += value * x[k]; });
+  return found + sum(total);
+}
+
 // R rows times N vectors, whose groups are whole chunks.
 template <typename C, bool kCoded, int R, int N>
 static inline void whole_groups(const CodesProduct& p, const typename C::Table& table, int64_t row, const float* x,
@@ -75,6 +90,8 @@ static inline void whole_groups(const CodesProduct& p, const typename C::Table& 
       float found = sum(total[r][n]);
       for (int64_t k = whole; k < inner; ++k)
         found += C::level(w, codes + r * w.width, k) * scales[r * w.groups + k / w.group] * x[n * inner + k];
+      // What a group's sum without its scale is too large for may be finite with it.
+      if (N == 1 && !(found - found == 0)) found = scaled_first<C>(w, table, row + r, x);
       out[n * w.rows + r] = found;
     }
 }

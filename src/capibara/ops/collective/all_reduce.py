@@ -15,7 +15,6 @@ from capibara.ops.collective import placement, reductions
 from capibara.ops.collective.reductions import ReduceProblem
 from capibara.ops.collective.rings import Axis
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
-from capibara.ops.one_device import typed_as
 from capibara.ops.registry import Implementation, Op, public
 
 __all__ = ["async_all_reduce", "zero_residual"]
@@ -240,30 +239,22 @@ def _reduce(problem: ReduceProblem, leaves: list[Any], rest: list[Any]) -> tuple
         return [], []
     if not problem.use_compression:
         return list(OP.run("forward", problem, *leaves)), []
-    axis = problem.axis_name
-    assert axis is not None
-    devices = lax.axis_size(axis)
     started = rest or [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
     values = [lax.stop_gradient(x) for x in leaves]
     reduced, left = OP.run("forward", problem, *values, *map(lax.stop_gradient, started))
-
-    def total(x: jax.Array) -> jax.Array:
-        whole = lax.psum(x, axis)
-        return whole / devices if problem.reduction_op == "mean" else whole
 
     # Rounding has a derivative of zero almost everywhere; what is wanted is the derivative of the exact sum. So a
     # zero is added that has it, and costs no communication where no derivative is taken.
     @jax.custom_jvp
     def nothing(x: jax.Array) -> jax.Array:
-        (aval,) = jax.make_jaxpr(total)(x).out_avals  # it varies over the other axes of the mesh, if x does
-        return typed_as(aval, jnp.zeros(aval.shape, aval.dtype))
+        return reductions.zeros(problem, x)
 
     @nothing.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        return nothing(*primals), total(*tangents)
+        return nothing(*primals), reductions.exact(problem, *tangents)
 
     reduced = [
-        y + nothing(x) if jnp.issubdtype(x.dtype, jnp.floating) else y
+        y + nothing(x) if x.size and jnp.issubdtype(x.dtype, jnp.floating) else y
         for x, y in zip(leaves, reduced, strict=True)
     ]
     return reduced, left

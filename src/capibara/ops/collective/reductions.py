@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.collective import quantise, rings
+from capibara.ops.one_device import typed_as
 
-__all__ = ["ReduceProblem", "by_collectives", "by_gathering", "by_int8", "by_rings"]
+__all__ = ["ReduceProblem", "by_collectives", "by_gathering", "by_int8", "by_rings", "exact", "zeros"]
 
 COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "sum": jnp.add,
@@ -95,6 +96,23 @@ def _result(problem: ReduceProblem, x: jax.Array, devices: int) -> jax.Array:
     return x / devices if problem.reduction_op == "mean" else x
 
 
+def exact(problem: ReduceProblem, x: jax.Array) -> jax.Array:
+    """XLA's sum or mean of one array."""
+    axis = problem.axis_name
+    assert axis is not None
+    return _result(problem, lax.psum(x, axis), lax.axis_size(axis))
+
+
+def zeros(problem: ReduceProblem, x: jax.Array) -> jax.Array:
+    """Zeros with the type of the result for ``x``, without communication.
+
+    They are the result for arrays without elements, too. The CPU compiler of jaxlib 0.11 crashes where it joins the
+    collective of such an array with that of another.
+    """
+    (aval,) = jax.make_jaxpr(lambda x: exact(problem, x))(x).out_avals
+    return typed_as(aval, jnp.zeros(aval.shape, aval.dtype))
+
+
 def by_collectives(problem: ReduceProblem, *arrays: jax.Array) -> list[jax.Array]:
     """XLA's all-reduce; a maximum, minimum or product as all-to-all, reduction and all-gather.
 
@@ -103,8 +121,7 @@ def by_collectives(problem: ReduceProblem, *arrays: jax.Array) -> list[jax.Array
     axis = problem.axis_name
     assert axis is not None
     if problem.reduction_op in ("sum", "mean"):
-        totals = lax.psum(list(arrays), axis)
-        return [_result(problem, x, lax.axis_size(axis)) for x in totals]
+        return [exact(problem, x) if x.size else zeros(problem, x) for x in arrays]
 
     def reduce(rows: jax.Array) -> jax.Array:
         received = lax.all_to_all(rows, axis, 0, 0, tiled=True)
@@ -139,10 +156,7 @@ def _bucketed(
         whole = rings.to_all(chunk, axis)
         for i, x in zip(bucket, _unpack(whole, chosen, 1), strict=True):
             out[i] = x
-    for i, x in enumerate(arrays):
-        if out[i] is None:  # nothing in it to send; the type is what the reduction gives
-            out[i] = _result(problem, lax.psum(x, axis), devices)
-    return out
+    return [zeros(problem, x) if y is None else y for x, y in zip(arrays, out, strict=True)]
 
 
 def by_gathering(problem: ReduceProblem, *arrays: jax.Array) -> list[jax.Array]:
@@ -151,6 +165,9 @@ def by_gathering(problem: ReduceProblem, *arrays: jax.Array) -> list[jax.Array]:
     assert axis is not None
     out = []
     for x in arrays:
+        if x.size == 0:
+            out.append(zeros(problem, x))
+            continue
         y = reduce(rings.to_all(x, axis), axis=0)
         out.append(y if problem.reduction_op == "mean" else y.astype(x.dtype))
     return out
@@ -199,8 +216,8 @@ def by_int8(problem: ReduceProblem, *arrays: jax.Array) -> tuple[list[jax.Array]
         for i, total_i, missing_i in zip(bucket, whole, _unpack(missing, chosen, block), strict=True):
             reduced[i] = total_i.astype(values[i].dtype)
             lost[i] = missing_i.astype(residuals[i].dtype)
-    for i in range(count):  # integers are exact; arrays without elements have nothing to send
-        if reduced[i] is None:
-            reduced[i] = _result(problem, lax.psum(values[i], axis), devices)
+    for i, x in enumerate(values):
+        if reduced[i] is None:  # integers are exact
+            reduced[i] = exact(problem, x) if x.size else zeros(problem, x)
             lost[i] = residuals[i]
     return reduced, lost

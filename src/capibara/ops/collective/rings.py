@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from capibara.jax_versions import varying_axes
+
 __all__ = ["Axis", "exchange", "gather", "reduce_chunks", "shift", "to_all", "visitors"]
 
 Axis = str | tuple[str, ...]
@@ -32,7 +34,7 @@ def to_all(x: jax.Array, axis: Axis) -> jax.Array:
     ``vmap``) it has to sum what the devices have, as that of ``lax.psum`` does.
     """
     names = {axis} if isinstance(axis, str) else set(axis)
-    typed = names <= jax.typeof(lax.axis_index(axis)).mat.varying
+    typed = names <= varying_axes(jax.typeof(lax.axis_index(axis)))
     return lax.all_gather(x, axis, to="invarying" if typed else "varying")
 
 

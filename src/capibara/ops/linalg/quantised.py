@@ -33,6 +33,7 @@ __all__ = ["by_slabs", "dequantise_matrix", "quantised_matmul", "transposable"]
 
 # Numbers of a slab: 8 MiB as float32, which a cache holds and which is large enough for a product's threads.
 _SLAB = 1 << 21
+_ALIGNED = 256  # a multiple of what any kernel reads at a time
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def _prepare(
     dtype = check_matrix(op, "x", x, rank=1)
     kind = check_matrix(op, "codes", codes, ("int8", "uint8"))
     check_matrix(op, "scales", scales, FLOATS if scale_table is None else ("uint8",))
-    group = check_count(op, "group", group, 1)
     bits, inner = (8 if kind == "int8" else 4), int(x.shape[-1])
+    # Of groups longer than a row the length does not matter; it may be more than integers of 64 bits hold.
+    group = min(check_count(op, "group", group, 1), max(-(-inner // _ALIGNED), 1) * _ALIGNED)
     if len(codes.shape) != 2 or len(scales.shape) != 2:
         raise OpShapeError(
             f"{op}: codes and scales must have two axes, got {tuple(codes.shape)} and {tuple(scales.shape)}. "
@@ -87,9 +89,9 @@ def _prepare(
             raise OpShapeError(f"{op}: levels must have the shape (16,), got {tuple(levels.shape)}")
     if scale_table is not None:
         check_matrix(op, "scale_table", scale_table, rank=1)
-        if len(scale_table.shape) != 1 or scale_table.shape[0] > 256:
+        if len(scale_table.shape) != 1 or not 1 <= scale_table.shape[0] <= 256:
             raise OpShapeError(
-                f"{op}: scale_table must have one axis of at most 256 entries, got {tuple(scale_table.shape)}"
+                f"{op}: scale_table must have one axis of 1 to 256 entries, got {tuple(scale_table.shape)}"
             )
     problem = QuantisedProblem(
         tuple(x.shape[:-1]),
@@ -270,7 +272,8 @@ def quantised_matmul(
       scales: ``[rows, ceil(inner / group)]``, of either sign; with a ``scale_table`` uint8.
       levels: ``[16]``, the value of each four-bit code; None: the code - 8.
       group: Elements of a row that share a scale; the last group may have fewer.
-      scale_table: ``[count]``, at most 256 scales, which ``scales`` then indexes; None: ``scales`` are the scales.
+      scale_table: ``[count]``, 1 to 256 scales, which ``scales`` then indexes (codes beyond the last take the last);
+        None: ``scales`` are the scales.
       implementation: ``"auto"``, ``"pallas_tpu"`` (kernels for few vectors and for many; interpreted, slowly, on
         other platforms), ``"native"`` (compiled kernels for CPUs, if the library is built), ``"xla"`` (slab by slab)
         or ``"reference"`` (the whole matrix at once).

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from capibara import native
 from capibara.measure.flops import register_foreign_call
-from capibara.ops.one_device import alike
+from capibara.ops.one_device import alike, compile_calls
 
 if TYPE_CHECKING:
     from capibara.ops.linalg.quantised import QuantisedProblem
@@ -75,8 +75,12 @@ def _sixteen(problem: QuantisedProblem, levels: Any) -> jax.Array:
 
 
 def _whole_table(table: jax.Array) -> jax.Array:
-    """256 entries, the last one over and over where there are fewer: so XLA looks up what is out of bounds."""
-    return jnp.pad(table.astype(jnp.float32), (0, 256 - table.shape[0]), mode="edge")
+    """256 entries, the last one over and over where there are fewer: so XLA looks up what is out of bounds.
+
+    And it gives such a lookup no derivative.
+    """
+    table = table.astype(jnp.float32)
+    return jnp.concatenate([table, lax.stop_gradient(jnp.broadcast_to(table[-1], 256 - table.shape[0]))])
 
 
 def _bind(x: Any, codes: Any, scales: Any, levels: Any, table: Any, *, what: _Product) -> jax.Array:
@@ -108,14 +112,7 @@ def _by_kernel(*arrays: Any, what: _Product) -> jax.Array:
 register_foreign_call("capibara_codes_product", lambda ins, outs, _: 2 * math.prod(ins[0]) * outs[0][1])
 
 
-@_primitive.def_impl
-def _run(*arrays: Any, what: _Product) -> Any:
-    return _jitted(what)(*arrays)
-
-
-@functools.cache
-def _jitted(what: _Product) -> Any:
-    return jax.jit(functools.partial(_primitive.bind, what=what))
+compile_calls(_primitive)
 
 
 @_primitive.def_abstract_eval

@@ -67,7 +67,7 @@ def _prepare(
     least = min(matrix.shape[-2:])
     oversampling = check_count(op, "oversampling", oversampling, 0)
     if use_randomized is not None:
-        check_bool(op, "use_randomized", use_randomized)
+        use_randomized = check_bool(op, "use_randomized", use_randomized)
     chosen = rank is None and use_randomized is True and least > 2 * oversampling
     if rank is None:
         rank = -(-least // 4) if chosen else least
@@ -120,7 +120,7 @@ def _truncated(problem: SVDProblem) -> list[str]:
 def _not_randomized(problem: SVDProblem) -> list[str]:
     p = problem
     if not p.use_randomized or p.rank + p.oversampling <= p.least or p.implementation != "auto":
-        return []
+        return _truncated(problem)
     return [
         f"use_randomized=True has no effect: rank + oversampling ({p.rank} + {p.oversampling}) is more than "
         f"min(rows, columns) = {p.least}, and all singular values are computed. Remedy: a smaller rank or "

@@ -16,7 +16,6 @@ one is this one. Nothing but the states is kept for the backward pass.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -27,7 +26,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from capibara import native as compiled
-from capibara.ops.one_device import alike
+from capibara.ops.one_device import alike, compile_calls
 
 __all__ = ["previous", "recurrence", "takes_native"]
 
@@ -211,14 +210,7 @@ def _compute(
     return [y, last.astype(x.dtype)]
 
 
-@_primitive.def_impl
-def _run(*arrays: Any, **options: Any) -> Any:
-    return _jitted(tuple(sorted(options.items())))(*arrays)
-
-
-@functools.cache
-def _jitted(options: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(functools.partial(_primitive.bind, **dict(options)))
+compile_calls(_primitive)
 
 
 @_primitive.def_abstract_eval
