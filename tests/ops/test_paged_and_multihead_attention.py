@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from paged_oracle import definition, in_pages
 
 from capibara.ops import OpShapeError, OpTypeError, OpValueError, OpWarning, explain
@@ -207,3 +209,20 @@ def test_dropout_needs_a_key_keeps_the_mean_and_is_the_keys():
 def test_layer_bad_input(change, error, match):
     with pytest.raises(error, match=match):
         fused_multihead_attention(**{"x": jnp.ones((1, 5, 6)), "num_heads": 3, **change})
+
+
+def test_a_layer_takes_parameters_that_lie_differently():
+    mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    specs = {"qkv_kernel": P("a"), "out_kernel": P(None, None, "a"), "qkv_bias": P(), "out_bias": P("b")}
+    params = multihead_attention_params(jax.random.key(0), 8, 2)
+    laid = {name: jax.device_put(value, NamedSharding(mesh, specs[name])) for name, value in params.items()}
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    key = jax.random.key(2)
+    ids = jnp.asarray([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]], jnp.int32)
+    with jax.set_mesh(mesh):
+        there = jax.device_put(x, NamedSharding(mesh, P("b", "a")))
+        lies = jax.device_put(ids, NamedSharding(mesh, P("b")))
+        got = fused_multihead_attention(there, 2, dropout_rate=0.5, params=laid, key=key, segment_ids=lies)
+    want = fused_multihead_attention(x, 2, dropout_rate=0.5, params=params, key=key, segment_ids=ids)
+    assert jax.typeof(got).sharding.spec == P("b", "a", None)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

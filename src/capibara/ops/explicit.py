@@ -81,6 +81,8 @@ def over_explicit_axes(
 
     def mark(function: _F) -> _F:
         signature = inspect.signature(function)
+        # The name of ``**options``, whose values may be arrays, too.
+        others = next((p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD), "")
 
         @functools.wraps(function)
         def over(*args: Any, **options: Any) -> Any:
@@ -103,7 +105,9 @@ def over_explicit_axes(
                 filled = list(leaves)
                 for i, array in zip(places, traced, strict=True):
                     filled[i] = array
-                return function(**{**given, **_gather(jax.tree.unflatten(tree, filled), layouts)})
+                named = {**given, **_gather(jax.tree.unflatten(tree, filled), layouts)}
+                more = named.pop(others, {})
+                return function(**named, **more)
 
             return _run(inner, arrays, laid)
 

@@ -139,8 +139,8 @@ def _attend(
     if p.window is not None:
         visible &= at > positions[:, :, None] - p.window
     s = s + jnp.where(visible, 0.0, HIDDEN).astype(wide)[:, None, :, None]
-    best = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), ROW_FLOOR)
-    weights = jnp.exp(s - lax.stop_gradient(best))
+    best = jnp.maximum(jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True), ROW_FLOOR)
+    weights = jnp.exp(s - best)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = (weights / jnp.where(total == 0, 1.0, total)).astype(value.dtype)
     out = lax.dot_general(weights, value, (((4,), (1,)), ((0, 1), (0, 2))), preferred_element_type=wide)

@@ -169,7 +169,7 @@ def _weights(
         slope = 1.0 - bent * bent
         scores = problem.softcap * bent
     scores = _hide(problem, group, arrays, tile, start, scores)
-    best = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), ROW_FLOOR)
+    best = jnp.maximum(jnp.max(lax.stop_gradient(scores), axis=-1, keepdims=True), ROW_FLOOR)
     return jnp.exp(scores - best), slope
 
 

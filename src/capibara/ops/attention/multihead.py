@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from capibara.ops.attention.api import flash_attention
 from capibara.ops.checks import check_flag, check_key
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.explicit import Dims, join_dims, over_explicit_axes
 from capibara.ops.registry import remark
 
 __all__ = ["fused_multihead_attention", "multihead_attention_params"]
@@ -75,6 +76,13 @@ def multihead_attention_params(
     }
 
 
+def _laid_out(x: Dims, params: Mapping[str, Dims], *_: Any) -> Dims:
+    """Batch and sequence as those of ``x``, features as what the last product and the last bias give them."""
+    found = params or {}
+    return (*x[:2], *join_dims(found.get("out_kernel", (None,))[-1:], found.get("out_bias", (None,))))
+
+
+@over_explicit_axes("x", "params", "key", "options", out=_laid_out)
 def fused_multihead_attention(
     x: jax.Array,
     num_heads: int,

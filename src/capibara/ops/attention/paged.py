@@ -174,7 +174,7 @@ def _looped(
         slots = i * size + jnp.arange(size, dtype=jnp.int32)
         s = _scores(p, q, _take(p, key, some, slots, lengths), slots, lengths)
         values = _take(p, value, some, slots, lengths)
-        new_best = jnp.maximum(best, jnp.max(s, axis=-1, keepdims=True))
+        new_best = jnp.maximum(best, jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True))
         weights, shrink = jnp.exp(s - new_best), jnp.exp(best - new_best)
         more = jnp.einsum(
             "bkgts,bskd->bkgtd", weights.astype(values.dtype), values, preferred_element_type=wide
@@ -199,7 +199,7 @@ def _reference(
     wide = jnp.float64 if p.dtype == "float64" else jnp.float32
     slots = jnp.arange(p.table * p.page_size, dtype=jnp.int32)
     s = _scores(p, _start(p, query), _take(p, key, table, slots, lengths), slots, lengths)
-    best = lax.stop_gradient(jnp.maximum(jnp.max(s, axis=-1, keepdims=True), ROW_FLOOR))
+    best = jnp.maximum(jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True), ROW_FLOOR)
     weights = jnp.exp(s - best)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = (weights / jnp.where(total == 0, 1.0, total)).astype(value.dtype)

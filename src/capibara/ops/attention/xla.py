@@ -160,7 +160,9 @@ def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Arr
             def work(carry: Any) -> Any:
                 best, total, acc = carry
                 s, _ = _scores(problem, blocks, p, i, j, q, _at(p.key, j, blocks.keys, 2))
-                new_best = jnp.maximum(best, jnp.max(s, axis=-1, keepdims=True))
+                # The results do not depend on it. Its derivative would divide by how many scores equal it, which is
+                # none where the compiler has computed the scores twice and rounded them differently.
+                new_best = jnp.maximum(best, jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True))
                 weights = jnp.exp(s - new_best)
                 shrink = jnp.exp(best - new_best)
                 values = _at(p.value, j, blocks.keys, 2)
