@@ -155,7 +155,6 @@ def test_one_device_has_nothing_to_do(spec: ReduceSpec):
     ],
 )
 def test_arrays_without_elements_are_not_sent(op: str, options: dict[str, Any]):
-    """jaxlib 0.11's compiler crashes where a collective of nothing stands beside that of something."""
     if op == "max" and "use_compression" in options:
         pytest.skip("sums are compressed")
     tree = {"w": jnp.ones((3, 5)), "none": jnp.ones((0, 2))}

@@ -104,11 +104,7 @@ def exact(problem: ReduceProblem, x: jax.Array) -> jax.Array:
 
 
 def zeros(problem: ReduceProblem, x: jax.Array) -> jax.Array:
-    """Zeros with the type of the result for ``x``, without communication.
-
-    They are the result for arrays without elements, too. The CPU compiler of jaxlib 0.11 crashes where it joins the
-    collective of such an array with that of another.
-    """
+    """Zeros with the type of the result for ``x``: for arrays without elements the result, and nothing is sent."""
     (aval,) = jax.make_jaxpr(lambda x: exact(problem, x))(x).out_avals
     return typed_as(aval, jnp.zeros(aval.shape, aval.dtype))
 
