@@ -193,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", type=int, default=0, help="faults of the count that were tried before")
     parser.add_argument("--against", help="a revision whose tests are tried with what these do not find")
     parser.add_argument("--out", type=Path, default=Path("mutations.jsonl"))
     given = parser.parse_args()
@@ -221,7 +222,7 @@ def main() -> None:
         package = now / "src" / "capibara"
         everything = [f for file in sorted(package.rglob("*.py")) for f in faults(file)]
         counts = {"found": 0, "not found": 0, "too long": 0, "found by the old tests alone": 0}
-        for number, fault in enumerate(random.sample(everything, given.count), 1):
+        for number, fault in list(enumerate(random.sample(everything, given.count), 1))[given.skip :]:
             path, began = Path(fault.file), time.monotonic()
             whole = path.read_bytes()
             path.write_bytes(whole[: fault.start] + fault.after.encode() + whole[fault.end :])
