@@ -216,7 +216,7 @@ def test_connections_are_keys_of_dicts() -> None:
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "truth": (lambda x: bool(x > 1), "neither true nor false"),
     "a name": (lambda x: x + "y", r"IOKey\('y'\)"),
-    "an object": (lambda x: x * object(), "cannot stand in an expression"),
+    "an object": (lambda x: x * object(), "cannot be used in an expression"),
     "an index": (lambda x: x[1.5], "integer"),
     "two arrays": (lambda x: x[[0], [1]], "others must be ':'"),
     "an axis": (lambda x: x.sum("a"), "axis"),

@@ -130,5 +130,5 @@ def test_files_that_are_no_programs(tmp_path: Path) -> None:
         ml.load_exported(path, max_bytes=len(whole) - 1)
     for data in (b"", b"x" * 100):
         path.write_bytes(data)
-        with pytest.raises(ml.InputError, match="holds no program"):
+        with pytest.raises(ml.InputError, match="is not a program"):
             ml.load_exported(path)

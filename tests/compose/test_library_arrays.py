@@ -271,7 +271,7 @@ BAD_SHAPES = [
     (lambda: p.BroadcastTo((2, 3, 5)), S, r"4 does not broadcast with 5|4 is not 5"),
     (lambda: p.Pad(((0, 0),)), S, r"3 dimensions are not 1|1 dimensions are not 3"),
     (lambda: p.Item(), S, r"more than one element"),
-    (lambda: p.Split(2, 1), S, r"3 elements cannot be cut into 2"),
+    (lambda: p.Split(2, 1), S, r"3 elements cannot be split into 2"),
     (lambda: p.Unstack(2, 1), S, r"3 is not 2|2 is not 3"),
     (lambda: p.Indexer((0, 3)), S, r"index 3 is outside a dimension of size 3\n.*input"),
     (lambda: p.Indexer((0, 0, 0, 0)), S, r"an index of 4 places is too long for 3 dimensions"),

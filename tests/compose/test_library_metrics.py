@@ -178,11 +178,11 @@ BAD_SHAPES = [
     (
         lambda: p.PrimitiveConvolution1D(groups=2),
         {"input": (1, 3, 3)},
-        r"3 channels cannot be cut into 2 groups",
+        r"3 channels cannot be split into 2 groups",
     ),
     (p.PrimitiveConvolution1D, {"input": (1, 3, 3), "weight": (1, 2, 1)}, r"2 is not 3|3 is not 2"),
     (lambda: p.PrimitiveMaxPool2D(3), {"input": (1, 1, 3, 2)}, r"a window of 3 does not fit a size of 2"),
-    (lambda: p.GroupNormalise(3), {"input": (1, 4, 2)}, r"4 channels cannot be cut into 3 groups"),
+    (lambda: p.GroupNormalise(3), {"input": (1, 4, 2)}, r"4 channels cannot be split into 3 groups"),
     (p.LstmScan, {"hidden": (2, 3), "w_hh": (3, 9)}, r"12 is not 9|9 is not 12"),
     (p.SplitLike, {"input": (2, 3), "like": (3,)}, r"3 rows cannot be taken from 2"),
     (lambda: p.Route(3), {"input": (4, 2)}, r"top=3 of 2 experts"),

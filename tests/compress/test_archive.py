@@ -343,7 +343,7 @@ def test_bad_arguments(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([verb, str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert "no such file" in capsys.readouterr().err
     assert main([verb, str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "lies within" in capsys.readouterr().err
+    assert "is inside" in capsys.readouterr().err
     (tmp_path / "in").mkdir()
     assert main([verb, str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     assert "no *." in capsys.readouterr().err

@@ -33,12 +33,12 @@ def test_what_is_no_object(path: Path, key: str, text: str) -> None:
 
 def test_a_structure_of_tensors_that_are_not_there(path: Path) -> None:
     change_metadata(path, {STRUCTURE: '{"dict":{"x":"nope"}}'})
-    with pytest.raises(ArchiveError, match="not there: 'nope'"):
+    with pytest.raises(ArchiveError, match="missing tensor: 'nope'"):
         _ = CompressedModel.load(path).model
     jax = pytest.importorskip("jax")
     from capibara.compress.loading import load_sharded
 
-    with pytest.raises(ArchiveError, match="not there: 'nope'"):
+    with pytest.raises(ArchiveError, match="missing tensor: 'nope'"):
         load_sharded(path, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 

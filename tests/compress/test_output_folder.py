@@ -162,7 +162,7 @@ def test_notes_that_are_damaged_are_not_used(tmp_path: Path, notes: bytes) -> No
 def test_a_single_file_cannot_be_resumed(model: Path, tmp_path: Path, capsys) -> None:
     argv = ["compress", "--resume", str(model / "a.safetensors"), str(tmp_path / "a.capi")]
     assert main(argv) == 2
-    assert "resume: is for folders" in capsys.readouterr().err
+    assert "resume: applies to folders only" in capsys.readouterr().err
 
 
 def test_what_a_kill_left_is_removed_by_the_next_run(tmp_path: Path) -> None:

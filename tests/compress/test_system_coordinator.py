@@ -268,7 +268,10 @@ def test_strategies_of_the_configuration() -> None:
         (lambda s: s.compress(np.zeros(3), ratio=1), "ratio: got 1"),
         (lambda s: s.compress(np.zeros(3, int), ratio=4), "without loss only"),
         (lambda s: s.compress(np.zeros((9, 9)), strategy="losless"), "Did you mean 'lossless'"),
-        (lambda s: s.compress(np.zeros((9, 9)), strategy="lossless", ratio=3), "as small as it is"),
+        (
+            lambda s: s.compress(np.zeros((9, 9)), strategy="lossless", ratio=3),
+            "compression has no target ratio",
+        ),
         (lambda s: s.compress(np.zeros((9, 9), np.complex64)), "complex64"),
         (lambda s: s.compress(np.array(["a"])), "expected one of"),
         (lambda s: s.decompress(b"abc"), "compressed: got bytes"),

@@ -156,7 +156,7 @@ def test_a_broken_file_is_moved_aside_with_a_warning(what, tmp_path):
 def test_a_file_that_is_no_json_is_moved_aside(content, tmp_path):
     path = tmp_path / "file.json"
     path.write_bytes(content)
-    with pytest.warns(TuningWarning, match="left out"):
+    with pytest.warns(TuningWarning, match="ignored"):
         assert tuning_cache.read(path, DEVICE) == {}
     assert not path.exists()
 
@@ -186,7 +186,7 @@ def test_what_is_no_regular_file_does_not_block(tmp_path):
         assert tuning_cache.read(pipe, DEVICE) == {}
     folder = tmp_path / "folder.json"
     folder.mkdir()
-    with pytest.warns(TuningWarning, match="left out"):
+    with pytest.warns(TuningWarning, match="ignored"):
         assert tuning_cache.read(folder, DEVICE) == {}
 
 

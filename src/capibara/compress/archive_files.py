@@ -110,7 +110,7 @@ def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]
             f"{target}: is a file, but {source} is a folder. Remedy: name a folder to write to."
         )
     if source.resolve() == target.resolve() or source.resolve() in target.resolve().parents:
-        raise CompressError(f"{target}: lies within {source}. Remedy: another folder.")
+        raise CompressError(f"{target}: is inside {source}. Remedy: choose another folder.")
     jobs = []
     for path in _files(source, suffix):
         convert = path.name.endswith(suffix)
@@ -148,7 +148,9 @@ def _folder(jobs: list[Job], resume: bool, **settings: object) -> OutputFolder:
     roots = {job.root for job in jobs}
     root = roots.pop() if len(roots) == 1 else None
     if resume and root is None:
-        raise CompressError("resume: is for folders; a single file is written at once. Remedy: leave it out.")
+        raise CompressError(
+            "resume: applies to folders only; a single file is written at once. Remedy: leave it out."
+        )
     sources = [[str(job.source.absolute()), job.size, job.source.stat().st_mtime_ns] for job in jobs]
     made_from = {"version": __version__, **settings, "sources": sources if resume else []}
     return OutputFolder(root, made_from, resume=resume)
@@ -277,7 +279,7 @@ def compress_files(
     if ratio is not None:
         check_ratio(ratio)
         if strategy in EXACT:
-            raise CompressError(f"ratio: got {ratio}, but without loss a file is as small as it is")
+            raise CompressError(f"ratio: got {ratio}, but lossless compression has no target ratio")
     folder = _folder(jobs, resume, ratio=ratio, strategy=strategy)
     with contextlib.ExitStack() as stack, strategy_engine(strategy), folder:
         work = _copy_others(jobs, folder)

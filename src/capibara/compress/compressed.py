@@ -145,9 +145,7 @@ class CompressedModel:
             @functools.cache
             def make(name: str) -> np.ndarray:
                 if name not in archive.entries:
-                    raise ArchiveError(
-                        f"{self.path}: its metadata names a tensor that is not there: {name!r:.200}"
-                    )
+                    raise ArchiveError(f"{self.path}: its metadata names a missing tensor: {name!r:.200}")
                 entry = archive[name]
                 if entry.same_as is not None:
                     return make(entry.same_as)

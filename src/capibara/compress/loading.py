@@ -77,9 +77,7 @@ def load_sharded(
 
     def made_of(name: str) -> Any:
         if name not in made:
-            raise ArchiveError(
-                f"{archive.path}: its metadata names a tensor that is not there: {name!r:.200}"
-            )
+            raise ArchiveError(f"{archive.path}: its metadata names a missing tensor: {name!r:.200}")
         return made[name]
 
     return made if structure is None else assemble(structure, made_of)

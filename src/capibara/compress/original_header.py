@@ -43,7 +43,7 @@ def without_header(metadata: Mapping[str, str], path: object) -> tuple[dict[str,
     except (binascii.Error, zlib.error, ValueError) as error:
         raise DamagedError(f"{path}: the original header cannot be read ({error})") from None
     if len(text) > MOST_HEADER or not stream.eof:
-        raise DamagedError(f"{path}: the original header is cut, or larger than {MOST_HEADER:,} bytes")
+        raise DamagedError(f"{path}: the original header is truncated, or larger than {MOST_HEADER:,} bytes")
     return rest, text
 
 

@@ -67,8 +67,8 @@ class CompressionProfile:
             )
         if ratio is not None and (self.mode == "lossless" or self.strategy in EXACT):
             raise CompressError(
-                f"target_compression_ratio: got {ratio!r}, but without loss a file is as small as it is. "
-                "Remedy: leave it out, or another mode and strategy."
+                f"target_compression_ratio: got {ratio!r}, but lossless compression has no target ratio. "
+                "Remedy: omit it, or choose another mode and strategy."
             )
         if least is not None and not (_is_number(least) and 0 < least <= 1):
             raise CompressError(

@@ -139,10 +139,10 @@ class ModelSection(Section):
     num_heads: _Width = Field(default=6, description="query heads")
     num_kv_heads: _Width = Field(default=6, description="key and value heads; divides num_heads")
     head_dim: _Width | None = Field(
-        default=None, description="width of a head; left out: embed_dim / num_heads"
+        default=None, description="width of a head; default: embed_dim / num_heads"
     )
     mlp_dim: _Width | None = Field(
-        default=None, description="hidden width of SwiGLU; left out: 8/3 embed_dim rounded up to 64"
+        default=None, description="hidden width of SwiGLU; default: 8/3 embed_dim rounded up to 64"
     )
     max_sequence_length: _Length = Field(
         default=256, description="longest sequence, and size of the decoding cache"
@@ -197,8 +197,8 @@ class ModelSection(Section):
                 yield Problem(
                     "embed_dim",
                     f"got {width}, expected a multiple of num_heads = {heads} (such as "
-                    f"{-(-width // heads) * heads}), because head_dim is left out. "
-                    "Change one of them or give head_dim",
+                    f"{-(-width // heads) * heads}), because head_dim is not set. "
+                    "Change one of them or set head_dim",
                 )
             elif self.resolved_head_dim % 2:
                 how = "given" if self.head_dim is not None else f"= embed_dim {width} / num_heads {heads}"
@@ -259,7 +259,7 @@ class TPUSection(Section):
     )
     optimizer: Literal["as parameters", "sharded"] = Field(
         default="as parameters",
-        description="optimizer state over data axes: as the parameters, or cut anyway",
+        description="optimizer state over data axes: like the parameters, or always sharded",
     )
     offload: Literal["none", "optimizer"] = Field(
         default="none", description="what is kept in host memory between steps"
@@ -320,7 +320,7 @@ class TrainSection(Section):
         default=1, description="parts that a batch is split into to save memory; divides batch_size"
     )
     max_seconds: Annotated[float, Field(gt=0.0, le=1e9)] | None = Field(
-        default=None, description="stop after this long; left out: no limit"
+        default=None, description="time limit; default: none"
     )
 
     def _rules(self) -> Iterator[Problem]:

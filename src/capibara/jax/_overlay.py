@@ -116,7 +116,7 @@ def _missing(module: Overlay, name: str) -> str:
     except AttributeError as error:
         reason = str(error)
     else:  # JAX gained the name between the two lookups
-        reason = f"{name!r} was not there a moment ago; try again"
+        reason = f"{name!r} did not exist a moment ago; try again"
     if reason != f"module {base.__name__!r} has no attribute {name!r}":
         # JAX has more to say: what was removed, and what took its place.
         return f"module {module.__name__!r}: {reason}"

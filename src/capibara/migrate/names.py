@@ -117,7 +117,7 @@ class NameRules:
         change = self.history.exact(path) or module_change
         if module_change is not None and change is not None:
             since = module_change.removed if module_change.removed_by(self.api.version) else ""
-            when = f"was removed in JAX {since}" if since else "is not there in the installed JAX"
+            when = f"was removed in JAX {since}" if since else "does not exist in the installed JAX"
             self.findings.add(
                 node,
                 context,
@@ -226,7 +226,7 @@ class NameRules:
         head, _, last = lookup.path.rpartition(".")
         version = self.api.versions["jax"]
         if any(part.startswith("_") for part in lookup.path.split(".")):
-            message = f"private name {lookup.path} is not there in JAX {version}"
+            message = f"private name {lookup.path} does not exist in JAX {version}"
             self.findings.add(node, context, kind, "error", "private-name", lookup.path, message)
             return
         near = _nearest(last, self.api.public_names(lookup.parent))

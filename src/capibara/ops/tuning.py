@@ -158,7 +158,7 @@ class _Table:
             # JAX has no backend here. What only lowers for another platform does not need one; what computes will say.
             return
         except CacheError as error:
-            warnings.warn(f"measurements are left out: {error}", TuningWarning, stacklevel=2)
+            warnings.warn(f"measurements are ignored: {error}", TuningWarning, stacklevel=2)
             return
         self.platform = device.platform
         if path is not None:

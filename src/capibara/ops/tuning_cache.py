@@ -117,7 +117,7 @@ def read(path: Path, device: Device) -> dict[str, Entry]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        _warn(f"the measurements in {path} cannot be read and are left out: {error.strerror or error}")
+        _warn(f"the measurements in {path} cannot be read and are ignored: {error.strerror or error}")
     except CacheError as error:
         aside = path.with_name(f"{path.name}.broken")
         try:
@@ -125,7 +125,7 @@ def read(path: Path, device: Device) -> dict[str, Entry]:
             where = f"it was moved to {aside}"
         except OSError as failure:
             where = f"it could not be moved aside ({failure.strerror or failure})"
-        _warn(f"the measurements in {path} are left out, {where}: {error}. Remedy: capibara tune.")
+        _warn(f"the measurements in {path} are ignored, {where}: {error}. Remedy: capibara tune.")
     return {}
 
 

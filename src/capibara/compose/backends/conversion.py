@@ -36,8 +36,8 @@ def as_numbers(values: Any, dtype: str | None, default: str) -> np.ndarray:
         raise InputError(f"array: {type(values).__name__} cannot be made an array: {error}") from None
     if kind is None:
         raise InputError(
-            f"array: {type(values).__name__} of dtype {found.dtype} holds no numbers; give numbers, nested lists of "
-            "numbers, or an array"
+            f"array: {type(values).__name__} of dtype {found.dtype} has no numeric dtype; pass numbers, nested lists "
+            "of numbers, or an array"
         )
     if dtype is None:
         if kind == "int" and found.size:

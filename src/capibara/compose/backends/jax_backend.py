@@ -241,7 +241,7 @@ class JaxBackend(Backend):
     def _make(self, function: str, *args: Any, **options: Any) -> Any:
         if self._absent and self.device is None and self.mesh is None:
             raise CompileError(
-                f"platform={self._platform!r} is not there, arrays cannot be made on it. {_there()}"
+                f"platform={self._platform!r} is not available, so no arrays can be created on it. {_there()}"
             )
         mesh = options.pop("device_mesh", None)
         split = options.pop("tensor_split", None)
@@ -315,7 +315,7 @@ def _device(device: Any, platform: str | None) -> Any:
     found = _devices(kind)
     number = int(index or 0)
     if number >= len(found):
-        raise CompileError(f"device={device!r} is not there. {_there()}")
+        raise CompileError(f"device={device!r} is not available. {_there()}")
     return found[number]
 
 

@@ -60,7 +60,7 @@ class NumpyBackend(Backend):
         if "bfloat16" in (self.policy.param, self.policy.compute, self.policy.accumulate):
             raise CompileError("NumPy has no bfloat16: use float32, or JaxBackend or TorchBackend")
         if device != "cpu":
-            raise CompileError(f"device={device!r} is not there: NumPy computes on 'cpu' only")
+            raise CompileError(f"device={device!r} is not available: NumPy computes only on 'cpu'")
         self.device = device
 
     def compiled_class(self) -> type:
@@ -84,7 +84,7 @@ class NumpyBackend(Backend):
     def to_device(self, data: Any, device: Any, asynchronous: bool = True) -> Any:
         """The array itself: there is one device."""
         if device != "cpu":
-            raise CompileError(f"device={device!r} is not there: NumPy computes on 'cpu' only")
+            raise CompileError(f"device={device!r} is not available: NumPy computes only on 'cpu'")
         return data
 
     def block_until_ready(self, data: Any) -> Any:

@@ -59,7 +59,7 @@ class TorchBackend(Backend):
             torch.empty((), device=self.device)
         except (RuntimeError, AssertionError, NotImplementedError):
             raise CompileError(
-                f"device={device!r} is not there. The devices of this machine are: "
+                f"device={device!r} is not available. The devices of this machine are: "
                 f"{', '.join(self.get_available_devices())}"
             ) from None
         self.jit_default = jit

@@ -149,11 +149,11 @@ def load_exported(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -
         raise InputError(f"{str(file)!r} has {size:,} bytes, more than max_bytes={max_bytes:,}")
     data = file.read_bytes()
     if len(data) < 16:
-        raise InputError(f"{str(file)!r} holds no program of jax.export: it has {len(data)} bytes")
+        raise InputError(f"{str(file)!r} is not a program of jax.export: it has {len(data)} bytes")
     try:
         return jax.export.deserialize(bytearray(data))
     except Exception as error:
         raise InputError(
-            f"{str(file)!r} holds no program of jax.export that this JAX reads: {type(error).__name__}: "
+            f"{str(file)!r} is not a program of jax.export that this JAX can read: {type(error).__name__}: "
             f"{str(error)[:300]}"
         ) from error

@@ -76,7 +76,7 @@ def _parsed(text: str | bytes) -> Any:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
         if len(found) != len(items):
-            raise ModelFormatError(f"a key stands twice among {[k[:40] for k, _ in items][:12]}")
+            raise ModelFormatError(f"duplicate key among {[k[:40] for k, _ in items][:12]}")
         return found
 
     def constant(name: str) -> Any:
@@ -89,7 +89,7 @@ def _parsed(text: str | bytes) -> Any:
     except ValueError as error:
         if isinstance(error, ModelFormatError):
             raise
-        raise ModelFormatError(f"this is no JSON: {error}") from None
+        raise ModelFormatError(f"not valid JSON: {error}") from None
 
 
 def _short(value: Any) -> str:
@@ -277,7 +277,7 @@ class _Reader:
             raise ModelFormatError(f"{what}: {error}") from None
 
     def _refuse(self, what: str, value: Any) -> Any:
-        raise ModelFormatError(f"{what}: {_short(value)} is not a value that may stand here")
+        raise ModelFormatError(f"{what}: {_short(value)} is not allowed as a value here")
 
     def _dim(self, item: Any, what: str) -> Any:
         if isinstance(item, str):
@@ -315,7 +315,7 @@ class _Reader:
             return _whole(value, what, 2**31 if depth == 0 and what == "a connection" else MAX_SIZE)
         if isinstance(value, float):
             if not math.isfinite(value):
-                raise ModelFormatError(f"{what} is {value}, which is not a number that may stand here")
+                raise ModelFormatError(f"{what} is {value}, which is not an allowed number here")
             return value
         if isinstance(value, Mapping) and len(value) == 1:
             ((tag, inner),) = value.items()

@@ -28,7 +28,7 @@ def _operand(value: Any) -> Any:
         return value
     hint = f"; for the connection of that name write IOKey({value!r})" if isinstance(value, str) else ""
     raise WiringError(
-        f"{value!r} ({type(value).__name__}) cannot stand in an expression of connections: give a connection, a "
+        f"{value!r} ({type(value).__name__}) cannot be used in an expression of connections: pass a connection, a "
         f"number or an array{hint}"
     )
 

@@ -74,7 +74,7 @@ class Keys:
     def _claim(self, argument: str, key: Any, found: _Found) -> None:
         other = self._used.setdefault(id(found.wire), argument)
         if other != argument:
-            raise CompileError(f"{key!r} stands in both {other} and {argument}: it can be one of them only")
+            raise CompileError(f"{key!r} is in both {other} and {argument}: it can be one of them only")
 
     def outputs(self, keys: Any) -> list[str]:
         names = self.model.output_keys

@@ -417,7 +417,7 @@ class CompiledModel:
     def _check_inference(self, output_gradients: Any, train: bool) -> None:
         if not isinstance(train, bool):
             raise InputError(
-                f"train is {type(train).__name__}, expected True or False: each has a program of its own, so that it "
+                f"train is {type(train).__name__}, expected True or False: each is a separate program, so it "
                 "cannot be an array"
             )
         if not self.inference:

@@ -116,7 +116,7 @@ def save_params(
         _check_shape(f"params[{'.'.join(place)!r}]", data.shape, spec)
         if data.dtype.name != spec.dtype:
             raise InputError(
-                f"params[{'.'.join(place)!r}] has dtype {data.dtype}, expected {spec.dtype}, which load_params wants"
+                f"params[{'.'.join(place)!r}] has dtype {data.dtype}, expected {spec.dtype}, as load_params requires"
             )
         arrays[".".join(place)] = np.ascontiguousarray(data)
     text = library.numpy.save(arrays, metadata={"format": _FORMAT, "version": VERSION})
@@ -186,7 +186,7 @@ def _header(file: FilePath, specs: Mapping[Path, ArraySpec]) -> dict[str, tuple[
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(items)) != len(items):
-            raise ValueError("a key stands twice in its header")
+            raise ValueError("its header has a duplicate key")
         return dict(items)
 
     try:
@@ -195,7 +195,7 @@ def _header(file: FilePath, specs: Mapping[Path, ArraySpec]) -> dict[str, tuple[
         raise InputError(f"{file} is not a safetensors file: {error}") from None
     metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
-        raise InputError(f"{file} holds no parameters that save_params wrote: its format is not {_FORMAT!r}")
+        raise InputError(f"{file} was not written by save_params: its format is not {_FORMAT!r}")
     if metadata.get("version") != VERSION:
         raise InputError(f"{file} has version {metadata.get('version')!r}; this release reads {VERSION!r}")
     found = {}

@@ -22,7 +22,7 @@ def _gates(count: int) -> Any:
             return True
         if w[-1].size is not None:
             if w[-1].size % count:
-                raise ShapeError(f"{w[-1].size} columns cannot be cut into {count} gates")
+                raise ShapeError(f"{w[-1].size} columns cannot be split into {count} gates")
             set_size(h[-1], w[-1].size // count)
             return True
         return False

@@ -171,7 +171,7 @@ class Split(Primitive):
             size, piece = dims[at].find().size, one.find().size
             if size is not None:
                 if size % count:
-                    raise ShapeError(f"{size} elements cannot be cut into {count} equal parts")
+                    raise ShapeError(f"{size} elements cannot be split into {count} equal parts")
                 return fix(one, size // count)
             return piece is not None and fix(dims[at], piece * count)
 

@@ -108,12 +108,12 @@ class _Convolution(Primitive):
                 set_size(x[1], w[1].find().size * groups)  # type: ignore[operator]
             elif x[1].find().size is not None:
                 if x[1].find().size % groups:  # type: ignore[operator]
-                    raise ShapeError(f"{x[1].find().size} channels cannot be cut into {groups} groups")
+                    raise ShapeError(f"{x[1].find().size} channels cannot be split into {groups} groups")
                 set_size(w[1], x[1].find().size // groups)  # type: ignore[operator]
             else:
                 done = False
             if w[0].find().size is not None and w[0].find().size % groups:  # type: ignore[operator]
-                raise ShapeError(f"{w[0].find().size} output channels cannot be cut into {groups} groups")
+                raise ShapeError(f"{w[0].find().size} output channels cannot be split into {groups} groups")
             for i in range(count):
                 size, kernel = x[2 + i].find().size, w[2 + i].find().size
                 if size is None or kernel is None:
@@ -287,7 +287,7 @@ class GroupNormalise(Primitive):
             prefix, _, _ = image.resolve()
             size = prefix[1].size
             if size is not None and size % groups:
-                raise ShapeError(f"{size} channels cannot be cut into {groups} groups")
+                raise ShapeError(f"{size} channels cannot be split into {groups} groups")
             return size is not None
 
         super().__init__(

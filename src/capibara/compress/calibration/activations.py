@@ -285,8 +285,8 @@ def _some(found: Watched) -> Collected:
     if lost:
         told = "; ".join(f"{name}: {why}" for name, why in lost.items())
         warnings.warn(
-            f"moments: {len(lost)} of {len(found.names)} weights have none, and are compressed as without data. "
-            f"{told}. Remedy: multiply them as they are, by matrix products or convolutions.",
+            f"moments: {len(lost)} of {len(found.names)} weights have none, and are compressed without data. "
+            f"{told}. Remedy: use them directly in matrix products or convolutions.",
             RuntimeWarning,
             stacklevel=3,
         )

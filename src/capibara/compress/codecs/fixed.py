@@ -278,7 +278,7 @@ class Fixed(InPlace):
             steps = lossless.decode(cursor.take(size), get_format("U32"), (found,))
             positions = np.cumsum(steps.astype(np.int64))
             if int(positions[-1]) >= count:
-                raise DamagedError("a number that is kept exactly lies nowhere: the file is damaged")
+                raise DamagedError("an exact value has an invalid position: the file is damaged")
             exact = np.frombuffer(cursor.take(found * form.bits // 8), form.unsigned)
         (size,) = struct.unpack("<I", cursor.take(4))
         across = -(-length // group) if length else 0

@@ -64,7 +64,7 @@ def format_of(value: Any, name: str = "tensor", *, meta: bool = False) -> Number
             )
     elif not isinstance(value, np.ndarray | np.generic) and not value.is_fully_addressable:
         raise CompressError(
-            f"{name}: parts of it lie on other processes. Remedy: gather it first "
+            f"{name}: parts of it are on other processes. Remedy: gather it first "
             "(jax.experimental.multihost_utils.process_allgather)."
         )
     return form

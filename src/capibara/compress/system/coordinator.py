@@ -199,7 +199,8 @@ class SystemIntegrationCoordinator:
         if (exact := self.config.strategy if strategy is None else strategy) in EXACT:
             if ratio is not None:
                 raise CompressError(
-                    f"ratio: got {ratio}, but {exact!r} is as small as it is. Remedy: another strategy."
+                    f"ratio: got {ratio}, but {exact!r} compression has no target ratio. "
+                    "Remedy: choose another strategy."
                 )
             wanted = None
         bits = read_tensor(tensor)

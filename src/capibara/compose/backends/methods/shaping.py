@@ -73,7 +73,7 @@ class Shaping(Caller):
         if isinstance(split_size, int):
             as_shape((split_size,), "split_size")
             if split_size < 1 or size % split_size:
-                raise InputError(f"split: a size of {size} cannot be cut into {split_size} equal parts")
+                raise InputError(f"split: a size of {size} cannot be split into {split_size} equal parts")
             step = size // split_size
             edges = [i * step for i in range(split_size + 1)]
         else:

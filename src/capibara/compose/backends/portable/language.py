@@ -241,7 +241,7 @@ def quantise(
 
     xp = space(x)
     if math.prod(x.shape) == 0:
-        raise InputError(f"quantise: x {tuple(x.shape)} holds no vector")
+        raise InputError(f"quantise: x {tuple(x.shape)} has no vectors")
     own = xp.dtype_of(codebook)
     codebook, cluster_size, codebook_sum = (xp.stop(v) for v in (codebook, cluster_size, codebook_sum))
     codes, dim = codebook.shape
