@@ -75,7 +75,7 @@ def dtype_name(dtype: Any, name: str = "dtype") -> str:
     """The name of a dtype: of a :class:`Dtype`, a string, a NumPy, JAX or PyTorch dtype, or a scalar type.
 
     Raises:
-        InputError: it is none of :data:`DTYPES`.
+        InputError: it is not one of :data:`DTYPES`.
     """
     if isinstance(dtype, Dtype):
         return dtype.name

@@ -54,7 +54,7 @@ def check_decode(decode: object) -> None:
 
 
 def refuse(path: object, why: Mapping[str, str]) -> None:
-    """No weight can run in its codes.
+    """Raise the error that no weight can run quantized.
 
     Raises:
       CompressError: always.

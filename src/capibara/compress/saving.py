@@ -42,16 +42,16 @@ class _Keeper:
 
 
 def save_module(module: torch.nn.Module, source: Path, target: Path, stats_key: str) -> bool:
-    """Write what a module holds, if that is not what its archive does.
+    """Write a module's tensors, if they differ from those of its archive.
 
     Args:
-      module: as it is now.
+      module: in its current state.
       source: its archive.
       target: the file to write.
-      stats_key: of the metadata that tell what was measured, which is no longer true.
+      stats_key: of the metadata with measured statistics, which are no longer valid.
 
     Returns:
-      Whether it was written; ``False``: the archive holds all of it.
+      Whether a file was written; ``False``: the archive is up to date.
     """
     with Archive(source) as archive:
         held = _held_tensors(module)

@@ -1,7 +1,7 @@
 """Options of the XLA compiler as settings: ``"xla_enable_async_all_gather=true"``.
 
-Settings and plans are files that may come from somebody else, and some options make the compiler write files where it
-is told to. So an option has to be one that only says how a program is compiled.
+Settings and plans are untrusted files, and some options make the compiler write files anywhere. So only options that
+affect how a program is compiled are allowed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What is behind ``capibara.jax`` here: platform, memory, which implementation of each operation runs.
+"""Report the platform, the memory and the implementation of each operation behind ``capibara.jax``.
 
-Nothing in here is a claim. A capability is true when the registry of :mod:`capibara.ops` would choose, on
-this platform and for the sizes in :data:`TYPICAL_CALLS`, something better than the plain reference. A
-"custom kernel" is one that is written by hand (Pallas, or native code called through ``jax.ffi``); a good
-composition of XLA operations is not one.
+A capability is true only if the registry of :mod:`capibara.ops` would choose, on this platform and for the sizes in
+:data:`TYPICAL_CALLS`, something better than the plain reference. A "custom kernel" is hand-written (Pallas, or native
+code called through ``jax.ffi``); a composition of XLA operations is not.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ def _tpu_status() -> tuple[bool, str]:
 
 
 def get_backend_info() -> dict[str, Any]:
-    """What runs here, as a dict. Starts JAX's backend if it was not started yet.
+    """Describe what runs here, as a dict. Starts JAX's backend if necessary.
 
     Keys:
       ``name``: the platform (``"cpu"``, ``"gpu"``, ``"tpu"``). ``device_kind``, ``device_count``,
@@ -177,7 +176,7 @@ def get_backend_info() -> dict[str, Any]:
 
 
 def get_optimization_status() -> dict[str, Any]:
-    """What is really switched on here.
+    """Report which optimisations are active here.
 
     Keys:
       ``tpu_optimized``: as in :func:`get_backend_info`. ``custom_kernels_active``: a hand-written kernel
@@ -215,7 +214,7 @@ def with_sharding_constraint(
     mesh: Any | None = None,
     rules: AxisRules | None = None,
 ) -> jax.Array:
-    """Ask the compiler to lay ``x`` over the current mesh by the logical names of its dimensions.
+    """Constrain the sharding of ``x`` over the current mesh by the logical names of its dimensions.
 
     Equivalent JAX: ``jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))``. Outside a mesh it is
     the identity, so the same code runs on one device.
@@ -225,11 +224,11 @@ def with_sharding_constraint(
       names: a logical axis (``"batch"``, ``"hidden"``, ``"embed"`` …), a mesh axis or None for each
         dimension of ``x``. A ``PartitionSpec`` or ``Sharding`` goes to JAX's function unchanged.
       mesh: by default the mesh of the surrounding ``jax.set_mesh(mesh)`` or ``with mesh:``.
-      rules: which mesh axes a name may go to; by default :class:`capibara.config.axes.AxisRules`' own.
+      rules: the mesh axes of each name; by default :class:`capibara.config.axes.AxisRules`' own.
 
     Raises:
       capibara.compose.errors.InputError: the number of names is not the number of dimensions.
-      capibara.errors.ConfigError: a name that nobody knows.
+      capibara.errors.ConfigError: an unknown name.
     """
     if isinstance(names, PartitionSpec | Sharding):
         return jax.lax.with_sharding_constraint(x, names)
@@ -244,9 +243,9 @@ def with_sharding_constraint(
 
 
 def tpu_v4_optimizations() -> Any:
-    """The module :mod:`capibara.jax.tpu_v4`, where the default backend is a TPU; else ``AttributeError``.
+    """The module :mod:`capibara.jax.tpu_v4` if the default backend is a TPU; otherwise ``AttributeError``.
 
-    So ``hasattr(capibara.jax, "tpu_v4_optimizations")`` says whether they do anything here.
+    So ``hasattr(capibara.jax, "tpu_v4_optimizations")`` says whether they have any effect here.
     """
     platform = jax.default_backend()
     if platform != "tpu":

@@ -1,9 +1,9 @@
-"""``capibara.jax.config``: JAX's configuration object and two flags of Capibara's.
+"""``capibara.jax.config``: JAX's configuration object and two flags of Capibara.
 
 Every attribute, flag and method is JAX's own; ``capibara.jax.config.update("jax_enable_x64", True)`` sets
-the one flag that ``jax.config`` shows too. The two flags added here are *bundles*: switching one on sets
-several JAX flags, switching it off puts back what each of them was before. A flag that was set by hand while
-the bundle was on stays as set: the later, explicit choice wins.
+the one flag that ``jax.config`` shows too. The two flags added here are *bundles*: enabling one sets several JAX
+flags, disabling it restores their previous values. A flag that was set explicitly while the bundle was enabled keeps
+its value.
 
 ``jax_debug_mode``
     ``jax_debug_nans=True`` (the operation that first makes a NaN raises), ``jax_check_tracer_leaks=True`` (a
@@ -91,8 +91,8 @@ class ConfigOverlay:
         """Set a flag: one of JAX's, or one of the two bundles described in this module's docstring.
 
         Raises:
-          AttributeError: JAX knows no such flag (JAX's own error).
-          ConfigError: a bundle flag was given something other than a bool.
+          AttributeError: JAX has no such flag (JAX's own error).
+          ConfigError: the value of a bundle flag is not a boolean.
         """
         with self._lock:
             bundle = self._bundles.get(name)
@@ -119,7 +119,7 @@ class ConfigOverlay:
         return tpu_optimization_settings(jax.default_backend())
 
     def applied(self, name: str) -> dict[str, Any]:
-        """The JAX flags that the bundle ``name`` has set and that still stand; empty when it is off."""
+        """The JAX flags that the bundle ``name`` has set and that are still in effect; empty if it is disabled."""
         bundle = self._bundles[name]
         return {key: value for key, value in bundle.applied.items() if jax.config.values[key] == value}
 

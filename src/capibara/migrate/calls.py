@@ -1,10 +1,9 @@
-"""The call rules: keywords and arguments that a function of the installed JAX does not take.
+"""The call rules: keywords and arguments that a function of the installed JAX does not accept.
 
-A call is judged only when the function is resolved to one JAX name whose signature names everything it
-accepts.
-Codes: ``removed-keyword``, ``unknown-keyword``, ``deprecated-keyword``, ``too-many-arguments``,
-``removed-option`` and ``unknown-option`` for ``jax.config.update``, ``removed-attribute`` for arrays,
-``deprecated-mesh-context`` for ``with mesh:``, and ``changed-behaviour``.
+A call is checked only if the function resolves to one JAX name whose signature lists everything it accepts. Codes:
+``removed-keyword``, ``unknown-keyword``, ``deprecated-keyword``, ``too-many-arguments``, ``removed-option`` and
+``unknown-option`` for ``jax.config.update``, ``removed-attribute`` for arrays, ``deprecated-mesh-context`` for ``with
+mesh:``, and ``changed-behaviour``.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class CallRules:
                     self._mesh_context(item.context_expr, context)
 
     def target(self, call: ast.Call, context: Context) -> tuple[str | None, int]:
-        """The one JAX name that is called, and how many leading arguments belong to functools.partial."""
+        """The JAX name that is called, and the number of leading arguments bound by functools.partial."""
         path, skip = self._single_path(call.func, context), 0
         if path == "functools.partial" and call.args:
             path, skip = self._single_path(call.args[0], context), 1

@@ -29,7 +29,7 @@ def check_migration_compatibility(
     """Check one source file, notebook or piece of source text against the installed JAX.
 
     The source is parsed, never executed. Every ``jax`` and ``jaxlib`` name in it is looked up in the
-    installed packages; names that are gone, deprecated or misspelled are reported with their place and a fix.
+    installed packages; names that were removed, deprecated or misspelled are reported with their position and a fix.
 
     Args:
         source_code: a path, or source text. A string is a path when it is a single line that names an
@@ -65,8 +65,8 @@ def check_paths(
 ) -> MigrationReport:
     """Check files and whole folders; the flags are those of :func:`check_migration_compatibility`.
 
-    A file that is named is checked or refused with an error. A file that was only found in a folder and is
-    too large to check, cannot be read or is a link to nowhere becomes a warning in the report.
+    A named file is checked or refused with an error. A file found in a folder that is too large, cannot be read or is
+    a broken link becomes a warning in the report.
 
     Raises:
         MigrationPathError: a path does not exist.

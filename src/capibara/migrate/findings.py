@@ -1,7 +1,7 @@
 """From raw findings to issues: weigh each one by the guards around it.
 
-Rules report what would happen if a line ran. Whether it runs is decided here, at the end, because a fallback
-in ``except ImportError`` is dead code exactly when nothing was found in its ``try``.
+Rules report what would happen if a line ran. Whether it runs is decided here, at the end, because a fallback in
+``except ImportError`` is dead code exactly if nothing was found in its ``try``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Raw:
 
 @dataclass(slots=True)
 class Findings:
-    """Collects what the rules find in one source."""
+    """Collects the findings of the rules in one source."""
 
     source: Source
     judge: BranchJudge

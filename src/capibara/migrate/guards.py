@@ -1,10 +1,10 @@
-"""Code written for several JAX versions at once: which of its arms runs on the installed one?
+"""Code for several JAX versions: determine the branch that runs on the installed one.
 
 Libraries bridge versions with ``try: … except ImportError``, ``if hasattr(jax, "tree")`` or
-``if jax.__version_info__ >= (0, 4, 16)``. A name that JAX removed is harmless in the arm that is not taken,
-and a real fault in the arm that is. Tests are evaluated without running the file: ``hasattr`` on a JAX name
-and comparisons of JAX's version with literals have a known answer here; a test that mentions JAX's version in
-any other way is "undecided", and findings under it are notes.
+``if jax.__version_info__ >= (0, 4, 16)``. A name that JAX removed is harmless in the branch that is not taken, and an
+error in the one that is. Tests are evaluated without running the file: ``hasattr`` on a JAX name and comparisons of
+JAX's version with literals have a known answer here; a test that mentions JAX's version in any other way is
+"undecided", and findings under it are notes.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class BranchJudge:
 
     Args:
         resolver: name lookup for the file.
-        exists: whether a dotted JAX name is there.
+        exists: whether a dotted JAX name exists.
         versions: the installed version text of ``"jax"`` and ``"jaxlib"``.
     """
 

@@ -1,7 +1,7 @@
-"""What JAX used to have: a curated table of removals and deprecations, read from ``history.toml``.
+"""A curated table of JAX's removals and deprecations, read from ``history.toml``.
 
-The installed JAX decides *whether* a name is there; the table adds what the installed JAX can not know: since
-when a name is gone, what to write instead, and which names are going in a release that is not installed yet.
+The installed JAX determines *whether* a name exists; the table adds what it cannot know: when a name was removed, its
+replacement, and which names will be removed in a later release.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Change", "History", "Notice", "parse_version"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that JAX deprecated or removed.
+    """A deprecation or removal.
 
     Attributes:
         name: dotted name, keyword, config option or attribute.
@@ -36,7 +36,7 @@ class Change:
     distinctive: bool = False
 
     def removed_by(self, version: tuple[int, ...]) -> bool:
-        """Whether the given release is without it."""
+        """Whether the given release lacks it."""
         return bool(self.removed) and parse_version(self.removed) <= version
 
     @property
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A name that is still there but no longer does what older code expects."""
+    """A name that still exists but no longer behaves as older code expects."""
 
     name: str
     since: str

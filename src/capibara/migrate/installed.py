@@ -1,4 +1,4 @@
-"""The installed JAX as the judge: does this dotted name exist, and does touching it warn?
+"""Look up dotted names in the installed JAX: whether they exist, and whether they warn.
 
 Names are looked up for real, with ``getattr`` and ``import``, but only inside the ``jax`` and ``jaxlib``
 packages: the user's file is never executed. JAX answers for a removed name with an ``AttributeError`` that
@@ -20,14 +20,14 @@ __all__ = ["ROOTS", "InstalledAPI", "Lookup", "installed_api"]
 
 ROOTS = ("jax", "jaxlib")
 
-# present: it is there. deprecated: it is there and says so. missing: it is not. unknown: it cannot be told
-# here (the module exists but needs something that is not installed).
+# present: it exists. deprecated: it exists and warns. missing: it does not exist. unknown: it cannot be
+# determined (the module exists but needs something that is not installed).
 Status = Literal["present", "deprecated", "missing", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the installed JAX says of one dotted name.
+    """The result of looking up one dotted name.
 
     Attributes:
         path: the longest part of the name that was looked at; when missing, its last component is absent.
@@ -147,14 +147,14 @@ class InstalledAPI:
         return Lookup(path, "present", "", value, holder, on_module)
 
     def public_names(self, holder: Any) -> list[str]:
-        """The names one may have meant: what ``dir()`` lists, without private ones."""
+        """Candidates for suggestions: the names in ``dir()``, without private ones."""
         return [name for name in dir(holder) if not name.startswith("_")]
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - one instance per process, see installed_api()
     def signature(self, path: str) -> inspect.Signature | None:
-        """The signature of a callable, or None when it has none that can be relied on.
+        """The signature of a callable, or None if it is not reliable.
 
-        Relied on means: it names every keyword that is accepted (no ``**kwargs``).
+        Reliable means that it lists every accepted keyword (no ``**kwargs``).
         """
         found = self.lookup(path)
         if found.status not in ("present", "deprecated") or not callable(found.value):

@@ -1,4 +1,4 @@
-"""Performance rules: a few patterns that are slow in JAX and can be recognised with little doubt.
+"""Performance rules: a few patterns that are slow in JAX and can be recognised reliably.
 
 ``jit-in-loop`` (warning)
     ``jax.jit`` of a lambda, a ``functools.partial`` or a function defined in the loop, built anew on every

@@ -1,9 +1,8 @@
-"""Is ``jax.a.b`` there after a bare ``import jax``? Only a fresh interpreter knows.
+"""Determine in a fresh interpreter whether ``jax.a.b`` exists after a bare ``import jax``.
 
 A submodule becomes an attribute of its package when something imports it. In this process the checker itself has
-imported many, so the question goes to a new interpreter that imports what the checked file imports. That takes a
-second or two; it is asked once for all modules of a file, and not at all for the re-exports that can be read in the
-package's source.
+imported many, so a new interpreter imports what the checked file imports. That takes a second or two; it is done once
+for all modules of a file, and not for re-exports that can be read in the package's source.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _after_bare_import: dict[str, bool] = {}
 def unreachable(imports: Iterable[str], modules: Iterable[str]) -> set[str]:
     """Those of ``modules`` that are not attributes after ``import jax`` and the given imports.
 
-    Empty as well when no interpreter can be started: then nothing is known, and nothing shall be reported.
+    Also empty if no interpreter can be started: then nothing is known or reported.
     """
     named = set(imports) - {"jax"}
     asked = {

@@ -1,4 +1,4 @@
-"""What a migration check hands back: issues, and the report that holds them.
+"""The result of a migration check: issues, and the report that contains them.
 
 An issue is one place in the source that the installed JAX treats differently from what its author expected.
 Its severity says what happens there:
@@ -12,7 +12,7 @@ Its severity says what happens there:
     worth knowing: a fallback for another JAX version that is not taken here, a changed default, a private
     name.
 
-A report is *compatible* when it holds no error.
+A report is *compatible* if it contains no errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Getting hold of source code: files, text and notebooks, all treated as hostile until parsed.
+"""Read source code from files, text and notebooks, all of which are untrusted.
 
-A source becomes an ``ast.Module`` whose line numbers run through; for a notebook the code cells are laid end
-to end and :meth:`Source.locate` turns such a line back into a cell and the line inside it.
+A source becomes an ``ast.Module`` with continuous line numbers; the code cells of a notebook are concatenated, and
+:meth:`Source.locate` converts such a line back to a cell and the line inside it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def automatic(function: Callable[..., Any], arrays: Sequence[Any], kept: int) ->
 
 
 def laid_as(aval: Any, x: jax.Array) -> jax.Array:
-    """``x`` ``[steps, …]``, each step of which (with sizes of 1 where it is the same) then lies as ``aval`` does."""
+    """``x`` ``[steps, …]``, with each step (size 1 where it is constant) sharded like ``aval``."""
     if not any(aval.sharding.spec):
         return x
     dims = (*aval.sharding.spec, *[None] * (len(aval.shape) - len(aval.sharding.spec)))
@@ -135,7 +135,7 @@ def _layouts(given: dict[str, Any], kept: Mapping[str, Sequence[int]]) -> dict[s
 
 
 def _is_laid(array: Any) -> bool:
-    """Whether an array is sharded over explicit axes; under ``jax.set_mesh`` whole ones are of the mesh, too."""
+    """Whether an array is sharded over explicit axes; under ``jax.set_mesh`` replicated ones are on the mesh, too."""
     found = explicit_sharding(array)
     return found is not None and any(found.spec)
 

@@ -1,18 +1,18 @@
-"""Programs that XLA compiled, kept on disk from one ``capibara train`` to the next.
+"""A disk cache of XLA programs across runs of ``capibara train``.
 
 Compiling a training step takes longer than everything else before the first step, and a run that is resumed
-compiles the same step again. JAX can keep compiled programs in a folder; :func:`keep_compiled` points it to one of
-the user's own, for as long as a command runs::
+compiles the same step again. JAX can cache compiled programs in a folder; :func:`keep_compiled` sets it to one of the
+user's own while a command runs::
 
     ~/.cache/capibara/xla/<this machine>/      (below $XDG_CACHE_HOME, if that is set)
 
-A folder that is set already (``JAX_COMPILATION_CACHE_DIR``) stays as it is, and ``JAX_ENABLE_COMPILATION_CACHE=false``
-switches all of it off. What is in such a folder is machine code that will be run, so it has to belong to the user
-and to nobody else; and it is code for one processor, so each kind of machine has its own.
+An existing setting (``JAX_COMPILATION_CACHE_DIR``) is kept, and ``JAX_ENABLE_COMPILATION_CACHE=false`` disables the
+cache. The folder contains machine code that will be run, so it must belong to the user alone; and since the code is
+for one processor, each type of machine has its own folder.
 
-JAX writes a program straight into its place and never over what is there. A process that is killed in the middle, or
-a disk that is full, leaves part of one, which would be in the way for ever. So every process holds a lock
-(``session-…``) and looks at its end at what it wrote; what a process left that had no end is looked at by the next.
+JAX writes a program directly to its final name and never overwrites one. A killed process or a full disk leaves a
+partial file, which would never be replaced. So every process holds a lock (``session-…``) and verifies its files at
+the end; those of a process that was killed are verified by the next one.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 
 
 class _Unusable(Exception):
-    """The folder can not be used, and why."""
+    """The folder cannot be used; the message says why."""
 
 
 def cache_folder() -> Path:
-    """The folder that compiled programs of this machine are kept in, if JAX is not told another.
+    """The default folder for compiled programs of this machine.
 
     Raises:
       RuntimeError: there is no home directory.
@@ -61,12 +61,12 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def keep_compiled(note: Callable[[str], None]) -> Iterator[None]:
-    """Let JAX keep what it compiles, while the context lasts; its settings are then as they were.
+    """Let JAX cache compiled programs in this context; its settings are restored afterwards.
 
-    Nothing that goes wrong with the folder reaches the caller: programs are then compiled anew.
+    Problems with the folder do not affect the caller: programs are then compiled again.
 
     Args:
-      note: told in one line why compiled programs are not kept, if they are not.
+      note: callback that receives the reason, in one line, if programs are not cached.
     """
     import jax
 
@@ -154,7 +154,7 @@ class _Session:
 
 
 def _end(folder: Path, path: Path) -> None:
-    """If the process of a session is no more, look at what it wrote."""
+    """If the process of a session has ended, verify its files."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it lives

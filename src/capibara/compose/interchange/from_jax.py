@@ -57,9 +57,8 @@ def from_jax(
         name: of the block.
 
     Raises:
-        WiringError: the names are not such that ports can have. ShapeError: the function refuses the shapes that it is
-            given, or gives others than what follows; when the model is built or compiled. CompileError: the backend
-            is none of JAX.
+        WiringError: the names are not valid port names. ShapeError: the function refuses its input shapes, or its
+            output shapes do not match (when the model is built or compiled). CompileError: the backend is not JAX.
     """
     if not callable(function):
         raise WiringError(f"function={function!r} must be a function of JAX arrays")

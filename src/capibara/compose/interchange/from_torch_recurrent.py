@@ -19,7 +19,7 @@ from capibara.compose.logical.connections import Port
 __all__ = ["LAYERS", "RECURRENT", "Blank"]
 
 LAYERS = ("lstm", "gru", "rnn_tanh")
-"""The operations that the trace is told to keep."""
+"""The operations that the trace keeps."""
 
 
 @dataclass(frozen=True)

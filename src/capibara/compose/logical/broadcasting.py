@@ -15,7 +15,7 @@ __all__ = ["broadcast_rule"]
 
 
 def broadcast_rule(left: Shape, right: Shape, out: Shape) -> bool:
-    """``out = numpy.broadcast_shapes(left, right)``, as far as it can be told."""
+    """``out = numpy.broadcast_shapes(left, right)``, as far as it is known."""
     pl, rl, sl = left.resolve()
     pr, rr, sr = right.resolve()
     if rl is None and rr is None:

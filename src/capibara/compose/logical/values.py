@@ -40,7 +40,7 @@ class ToBeDetermined:
 
 
 TBD = ToBeDetermined()
-"""There is no value yet: it comes from outside, or from another block."""
+"""The value is not set yet: it is an input, or comes from another block."""
 
 
 class TensorType:

@@ -86,7 +86,7 @@ def generate(
         graph: from :func:`capibara.compose.physical.graph.flatten`.
         precision: which casts to write.
         modes: ``id(node.block)`` → "scan" or "unroll" for each repetition.
-        inference: operations are told that the model is not trained, whatever the caller says.
+        inference: operations always run in inference mode.
         short: name a value by the last three names of its place in the nested model, not by all of them.
         backward: also write functions of the gradients (:mod:`capibara.compose.physical.backward`), for backends that
             do not differentiate by themselves. sharded: write how values are laid over a mesh. in_place: tell the

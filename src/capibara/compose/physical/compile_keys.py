@@ -1,4 +1,4 @@
-"""What ``compile`` is told of single values: fixed, given, trained, left out (see :mod:`.pipeline`)."""
+"""The keys of ``compile``: constants, data, trained inputs, discarded outputs (see :mod:`.pipeline`)."""
 
 from __future__ import annotations
 

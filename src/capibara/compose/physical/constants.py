@@ -45,7 +45,7 @@ def argument(value: Any, place: str) -> str:
         value: the argument. place: what an error calls it.
 
     Raises:
-        CompileError: it is none of these.
+        CompileError: the value is not one of these.
     """
     if value is None or value is Ellipsis or isinstance(value, bool):
         return repr(value)

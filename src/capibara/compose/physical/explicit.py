@@ -1,8 +1,8 @@
-"""Arrays whose mesh axes are explicit, which is what ``jax.make_mesh`` makes.
+"""Arrays with explicit mesh axes, as created by ``jax.make_mesh``.
 
-On such axes every primitive states the layout of its result, and some cannot without being told. What is compiled
-here leaves the layout to the compiler, so that it needs automatic axes: calls convert what they are given (the data
-stay where they are), and what they return is given the axes of the caller's mesh again.
+On such axes every primitive determines the sharding of its result, and some need it as an argument. Compiled models
+leave shardings to the compiler and need automatic axes: calls convert their arguments (without moving data), and
+convert their results back to the axes of the caller's mesh.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parameters of a compiled model in a file: safetensors, with dotted names.
 
 The format is a JSON header and raw bytes, so that reading a file runs no code. The header carries
-``format = "capibara.compose.params"`` and ``version = "1"``. What is read is hostile until checked: the file's size is
-bounded by what the model needs, and names, shapes and dtypes have to be those of the model.
+``format = "capibara.compose.params"`` and ``version = "1"``. Files are untrusted: the size is limited by what the
+model needs, and names, shapes and dtypes must match the model.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _path(path: Any) -> FilePath:
 
 
 def file_to_read(path: Any) -> FilePath:
-    """A file that is there.
+    """The path of an existing file.
 
     Raises:
-        MissingFileError: it is not. InputError: it is a folder or another thing, or no name.
+        MissingFileError: it does not exist. InputError: it is not a regular file, or not a path.
     """
     file = _path(path)
     if file.is_file():

@@ -43,7 +43,7 @@ def optimise(
 
     Args:
         graph: from :func:`capibara.compose.physical.graph.flatten`; it is changed.
-        precision: which dtypes operations are told to use.
+        precision: the dtypes of operations.
         inference: the model will not be trained: dropout is the identity.
         run: does one operation on constants (``run(block, arguments, keywords)`` → results, or None where it
             cannot); without it nothing is folded.

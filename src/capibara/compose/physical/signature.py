@@ -1,7 +1,7 @@
-"""What a call was given, told in a moment: so that a call like one that was checked is not checked again.
+"""Signatures of calls, so that a call like an already validated one is not validated again.
 
-The check of a call (:mod:`.checks`) looks at names, types, shapes and dtypes and at nothing else. A signature is all
-of these as one tuple, read by a function that is written for the model, so that equal signatures need one check.
+The validation of a call (:mod:`.checks`) depends only on names, types, shapes and dtypes. A signature is all of these
+in one tuple, read by a function generated for the model, so that equal signatures are validated once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["reader"]
 def reader(
     inputs: Iterable[str], params: Iterable[tuple[str, ...]]
 ) -> Callable[[Any, Any], tuple[Any, ...] | None]:
-    """A function of (params, inputs) that gives their signature.
+    """A function of (params, inputs) that returns their signature.
 
-    It gives None where there are other names than the model's, dicts of another type, or something that is no array:
-    such calls are checked each time.
+    It returns None for names that are not the model's, dicts of another type, or values that are not arrays: such
+    calls are validated each time.
     """
     lines: list[str] = []
     found: list[str] = []

@@ -1,14 +1,14 @@
-"""Inputs of a JAX function's linear layers, seen where they meet a leaf of its parameters.
+"""Observe the inputs of a JAX function's linear layers, where they are multiplied by a leaf of its parameters.
 
-The function is traced to a jaxpr, and that is evaluated equation by equation with real numbers. With each value go its
-*places*: for each element, which element of which leaf it is. No operation needs a rule of its own for that: an
-operation moves a weight if it moves the numbers of its elements in the same way, whatever these numbers are, so each
-operation on a weight is run on two numberings that have nothing in common (:func:`_moved`). Splitting, slicing,
-indexing, joining, padding, broadcasting and whatever else a version of JAX has are followed alike.
+The function is traced to a jaxpr, which is evaluated equation by equation with real values. Each value has *places*:
+for each element, the leaf and the element that it came from. This needs no rules for individual operations: an
+operation only moves a weight if it moves element numbers in the same way, whatever these numbers are, so each
+operation on a weight is run on two unrelated numberings (:func:`_moved`). Splitting, slicing, indexing,
+concatenation, padding, broadcasting and any other such operation of JAX are followed in this way.
 
-Where a ``dot_general`` sums over axes of a leaf, its other operand holds the inputs. Calls are followed inside
-(``jit``, ``remat``, functions with derivatives of their own), and so are the branch taken of a ``cond`` and every step
-of a ``scan`` or a ``while``. What else happens to a weight is noted: one whose inputs were not seen has a reason.
+If a ``dot_general`` sums over axes of a leaf, its other operand contains the inputs. Calls are followed (``jit``,
+``remat``, functions with custom derivatives), as are the branch taken of a ``cond`` and every step of a ``scan`` or a
+``while``. Other uses of a weight are recorded, as the reason why its inputs were not observed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from capibara.jax_versions import scan_counts
 
 __all__ = ["watch_jax"]
 
-_MOST = np.iinfo(np.int32).max  # elements of a leaf that are told apart
+_MOST = np.iinfo(np.int32).max  # elements of a leaf that can be distinguished
 
 
 _Places = dict[str, "np.ndarray | None"]
@@ -147,7 +147,7 @@ class _Evaluation:
         return [self.value(x, p, made, data, name) for x, p in zip(arrays, places, strict=True)]
 
     def value(self, array: Any, places: _Places, made_of: dict[str, str], data: bool, name: str) -> _Value:
-        """What an operation gave; a vector cut from a stack (scales, biases) is no weight that meets inputs."""
+        """The result of an operation; a vector sliced from a stack (scales, biases) is not a weight matrix."""
         size = np.size(array)
         kept = {n: p for n, p in places.items() if np.ndim(array) > 1 or size == math.prod(self.shapes[n])}
         if not data and len(kept) < len(places):

@@ -1,9 +1,9 @@
-"""Inputs of a torch model's linear layers, seen where they meet a parameter.
+"""Observe the inputs of a torch model's linear layers, where they are multiplied by a parameter.
 
-Modules are not asked for their types: a dispatch mode sees every operation that torch really runs, so that weights
-used by ``F.linear``, by ``x @ w``, inside ``nn.MultiheadAttention`` or under several names are found as those of
-``nn.Linear`` are. An operand belongs to a parameter if it is a view of its storage; which of the parameter's axes it
-is multiplied along is told by the view's strides.
+This does not depend on module types: a dispatch mode observes every operation that torch runs, so that weights used
+by ``F.linear``, by ``x @ w``, inside ``nn.MultiheadAttention`` or under several names are found like those of
+``nn.Linear``. An operand belongs to a parameter if it is a view of its storage; the view's strides show along which
+of the parameter's axes it is multiplied.
 """
 
 from __future__ import annotations

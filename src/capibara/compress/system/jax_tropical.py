@@ -109,7 +109,7 @@ class JaxTropicalEngine:
             return self.compiler.call(tropical.polyval, left, right, semiring=semiring)
 
     def _scope(self, *arrays: Any) -> Any:
-        """The programs' width of numbers, and 64 bits where an array of JAX's has them: it is no other one's to cut."""
+        """The programs' 64-bit setting, or 64 bits if a JAX array has them, so that it is not narrowed."""
         wide = any(isinstance(array, jax.Array) and array.dtype == np.float64 for array in arrays)
         return jax.enable_x64(True) if wide else self.compiler.scope()
 

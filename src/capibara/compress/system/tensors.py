@@ -55,9 +55,9 @@ def read_tensor(tensor: Any) -> Bits:
     """The bits of a NumPy array, a PyTorch tensor or a JAX array.
 
     Raises:
-      TensorTypeError: it is none of these.
-      CompressError: its numbers have no place in an archive (complex, text, four-bit …), or it has none of its own
-        here (sparse, traced, meta, partly on other processes).
+      TensorTypeError: it is not one of these.
+      CompressError: archives do not support its dtype (complex, text, four-bit …), or it has no local data (sparse,
+        traced, meta, partly on other processes).
     """
     if not is_array(tensor):
         raise TensorTypeError(

@@ -50,7 +50,7 @@ def check_count(op: str, name: str, value: Any, least: int) -> int:
 
 
 def on_any_mesh(function: Callable[..., Any], arrays: tuple[Any, ...], kept: int) -> Any:
-    """``function(*arrays)``; over explicit mesh axes the results lie as the first array does in ``kept`` batch axes."""
+    """``function(*arrays)``; on explicit meshes, results are sharded like the first array in ``kept`` axes."""
     if explicit_sharding(*arrays) is None:
         return function(*arrays)
     return automatic(function, arrays, kept)

@@ -32,7 +32,7 @@ _primitive = Primitive("capibara_codes_product")
 
 @dataclass(frozen=True)
 class _Product:
-    """What the primitive is told besides its arrays."""
+    """The primitive's parameters besides its arrays."""
 
     problem: QuantisedProblem  # in float32; its batch is not looked at
     across: bool = False

@@ -1,15 +1,15 @@
-"""Products with a matrix in codes on TPUs, by the kernel of ``quantised_tpu_kernel``: what it takes, and the operands.
+"""Products with a quantized matrix on TPUs: problems that ``quantised_tpu_kernel`` supports, and its operands.
 
-XLA writes the numbers of a slab to the device's memory and reads them again: by the compiler's own count of cycles,
-eight vectors times 4096² int8 codes take 0.26 million on v5e, and 0.04 in the kernel, which reads the codes once (0.03
-would be what reading them takes). It was not measured on a TPU.
+XLA writes the decoded values of a slab to the device's memory and reads them again: by the compiler's own count of
+cycles, eight vectors times 4096² int8 codes take 0.26 million on v5e, and 0.04 in the kernel, which reads the codes
+once (reading alone would take 0.03). It was not measured on a TPU.
 
-A group's scale is a factor of its whole part of a sum. So codes are multiplied as they are, exactly, and the products
-of each group are scaled. Where several groups lie in the 128 columns that are multiplied at a time, ``x`` comes once
+A group's scale is a factor of its whole part of a sum. So codes are multiplied directly, exactly, and the products of
+each group are scaled. If several groups are within the 128 columns that are multiplied at a time, ``x`` is repeated
 for each of them, with zeros for the others.
 
-Where there are many vectors, a prompt's, what counts is the products: a tile of the matrix is made into numbers once,
-scaled and rounded to the vectors' dtype, and multiplied with up to 512 vectors.
+For many vectors, as in a prompt, the products dominate: a tile of the matrix is decoded once, scaled and rounded to
+the vectors' dtype, and multiplied by up to 512 vectors.
 """
 
 from __future__ import annotations

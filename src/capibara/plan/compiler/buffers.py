@@ -1,10 +1,10 @@
-"""The compiler's own report of its buffers: what a program's memory is full of when it is fullest.
+"""Read the compiler's own report of its buffers: what a program's memory contains at its peak.
 
-With ``xla_dump_to`` the compiler writes, before it makes machine code of a program, which buffers it has
-(``…buffer-assignment.txt``: sizes, places, shapes with their tiles), from which instruction to which each is alive
-(``…live-range.txt``), and the program itself, in which every instruction says where it comes from. It writes the same
-of a program that does not fit. What is alive together at the memory peak is what the program needs memory for; a
-buffer that is not in use then could be left out without saving a byte.
+With ``xla_dump_to`` the compiler writes, before it generates machine code for a program, which buffers it has
+(``…buffer-assignment.txt``: sizes, places, shapes with their tiles), from which instruction to which each is live
+(``…live-range.txt``), and the program itself, in which every instruction has its source. It writes the same for a
+program that does not fit. Only buffers that are live at the memory peak determine the memory that a program needs;
+removing any other would not save a byte.
 
 A refusal that comes with a list of the largest allocations ("Ran out of memory … Largest program allocations in hbm")
 can be read too (:func:`buffers_of_message`).

@@ -58,9 +58,9 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_abandoned(where: Path) -> list[Path]:
-    """Remove the folders of compilations whose process is no more; gives them.
+    """Remove and return the folders of compilations whose process has ended.
 
-    Only those of this user, that are not links, and that nobody holds the lock of; without a lock, after a day.
+    Only folders of this user that are not links and not locked; without a lock file, after a day.
     """
     if not hasattr(os, "getuid"):
         return []

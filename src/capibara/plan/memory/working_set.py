@@ -16,9 +16,9 @@ creates them once, before the loop.
 The counts below are the numbers of such values that are live together. Those of stored values are the residuals that
 JAX's differentiation of a block saves. Those of a block's backward pass were fitted to the compiler's figures for the
 programs of ``benchmarks/plan_memory.py`` (libtpu 0.0.42), in three sets of four: one for all meshes and slices; one
-for a ``model`` axis where the compiler is told not to cut products into windows, which leaves the derivative of the
-logits no reason to wait; and one for v4 and v5e where more than 32 devices along ``data`` have fewer tokens each than
-the stream is wide: there the float32 gradients of all matrices of a block, and of the vocabulary's table, wait for an
+for a ``model`` axis with compiler flags that do not split products into windows, so that the derivative of the logits
+is not kept waiting; and one for v4 and v5e where more than 32 devices along ``data`` have fewer tokens each than the
+stream is wide: there the float32 gradients of all matrices of a block, and of the vocabulary's table, wait for an
 all-reduce at the end.
 
 Attention is assumed to run as a kernel that stores no scores, as in a step compiled for a mesh.

@@ -1,4 +1,4 @@
-"""A plan as a page: HTML that stands alone, or the picture as PNG."""
+"""A plan as a page: self-contained HTML, or the figure as PNG."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ td:nth-child(2){text-align:right;font-variant-numeric:tabular-nums}"""
 
 
 def write_report(plan: Plan, path: str | os.PathLike[str]) -> Path:
-    """Write ``.html`` (text, picture, the parts of the best candidate's time with their sources) or ``.png``.
+    """Write ``.html`` (text, figure, the parts of the best candidate's time with their sources) or ``.png``.
 
     Raises:
-      PlanError: the name ends otherwise, or nothing fits that could be drawn.
+      PlanError: the file name has another suffix, or no layout fits.
       MissingExtraError: matplotlib is not installed.
     """
     target = Path(path)

@@ -109,7 +109,7 @@ def candidate_lines(c: Candidate, limit: int) -> list[str]:
 
 
 def _run_lines(plan: Plan) -> list[str]:
-    """How to run the best: a command line, or its settings, or what a step function has to be told."""
+    """How to run the best candidate: a command line, its settings, or the arguments of a step function."""
     layout = plan.best.layout
     if plan.config is None:
         flags = " ".join(f"{name}={value}" for name, value in layout.flags)

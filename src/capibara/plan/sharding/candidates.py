@@ -1,9 +1,9 @@
-"""The ways to lay one array over a mesh, and what each costs a step.
+"""The ways to shard one array over a mesh, and their costs per step.
 
-Mesh axes play three parts. Over *batch* axes the examples are split; parameters are whole there, with a sum of
-gradients each step, or split for storage, with gathers before use. Over *tensor* axes the inner dimension of a
-matrix may be cut, with sums of activations; an array that is not cut there is computed by all of them alike, and may
-still be stored in parts.
+Mesh axes have three roles. Over *batch* axes the examples are sharded; parameters are replicated, with a sum of
+gradients each step, or sharded for storage, with gathers before use. Over *tensor* axes the inner dimension of a
+matrix may be sharded, with sums of activations; an array that is not is computed redundantly, but its storage may
+still be sharded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Short ways through the operations that small models call most.
+"""Fast paths for the operations that small models call most.
 
-A portable operation asks whose arrays it was given before it calls the library's function, which takes longer than
-that function where arrays are small. Here the usual case, arrays of the library and of one dtype, is told by a
-comparison of types; every other one (numbers, traced arrays, other dtypes) goes the long way.
+A portable operation determines the library of its arrays before it calls the library's function, which takes longer
+than that function for small arrays. Here the usual case, arrays of one library and dtype, is recognised by comparing
+types; all others (scalars, traced arrays, other dtypes) use the general path.
 """
 
 from __future__ import annotations
