@@ -138,7 +138,7 @@ def test_there_are_no_codes_to_run_in() -> None:
     made = api().compress(as_torch(), decode="auto")
     assert made.merged is not None
     assert made.running.quantized == ()
-    with pytest.raises(CompressError, match="can be multiplied in its codes"):
+    with pytest.raises(CompressError, match="can run quantized"):
         api().compress(pairs(), decode=False)
 
 

@@ -137,7 +137,7 @@ def test_while_is_unknown_and_says_so():
     assert count.total == 0
     assert not count.exact
     assert "while" in count.unknown[0]
-    assert "128 FLOP a trip" in count.unknown[0]
+    assert "128 FLOP per iteration" in count.unknown[0]
     assert "not counting" in str(count)
     # A loop without products hides nothing.
     assert count_flops(lambda c: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, c), f32(4, 4)).exact

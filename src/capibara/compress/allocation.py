@@ -114,7 +114,7 @@ def everywhere(
     """
     points: dict[str, Point] = {}
     exclude = tuple(exclude)
-    problem = f"none of the tensors may lose anything (vectors, integers, fewer than {smallest} numbers, or excluded)."
+    problem = f"no tensor can be compressed with loss (vectors, integers, fewer than {smallest} numbers, or excluded)."
     remedy = "strategy='lossless', or a lower smallest"
     for name, form, shape in source:
         if not _may_lose(name, form, shape, exclude, smallest):

@@ -61,7 +61,7 @@ def refuse(path: object, why: Mapping[str, str]) -> None:
     """
     first = next(iter(why.items()), ("", "no tensor"))
     raise CompressError(
-        f"decode: got False, but no weight of {path} can be multiplied in its codes: {first[0]} is {first[1]}, and "
+        f"decode: got False, but no weight of {path} can run quantized: {first[0]} is {first[1]}, and "
         f"{max(len(why) - 1, 0)} others. Remedy: strategy='int8' (or 'int4', 'nf4') when it is compressed, or "
         "decode='auto'."
     )

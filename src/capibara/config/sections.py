@@ -121,7 +121,7 @@ class VQSection(Section):
     )
     dead_code_threshold: Annotated[float, Field(ge=0.0, le=1e9)] = Field(
         default=1.0,
-        description="codes whose averaged count of vectors a step is below this are drawn anew; 0: never",
+        description="codes with an average count of vectors per step below this are redrawn; 0: never",
     )
 
 
@@ -240,16 +240,16 @@ class TPUSection(Section):
 
     enabled: bool = Field(
         default=False,
-        description="whether a run takes this mesh; else as many local devices as divide a batch",
+        description="whether a run uses this mesh; otherwise as many local devices as divide a batch",
     )
     num_chips: Annotated[int, Field(ge=1, le=1_048_576)] = Field(
         default=32, description="devices in the mesh"
     )
     topology: Annotated[str, Field(min_length=1, max_length=64)] = Field(
-        default="4x8", description="shape of the mesh, one number an axis"
+        default="4x8", description="shape of the mesh, one size per axis"
     )
     mesh_axes: Annotated[tuple[_Name, ...], _listed(min_length=1, max_length=8)] = Field(
-        default=("data", "model"), description="names of the mesh axes, one a number in topology"
+        default=("data", "model"), description="names of the mesh axes, one per size in topology"
     )
     memory_limit_gb: Annotated[float, Field(gt=0.0, le=4096.0)] = Field(
         default=32.0, description="memory a device may use, in GiB"
@@ -262,7 +262,7 @@ class TPUSection(Section):
         description="optimizer state over data axes: like the parameters, or always sharded",
     )
     offload: Literal["none", "optimizer"] = Field(
-        default="none", description="what is kept in host memory between steps"
+        default="none", description="what is stored in host memory between steps"
     )
     flags: Annotated[tuple[_Flag, ...], _listed(max_length=64)] = Field(
         default=(), description="options of the TPU's compiler, name=value"

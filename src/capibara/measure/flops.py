@@ -167,7 +167,7 @@ def _walk(jaxpr: Any, tally: _Tally) -> None:
             inside.add(_tally_of(params["cond_jaxpr"]))
             if inside.total or inside.unknown:
                 tally.unknown[
-                    f"a while loop of {inside.total:,} FLOP a trip, its number of trips unknown"
+                    f"a while loop of {inside.total:,} FLOP per iteration, with an unknown trip count"
                 ] = None
         elif name == "cond" and (branch := _branch_of_platform(params)) is not None:
             tally.add(_tally_of(branch))

@@ -418,7 +418,7 @@ def _computes(jax: Any) -> Check:
         return Check(
             "computation", False, "a small gradient came out wrong", "Reinstall jax and jaxlib together"
         )
-    return Check("computation", True, "a jitted gradient gave the right numbers")
+    return Check("computation", True, "a jitted gradient is correct")
 
 
 def _unused_accelerators(jax: Any) -> list[Check]:

@@ -142,7 +142,7 @@ class PerformanceRules:
                 "info",
                 "jit-rebuilt-per-call",
                 "jax.jit",
-                f"jax.jit is built anew in every call of {function.name}, which is called in a loop",
+                f"jax.jit is created again in every call of {function.name}, which is called in a loop",
                 "build the jitted function once, at module level or in the caller",
             )
 

@@ -118,7 +118,7 @@ class Programs:
                 with np.errstate(invalid="ignore"):
                     worst = np.max(np.abs(got - want), initial=0.0, where=~near)
                 return (
-                    f"{np.sum(~near)} of {want.size} numbers differ from the oracle's, by up to {worst:.3g}"
+                    f"{np.sum(~near)} of {want.size} elements differ from the oracle's, by up to {worst:.3g}"
                 )
         return None
 

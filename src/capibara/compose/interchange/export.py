@@ -61,7 +61,9 @@ def export(
         raise CompileError(f"export: {compiled!r:.200} is not a model compiled on a JaxBackend")
     backend = compiled.backend
     if backend.mesh is not None:
-        raise CompileError("export: the model is laid over a mesh; compile it for a JaxBackend without one")
+        raise CompileError(
+            "export: the model is sharded over a mesh; compile it for a JaxBackend without one"
+        )
     given = (
         [backend.platform]
         if platforms is None

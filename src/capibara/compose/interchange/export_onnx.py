@@ -104,7 +104,9 @@ def _in_torch(model: Any) -> CompiledModel:
     if backend.type == "torch" and backend.device.type == "cpu":
         return model
     if getattr(backend, "mesh", None) is not None:
-        raise CompileError("export_onnx: the model is laid over a mesh; compile it for a backend without one")
+        raise CompileError(
+            "export_onnx: the model is sharded over a mesh; compile it for a backend without one"
+        )
     logical = model.model
     again = (
         "compile the model for TorchBackend() with the same arguments, and export that: "

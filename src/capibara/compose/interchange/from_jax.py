@@ -202,16 +202,16 @@ def _in_order(result: Any, names: list[str]) -> Any:
     if isinstance(result, Mapping):
         if set(result) != set(names):
             raise ShapeError(
-                f"the function gives {sorted(map(str, result))}, and outputs={names} says otherwise"
+                f"the function returns {sorted(map(str, result))}, and outputs={names} says otherwise"
             )
         row = tuple(result[name] for name in names)
     else:
         row = tuple(result) if isinstance(result, tuple | list) else (result,)
     if len(row) != len(names):
-        raise ShapeError(f"the function gives {len(row)} values, and outputs={names} names {len(names)}")
+        raise ShapeError(f"the function returns {len(row)} values, and outputs={names} names {len(names)}")
     for name, value in zip(names, row, strict=True):
         if not hasattr(value, "shape"):
-            raise ShapeError(f"the function gives {type(value).__name__} as {name!r}, expected an array")
+            raise ShapeError(f"the function returns {type(value).__name__} as {name!r}, expected an array")
     return row[0] if len(row) == 1 else row
 
 
@@ -253,12 +253,12 @@ def _follow(run: Any, inputs: list[str], outputs: list[str], wires: list[Any], *
         letter = _kind(value.dtype)
         if letter is None:
             raise KindError(
-                f"the function gives {value.dtype} as {name!r}, which models do not compute with: give its parts"
+                f"the function returns {value.dtype} as {name!r}, which models do not support: return its parts"
             )
         said = wire.find().kind.find().value
         if said is not None and letter != said:
             raise KindError(
-                f"the function gives {value.dtype} as {name!r}, which is {said} in the model: say so with "
+                f"the function returns {value.dtype} as {name!r}, which is {said} in the model: say so with "
                 f"kinds={{{name!r}: {letter!r}}}"
             )
         dims = []

@@ -225,7 +225,7 @@ class _Reader:
         key, role, kind = _name(found["key"], "a wire"), found.get("role"), found["kind"]
         what = f"the wire {key!r}"
         if kind is not None and kind not in KINDS:
-            raise ModelFormatError(f"{what} has the kind {_short(kind)}, none of {KINDS}")
+            raise ModelFormatError(f"{what} has the kind {_short(kind)}, expected one of {KINDS}")
         shape = [self._dim(item, what) for item in _list(found["shape"], what)]
         if role is None:
             model._declare(key, Wire(model._shape(shape), kind))

@@ -129,7 +129,7 @@ def check_float64(*trees: Any) -> None:
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees)):
         raise InputError(
             "this model has float64 numbers, and is traced (by jax.jit, jax.grad, jax.vmap …) while JAX's float64 is "
-            "off, which would cut its gradients to float32: call the transformed function within `with "
+            "off, which would truncate its gradients to float32: call the transformed function within `with "
             "compiled.backend.scope():`, or use evaluate"
         )
 

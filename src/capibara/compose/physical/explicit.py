@@ -59,7 +59,7 @@ def refuse_explicit(*trees: Any) -> None:
     if is_explicit(*trees):
         raise ExplicitAxesError(
             "arrays with explicit mesh axes (jax.make_mesh) are traced here, and the model needs automatic ones: "
-            "say how the outputs are to be laid out, as in jax.sharding.auto_axes(compiled.apply, "
+            "specify the sharding of the outputs, as in jax.sharding.auto_axes(compiled.apply, "
             "out_sharding={'output': PartitionSpec('data')}), or make the mesh by jax.sharding.Mesh(devices, names)"
         )
 

@@ -37,7 +37,7 @@ def check_devices(mesh: Any | None, **trees: Any) -> None:
                 on = ", ".join(sorted(str(d) for d in x.sharding.device_set)[:4])
                 raise InputError(
                     f"{name}{jax.tree_util.keystr(path)} is on {on}, and the backend's mesh has {len(there)} devices: "
-                    "lay it over the mesh by jax.device_put(…, compiled.propose_shardings()[…])"
+                    "shard it over the mesh with jax.device_put(…, compiled.propose_shardings()[…])"
                 )
 
 

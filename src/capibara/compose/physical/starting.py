@@ -173,7 +173,7 @@ def propose_shardings(compiled: CompiledModel) -> dict[str, Any]:
     backend = compiled.backend
     mesh = getattr(backend, "mesh", None)
     if mesh is None:
-        raise CompileError("the backend has no mesh to lay arrays over: JaxBackend(device_mesh=(2, 2))")
+        raise CompileError("the backend has no mesh to shard arrays over: JaxBackend(device_mesh=(2, 2))")
 
     def one(spec: ArraySpec, kind: Any) -> Any:
         if spec.axes is None or spec.shape is None:

@@ -160,7 +160,7 @@ class _Evaluation:
             if x.data or np.ndim(x.array) < 2:
                 continue
             for leaf in (*x.places, *x.made_of):
-                self.unseen.lose(leaf, f"it goes into {name}, which is not looked into")
+                self.unseen.lose(leaf, f"it is used in {name}, which is not followed")
 
     def places(self, eqn: Any, inputs: list[_Value], arrays: list[Any]) -> list[_Places]:
         """Which elements of leaves the results hold."""

@@ -71,7 +71,7 @@ def strategy_engine(strategy: str) -> contextlib.AbstractContextManager[None]:
     if (problem := engine_problem("jax")) is not None:
         warn_fallback(
             "jax",
-            f"strategy='jax': JAX does not run here ({problem}): codecs run on what is here, with the same bytes.",
+            f"strategy='jax': JAX does not run here ({problem}): codecs use another engine, with the same bytes.",
         )
         return contextlib.nullcontext()
     if not on_accelerator("jax") and has_native():

@@ -132,13 +132,13 @@ class CompressionStrategy:
                 decoded = made.decode()
                 if codec in EXACT and not np.array_equal(bits.values, decoded):
                     raise CompressError(
-                        f"{name}: the exact codec did not give the numbers back. Please report this."
+                        f"{name}: the lossless codec did not restore the values. Please report this."
                     )
                 error = relative_error(bits.values, decoded, bits.form)
                 if not math.isfinite(error):
                     raise CompressError(
-                        f"{name}: {codec} loses more than can be said: it changed a NaN or an infinity or made one, or "
-                        "changed zeros alone. Remedy: strategy='lossless'. Please report this."
+                        f"{name}: {codec} changed a NaN or an infinity, or created one, or changed a tensor of zeros. "
+                        "Remedy: strategy='lossless'. Please report this."
                     )
         return CompressedTensor(entry, payloads, bits.kind, bits.device, made.engine, reason, error, seconds)
 
@@ -266,7 +266,9 @@ class StrategySelector:
                 "jax",
                 f"JAX does not run here ({self.jax_problem}): the host's code does the same, to the byte.",
             )
-            return Choice(self.strategies["auto"], f"JAX was asked for and is not here ({self.jax_problem})")
+            return Choice(
+                self.strategies["auto"], f"JAX was requested but is not available ({self.jax_problem})"
+            )
         self.check(name)
         found = self.strategies[name]
         bits = tensor if isinstance(tensor, Bits) else read_tensor(tensor)

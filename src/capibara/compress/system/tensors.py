@@ -67,7 +67,7 @@ def read_tensor(tensor: Any) -> Bits:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(tensor, jax.core.Tracer):
         raise CompressError(
-            "tensor: a traced value of JAX, which has no numbers yet. Remedy: compress outside of jit."
+            "tensor: a traced JAX value, which has no data yet. Remedy: compress outside of jit."
         )
     if is_torch(tensor):
         tensor = resolved(tensor)

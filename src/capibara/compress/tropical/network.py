@@ -32,9 +32,7 @@ def _check(weight: np.ndarray, bias: np.ndarray | None, what: str, dimensions: s
     if bias is not None and (not isinstance(bias, np.ndarray) or bias.shape != weight.shape[:1]):
         raise CompressError(f"{what}: the bias has shape {np.shape(bias)}, expected {weight.shape[:1]}")
     if not np.isfinite(weight).all() or (bias is not None and not np.isfinite(bias).all()):
-        raise CompressError(
-            f"{what}: NaN or infinite weights. Remedy: nothing can be merged by such numbers."
-        )
+        raise CompressError(f"{what}: NaN or infinite weights cannot be merged.")
 
 
 @dataclass(frozen=True)
