@@ -123,8 +123,8 @@ class AxisRules:
             said = f"{place} has the axis name {name!r}, which" if place else repr(name)
             raise ConfigError(
                 f"{said} is neither a logical axis ({', '.join(logical)}) nor an axis of the mesh "
-                f"({', '.join(mesh_axes) or 'there is none'}).{did_you_mean(str(name), [*logical, *mesh_axes])} A name "
-                f"of your own is made known by a row in AxisRules: {{{name!r}: ('model',)}}, or () if it is never "
+                f"({', '.join(mesh_axes) or 'there is none'}).{did_you_mean(str(name), [*logical, *mesh_axes])} Add "
+                f"a row for your own name to AxisRules: {{{name!r}: ('model',)}}, or () if it is never "
                 "sharded."
             )
 
