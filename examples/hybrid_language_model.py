@@ -1,4 +1,4 @@
-"""A language model of attention and state-space blocks in turn, trained and sampled from Python.
+"""A language model of alternating attention and state-space blocks, trained and sampled from Python.
 
 python examples/hybrid_language_model.py --steps 200
 """

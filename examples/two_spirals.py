@@ -1,4 +1,4 @@
-"""Compose a classifier, and train it with nothing but JAX: which of two spirals is a point on?
+"""Compose a classifier of points on two spirals, and train it with plain JAX.
 
 python examples/two_spirals.py
 """

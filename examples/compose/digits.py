@@ -1,4 +1,4 @@
-"""Handwritten digits: a small convolutional network, trained with Optax, judged on digits that it has not seen.
+"""Handwritten digits: a small convolutional network, trained with Optax and evaluated on held-out digits.
 
 python examples/compose/digits.py            # needs scikit-learn, which brings 1797 digits of 8 x 8 pixels
 python examples/compose/digits.py --plot digits.png

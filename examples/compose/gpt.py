@@ -1,4 +1,4 @@
-"""A small GPT: composed of blocks, trained on Python's documentation, then asked to go on with a text.
+"""A small GPT: composed of blocks, trained on Python's documentation, then used to continue a text.
 
 python examples/compose/gpt.py --steps 200 --prompt "A class "
 """
@@ -20,9 +20,10 @@ LETTERS = 128  # ASCII
 
 
 class Layer(ml.Model):
-    """One layer of a transformer: each token looks at those before it, then thinks by itself.
+    """One transformer layer: causal self-attention, then a feed-forward layer.
 
-    ``input [batch, sequence, size]`` → ``output`` of the same shape; ``cos`` and ``sin`` say where the tokens stand.
+    ``input [batch, sequence, size]`` → ``output`` of the same shape; ``cos`` and ``sin`` encode the positions of the
+    tokens.
     """
 
     def __init__(self, size: int, heads: int) -> None:

@@ -1,4 +1,4 @@
-"""A character at a time: an LSTM learns to write like Python's own documentation.
+"""A character-level LSTM that learns to write like Python's own documentation.
 
 python examples/compose/lstm.py --steps 300 --prompt "The "
 """
@@ -18,10 +18,10 @@ from capibara import compose as ml
 
 
 def network(letters: int, hidden: int) -> ml.Model:
-    """Scores of the letter after each: ``text int [batch, time]`` → ``scores [batch, time, letters]``.
+    """Scores of the next letter at each position: ``text int [batch, time]`` → ``scores [batch, time, letters]``.
 
-    What the LSTM remembers goes in as ``hidden`` and ``cell`` and comes out as ``next_hidden`` and ``next_cell``,
-    so that one call can go on where another ended.
+    The LSTM's state is passed as ``hidden`` and ``cell`` and returned as ``next_hidden`` and ``next_cell``, so that
+    one call can continue where another ended.
     """
     model = ml.Model()
     model |= ml.Embedding(letters, 32)(input="text", output="embedded")

@@ -1,4 +1,4 @@
-"""A model over a mesh of devices: each has a part of the batch and a part of the weights, and nothing else changes.
+"""A model on a mesh of devices: the batch and the weights are sharded, and the model does not change.
 
 python examples/compose/sharded_mlp.py              # four devices, emulated on this machine's CPU
 python examples/compose/sharded_mlp.py --mesh 4x8   # 32 of them

@@ -1,4 +1,4 @@
-"""One model on two backends: trained in JAX and in PyTorch from the same start, it learns the same, step by step.
+"""One model on two backends: trained in JAX and in PyTorch from the same parameters, with equal results step by step.
 
 python examples/compose/two_backends.py      # needs PyTorch and scikit-learn
 """
