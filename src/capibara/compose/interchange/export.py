@@ -1,7 +1,7 @@
 """Compiled models as programs that any process with JAX runs, without Capibara: ``jax.export`` (StableHLO in a file).
 
-A program takes what the model takes, parameters among it, and stays open in the sizes that the model leaves open. The
-file is what ``jax.export.Exported.serialize`` writes, so that JAX alone can read it.
+A program takes the model's arguments, including parameters, and leaves the same sizes open. The file has the format
+of ``jax.export.Exported.serialize``, so that JAX alone can read it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def export(
     """Write a compiled model as a program of ``jax.export``.
 
     Equivalent JAX: ``jax.export.export(jax.jit(function), platforms=…)(jax.ShapeDtypeStruct(…), …)`` and
-    ``path.write_bytes(exported.serialize())``. Operations that have native code of this installation take another of
-    their implementations, so that the program runs elsewhere.
+    ``path.write_bytes(exported.serialize())``. Operations with native code of this installation use another
+    implementation, so that the program runs elsewhere.
 
     Args:
         compiled: a model compiled on a ``JaxBackend`` without a mesh.
-        path: the file, written whole or not at all. None: only return the program.
+        path: the file, written atomically. None: only return the program.
         platforms: of "cpu", "cuda", "rocm", "tpu"; by default the backend's own.
-        gradients: the program can be differentiated once (``vjp``), by who calls it.
+        gradients: the program can be differentiated once (``vjp``) by its caller.
         sizes: values for free sizes, by name; the others stay open.
 
     Returns:
@@ -130,16 +130,16 @@ def _check_flatbuffers() -> None:
 
 
 def load_exported(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Any:
-    """Read a program that :func:`export` (or ``jax.export``) wrote.
+    """Read a program written by :func:`export` (or ``jax.export``).
 
     Args:
-        path: the file. max_bytes: the largest that is read.
+        path: the file. max_bytes: maximum size.
 
     Returns:
         The ``jax.export.Exported``: ``.call``, ``.platforms``, ``.in_avals``.
 
     Raises:
-        MissingFileError: there is no such file. InputError: it is too large, or holds no such program.
+        MissingFileError: there is no such file. InputError: it is too large, or not such a program.
         MissingExtraError: the package flatbuffers is missing.
     """
     import jax

@@ -1,9 +1,9 @@
-"""Compiled models as ONNX files, which other runtimes than JAX and PyTorch execute.
+"""Compiled models as ONNX files, for runtimes other than JAX and PyTorch.
 
-ONNX is a graph of operations with the weights in it, in one file. PyTorch writes it: the model is compiled for a
+An ONNX file contains a graph of operations and the weights. PyTorch writes it: the model is compiled for a
 ``TorchBackend`` (again, if it was compiled for another), its function is traced by ``torch.export``, and
-``torch.onnx.export`` translates the trace. Dropout and the like are those of evaluation. Sizes that the model leaves
-open stay open, under their names.
+``torch.onnx.export`` translates the trace. Dropout and similar operations behave as in evaluation. Sizes that the
+model leaves open stay open, under their names.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def export_onnx(
     """Write a model with its parameters as an ONNX file.
 
     Inputs and outputs have the model's keys, weights their dotted names (``layer_0.weight``). States that evaluation
-    leaves alone, such as running statistics, are weights too; others become inputs ``state.<name>`` and outputs
-    ``next_state.<name>``.
+    does not change, such as running statistics, are weights as well; others become inputs ``state.<name>`` and
+    outputs ``next_state.<name>``.
 
     Equivalent torch: ``torch.onnx.export(module, inputs, path, dynamo=True)`` for a module that calls
     ``compiled.apply``.
 
     Args:
-        model: a compiled model on any backend without a mesh, or a model, which is compiled as it is.
-        params: its parameters, nested as the model takes them, as arrays of any of the three libraries.
-        path: the file, written whole or not at all. None: only return the graph.
-        state: what the model remembers, for a model with states.
-        opset: the version of ONNX' set of operations; by default torch's choice.
-        optimize: let torch simplify the graph, and compute what only weights go into: such weights lose their names.
+        model: a compiled model on any backend without a mesh, or a model, which is compiled with default options.
+        params: its parameters, nested as in the model, as arrays of any of the three libraries.
+        path: the file, written atomically. None: only return the graph.
+        state: the state, for a model with states.
+        opset: the ONNX opset version; by default torch's choice.
+        optimize: let torch simplify the graph and precompute operations on weights: such weights lose their names.
         sizes: values for free sizes, by name; the others stay open.
 
     Returns:
@@ -67,7 +67,7 @@ def export_onnx(
         MissingExtraError: torch, onnx or onnxscript is missing.
         InputError: parameters or states that are not the model's.
         CompileError: the model cannot be compiled for PyTorch, an input's rank is unknown, an operation has no
-            counterpart in ONNX, a size cannot stay open, or the weights are more than one file holds (2 GiB).
+            counterpart in ONNX, a size cannot stay open, or the weights exceed the limit of one file (2 GiB).
     """
     for package in ("torch", "onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:

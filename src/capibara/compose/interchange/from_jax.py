@@ -1,7 +1,7 @@
-"""Functions of JAX as blocks.
+"""JAX functions as blocks.
 
 The shapes of the results follow from those of the inputs by ``jax.eval_shape``, as soon as all ranks are known. Sizes
-that are still open are symbols then (``jax.export.symbolic_shape``), so that the shapes are right for every size.
+that are still open are then symbols (``jax.export.symbolic_shape``), so that the shapes are right for every size.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def from_jax(
         function: a pure function of arrays, which returns one array, a tuple in the order of ``outputs``, or a dict
             with them as keys. With ``params`` they are its first argument.
         inputs: names of its arguments; by default those of its signature that have no default.
-        outputs: names of what it returns.
-        params: arrays to train, in a dict that may be nested; they start as they are given. In the model a parameter
-            has its path as its name: ``{"dense": {"w": …}}`` is ``dense_w``.
+        outputs: names of its results.
+        params: arrays to train, in a possibly nested dict, with their initial values. In the model, a parameter is
+            named by its path: ``{"dense": {"w": …}}`` is ``dense_w``.
         kinds: "float", "int" or "bool" by port; by default inputs are of any kind, and outputs are floats.
-        uses_key: the function draws random numbers: it is called with ``key=``, a JAX key of its own, made from the
-            ``key`` that the model is called with.
+        uses_key: the function draws random numbers: it is called with ``key=``, its own JAX key, derived from the
+            ``key`` of the model call.
         name: of the block.
 
     Raises:

@@ -1,14 +1,13 @@
 """PyTorch modules as composed models, with their weights.
 
-``torch.export`` traces a module for example inputs and breaks it down to the operations that PyTorch calls its core
-set. Each of them has one function in :mod:`.from_torch_operations`, which puts the primitives that compute the same
-into a model. What does not depend on the input's values is decided by the trace: Python branches, and every size
-that ``dynamic_shapes`` does not leave open.
+``torch.export`` traces a module with example inputs and decomposes it to PyTorch's core operations. Each of them has
+a function in :mod:`.from_torch_operations` that adds equivalent primitives to a model. The trace fixes everything
+that does not depend on input values: Python branches, and every size that ``dynamic_shapes`` does not leave open.
 
 Parameters keep torch's names: ``encoder.layers.0.linear1.weight`` is
-``params["encoder"]["layers"]["item_0"]["linear1"]["weight"]``. A part that does not begin with a letter gets
-``item_`` before it, and characters that cannot stand in a name become ``_``. Buffers (the statistics of a batch
-normalisation, tables) are constants of the model.
+``params["encoder"]["layers"]["item_0"]["linear1"]["weight"]``. A part that does not begin with a letter is prefixed
+with ``item_``, and invalid characters become ``_``. Buffers (the statistics of a batch normalisation, tables) are
+constants of the model.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ __all__ = ["Imported", "UnsupportedTorchError", "from_torch"]
 
 @dataclass(frozen=True)
 class Imported:
-    """A model made of a torch module.
+    """A model imported from a torch module.
 
     Attributes:
         model: to be compiled or connected. Its inputs have the names of ``forward``'s parameters, its outputs are
-            ``output``, or ``output_0``, ``output_1`` … where the module returns several.
-        params: the weights as NumPy arrays, nested as the compiled model takes them.
-        state: with ``training=True`` the running statistics that the model starts from, such as
-            ``layers_0_norm_running_mean``; else nothing, since they are constants then.
+            ``output``, or ``output_0``, ``output_1`` … if the module returns several.
+        params: the weights as NumPy arrays, nested as in the compiled model.
+        state: with ``training=True`` the initial running statistics, such as ``layers_0_norm_running_mean``;
+            otherwise empty, since they are constants.
     """
 
     model: Model
@@ -66,11 +65,11 @@ def from_torch(
     dynamic_shapes: Any = None,
     training: bool = False,
 ) -> Imported:
-    """A model that computes what a torch module computes in evaluation mode, and the module's weights.
+    """Convert a torch module in evaluation mode, and its weights, to a composed model.
 
     Equivalent torch: ``torch.export.export(module.eval(), example_inputs, …).run_decompositions()``. The module is
     not changed. Dtypes are those of the compiled model: floats are computed in the backend's dtype, integers
-    as int32. A parameter that the module has under several names is one parameter, under one of them.
+    as int32. A parameter with several names in the module is one parameter, under one of them.
 
     Args:
         module: a ``torch.nn.Module``.
@@ -78,10 +77,10 @@ def from_torch(
         example_keywords: the same for arguments by name.
         dynamic_shapes: as ``torch.export.export`` takes it: ``({0: torch.export.Dim("batch")},)`` leaves the first
             size of the first input open.
-        training: trace the module in training mode, for a model that trains as it does: with ``train=True`` its
-            dropout drops, and its batch normalisations use the batch and move their running statistics, which are
-            states then; without, both do what they do in evaluation. Python branches on ``self.training`` are
-            those of training.
+        training: trace the module in training mode, for a model that trains like it: with ``train=True`` its dropout
+            is active, and its batch normalisations use the batch and update their running statistics, which are then
+            states; otherwise both behave as in evaluation. Python branches on ``self.training`` are those of
+            training.
 
     Raises:
         MissingExtraError: torch is not installed.

@@ -1,7 +1,7 @@
-"""Canonical inputs and outputs: what ``model += block`` joins where nobody says which connection.
+"""Canonical inputs and outputs: the default connections of ``model += block``.
 
-By default a model goes on from what was produced last, into the block's one input that has no name. A model of several
-inputs or outputs says which it means by :meth:`Canonical.set_cins` and :meth:`Canonical.set_couts`.
+By default, the model's latest output is connected to the block's only unnamed input. Models with several inputs or
+outputs choose them with :meth:`Canonical.set_cins` and :meth:`Canonical.set_couts`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["Canonical"]
 
 
 class Canonical(Settings):
-    """The part of a model that knows its canonical connections."""
+    """The part of a model that stores its canonical connections."""
 
     @property
     def cins(self) -> list[Port]:
-        """The inputs that ``+=`` may join to what comes before: those of :meth:`set_cins`, or the main one."""
+        """The inputs that ``+=`` may connect to the previous output: those of :meth:`set_cins`, or the main one."""
         keys = self._cins if self._cins is not None else [k for k in [self._main_input()] if k is not None]
         return [Port(self, key) for key in keys]
 
     @property
     def couts(self) -> list[Port]:
-        """The outputs that ``+=`` may go on from: those of :meth:`set_couts`, or what was produced last."""
+        """The outputs that ``+=`` may connect next: those of :meth:`set_couts`, or the latest one."""
         if self._couts is not None:
             return [Port(self, key) for key in self._couts]
         return [] if self._last is None else [self._last]
@@ -52,7 +52,7 @@ class Canonical(Settings):
         return _only(self.couts, self.label, "output", "set_couts")
 
     def set_cins(self, *keys: Any) -> None:
-        """Say which inputs ``outer += model`` joins to what ``outer`` has last produced: one that is left open.
+        """Set the inputs that ``outer += model`` may connect to ``outer``'s latest output: one that is still open.
 
         Raises:
             WiringError: one is not an input of the model.
@@ -66,7 +66,7 @@ class Canonical(Settings):
             put(self, "_cins", names)
 
     def set_couts(self, *keys: Any) -> None:
-        """Say what ``model += block`` goes on from, and ``outer += block`` after ``outer += model``.
+        """Set the outputs that ``model += block``, and ``outer += block`` after ``outer += model``, connect next.
 
         Raises:
             WiringError: one is not computed in the model.

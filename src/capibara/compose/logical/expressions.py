@@ -1,7 +1,7 @@
-"""From expressions to blocks in a model.
+"""Convert expressions to blocks in a model.
 
-The calls that an expression was made of are added after what they read, each once, however often its result is
-used; without recursion, so that an expression of ten thousand operators is as good as one of two.
+The calls of an expression are added after their inputs, each once, however often its result is used; without
+recursion, so that expressions of ten thousand operators work.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DEEPEST = 32
 
 
 def as_placement(other: Any) -> tuple[Block, Mapping[str, Any], str | None]:
-    """A block that is to be added, and its connections.
+    """A block to be added, and its connections.
 
     Raises:
-        WiringError: it is none.
+        WiringError: it is not a block.
     """
     if isinstance(other, Placement):
         return other.block, other.connections, other.name
@@ -46,7 +46,7 @@ def _origin(call: Call) -> Placement | Call:
 
 
 def origin_of(other: Any) -> Placement | Call | None:
-    """What was called, of something that is added to a model; see :attr:`Call.origin`."""
+    """The origin of something that is added to a model; see :attr:`Call.origin`."""
     if isinstance(other, Connection):
         return _origin(other.call)
     return other if isinstance(other, Placement) else None

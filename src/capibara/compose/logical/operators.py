@@ -1,11 +1,10 @@
 """Arithmetic with connections: ``(x - x.mean(-1, keepdim=True)) / scale``.
 
-Each operator is a block of :mod:`capibara.compose.primitives`, made when the expression is written and added to a
-model when the expression is connected to something in it. Numbers, arrays and (nested) lists of numbers may stand
-on either side.
+Each operator is a block of :mod:`capibara.compose.primitives`, created when the expression is evaluated and added to
+a model when the expression is connected. Scalars, arrays and (nested) lists of numbers are allowed on either side.
 
 ``==`` and ``!=`` stay Python's own, so that connections can be keys of dicts and members of sets: ``a.eq(b)`` and
-``a.ne(b)`` compare values. For the same reason a connection is neither true nor false, and cannot be looped over.
+``a.ne(b)`` compare values. For the same reason, a connection has no truth value and cannot be iterated over.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _operand(value: Any) -> Any:
 
 
 class Operators:
-    """What connections, ports and keys have in common: each method gives a new connection, and adds no block yet.
+    """The operators of connections, ports and keys: each method returns a new connection, without adding a block yet.
 
     Shapes and kinds are those of the primitive named; errors in arguments (``axis``, an index) are raised at once,
     those of shapes when the expression is connected in a model, naming the line where it was written.
@@ -262,7 +261,7 @@ class Operators:
 
     @property
     def T(self) -> Connection:
-        """All dimensions back to front."""
+        """The transpose: all dimensions in reverse order."""
         return self._one("Transpose")
 
     def transpose(self, *axes: Any) -> Connection:
@@ -270,7 +269,7 @@ class Operators:
         return self._one("Transpose", None if not axes or axes[0] is None else _row(axes))
 
     def reshape(self, *shape: Any) -> Connection:
-        """``x.reshape(2, -1)`` or ``x.reshape((x.shape[0], -1))``: integers, or connections that follow from shapes.
+        """``x.reshape(2, -1)`` or ``x.reshape((x.shape[0], -1))``: integers, or sizes.
 
         ``x.reshape(y.shape)`` takes all of them from a connection.
         """
@@ -352,7 +351,7 @@ class Operators:
         return self._one("Clip", low, high)
 
     def tensor(self) -> Connection:
-        """A number as an array."""
+        """A scalar as an array."""
         return self._one("ToTensor")
 
     def stop_gradient(self) -> Connection:

@@ -1,6 +1,6 @@
-"""What can be said of connections after they were made: names, shapes, types, values, what is trained, what is kept.
+"""Set properties of existing connections: names, shapes, types, values, trained parameters, states.
 
-A connection is given by its name in the model, as a port of a block in it, or as an expression of such.
+A connection is given by its name in the model, as a port of a block, or as an expression of these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_key(key: Any) -> None:
 
 
 class Settings(Block):
-    """Base of :class:`~capibara.compose.logical.model.Model`: its connections, and what is said of them."""
+    """Base of :class:`~capibara.compose.logical.model.Model`: its connections and their properties."""
 
     children: list[Child]
     state_updates: dict[str, Wire]
@@ -172,7 +172,7 @@ class Settings(Block):
     # ---- names --------------------------------------------------------------------------------------------
 
     def expose(self, *keys: str) -> None:
-        """Make named connections outputs of the model (and nothing else, unless exposed too)."""
+        """Make named connections the outputs of the model (all others only if exposed as well)."""
         for key in keys:
             self._check_port(key)
         for key in keys:
@@ -187,10 +187,10 @@ class Settings(Block):
         """Make connections outputs: ``expose_keys("a", b="c", total=first.output + 1)``.
 
         Args:
-            keys: connections that keep their names. named: connections by the names that they are exposed under.
+            keys: connections that keep their names. named: connections by output name.
 
         Raises:
-            WiringError: there is no such connection, or a name is another's already.
+            WiringError: there is no such connection, or a name is already taken.
         """
         self._unfrozen()
         with transaction():
@@ -203,7 +203,7 @@ class Settings(Block):
                 self._expose(name)
 
     def rename_key(self, old: Any, new: str) -> None:
-        """Give a connection another name; the old one is then free.
+        """Rename a connection; the old name is then free.
 
         Raises:
             WiringError: there is no such connection, or the name is taken.
@@ -235,17 +235,17 @@ class Settings(Block):
         return None
 
     def connect(self, *connections: Any, key: str | IOKey | None = None) -> None:
-        """Make connections one value: ``connect("a", relu.input, key="shared")``.
+        """Merge connections into one value: ``connect("a", relu.input, key="shared")``.
 
-        At most one of them may be the result of a block. Where several have names, the value keeps the first, or gets
-        that of ``key``; the others still find it, and are neither inputs nor outputs.
+        At most one of them may be the result of a block. If several have names, the value keeps the first, or gets
+        that of ``key``; the others still refer to it, but are neither inputs nor outputs.
 
         Args:
             connections: two or more, or one to be connected with the key.
-            key: a name, or an :class:`IOKey` with more said of the value.
+            key: a name, or an :class:`IOKey` with further properties.
 
         Raises:
-            WiringError, ShapeError, KindError: they cannot be one value; the model is left as it was.
+            WiringError, ShapeError, KindError: they cannot be one value; the model is unchanged.
         """
         self._unfrozen()
         if len(connections) + (key is not None) < 2:
@@ -277,13 +277,13 @@ class Settings(Block):
     # ---- shapes, types, values ----------------------------------------------------------------------------
 
     def set_shapes(self, config: Mapping[Any, Any] | None = None, /, **shapes: Any) -> None:
-        """Say more of the shapes of connections: ``model.set_shapes(input=(None, 128))``.
+        """Set shapes of connections: ``model.set_shapes(input=(None, 128))``.
 
         Args:
             config: shapes by name, port or expression. shapes: by name.
 
         Raises:
-            ShapeError: when a size contradicts what is known; the model is left as it was.
+            ShapeError: a size contradicts a known one; the model is unchanged.
         """
         with transaction():
             for key, spec in _pairs(config, shapes):
@@ -309,13 +309,13 @@ class Settings(Block):
                 settle()
 
     def set_types(self, config: Mapping[Any, Any] | None = None, /, **types: Any) -> None:
-        """Say the types of connections: ``model.set_types(input=Tensor[int], scale=float)``.
+        """Set types of connections: ``model.set_types(input=Tensor[int], scale=float)``.
 
         Args:
-            config: types by name, port or expression. types: by name; see :class:`IOKey` for what a type may be.
+            config: types by name, port or expression. types: by name; see :class:`IOKey` for valid types.
 
         Raises:
-            KindError, ShapeError: a type contradicts what is known; the model is left as it was.
+            KindError, ShapeError: a type contradicts a known one; the model is unchanged.
             WiringError: it is not a type.
         """
         with transaction():
@@ -325,14 +325,14 @@ class Settings(Block):
                 self._say(wire, Wire(self._shape((...,) if shape is None else shape), kind), shown)
 
     def set_values(self, config: Mapping[Any, Any] | None = None, /, **values: Any) -> None:
-        """Fix inputs to values that are part of the model: ``model.set_values(scale=0.5)``.
+        """Give inputs constant values that are part of the model: ``model.set_values(scale=0.5)``.
 
         Args:
             config: numbers, arrays or lists of numbers by name, port or expression. values: by name.
 
         Raises:
-            WiringError: what is named is not an input, or the value is none.
-            KindError, ShapeError: the value does not fit; the model is left as it was.
+            WiringError: the connection is not an input, or the value is invalid.
+            KindError, ShapeError: the value does not match; the model is unchanged.
         """
         with transaction():
             for key, value in _pairs(config, values):
@@ -347,17 +347,17 @@ class Settings(Block):
     # ---- what is trained, what is kept --------------------------------------------------------------------
 
     def set_differentiability(self, config: Mapping[Any, bool] | None = None, /, **flags: bool) -> None:
-        """Say what is trained: ``model.set_differentiability(weight=False, table=True)``.
+        """Choose what is trained: ``model.set_differentiability(weight=False, table=True)``.
 
-        True makes a float input a parameter, which starts from a normal distribution with standard deviation 0.02;
+        True makes a float input a parameter, initialised from a normal distribution with standard deviation 0.02;
         False makes a parameter an input, without gradients.
 
         Args:
             config: True or False by name, port or expression. flags: by name.
 
         Raises:
-            WiringError: what is named is neither an input nor a parameter; the model is left as it was.
-            KindError: it holds no floats.
+            WiringError: the connection is neither an input nor a parameter; the model is unchanged.
+            KindError: it does not have floating-point values.
         """
         self._unfrozen()
         with transaction():
@@ -391,16 +391,17 @@ class Settings(Block):
             put(root.find(), "role", "param")
 
     def bind_state_keys(self, input_key: Any, output_key: Any, initial_value: Any = 0) -> None:
-        """Make an input a state, whose next value is another connection: running means, counters, caches.
+        """Turn an input into a state whose next value is another connection: running means, counters, caches.
 
         Args:
-            input_key: an input of the model; it is then in ``state=``, and no input.
-            output_key: what its value is after the model has run.
+            input_key: an input of the model; it becomes part of ``state=`` instead.
+            output_key: its value after the model has run.
             initial_value: a number, or an array or list, which fixes the shape. With a number the shape must follow
                 from the model or be given (:meth:`set_shapes`).
 
         Raises:
-            WiringError: the first is not an input, or has a next value. ShapeError, KindError: they do not fit.
+            WiringError: the first is not an input, or already has a next value. ShapeError, KindError: they do not
+            match.
         """
         self._unfrozen()
         with transaction():

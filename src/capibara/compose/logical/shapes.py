@@ -1,20 +1,20 @@
 """Symbolic shapes and their unification.
 
-A model is composed before its sizes are known, so a shape is a row of :class:`Dim` (sizes that may still be
-unknown) with at most one :class:`Rest` in it, which stands for any number of further dimensions::
+A model is composed before its sizes are known, so a shape is a sequence of :class:`Dim` (sizes that may still be
+unknown) with at most one :class:`Rest`, which stands for any number of further dimensions::
 
     (*batch, sequence, 64)        Rest("batch"), Dim("sequence"), Dim(64)
 
 Connecting two values makes their shapes equal: :func:`unify` merges dimension with dimension (a union-find), and
-fills a ``Rest`` with whatever stands opposite. What cannot be decided yet (``(*a, 3)`` against ``(4, *b)`` may be
-one dimension or many) is kept as a :class:`Constraint` and tried again when something it looks at changes. The
-same mechanism carries the rules of single operations, such as broadcasting.
+assigns the remaining dimensions to a ``Rest``. What cannot be decided yet (``(*a, 3)`` against ``(4, *b)`` may be one
+dimension or many) is stored as a :class:`Constraint` and retried when something that it depends on changes. The rules
+of single operations, such as broadcasting, use the same mechanism.
 
-Every change is written to the :mod:`~capibara.compose.logical.trail`, so that a connection that fails leaves the model
-as it was.
+Every change is recorded in the :mod:`~capibara.compose.logical.trail`, so that a failed connection leaves the model
+unchanged.
 
-Each ``Dim`` may also carry a logical axis name (``"embed"``, ``"heads"`` …). Names travel with unification: naming
-the axes of the parameters names those of the activations between them.
+Each ``Dim`` may also have a logical axis name (``"embed"``, ``"heads"`` …). Unification propagates names: naming the
+axes of parameters also names those of the activations between them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_SIZE = 1 << 48
 class Dim:
     """One dimension: its size if known, a readable name, and the logical axis it belongs to.
 
-    ``factors``: dimensions whose product it is, where that is known and its size is not.
+    ``factors``: dimensions whose product it is, if these are known and its size is not.
     """
 
     __slots__ = ("axis", "factors", "name", "parent", "size", "watchers")
@@ -82,7 +82,7 @@ class Rest:
 
 
 class Shape:
-    """A row of dimensions with at most one :class:`Rest`."""
+    """A sequence of dimensions with at most one :class:`Rest`."""
 
     __slots__ = ("items",)
 
@@ -145,7 +145,7 @@ def _shorten(way: Sequence[Rest]) -> None:
 
 
 class Constraint:
-    """A rule between shapes that is tried again whenever one of them changes, until it is settled."""
+    """A rule between shapes that is retried whenever one of them changes, until it is settled."""
 
     __slots__ = ("describe", "done", "rule", "shapes", "where")
 
@@ -182,7 +182,7 @@ class Constraint:
 
 
 def settle() -> None:
-    """Run the constraints that are waiting because something they look at has changed."""
+    """Run the pending constraints, whose shapes have changed."""
     waiting = building.waiting
     try:
         while waiting:
@@ -231,12 +231,12 @@ def _unify_dims(a: Dim, b: Dim) -> None:
 
 
 def set_size(dim: Dim, size: int) -> None:
-    """Give a dimension its size, or check the one it has."""
+    """Set the size of a dimension, or check the existing one."""
     _unify_dims(dim, Dim(size))
 
 
 def product_of(dims: Iterable[Dim]) -> tuple[int, list[Dim]]:
-    """A product of sizes: the known part of it, and the dimensions that are not known (some perhaps several times)."""
+    """A product of sizes: its known part, and the unknown dimensions (possibly repeated)."""
     known, open_dims = 1, []
     stack: list[tuple[Dim, tuple[Dim, ...]]] = [(dim, ()) for dim in dims]
     while stack:
@@ -252,7 +252,7 @@ def product_of(dims: Iterable[Dim]) -> tuple[int, list[Dim]]:
 
 
 def quotient(whole: Iterable[Dim], part: Iterable[Dim]) -> Dim | None:
-    """The size by which ``part`` is multiplied to give ``whole``, as a dimension; None while it is not known.
+    """The size ``whole / part`` as a dimension; None while it is not known.
 
     Raises:
         ShapeError: both are known and there is no such size.
@@ -334,7 +334,7 @@ def unify(a: Shape, b: Shape, where: Callable[[ShapeError], ShapeError] | None =
     """Make two shapes equal.
 
     Raises:
-        ShapeError: when their sizes or ranks cannot be made equal.
+        ShapeError: their sizes or ranks cannot be made equal.
     """
     if a is b:
         return
@@ -365,10 +365,10 @@ def as_shape(
         spec: sizes, names (``"sequence"``), ``"*name"`` for any number of dimensions, None for an unnamed size,
             an ellipsis for unnamed further dimensions, or ready :class:`Dim` / :class:`Rest`.
         symbols: the names seen so far; new ones are added.
-        axes: logical axis names, one a dimension (a ``Rest`` takes none), or empty.
+        axes: logical axis names, one per dimension (none for a ``Rest``), or empty.
 
     Raises:
-        ShapeError: for a negative size or something that is not a dimension.
+        ShapeError: a negative size, or something that is not a dimension.
     """
     items: list[Dim | Rest] = []
     try:

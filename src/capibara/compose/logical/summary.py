@@ -1,6 +1,6 @@
-"""A logical model as a table of text: its blocks, what each port is connected to, shapes, kinds, numbers of parameters.
+"""A logical model as a text table: its blocks, connections, shapes, kinds, numbers of parameters.
 
-It is read off the model as it stands; what is not known yet is shown by its name or as ``?``.
+It shows the model's current state; unknown sizes are shown by their name or as ``?``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def summary(
 
 
 def title(block: Block) -> str:
-    """The block's kind: its class, or the name of the operation or function that it was made of."""
+    """The block's title: its class, or the name of its operation or function."""
     if isinstance(block, Repeat):
         return f"Repeat × {block.count}"
     if isinstance(block, Primitive) and block.registered:
