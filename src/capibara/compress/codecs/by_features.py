@@ -1,11 +1,11 @@
-"""Rounding a layer's weight by what the layer puts out: a step for each input, and errors made up for in other inputs.
+"""Rounding that minimises the error of a layer's output: one step per input, with error feedback to other inputs.
 
-Columns of the weight are rounded one after another, and what that does to the output is made up for in those that are
-not rounded yet (:mod:`capibara.compress.calibration.gptq`). What of a column's error cannot be made up for is its
-product with a number of its own, 1 / U[j, j]; with steps in proportion to U[j, j] every column adds as much to the
-output's error, which is the least for all bits together: the "water-filling" of rate–distortion theory (E. Lifar,
-S. Savkin, O. Ordentlich and Y. Polyanskiy, "WaterSIC: information-theoretically (near) optimal linear layer
-quantization", 2026). Multiples of these steps are entropy-coded input by input, since they differ in size.
+Columns of the weight are rounded one after another, and their effect on the output is compensated in those that are
+not rounded yet (:mod:`capibara.compress.calibration.gptq`). The part of a column's error that cannot be compensated
+is scaled by 1 / U[j, j]; with steps in proportion to U[j, j], every column adds equally to the output's error, which
+is the least for the total number of bits: the "water-filling" of rate–distortion theory (E. Lifar, S. Savkin, O.
+Ordentlich and Y. Polyanskiy, "WaterSIC: information-theoretically (near) optimal linear layer quantization", 2026).
+Multiples of these steps are entropy-coded input by input, since they differ in size.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _CODES = get_format("I8")
 
 @dataclass(frozen=True)
 class Rounded:
-    """A matrix [out, features] as multiples.
+    """A matrix [out, features] as multiples of steps.
 
     Attributes:
-      codes: of the steps, int8 [features]; ``None`` where all are the same.
-      means: by how many 256ths of a step decoded numbers lie off multiples of 0, 1, 2 …
-      multiples: float64 [features, out]; not all are finite where steps are too small for the numbers.
-      error: the squared error of the outputs, tr(D H Dᵀ), for moments of 1 in the mean.
+      codes: of the steps, int8 [features]; ``None`` if all are equal.
+      means: offsets of decoded values from the multiples 0, 1, 2 …, in 1/256 of a step.
+      multiples: float64 [features, out]; not all are finite if steps are too small for the values.
+      error: the squared error of the outputs, tr(D H Dᵀ), for moments with mean 1.
     """
 
     codes: np.ndarray | None
@@ -54,17 +54,17 @@ def round_by_outputs(
     stored: Callable[[np.ndarray], np.ndarray],
     damping: float,
 ) -> list[list[Rounded]]:
-    """For each step a matrix rounded to it, which loses nothing where all numbers are multiples; the same with errors
-    made up for; and that with a step for each feature.
+    """For each step, a matrix rounded to it (exact if all values are multiples); the same with error feedback; and
+    that with a step per feature.
 
-    All go through the columns together: a column of a small matrix takes less time than the calls that round it.
+    All are computed together, column by column: rounding a column of a small matrix takes less time than the calls.
 
     Args:
       matrix: float64 [out, features].
       hessian: float64 [features, features], E[x xᵀ] of the inputs; its scale does not matter.
       steps: the geometric means of the steps.
-      means_of: of numbers in steps, a few at a time, the ``means``.
-      stored: what becomes of float64 numbers in the type of the tensor.
+      means_of: function from values in steps, a few at a time, to ``means``.
+      stored: function that rounds float64 values to the tensor's dtype.
       damping: share of the mean moment that is added to the diagonal.
 
     Raises:
@@ -139,7 +139,7 @@ def pack_steps(codes: np.ndarray, axes: tuple[int, ...]) -> bytes:
 
 
 def most_of_steps(count: int) -> int:
-    """The most bytes that the axes and steps of a tensor of ``count`` numbers take."""
+    """The maximum number of bytes of the axes and steps of a tensor of ``count`` elements."""
     return 1 + 255 + 4 + lossless.size_bound(_CODES, count)
 
 

@@ -1,7 +1,7 @@
-"""What the lossless codec decides: where numbers are cut, which rows share a table, which symbols get an entry.
+"""Choices of the lossless codec: where values are split, which rows share a table, which symbols get an entry.
 
-All of it in integers, or in single divisions of float64, which are exact to the last bit everywhere: sums of
-logarithms in floats would differ from machine to machine, and with them the bytes. ``codec_choice.cc`` does the same.
+All of it is computed in integers, or in single float64 divisions, which are exact to the last bit everywhere: sums of
+floating-point logarithms, and therefore the bytes, would differ between machines. ``codec_choice.cc`` does the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fixed_log(n: np.ndarray) -> np.ndarray:
 
 
 def make_cuts(rows: np.ndarray, form: NumberFormat) -> tuple[np.ndarray, list[Cut]]:
-    """The numbers as they are cut, and the cuts to try, with the most bits in the symbol last."""
+    """The values to split, and the cuts to try, with the most symbol bits last."""
     if form.is_float:
         takes = range(min(_MOST_FRACTION, form.mantissa) + 1)
         return rows, [Cut(form.mantissa - m, form.exponent + m, True) for m in takes]
@@ -78,7 +78,7 @@ def _estimate(counts: np.ndarray, symbol_bits: int) -> int:
 
 
 def make_table(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Which symbols get an entry, their frequencies (the last one is the escape's), and how many others there are."""
+    """The symbols with an entry, their frequencies (the last is the escape's), and the number of others."""
     total = int(counts.sum())
     used = np.flatnonzero(counts)
     # A symbol rarer than half an entry of 4096 costs less as an escape with its bits written out.
@@ -90,7 +90,7 @@ def make_table(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def class_count(rows: int) -> int:
-    """The most classes that rows are sorted into."""
+    """The maximum number of row classes."""
     return CLASSES if rows >= CLASSES else 1
 
 
@@ -117,7 +117,7 @@ def choose(histogram: np.ndarray, cuts: list[Cut], rows: int, length: int) -> tu
 
 
 def zero_bits(ors: np.ndarray, cut: Cut) -> tuple[int, np.ndarray]:
-    """How many low bits are worth leaving out, and the rows in which they are all zero."""
+    """The number of low bits worth dropping, and the rows in which they are all zero."""
     low = ors & np.uint64((1 << cut.shift) - 1)
     zeros = np.full(len(ors), cut.shift)
     for bit in range(cut.shift - 1, -1, -1):

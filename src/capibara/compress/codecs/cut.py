@@ -1,4 +1,4 @@
-"""Where a number is cut into a symbol, which is entropy-coded, and the rest, which is packed."""
+"""The split of a value into a symbol, which is entropy-coded, and the rest, which is packed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Cut:
       shift: bits below the symbol.
       symbol: bits of the symbol, at most 14.
       sign: the topmost bit is a sign and belongs to the rest.
-      base: the smallest number, which is subtracted from all before they are cut; 0 with a sign.
-      alternating: the numbers are 0, -1, 1, -2, 2 … counted from 0.
+      base: the smallest value, which is subtracted from all before splitting; 0 with a sign.
+      alternating: values are numbered 0, -1, 1, -2, 2 …
 
     Its methods take arrays of unsigned integers, NumPy's or JAX's.
     """
@@ -46,7 +46,7 @@ class Cut:
         return self.shift - drop + self.sign
 
     def join(self, symbols: Any, rest: Any, drop: int) -> Any:
-        """The numbers again, as they were cut."""
+        """The inverse of the split."""
         kind = rest.dtype.type
         low = self.shift - drop
         out = (rest & kind((1 << low) - 1)) << kind(drop)
@@ -56,7 +56,7 @@ class Cut:
         return out
 
     def restore(self, numbers: Any) -> Any:
-        """What :meth:`join` gives, as the tensor's own numbers."""
+        """Convert the result of :meth:`join` to the tensor's own values."""
         kind = numbers.dtype.type
         if self.alternating:
             return (numbers >> kind(1)) ^ (~(numbers & kind(1)) + kind(1))

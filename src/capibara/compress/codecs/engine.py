@@ -1,8 +1,8 @@
-"""Which engine codecs do their arithmetic on, for a while: ``with use_engine("jax"): …``.
+"""Set the engine of codecs for a block of code: ``with use_engine("jax"): …``.
 
-Bytes do not depend on it, only who makes them. A codec that has several executors asks :func:`wanted_engine` where no
-executor was given to it; one that has none of that name takes its own choice. Threads that a codec or an archive starts
-have to be started in a copy of the context (``contextvars.copy_context().run``) to see it.
+It does not affect the bytes. A codec with several executors uses :func:`wanted_engine` if no executor is given; one
+without an executor of that name uses its default. Threads of codecs and archives must be started in a copy of the
+context (``contextvars.copy_context().run``) to inherit it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def wanted_engine() -> str:
 
 @cache
 def on_accelerator(engine: str) -> bool:
-    """Whether ``"jax"`` or ``"torch"`` is here and computes on something other than this machine's CPU."""
+    """Whether ``"jax"`` or ``"torch"`` is available and computes on something other than this machine's CPU."""
     if find_spec(engine) is None:
         return True  # its executor says what is missing
     if engine == "torch":
@@ -44,10 +44,10 @@ def on_accelerator(engine: str) -> bool:
 
 @contextlib.contextmanager
 def use_engine(name: str) -> Iterator[None]:
-    """Have codecs use that engine inside the block, in this thread.
+    """Make codecs use an engine inside the block, in this thread.
 
     Raises:
-      CompressError: no such engine.
+      CompressError: an unknown engine.
     """
     if name not in ENGINES:
         raise CompressError(

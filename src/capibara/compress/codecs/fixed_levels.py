@@ -1,4 +1,4 @@
-"""What a whole tensor decides before its groups are searched: numbers kept exactly, the range of scales, the levels."""
+"""Per-tensor choices before the search of groups: exact values, the range of scales, the levels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 1 << 16  # numbers that are searched at a time: what is computed of them
 
 
 def as_groups(rows: np.ndarray, group: int) -> np.ndarray:
-    """[rows, length] as [rows · groups, size], the last group of a row filled up with zeros."""
+    """[rows, length] as [rows · groups, size], with the last group of a row padded with zeros."""
     length = rows.shape[1]
     size = min(group, max(length, 1))
     if length % size:
@@ -29,7 +29,7 @@ def floats(bits: np.ndarray, form: NumberFormat) -> np.ndarray:
 
 
 def find_outliers(bits: np.ndarray, form: NumberFormat, share: float, group: int) -> np.ndarray:
-    """Where the numbers are that are kept exactly: what is not finite, and the largest for their surroundings."""
+    """Positions of values to keep exactly: NaN, infinity, and the largest relative to their neighbours."""
     found = [np.empty(0, np.int64)]
     for first in range(0, bits.size, BLOCK):
         with np.errstate(invalid="ignore"):  # quiets NaNs
@@ -55,8 +55,8 @@ def find_outliers(bits: np.ndarray, form: NumberFormat, share: float, group: int
 
 
 def scale_range(kind: Kind, size: np.ndarray, step: float | None) -> tuple[float, int, int]:
-    """The largest scale, how many codes halve one, and the code of the smallest; ``size``: scales of groups of which
-    nothing is cut off."""
+    """The largest scale, the number of codes per factor of 2, and the code of the smallest scale; ``size``: scales of
+    groups without clipping."""
     most = float(size.max(initial=0))
     if most == 0 and step is None:
         return 1.0, 16, SCALES
@@ -91,7 +91,7 @@ def _check_top(top: float) -> float:
 def fit_levels(
     executor: Executor, kind: Kind, book: np.ndarray, some: np.ndarray, top: float, resolution: int
 ) -> np.ndarray:
-    """Levels that are the means of what is rounded to them, in turn with the codes."""
+    """Fit levels as the means of the values rounded to them, alternating with the codes."""
     table = np.float64(np.float32(top)) * multipliers(resolution)
     table = np.concatenate([table, -table])
     for _ in range(4):

@@ -1,6 +1,6 @@
-"""The search of :mod:`capibara.compress.codecs.fixed_search`, and codes as numbers, in compiled code through ctypes.
+"""The search of :mod:`capibara.compress.codecs.fixed_search`, and decoding, in compiled code through ctypes.
 
-The bytes are those of the other executors. Calls let go of Python's lock, so several go on at once.
+The bytes are those of the other executors. Calls release Python's GIL, so several can run in parallel.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class NativeExecutor:
         self._multiply.argtypes, self._multiply.restype = (pointer,), ctypes.c_int32
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """The size of each group's largest number, float64 [groups]; of float32 or float64 [groups, size], finite."""
+        """The largest magnitude in each group, float64 [groups]; for finite float32 or float64 [groups, size]."""
         values = np.ascontiguousarray(values)
         out = np.empty(len(values), np.float64)
         self._largest(_address(values), *values.shape, values.dtype == np.float64, _address(out))
@@ -97,7 +97,7 @@ class NativeExecutor:
         resolution: int,
         last: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As :func:`capibara.compress.codecs.fixed_search.search`; ``table`` float64: what the scales' codes stand for.
+        """As :func:`capibara.compress.codecs.fixed_search.search`; ``table`` float64: the scale of each scale code.
 
         Args:
           values: float32 or float64 [groups, size], finite.
@@ -128,7 +128,7 @@ class NativeExecutor:
         columns: slice,
         top: np.float32,
     ) -> np.ndarray:
-        """Numbers float32 [rows, columns] of a matrix in codes, those beyond ``±top`` as that.
+        """Decode a quantized matrix to float32 [rows, columns], clipped to ``±top``.
 
         Args:
           codes: int8 [rows, length], or uint8 [rows, ceil(length / 2)] with ``levels``.
@@ -160,12 +160,12 @@ class NativeExecutor:
         across: bool,
         threads: int,
     ) -> np.ndarray:
-        """``x @ W.T`` [count, rows], or ``across`` ``x @ W`` [count, length], of a matrix in codes; float32.
+        """``x @ W.T`` [count, rows], or with ``across`` ``x @ W`` [count, length], for a quantized matrix; float32.
 
         Args:
           x: float32 [count, length], or ``across`` [count, rows]; like all arrays in C order.
           codes: int8 [rows, length], or uint8 [rows, ceil(length / 2)] with ``levels``; not empty.
-          scale_codes: uint8 [rows, groups], places in ``table``.
+          scale_codes: uint8 [rows, groups], indices into ``table``.
           table: float32 [256].
           levels: float32 [16], or ``None``.
         """

@@ -1,13 +1,13 @@
-"""The scale of each group that costs the least squared error, found with integers alone.
+"""Find the scale of each group with the least squared error, using integers only.
 
-A group is scaled so that its largest number fits its codes; a little less is often better, since the few numbers that
-are cut off cost less than the finer steps of all others bring. Every scale of a short list is tried. Sums of floats
-depend on their order, and a machine may fuse a product and a sum; so that every executor comes to the same codes, a
-group's numbers become whole ones of fifteen bits (by a power of two, which rounds once), the scales integers of
-the same unit, and errors, squares and their sums stay below 2³¹.
+A scale could fit a group's largest value; a slightly smaller one is often better, since clipping a few values costs
+less than the finer steps of all others gain. All scales of a short list are tried. Floating-point sums depend on
+their order, and a machine may fuse products and sums; so that every executor finds the same codes, a group's values
+are converted to integers of fifteen bits (by a power of two, which rounds once), scales are integers of the same
+unit, and errors, squares and their sums stay below 2³¹.
 
-A scale is ``top · 2^(-k / resolution)`` for an integer k of seven bits, and has a sign: where levels are not
-symmetric, the longer side goes to the side that needs it.
+A scale is ``top · 2^(-k / resolution)`` for an integer k of seven bits, and has a sign: for asymmetric levels it puts
+the longer side where it is needed.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ NF4 = np.rint(np.array(_TABLE) * 1024).astype(np.int32)
 
 @dataclass(frozen=True)
 class Kind:
-    """What a codec's codes mean.
+    """The meaning of a codec's codes.
 
     Attributes:
       name: of the codec.
       bits: of a code.
-      largest: the level that a group's largest number gets where nothing is cut off.
-      fraction: bits that whole scales have below the numbers' unit.
-      span: log2 of the smallest and the largest scale worth a try, relative to the one that cuts nothing off.
+      largest: the level of a group's largest value without clipping.
+      fraction: fraction bits of integer scales below the values' unit.
+      span: log2 of the smallest and the largest scale to try, relative to the one without clipping.
       signed: scales of both signs are tried.
     """
 
@@ -74,7 +74,7 @@ class Kind:
     signed: bool
 
     def steps(self, resolution: int) -> tuple[int, int]:
-        """The first and the last step to try from the k that cuts nothing off."""
+        """The first and the last step to try, relative to the k without clipping."""
         low, high = (round(x * resolution) for x in self.span)
         return -high, -low
 
@@ -106,9 +106,9 @@ def nearest_levels(book: np.ndarray) -> np.ndarray:
 
 
 class Executor(Protocol):
-    """Who tries the scales.
+    """The engine that tries the scales.
 
-    One that has ``whole_search`` does all that :func:`search` does.
+    An executor with ``whole_search`` performs all of :func:`search`.
     """
 
     @property
@@ -120,17 +120,17 @@ class Executor(Protocol):
         """The best candidate of each group, int32 [groups], and its codes, int8 [groups, size].
 
         Args:
-          kind: what codes mean.
-          book: levels of the codes in 1/1024, ascending, int32 [16]; ``None`` for whole levels.
-          units: the numbers, int32 [groups, size] within ±2¹⁵.
-          scales: candidates, int32 [groups, count], in ``2 ** -kind.fraction`` of the numbers' unit.
-          ratios: their reciprocals as :func:`search` makes them, int32 [groups, count].
+          kind: the meaning of the codes.
+          book: levels of the codes in 1/1024, ascending, int32 [16]; ``None`` for integer levels.
+          units: the values, int32 [groups, size] within ±2¹⁵.
+          scales: candidates, int32 [groups, count], in ``2 ** -kind.fraction`` of the values' unit.
+          ratios: their reciprocals as computed by :func:`search`, int32 [groups, count].
         """
         ...
 
 
 def error_limits(kind: Kind, size: int) -> tuple[int, int]:
-    """Bits of the largest error that counts, and how many an error loses: so that sums of squares fit 31 bits."""
+    """Bits of the largest error, and the number of bits to drop, so that sums of squares fit into 31 bits."""
     cap = (31 - (size - 1).bit_length()) // 2  # (2^cap - 1)^2 · size < 2^31
     return cap, max(kind.fraction + (12 if kind.bits == 8 else 13) - cap, 0)
 
@@ -289,11 +289,11 @@ EXECUTORS: dict[str, Callable[[], Executor]] = {
 
 @cache
 def get_executor(name: str) -> Executor:
-    """The executor of that name, made once.
+    """The executor of that name (cached).
 
     Raises:
-      CompressError: there is none, or compiled code is not there. MissingExtraError: it needs a package that is not
-        installed.
+      CompressError: the name is unknown, or compiled code is not available. MissingExtraError: it needs a package
+        that is not installed.
     """
     if name not in EXECUTORS:
         raise CompressError(
@@ -303,9 +303,9 @@ def get_executor(name: str) -> Executor:
 
 
 def default_executor() -> str:
-    """What :func:`capibara.compress.codecs.engine.use_engine` asks for; compiled code, or NumPy, for what the CPU does.
+    """The engine set by :func:`capibara.compress.codecs.engine.use_engine`; on the CPU compiled code, or NumPy.
 
-    That is also what PyTorch and JAX would compute on the CPU, since the bytes are the same.
+    PyTorch and JAX on the CPU are replaced as well, since the bytes are the same.
     """
     wanted = wanted_engine()
     if wanted in ("torch", "jax") and on_accelerator(wanted):
@@ -320,13 +320,13 @@ def search(
     """The scale's code and the codes of every group.
 
     Args:
-      executor: who tries.
-      kind: what codes mean.
-      book: levels of the codes; ``None`` for whole levels.
+      executor: the engine to use.
+      kind: the meaning of the codes.
+      book: levels of the codes; ``None`` for integer levels.
       values: float32 or float64 [groups, size], finite.
       top: the scale of k = 0.
-      resolution: how many k halve a scale.
-      last: the largest k, so the smallest scale.
+      resolution: number of k per factor of 2.
+      last: the largest k, that is, the smallest scale.
 
     Returns:
       uint8 [groups], k with the sign in the topmost bit; int8 [groups, size].

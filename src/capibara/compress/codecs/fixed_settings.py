@@ -1,4 +1,4 @@
-"""The settings of the codecs of fixed width, checked."""
+"""The settings of the fixed-width codecs, validated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Choices:
-    """Settings with what holds where nothing is given."""
+    """Settings with their defaults."""
 
     group: int
     turned: bool
@@ -48,7 +48,7 @@ def choices(kind: Kind, settings: Mapping[str, Any], shape: tuple[int, ...]) -> 
     """The settings of a tensor.
 
     Raises:
-      CompressError: an unknown setting, or one out of range, by name.
+      CompressError: an unknown setting, or one out of range; the message names it.
     """
     known = [k for k in _KNOWN if k != "step" or kind.bits == 8]
     known = [k for k in known if k != "levels" or kind.name == "nf4"]

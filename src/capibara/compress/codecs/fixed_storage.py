@@ -1,4 +1,4 @@
-"""Codes of eight and four bits as bytes."""
+"""Eight-bit and four-bit codes as bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1 << 18  # codes that are packed at a time
 
 
 class Cursor:
-    """Takes bytes off the front; asking for more than there are is damage."""
+    """Reads bytes from the front; reading past the end is a DamagedError."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
@@ -31,9 +31,9 @@ class Cursor:
 
 
 def store_codes(out: np.ndarray, at: int, codes: np.ndarray, kind: Kind, coded: bool) -> int:
-    """Codes int8 [rows, length] as bytes of ``out`` from ``at`` on; where they end.
+    """Store codes int8 [rows, length] as bytes of ``out`` from ``at`` on; returns the end.
 
-    The codes may lie in ``out`` themselves, not before ``at``.
+    The codes may themselves be in ``out``, not before ``at``.
     """
     if coded:
         shift = np.int8(8 if kind.name == "int4" else 0)

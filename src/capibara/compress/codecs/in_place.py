@@ -1,4 +1,4 @@
-"""What codecs that work in memory which is there need not say again: the same with memory of their own."""
+"""Default allocating wrappers for in-place codecs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class DecodesInPlace:
         raise NotImplementedError
 
     def check_count(self, size: int, form: NumberFormat, count: int) -> None:
-        """Whether ``size`` bytes may be so many numbers, before there is memory for them.
+        """Check that ``size`` bytes can hold ``count`` elements, before allocating memory for them.
 
         Raises:
-          DamagedError: there cannot.
+          DamagedError: they cannot.
         """
         if not self.may_hold(size, form, count):
             raise DamagedError(f"{size} bytes cannot hold {count} numbers: the file is damaged")
@@ -44,7 +44,7 @@ class DecodesInPlace:
     def decode(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> np.ndarray:
-        """The numbers of a payload, as unsigned integers [count].
+        """Decode a payload to unsigned integers [count].
 
         Raises:
           DamagedError: the payload is not what :meth:`encode` writes for this type and shape.
@@ -59,7 +59,7 @@ class InPlace(DecodesInPlace):
     """A codec with ``encode_into`` and ``size_bound`` as well gets ``encode``."""
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
-        """The most bytes that a payload of ``count`` numbers takes."""
+        """The maximum number of bytes of a payload of ``count`` elements."""
         raise NotImplementedError
 
     def encode_into(
@@ -76,10 +76,10 @@ class InPlace(DecodesInPlace):
     def encode(
         self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> bytes:
-        """The payload of numbers that are given as unsigned integers [count].
+        """Encode unsigned integers [count].
 
         Raises:
-          CompressError: settings that are none, or numbers that the codec does not take.
+          CompressError: unknown settings, or values that the codec does not support.
         """
         out = np.empty(self.size_bound(form, math.prod(shape), settings), np.uint8)
         return out[: self.encode_into(out, bits, form, shape, settings)].tobytes()

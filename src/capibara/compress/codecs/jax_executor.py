@@ -1,6 +1,6 @@
-"""The lossless codec's steps in JAX, on whatever device JAX has: compiled once for each shape.
+"""The lossless codec's steps in JAX, on any device: compiled once per shape.
 
-Blocks are padded to one length and go side by side; a lane past the end of its block stands still.
+Blocks are padded to one length and processed in parallel; a lane past the end of its block is inactive.
 """
 
 from __future__ import annotations

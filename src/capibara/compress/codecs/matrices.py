@@ -1,4 +1,4 @@
-"""A tensor as the matrix [out, features] that a layer multiplies its inputs with, and what is known of those inputs."""
+"""A tensor as a layer's matrix [out, features], and the moments of the layer's inputs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ LARGEST = 1e140  # sums of squares of so large numbers are finite
 
 
 def get_axes(settings: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """``input_axes``: those of the tensor along which a layer's inputs run.
+    """``input_axes``: the tensor's axes along which a layer's inputs run.
 
-    By default the last of a matrix, and all but the first of what has more axes, as torch keeps its weights.
+    By default the last of a matrix, and all but the first of other tensors, as in torch.
     """
     given = settings.get("input_axes")
     if given is None:
@@ -51,7 +51,7 @@ def get_axes(settings: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, 
 
 
 def check_axes(given: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The same of what a file says."""
+    """The same for values from a file."""
     try:
         return get_axes({"input_axes": given}, shape)
     except CompressError:
@@ -59,7 +59,7 @@ def check_axes(given: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def get_number(settings: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    """A setting that is a number between two others, or ``None`` where it is missing."""
+    """A numeric setting within limits, or ``None`` if it is missing."""
     value = settings.get(name)
     if value is None:
         return None
@@ -76,7 +76,7 @@ def get_moments(hessian: Any, features: int) -> np.ndarray:
     """Second moments, float64 [features, features].
 
     Raises:
-      CompressError: another shape, or numbers that they cannot be.
+      CompressError: a wrong shape, or invalid values.
     """
     found = np.asarray(hessian, np.float64)
     if found.shape != (features, features):
@@ -98,7 +98,7 @@ def get_moments(hessian: Any, features: int) -> np.ndarray:
 def get_hessian(settings: Mapping[str, Any], features: int) -> np.ndarray | None:
     """``hessian``: E[x xᵀ] of the inputs, scaled to a mean diagonal of 1 and damped by ``damping`` (0.01) of that.
 
-    Damping makes it positive definite, and stands for inputs that the calibration has not seen.
+    Damping makes it positive definite, and accounts for inputs that are not in the calibration data.
     """
     given = settings.get("hessian")
     damping = get_number(settings, "damping", 0.0, 1e3)
@@ -120,10 +120,10 @@ def get_hessian(settings: Mapping[str, Any], features: int) -> np.ndarray | None
 def finite_matrix(
     bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> np.ndarray:
-    """The numbers as float64 [out, features].
+    """The values as float64 [out, features].
 
     Raises:
-      CompressError: integers, or numbers that are not finite.
+      CompressError: integers, NaN or infinity.
     """
     check_finite(bits, form)
     values = to_float(bits, form).astype(np.float64)
@@ -131,10 +131,10 @@ def finite_matrix(
 
 
 def check_finite(bits: np.ndarray, form: NumberFormat) -> None:
-    """Whether all numbers have squares.
+    """Check that all values have finite squares.
 
     Raises:
-      CompressError: integers, or numbers that are not finite or whose squares are not.
+      CompressError: integers, or values that are not finite or whose squares are not.
     """
     most = 0.0
     for first in range(0, max(bits.size, 1), BLOCK):
@@ -150,10 +150,10 @@ def check_finite(bits: np.ndarray, form: NumberFormat) -> None:
 
 
 class InOrder:
-    """The numbers of a tensor in the order of its matrix [out, features], some at a time and without a copy of all.
+    """The elements of a tensor in the order of its matrix [out, features], in blocks, without copying all of them.
 
     Args:
-      bits: the numbers [count], in the order of the tensor.
+      bits: the elements [count], in the order of the tensor.
       shape: of the tensor.
       axes: those along which its features run.
     """
@@ -165,11 +165,11 @@ class InOrder:
         self.size = self._array.size
 
     def take(self, start: int, stop: int) -> np.ndarray:
-        """Those numbers [stop - start], which are not to be changed."""
+        """Those elements [stop - start]; do not modify them."""
         return self._array.reshape(-1)[start:stop] if self.is_plain else self._array.flat[start:stop]
 
     def put(self, start: int, numbers: np.ndarray) -> None:
-        """Numbers [count] in the places from ``start`` on."""
+        """Write elements [count] from ``start`` on."""
         stop = start + len(numbers)
         if self.is_plain:
             self._array.reshape(-1)[start:stop] = numbers
@@ -183,6 +183,6 @@ class InOrder:
 
 
 def sides(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:
-    """How many outputs and features the matrix has."""
+    """The numbers of outputs and features of the matrix."""
     features = math.prod(shape[a] for a in axes)
     return math.prod(shape[a] for a in range(len(shape)) if a not in axes), features

@@ -1,7 +1,7 @@
 """The lossless codec in compiled code, through ctypes: neither JAX nor PyTorch is needed.
 
-The library is the one that attention's kernels are in (``python -m capibara.native`` builds it). A call does a whole
-tensor and lets go of Python's lock meanwhile, so several go on at once.
+It is in the same library as the attention kernels (``python -m capibara.native`` builds it). A call processes a whole
+tensor and releases Python's GIL, so several can run in parallel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Form(ctypes.Structure):
 
 
 class NativeExecutor:
-    """Compiled code, if the library is there.
+    """Compiled code, if the library is available.
 
     Args:
       library: with the functions of ``codec.cc``.
@@ -76,12 +76,12 @@ class NativeExecutor:
 
         Args:
           payloads: :data:`PAYLOAD` [count]: the fields of a :class:`NumberFormat` (bits, exponent, mantissa, signed),
-            where the bytes are and how many, rows and their length, where the numbers go, the checksum. ``outcome``
-            is 0 afterwards where all went well.
-          threads: at most so many.
+            address and number of bytes, rows and their length, address of the output, the checksum. ``outcome`` is 0
+            afterwards on success.
+          threads: maximum number.
 
         Returns:
-          Whether it was done; not where this machine has nothing quicker than zlib for checksums.
+          Whether it was done; it is not if this machine has no faster checksums than zlib.
         """
         if payloads.dtype != PAYLOAD or not payloads.flags.c_contiguous:
             raise ValueError(f"payloads: expected {PAYLOAD} in C order, got {payloads.dtype}")
@@ -98,7 +98,7 @@ class NativeExecutor:
     def encode_into(
         self, out: np.ndarray, rows: np.ndarray, form: NumberFormat, threads: int = 1
     ) -> int | None:
-        """As :meth:`encode_tensor`, into bytes that are there, all of which are its limit; how many it took."""
+        """As :meth:`encode_tensor`, into a buffer whose size is the limit; returns the number of bytes used."""
         rows = np.ascontiguousarray(rows, form.unsigned)
         if out.dtype != np.uint8 or not out.flags.c_contiguous:
             raise ValueError(f"out: expected uint8 in C order, got {out.dtype}")

@@ -4,8 +4,8 @@ Such a payload is::
 
     length of the head u32 · head: UTF-8 JSON · parts, one after another
 
-The head has what the outer codec must know, and under ``parts`` for each part its ``codec``, ``dtype``, ``shape``,
-``settings`` and ``size`` in bytes. A part is never nested again, so that nothing in a file makes a reader recurse.
+The head contains what the outer codec needs and, under ``parts``, for each part its ``codec``, ``dtype``, ``shape``,
+``settings`` and ``size`` in bytes. Parts are never nested, so that no file can make a reader recurse.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FREE, _MOST_EACH = 1 << 24, 1 << 14  # numbers that any payload may become, and
 
 @dataclass(frozen=True)
 class Part:
-    """A coded array inside a payload."""
+    """An encoded array inside a payload."""
 
     codec: str
     form: NumberFormat
@@ -53,7 +53,7 @@ class Part:
     payload: bytes | memoryview
 
     def bits(self) -> np.ndarray:
-        """The numbers as unsigned integers [count].
+        """The elements as unsigned integers [count].
 
         Raises:
           DamagedError: the payload is not what its codec writes.
@@ -66,7 +66,7 @@ class Part:
             )
 
     def bits_into(self, out: np.ndarray) -> None:
-        """As :meth:`bits`, into an array [count] that is there.
+        """As :meth:`bits`, into an existing array [count].
 
         Raises:
           DamagedError: the payload is not what its codec writes.
@@ -82,7 +82,7 @@ class Part:
             codec.decode_into(out, payload, self.form, self.shape, self.settings)
 
     def values(self) -> np.ndarray:
-        """The numbers as float64, in their shape."""
+        """The values as float64, in their shape."""
         return to_float(self.bits(), self.form).astype(np.float64).reshape(self.shape)
 
 
@@ -100,12 +100,12 @@ def _settings_of_files() -> Iterator[None]:
 def part_of(
     values: np.ndarray, form: NumberFormat, codec: str, settings: Mapping[str, Any], *, bits: bool = False
 ) -> Part:
-    """Code an array.
+    """Encode an array.
 
     Args:
-      values: numbers, which are rounded to ``form``; with ``bits`` unsigned integers that are taken as they are.
-      form: of the numbers.
-      codec: which.
+      values: rounded to ``form``; with ``bits`` unsigned integers that are used unchanged.
+      form: the number format.
+      codec: its name.
       settings: of the codec.
     """
     from capibara.compress.codecs.protocol import get_codec, stored_settings
@@ -117,10 +117,10 @@ def part_of(
 
 
 def check_codec(codec: Any) -> None:
-    """Whether a part may have it.
+    """Check that a part may use the codec.
 
     Raises:
-      CompressError: it may not.
+      CompressError: it may not be used in a part.
     """
     from capibara.compress.codecs.protocol import CODECS
 
@@ -156,7 +156,7 @@ def _head(head: Mapping[str, Any], parts: Sequence[Part], sizes: Sequence[int]) 
 
 
 def room_for_head() -> int:
-    """The most bytes that stand before the parts."""
+    """The maximum number of bytes before the parts."""
     return _LENGTH.size + _MOST_HEAD
 
 
@@ -165,15 +165,15 @@ def join_into(
     head: Mapping[str, Any],
     arrays: Sequence[tuple[np.ndarray, NumberFormat, str, Mapping[str, Any]]],
 ) -> int:
-    """As :func:`join` of :func:`part_of` each, into bytes that are there, without another copy of what is coded.
+    """As :func:`join` of :func:`part_of` each, into an existing buffer, without copying encoded data.
 
     Args:
       out: uint8, of at least :func:`room_for_head` and the codecs' bounds together.
-      head: what the outer codec must know.
-      arrays: for each part the numbers as unsigned integers, their format, its codec and that codec's settings.
+      head: what the outer codec needs.
+      arrays: for each part the elements as unsigned integers, their format, the codec and its settings.
 
     Returns:
-      How many bytes it took.
+      The number of bytes used.
     """
     from capibara.compress.codecs.protocol import get_codec, stored_settings
 
@@ -204,18 +204,18 @@ def join_into(
 
 
 def may_hold(size: int, count: int) -> bool:
-    """Whether a payload of ``size`` bytes may be ``count`` numbers: two short factors may stand for any number of
-    them, of which so many are read back."""
+    """Whether a payload of ``size`` bytes may hold ``count`` elements: two short factors may represent any number,
+    which is limited here."""
     return count <= max(_FREE, size * _MOST_EACH)
 
 
 def check_size(size: int, count: int, error: type[CompressError] | type[DamagedError] = DamagedError) -> None:
-    """Refuse payloads that would become too many numbers: two short factors may stand for any number of them.
+    """Refuse payloads that would expand to too many elements: two short factors may represent any number of them.
 
     Args:
       size: bytes of the payload.
-      count: numbers of the tensor.
-      error: what to raise; a writer makes nothing that a reader refuses.
+      count: elements of the tensor.
+      error: the exception to raise; writers apply the same limit as readers.
     """
     if not may_hold(size, count):
         raise error(
@@ -230,11 +230,11 @@ def split(payload: memoryview, count: int, most: int) -> tuple[dict[str, Any], l
 
     Args:
       payload: as :func:`join` wrote it.
-      count: how many parts there are to be.
-      most: numbers that all parts together may have.
+      count: the expected number of parts.
+      most: maximum number of elements of all parts together.
 
     Raises:
-      DamagedError: it is not that.
+      DamagedError: the payload is invalid.
     """
     if len(payload) < _LENGTH.size:
         raise DamagedError("a tensor's payload ends too early: the file is damaged")

@@ -1,4 +1,4 @@
-"""What a codec is, and the list of them."""
+"""The interface of codecs, and their list."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["CALIBRATION", "CODECS", "Codec", "get_codec", "settings_of_rows", "s
 
 
 class Codec(Protocol):
-    """A way to store the numbers of a tensor; a module of :mod:`capibara.compress.codecs` each."""
+    """A way to store the elements of a tensor; each is a module of :mod:`capibara.compress.codecs`."""
 
     def encode(
         self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> bytes:
-        """The payload of numbers that are given as unsigned integers [count]."""
+        """Encode unsigned integers [count]."""
         ...
 
     def decode(
         self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
     ) -> np.ndarray:
-        """The numbers again, as unsigned integers [count], exactly or nearly."""
+        """Decode to unsigned integers [count], exactly or approximately."""
         ...
 
     def size_bound(self, form: NumberFormat, count: int, settings: Mapping[str, Any]) -> int:
-        """The most bytes that a payload of ``count`` numbers takes."""
+        """The maximum number of bytes of a payload of ``count`` elements."""
         ...
 
     def error_bound(self, settings: Mapping[str, Any]) -> float | None:
-        """The largest relative error of a number; 0 where decoding is exact, ``None`` where it is not bounded."""
+        """The largest relative error of an element; 0 if decoding is exact, ``None`` if it is not bounded."""
         ...
 
 
@@ -56,7 +56,7 @@ CALIBRATION = ("hessian", "input_axes")
 
 
 def stored_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What an archive keeps of a codec's settings: all but :data:`CALIBRATION`."""
+    """The settings of a codec that an archive stores: all but :data:`CALIBRATION`."""
     return {name: value for name, value in settings.items() if name not in CALIBRATION}
 
 
@@ -65,8 +65,8 @@ def settings_of_rows(
 ) -> Mapping[str, Any]:
     """The settings for some rows of a tensor along its first axis.
 
-    Where a layer's inputs run along that axis, only the block of ``hessian`` that belongs to these rows remains: what
-    they have to do with inputs of other rows is left out.
+    If a layer's inputs run along that axis, only the block of ``hessian`` for these rows is used; correlations with
+    other rows are ignored.
     """
     second = settings.get("hessian")
     if second is None or not shape or stop - start == shape[0]:
@@ -84,7 +84,7 @@ def get_codec(name: str) -> Codec:
     """The codec of that name.
 
     Raises:
-      ArchiveError: there is none here.
+      ArchiveError: this release has no such codec.
     """
     if (found := CODECS.get(name)) is None:
         raise ArchiveError(

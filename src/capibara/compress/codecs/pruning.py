@@ -1,10 +1,9 @@
-"""Which numbers of a matrix are made zero, found some of them at a time.
+"""Choose the elements of a matrix to set to zero, block by block.
 
-The ``density`` of a tensor without data is of all its numbers, so that those which stay are the ones above a size.
-That size is found by counting: of floats without their signs the bits are in the order of the sizes, so sixteen bits
-after sixteen, a count of how often each value of them occurs says in which the size lies. Neither a copy nor a sorted
-order of the tensor is made. Patterns look at a few neighbours, and with the second moments of a layer's inputs each
-row of the matrix is for itself: those are done in blocks.
+Without data, the ``density`` applies to the whole tensor, so that the elements above a threshold are kept. The
+threshold is found by counting: the bits of floats without their signs are ordered by magnitude, so histograms of
+sixteen bits at a time locate it. The tensor is neither copied nor sorted. Patterns only involve a few neighbours, and
+with the second moments of a layer's inputs each row of the matrix is independent: these are processed in blocks.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _DIGIT = 16  # bits that are counted at a time
 
 @dataclass(frozen=True)
 class Choice:
-    """What stays of a matrix.
+    """The elements of a matrix to keep.
 
     Attributes:
-      kept: how many numbers.
-      blocks: the matrix's numbers, in its order, as pairs: bits [count] as they are or as they were changed, and bool
-        [count], which of them stay. All blocks but the last have a multiple of eight.
+      kept: their number.
+      blocks: the matrix's elements, in its order, as pairs: bits [count], possibly modified, and bool [count], which
+        to keep. The size of all blocks but the last is a multiple of eight.
     """
 
     kept: int
@@ -41,13 +40,13 @@ class Choice:
 
 
 def nonzero(matrix: InOrder) -> Choice:
-    """All that is not zero stays."""
+    """Keep all nonzero elements."""
     kept = sum(int(np.count_nonzero(block)) for block in matrix.blocks())
     return Choice(kept, ((block, block != 0) for block in matrix.blocks()))
 
 
 def get_pattern(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """``pattern``: how many are kept of how many."""
+    """``pattern``: the number to keep, and out of how many."""
     given = settings.get("pattern")
     if given is None:
         return None
@@ -66,19 +65,19 @@ def choose(
     pattern: tuple[int, int] | None,
     settings: Mapping[str, Any],
 ) -> Choice:
-    """What stays of a tensor of floats.
+    """Choose the elements of a floating-point tensor to keep.
 
     Args:
-      bits: the tensor's numbers in any order.
+      bits: the tensor's elements in any order.
       matrix: the same in the order of the matrix.
       form: of them.
       sides: outputs and features of the matrix.
-      density: the share that stays; or
-      pattern: how many of how many neighbours.
+      density: the share to keep; or
+      pattern: the number to keep out of how many neighbours.
       settings: ``hessian``, ``damping`` and ``refit``.
 
     Raises:
-      CompressError: integers, numbers that are not finite, or settings that do not fit.
+      CompressError: integers, NaN or infinity, or invalid settings.
     """
     check_finite(bits, form)
     rows, features = sides

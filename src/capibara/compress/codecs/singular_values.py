@@ -1,6 +1,6 @@
-"""Singular values of matrices, those that are worth their bits, and what the others cost.
+"""Singular values of matrices, which of them are worth their bits, and the cost of dropping the others.
 
-Decompositions take long, and an allocator asks for the same ones again and again: :func:`remember` keeps them.
+Decompositions are slow, and an allocator needs the same ones repeatedly: :func:`remember` caches them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _remembered: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("capibar
 
 @contextlib.contextmanager
 def remember() -> Iterator[None]:
-    """Inside, in this thread, a matrix that is coded with several settings is decomposed once."""
+    """In this context and thread, a matrix that is encoded with several settings is decomposed once."""
     token = _remembered.set({})
     try:
         yield
@@ -34,7 +34,7 @@ def remember() -> Iterator[None]:
 def once(
     what: Callable[[np.ndarray, np.ndarray | None], Any], matrix: np.ndarray, hessian: np.ndarray | None
 ) -> Any:
-    """``what(matrix, hessian)``, or what it was before inside :func:`remember`."""
+    """``what(matrix, hessian)``, or its cached value inside :func:`remember`."""
     if (known := _remembered.get()) is None:
         return what(matrix, hessian)
     some = [matrix] if hessian is None else [matrix, hessian]
@@ -63,7 +63,7 @@ def _thin(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def decompose(matrix: np.ndarray, hessian: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """U [out, k], σ [k] and R [k, features]: U·diag(σ)·R is the matrix; its outputs owe most to the first."""
+    """U [out, k], σ [k] and R [k, features]: U·diag(σ)·R is the matrix; its outputs depend most on the first."""
     if hessian is None:
         return _thin(matrix)
     values, vectors = np.linalg.eigh(hessian)
@@ -85,9 +85,9 @@ def singular_values(matrix: np.ndarray, hessian: np.ndarray | None) -> np.ndarra
 
 
 def worth(singular: np.ndarray, shape: tuple[int, ...], step: float) -> np.ndarray:
-    """Which singular values lower the error by more than their bits would elsewhere.
+    """Which singular values reduce the error by more than their bits would elsewhere.
 
-    A bit elsewhere lowers a squared error of step² / 12 at the rate of ln 4.
+    A bit elsewhere reduces a squared error of step² / 12 at the rate of ln 4.
     """
     saved, bits = singular**2, np.zeros(len(singular))
     for size in shape:
@@ -98,9 +98,9 @@ def worth(singular: np.ndarray, shape: tuple[int, ...], step: float) -> np.ndarr
 
 @cache
 def gaussians() -> np.ndarray:
-    """For Gaussian numbers with deviations of 2⁻⁴ … 2⁸ steps: log₂ of those, bits and mean square errors [3, 49].
+    """For Gaussian values with deviations of 2⁻⁴ … 2⁸ steps: log₂ of these, bits, mean squared errors [3, 49].
 
-    Rounded to the nearest multiple, entropy-coded, and decoded as the mean of what fell there.
+    Rounded to the nearest multiple, entropy-coded, and decoded as the mean of the values rounded to it.
     """
     rows = []
     for exponent in np.arange(-4, 8.25, 0.25):
@@ -117,7 +117,7 @@ def gaussians() -> np.ndarray:
 
 
 def gaussian(deviations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bits, and mean square errors in steps², of Gaussian numbers with these deviations in steps."""
+    """Bits, and mean squared errors in steps², of Gaussian values with these standard deviations in steps."""
     logs, bits, errors = gaussians()
     at = np.log2(np.maximum(deviations, 1e-30))
     rate = np.interp(at, logs, bits) + np.maximum(at - logs[-1], 0)

@@ -1,7 +1,7 @@
-"""The lossless codec step by step: what is between its steps, for executors that offer the steps.
+"""The lossless codec in terms of steps, for executors that implement the steps.
 
-An executor measures, counts, cuts and codes; what is chosen from that (:mod:`capibara.compress.codecs.choice`) and how
-the parts lie in the payload is here, once for all of them.
+An executor measures, counts, splits and encodes; the choices based on that (:mod:`capibara.compress.codecs.choice`)
+and the layout of the payload are shared by all executors.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class _Group:
 
 
 class StepExecutor(ABC):
-    """An executor of the lossless codec that is made of steps. ``rows`` is [count, length] of unsigned integers."""
+    """An executor of the lossless codec in terms of steps. ``rows`` is [count, length] of unsigned integers."""
 
     name: str
 
     @abstractmethod
     def measure(self, rows: np.ndarray, cut: Cut, coarse: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each row: the sum of its symbols without their last ``coarse`` bits, int64; its numbers or-ed, uint64."""
+        """For each row: the sum of its symbols without the last ``coarse`` bits, int64; its elements or-ed,
+        uint64."""
 
     @abstractmethod
     def histogram(self, rows: np.ndarray, cut: Cut, kinds: np.ndarray, count: int) -> np.ndarray:
@@ -77,7 +78,7 @@ class StepExecutor(ABC):
         """The reverse, rows [shape]; ``values``: each entry's symbol, the entry after them being the escape.
 
         Raises:
-          DamagedError: there is another number of escapes than ``escaped`` has.
+          DamagedError: the number of escapes differs from that of ``escaped``.
         """
 
     @abstractmethod
@@ -95,7 +96,8 @@ class StepExecutor(ABC):
     def encode_into(
         self, out: np.ndarray, rows: np.ndarray, form: NumberFormat, threads: int = 1
     ) -> int | None:
-        """The coded part of a payload into ``out``, uint8; how many bytes it took, ``None`` if as many or more."""
+        """Write the encoded part of a payload to ``out``, uint8; returns its size, or ``None`` if it fills
+        ``out``."""
         coded = self.encode_tensor(rows, form, len(out), threads)
         if coded is None:
             return None
@@ -105,7 +107,7 @@ class StepExecutor(ABC):
     def encode_tensor(
         self, rows: np.ndarray, form: NumberFormat, limit: int, threads: int = 1
     ) -> bytes | None:
-        """The coded part of a payload; ``None`` if it takes ``limit`` bytes or more."""
+        """The encoded part of a payload; ``None`` if it takes ``limit`` bytes or more."""
         rows, cuts = choice.make_cuts(rows, form)
         count, length = rows.shape
         sums, ors = self.measure(rows, cuts[-1], cuts[-1].symbol - cuts[0].symbol)
@@ -142,8 +144,8 @@ class StepExecutor(ABC):
         """The reverse, into ``out`` [rows, length].
 
         Raises:
-          DamagedError: it is not what :meth:`encode_tensor` gives. What is allocated before that is known is bounded by
-            the size of ``data``, at 2¹⁸ numbers for each 128 bytes, and by that of ``out``.
+          DamagedError: it is not what :meth:`encode_tensor` gives. Memory allocated before this is detected is
+            bounded by the size of ``data``, at 2¹⁸ elements per 128 bytes, and by that of ``out``.
         """
         count, length = out.size, out.shape[1]
         if count == 0 or -(-count // BLOCK) * 4 * LANES > len(data):

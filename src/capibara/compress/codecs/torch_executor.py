@@ -1,7 +1,7 @@
-"""The lossless codec's steps in PyTorch, on a GPU where it has one.
+"""The lossless codec's steps in PyTorch, on a GPU if available.
 
-PyTorch has no shifts of unsigned integers of 16 and more bits: numbers are held as int64, and where 64 bits are in use
-a shift to the right is made logical by a mask.
+PyTorch has no shifts of unsigned integers of 16 and more bits: elements are stored as int64, and for 64 bits a mask
+makes right shifts logical.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TorchExecutor(StepExecutor):
     """With PyTorch.
 
     Args:
-      device: by default the GPU that PyTorch sees, else the processor.
+      device: by default PyTorch's GPU, otherwise the CPU.
     """
 
     name = "torch"

@@ -1,4 +1,4 @@
-"""Entropy coding: symbols of up to eight bits, in as many bits as their frequencies ask for."""
+"""Entropy coding of symbols of up to eight bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Integers in few bits: small headers by a prefix code, and planes of fields that all have one width."""
+"""Integers in few bits: small headers by a prefix code, and bit planes of fixed-width fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["BitReader", "BitWriter", "pack_bits", "packed_size", "planes", "unpa
 
 
 class BitWriter:
-    """Numbers one after another, lowest bit first; for headers, where a few hundred are written."""
+    """Writes integers one after another, lowest bit first; for headers of a few hundred integers."""
 
     def __init__(self) -> None:
         self._value, self._length = 0, 0
@@ -34,16 +34,16 @@ class BitWriter:
         self.write((value + 1) & ((1 << (width - 1)) - 1), width - 1)
 
     def finish(self) -> bytes:
-        """What was written, filled up to a whole byte with zeros."""
+        """The written bits, padded to a whole byte with zeros."""
         rest = bytes([self._value]) if self._length else b""
         return bytes(self._done) + rest
 
 
 class BitReader:
-    """Reads what :class:`BitWriter` wrote.
+    """Reads the output of :class:`BitWriter`.
 
     Raises:
-      DamagedError: from its methods, where the bytes end too early or hold no such number.
+      DamagedError: by its methods, if the data ends too early or is invalid.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -66,7 +66,7 @@ class BitReader:
         return ((1 << zeros) | self.read(zeros)) - 1
 
     def finish(self) -> None:
-        """Nothing but the filling of the last byte may be left."""
+        """Check that only the padding of the last byte is left."""
         if self._left >= 8 or self._value:
             raise DamagedError("the header of a tensor is longer than it states: the file is damaged")
 
@@ -86,7 +86,7 @@ def planes(width: int) -> list[tuple[int, int]]:
 
 
 def packed_size(count: int, width: int) -> int:
-    """Bytes that :func:`pack_bits` makes of ``count`` fields."""
+    """Size in bytes of ``count`` fields packed by :func:`pack_bits`."""
     return sum((count * size + 7) // 8 for size, _ in planes(width))
 
 
@@ -116,7 +116,7 @@ def pack_bits(values: np.ndarray, width: int) -> bytes:
 
 
 def unpack_bits(data: np.ndarray, count: int, width: int, dtype: np.dtype) -> np.ndarray:
-    """The fields that :func:`pack_bits` packed.
+    """Unpack fields packed by :func:`pack_bits`.
 
     Args:
       data: uint8 [packed_size(count, width)].

@@ -1,6 +1,6 @@
-"""Frequencies of symbols as a coder needs them: integers that add up to a power of two.
+"""Symbol frequencies for the coder: integers that add up to a power of two.
 
-All of it is arithmetic on integers and divisions of float64, so every machine comes to the same table.
+Only integer arithmetic and float64 divisions are used, so every machine computes the same table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SCALE = 1 << SCALE_BITS
 
 
 def normalise(counts: np.ndarray) -> np.ndarray:
-    """Frequencies that add up to 4096, as near to proportional as the code length cares about.
+    """Frequencies that add up to 4096, nearly proportional to the counts.
 
     Args:
       counts: int64 [symbols], how often each occurs; at most 4096 of them occur.

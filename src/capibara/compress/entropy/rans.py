@@ -1,16 +1,16 @@
-"""An asymmetric numeral system: symbols to bits, nearly as few as their frequencies allow.
+"""Asymmetric numeral systems: encode symbols in nearly the minimum number of bits for their frequencies.
 
-The state of a coder is one number x. Coding a symbol of frequency f (of 4096) takes x to about x · 4096 / f, so x grows
-by log₂(4096 / f) bits; decoding undoes it, last symbol first (J. Duda, arXiv 1311.2540). x is held in
-[2¹⁶, 2³²) by moving 16 bits to or from the stream, at most once a symbol (the "range" variant of F. Giesen,
-arXiv 1402.3392).
+The state of a coder is one integer x. Encoding a symbol of frequency f (of 4096) changes x to about x · 4096 / f, so
+x grows by log₂(4096 / f) bits; decoding reverses this, last symbol first (J. Duda, arXiv 1311.2540). x is kept in
+[2¹⁶, 2³²) by moving 16 bits to or from the stream, at most once per symbol (the "range" variant of F. Giesen, arXiv
+1402.3392).
 
-A block of symbols is dealt out over 32 lanes, symbol i to lane i mod 32, each with a state of its own, all sharing one
-stream of 16-bit words: in a step each lane takes one symbol, and the lanes that need a word take theirs in order of
-lanes. So a step is the same arithmetic on 32 numbers, which vectors, XLA, PyTorch and NumPy do alike; many blocks go
-side by side. The bytes do not depend on who does it.
+A block of symbols is distributed over 32 lanes, symbol i to lane i mod 32, each with its own state, all sharing one
+stream of 16-bit words: in a step each lane processes one symbol, and the lanes that need a word take theirs in lane
+order. So a step is the same arithmetic on 32 integers, which suits vector units, XLA, PyTorch and NumPy; many blocks
+are processed in parallel. All engines write the same bytes.
 
-A block's last state must be the first that its encoder began with, and its stream must be used up: damage shows.
+A block's final state must be the encoder's initial one, and its stream must be used up; otherwise it is damaged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOWEST = 1 << 16  # a state is never below; encoding begins with it
 
 
 class Stream(NamedTuple):
-    """One block, coded.
+    """One encoded block.
 
     Attributes:
       states: uint32 [32], of the lanes when decoding begins.
@@ -55,10 +55,10 @@ def _tables(frequencies: np.ndarray) -> np.ndarray:
 
 
 def encode(symbols: Sequence[np.ndarray], frequencies: np.ndarray, tables: Sequence[int]) -> list[Stream]:
-    """Code blocks of symbols.
+    """Encode blocks of symbols.
 
     Args:
-      symbols: uint8 [at most 2¹⁸], a block each; every symbol has a frequency above 0.
+      symbols: uint8 [at most 2¹⁸], one array per block; every symbol has a frequency above 0.
       frequencies: [tables, symbols], each row adds up to 4096.
       tables: the row of ``frequencies`` for each block.
     """
@@ -97,10 +97,10 @@ def encode(symbols: Sequence[np.ndarray], frequencies: np.ndarray, tables: Seque
 def decode(
     streams: Sequence[Stream], counts: Sequence[int], frequencies: np.ndarray, tables: Sequence[int]
 ) -> list[np.ndarray]:
-    """The symbols of coded blocks, uint8 [count] each.
+    """Decode blocks to symbols, uint8 [count] each.
 
     Raises:
-      DamagedError: the streams are not what ``counts`` symbols with these frequencies gave.
+      DamagedError: the streams do not match ``counts`` symbols with these frequencies.
     """
     table = _tables(frequencies)
     start = _starts(table)
@@ -148,13 +148,13 @@ def _alike(counts: Sequence[int]) -> list[list[int]]:
 
 
 def check_present(good: bool) -> None:
-    """Symbols that occur must have a frequency."""
+    """Check that all symbols that occur have a frequency."""
     if not good:
         raise ValueError("symbols: one occurs whose frequency is 0")
 
 
 def check_even(states: np.ndarray, used: np.ndarray, lengths: np.ndarray) -> None:
-    """After decoding, all words must be used up and the lanes be where encoding began."""
+    """Check that, after decoding, all words are used up and the lanes are in the encoder's initial state."""
     if (used != lengths).any() or (states != LOWEST).any():
         raise DamagedError("a block of coded symbols does not end where it should: the file is damaged")
 
@@ -162,10 +162,10 @@ def check_even(states: np.ndarray, used: np.ndarray, lengths: np.ndarray) -> Non
 def lay_out(
     symbols: Sequence[np.ndarray], tables: Sequence[int], width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks side by side, for executors that take one step of all at a time.
+    """Arrange blocks in parallel, for executors that process one step of all blocks at a time.
 
     Returns:
-      int32 [steps, blocks, 32] of places in the flattened tables, each of ``width``, and the blocks' lengths.
+      int32 [steps, blocks, 32] of indices into the flattened tables, each of ``width``, and the blocks' lengths.
     """
     counts = np.array([len(s) for s in symbols])
     steps = -(-int(counts.max(initial=0)) // LANES)
