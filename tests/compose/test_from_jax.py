@@ -160,7 +160,7 @@ def test_bad_arguments(make: Any, error: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("function", "error", "text"),
     [
-        (lambda x: (x, x), ml.ShapeError, "gives 2 values"),
+        (lambda x: (x, x), ml.ShapeError, "returns 2 values"),
         (lambda x: {"other": x}, ml.ShapeError, "other"),
         (lambda x: "text", ml.ShapeError, "expected an array"),
         (lambda x: x > 0, ml.KindError, "kinds="),

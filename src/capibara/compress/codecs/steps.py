@@ -50,8 +50,7 @@ class StepExecutor(ABC):
 
     @abstractmethod
     def measure(self, rows: np.ndarray, cut: Cut, coarse: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each row: the sum of its symbols without the last ``coarse`` bits, int64; its elements or-ed,
-        uint64."""
+        """For each row: the sum of its symbols without ``coarse`` low bits, int64; its elements or-ed, uint64."""
 
     @abstractmethod
     def histogram(self, rows: np.ndarray, cut: Cut, kinds: np.ndarray, count: int) -> np.ndarray:
@@ -96,8 +95,7 @@ class StepExecutor(ABC):
     def encode_into(
         self, out: np.ndarray, rows: np.ndarray, form: NumberFormat, threads: int = 1
     ) -> int | None:
-        """Write the encoded part of a payload to ``out``, uint8; returns its size, or ``None`` if it fills
-        ``out``."""
+        """Write the encoded part of a payload to ``out``, uint8; returns its size, ``None`` if it does not fit."""
         coded = self.encode_tensor(rows, form, len(out), threads)
         if coded is None:
             return None
