@@ -1,4 +1,4 @@
-"""One model on its way to a compressed one: surveyed once, then written at one ratio or several, and measured."""
+"""The compression of one model: surveyed once, then written at one or several ratios, and measured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _STATS_SIZE = 220  # bytes of the metadata's numbers, which are only known when 
 
 
 class Compression:
-    """One model on its way; what was measured serves several ratios."""
+    """The compression of one model; its measurements are shared by several ratios."""
 
     def __init__(
         self, profile: CompressionProfile, adapter: Adapter, data: Any, progress: Progress | None = None
@@ -67,7 +67,7 @@ class Compression:
     def survey_of(
         self, source: Tensors, progress: Progress | None = None, codecs: list[str] | None = None
     ) -> Survey:
-        """The same of other numbers for these tensors, or with other codecs than the profile's."""
+        """The same for other values of these tensors, or with other codecs than the profile's."""
         if codecs is None and self.profile.strategy not in ("auto", "jax"):
             codecs = [self.profile.strategy]
         metadata = len(json.dumps(self.metadata(), separators=(",", ":"))) + _STATS_SIZE
@@ -88,7 +88,7 @@ class Compression:
         return {**self.adapter.metadata, PROFILE: profile}
 
     def make(self, ratio: float | None) -> CompressedModel:
-        """The model at a ratio; ``None``: without loss."""
+        """The model at a ratio; ``None``: lossless."""
         if ratio is not None:
             return self.at_ratio(ratio)
         if self.profile.own_width:
@@ -99,8 +99,8 @@ class Compression:
         return self.write(chosen, progress=self.progress)
 
     def at_ratio(self, ratio: float) -> CompressedModel:
-        """The model at a ratio. A choice from all codecs is compared with those of single ones, where there are data:
-        the error of outputs is not an exact sum of what was measured tensor by tensor."""
+        """The model at a ratio. With data, a choice from all codecs is compared with those of single codecs: the
+        error of the outputs is not exactly the sum of the tensors' errors."""
         chosen = self.allocate(ratio)
         made = self.write(chosen, progress=self.progress)
         if self.validation is None or self.profile.strategy not in ("auto", "jax"):
@@ -148,11 +148,11 @@ class Compression:
         return self._alone_surveys[codec]
 
     def allocate(self, ratio: float) -> Allocation:
-        """What becomes of each tensor at a ratio."""
+        """The allocation of tensors at a ratio."""
         return allocate(self.surveyed(), ratio, weights=self.weights)
 
     def own_width(self) -> Allocation:
-        """The profile's codec at its own width, for every tensor that may lose something."""
+        """The profile's codec at its own width, for every tensor that may be lossy."""
         codec = self.profile.strategy
         options: dict[str, Any] = {"exclude": self.profile.exclude, "smallest": self.profile.smallest}
         found = everywhere(self.adapter.tensors, codec, **options)
@@ -164,7 +164,7 @@ class Compression:
         return replace(found, points=points)
 
     def good(self, made: CompressedModel) -> bool:
-        """Whether enough of the accuracy is preserved."""
+        """Whether enough accuracy is preserved."""
         least = self.profile.preserve_accuracy_threshold
         return least is None or made.stats.fidelity >= least
 
@@ -176,7 +176,7 @@ class Compression:
         return made
 
     def failure(self, made: CompressedModel) -> TargetError:
-        """What to say of a model that lost too much, with what can be had below its ratio, measured by doing it."""
+        """The error for a model that lost too much, with measured alternatives at lower ratios."""
         points = [(made.stats.compression_ratio, made.stats.fidelity)]
         share = self.profile.ratio or made.stats.compression_ratio
         while (share := share / 1.4) > 1.05:
@@ -192,7 +192,7 @@ class Compression:
         )
 
     def known(self, weight_error: float, measured: Measured | None) -> dict[str, Any]:
-        """What is kept of how it went."""
+        """Statistics to store in the metadata."""
         return {
             "weight_error": weight_error,
             "output_error": None if measured is None else measured.error,
@@ -204,7 +204,7 @@ class Compression:
         }
 
     def executor(self) -> str:
-        """Who codes."""
+        """The engine of the codecs."""
         with strategy_engine(self.profile.strategy):
             return best_executor().name
 
@@ -235,7 +235,7 @@ class Compression:
 
 
 class Merging(Compression):
-    """A ReLU network on its way to fewer neurons."""
+    """The compression of a ReLU network by merging neurons."""
 
     def surveyed(self) -> Survey:
         raise CompressError(
@@ -260,7 +260,7 @@ class Merging(Compression):
         return adapt(network, self.adapter.apply if isinstance(self.adapter, TreeAdapter) else None)
 
     def store(self, network: Any, path: Path) -> int:
-        """Write a network, without loss; returns the bytes."""
+        """Write a network losslessly; returns its size in bytes."""
         adapter = self.adapted(network)
         metadata = {**adapter.metadata, PROFILE: self.metadata()[PROFILE], MERGED: "1"}
         with ArchiveWriter(path, metadata) as archive:

@@ -1,11 +1,12 @@
-"""Training weights for what they become when they are compressed: the straight-through estimator.
+"""Fine-tune weights for compression with the straight-through estimator.
 
-Weights are kept in full precision beside their compressed form. A step runs the model with the compressed weights,
-takes the gradient there, and applies it to the full ones, as if rounding were not there (Y. Bengio, N. Léonard and
-A. Courville, "Estimating or propagating gradients through stochastic neurons", 2013). So small changes add up until a
-number moves to another step. Every tensor that the model trains is tuned; those that stay exact too.
+Weights are kept in full precision besides their compressed form. A step runs the model with the compressed weights,
+computes the gradient there, and applies it to the full-precision ones, as if there were no rounding (Y. Bengio, N.
+Léonard and A. Courville, "Estimating or propagating gradients through stochastic neurons", 2013). So small changes
+accumulate until a value moves to another step. Every tensor that the model trains is tuned, including those that stay
+exact.
 
-Updates are Adam's (D. Kingma and J. Ba, ICLR 2015), in float32 with NumPy, for modules and functions of JAX alike.
+Updates are Adam's (D. Kingma and J. Ba, ICLR 2015), in float32 with NumPy, for modules and JAX functions alike.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ def tune(
     learning_rate: float,
     progress: Callable[[int, float], None] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The bits of weights that lose less when they are stored as ``chosen`` says.
+    """The bits of weights that lose less when stored according to ``chosen``.
 
     Args:
       adapter: of the model, which is not changed.
-      batches: inputs and targets, taken in turn.
+      batches: inputs and targets, used cyclically.
       chosen: how each tensor is stored.
-      loss: a scalar of the framework's from outputs and targets.
-      steps: how many; each encodes and decodes the tensors that lose something.
+      loss: a scalar function of outputs and targets, in the model's framework.
+      steps: their number; each encodes and decodes the lossy tensors.
       learning_rate: Adam's.
       progress: called after each step, with its number and loss.
 

@@ -1,4 +1,4 @@
-"""A folder whose archives together hold one model, as files of weights that were cut into several have it."""
+"""A folder whose archives together contain one model, like weights that are split into several files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find_archives(folder: str | os.PathLike[str]) -> list[Path]:
     """The archives of a folder, and of those in it, by name.
 
     Raises:
-      CompressError: there is none.
+      CompressError: there are none.
     """
     found = sorted(path for path in Path(folder).rglob("*.capi") if path.is_file())
     if not found:
@@ -29,10 +29,10 @@ def find_archives(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def names_of(archives: Iterable[Archive]) -> dict[str, Archive]:
-    """Which archive has a tensor.
+    """The archive of each tensor.
 
     Raises:
-      CompressError: two have one of the same name.
+      CompressError: two archives have a tensor of the same name.
     """
     out: dict[str, Archive] = {}
     for archive in archives:
@@ -46,7 +46,7 @@ def names_of(archives: Iterable[Archive]) -> dict[str, Archive]:
 
 
 def join_archives(paths: Iterable[Path], target: Path) -> None:
-    """Write the tensors of several archives into one, as they are coded, with the metadata that is not of one alone.
+    """Write the encoded tensors of several archives into one, with their common metadata.
 
     Raises:
       CompressError: two archives have a tensor of the same name.

@@ -1,8 +1,8 @@
-"""The header of a safetensors file in the archive's metadata, where it cannot be made anew from what the archive says.
+"""The header of a safetensors file in the archive's metadata, if it cannot be reconstructed from the archive.
 
-Other writers order, space and escape the JSON differently, and know types that this version does not. Such a header is
-kept as text, compressed by zlib, in base64. Nothing of it is believed: it is used only if it describes just the tensors
-that the archive has.
+Other writers order, space and escape the JSON differently, and support dtypes that this version does not. Such a
+header is stored as text, compressed by zlib, in base64. It is untrusted: it is used only if it describes exactly the
+tensors of the archive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["check_header", "with_header", "without_header"]
 
 
 def with_header(metadata: Mapping[str, str], text: bytes | None) -> dict[str, str]:
-    """The metadata of an archive of a file with this header; ``None``: it can be made anew."""
+    """The metadata of an archive of a file with this header; ``None``: it can be reconstructed."""
     kept = dict(metadata)
     if text is not None:
         kept[HEADER_KEY] = base64.b64encode(zlib.compress(text, 9)).decode()
@@ -29,10 +29,10 @@ def with_header(metadata: Mapping[str, str], text: bytes | None) -> dict[str, st
 
 
 def without_header(metadata: Mapping[str, str], path: object) -> tuple[dict[str, str], bytes | None]:
-    """The metadata of the file that an archive was made of, and its header if that was kept.
+    """The metadata of an archive's original file, and its header if that was stored.
 
     Raises:
-      DamagedError: what was kept is not a header.
+      DamagedError: the stored text is not a header.
     """
     rest = {k: v for k, v in metadata.items() if k != HEADER_KEY}
     if (kept := metadata.get(HEADER_KEY)) is None:
@@ -50,7 +50,7 @@ def without_header(metadata: Mapping[str, str], path: object) -> tuple[dict[str,
 def check_header(
     text: bytes, tensors: Mapping[str, tuple[NumberFormat, tuple[int, ...]]], path: object
 ) -> None:
-    """Whether a header describes these tensors, and only them.
+    """Check that a header describes exactly these tensors.
 
     Raises:
       ArchiveError, DamagedError: it does not.

@@ -1,8 +1,8 @@
-"""A folder of files that appears when all of them are there.
+"""A folder of files that appears once it is complete.
 
-The files are made in a hidden folder beside the place and moved there together: after an error or a signal nothing of
-them is left. With ``resume`` the finished files stay in the hidden folder, with a note of what they were made from, and
-the next run with ``resume`` takes them from there. What a killed process left is removed by the next run without it.
+The files are written to a hidden folder next to the target and moved there together: after an error or a signal
+nothing is left. With ``resume`` the finished files stay in the hidden folder, with a record of their sources, and the
+next run with ``resume`` uses them. Leftovers of a killed process are removed by the next run without it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _MOST_NOTES = 64 << 20
 
 
 class OutputFolder:
-    """Files for a folder; use it as a context.
+    """The files of a folder; use it as a context manager.
 
     Args:
-      root: the folder to write; ``None``: every file goes to its place as soon as it is whole.
-      made_from: what decides the content of all files, plain values: a note made from anything else is not used.
-      resume: keep what was finished when the context ends with an error, and use what an earlier one kept.
+      root: the folder to write; ``None``: every file is moved to its place as soon as it is complete.
+      made_from: plain values that determine the content of all files: a record with different ones is not used.
+      resume: keep finished files if the context ends with an error, and use those that an earlier run kept.
 
     Raises:
       CompressError: another process is writing this folder.
-      OSError: it cannot be made; each error names the place.
+      OSError: it cannot be created; the message names the path.
     """
 
     def __init__(self, root: Path | None, made_from: Any, *, resume: bool = False) -> None:
@@ -92,7 +92,7 @@ class OutputFolder:
             shutil.rmtree(path) if entry.is_dir(follow_symlinks=False) else path.unlink()
 
     def place(self, target: Path) -> tuple[Path, bool]:
-        """Where to write a file of the folder now, and whether an earlier run has finished it."""
+        """The path to write a file to, and whether an earlier run has finished it."""
         if self._root is None:
             target.parent.mkdir(parents=True, exist_ok=True)
             return target, False
@@ -102,7 +102,7 @@ class OutputFolder:
         return place, name.as_posix() in self._finished
 
     def finish(self, target: Path) -> None:
-        """A file of the folder is whole."""
+        """Mark a file of the folder as complete."""
         if self._root is None or not self._resume:
             return
         name = target.relative_to(self._root)

@@ -1,10 +1,11 @@
-"""Reading and writing safetensors files tensor by tensor, as bits.
+"""Read and write safetensors files tensor by tensor, as bits.
 
-The ``safetensors`` package gives arrays of a framework, whole files at a time for some; here tensors of any type pass
-through without a framework, one at a time. The format: the header's length (u64), the header as JSON, the bytes.
+The ``safetensors`` package returns arrays of a framework, for some only whole files at a time; here tensors of any
+dtype are processed without a framework, one at a time. The format: the header's length (u64), the header as JSON, the
+bytes.
 
-Writers differ in how they print the same header: order, spaces, escapes. :attr:`SafetensorsFile.header` keeps the text
-where :func:`write_safetensors` would print another one, so that a file can come back byte by byte.
+Writers differ in how they print the same header: order, spaces, escapes. :attr:`SafetensorsFile.header` keeps the
+text if :func:`write_safetensors` would write it differently, so that a file can be restored byte by byte.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _BYTES = FORMATS["U8"]
 
 
 class Stored(NamedTuple):
-    """A tensor of a header: its format and shape, and where its bytes begin and end after the header.
+    """A tensor of a header: its format and shape, and the range of its bytes after the header.
 
-    One of a type that is not known here is its bytes: ``U8`` in one dimension.
+    Tensors of unknown dtypes are bytes: ``U8`` in one dimension.
     """
 
     form: NumberFormat
@@ -56,16 +57,16 @@ class Stored(NamedTuple):
 def parse_header(
     text: bytes | bytearray, size: int, path: object
 ) -> tuple[dict[str, str], dict[str, Stored], bool]:
-    """The metadata, the tensors in order of their bytes, and whether all their types are known.
+    """The metadata, the tensors in order of their bytes, and whether all their dtypes are known.
 
     Args:
       text: the header's JSON.
-      size: bytes that stand after it.
+      size: number of bytes after it.
       path: of the file, for errors.
 
     Raises:
-      ArchiveError: not such a header.
-      DamagedError: sizes that do not fit together.
+      ArchiveError: it is not such a header.
+      DamagedError: inconsistent sizes.
     """
     try:
         header = json.loads(text)
@@ -100,7 +101,7 @@ def parse_header(
 
 
 class SafetensorsFile:
-    """A safetensors file that is open for reading; use it as a context.
+    """A safetensors file open for reading; use it as a context manager.
 
     Args:
       path: the file.
@@ -112,7 +113,7 @@ class SafetensorsFile:
 
     Raises:
       ArchiveError: not a safetensors file.
-      DamagedError: sizes that do not fit together.
+      DamagedError: inconsistent sizes.
       OSError: it cannot be read.
     """
 
@@ -145,7 +146,7 @@ class SafetensorsFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def __iter__(self) -> Iterator[tuple[str, NumberFormat, tuple[int, ...]]]:
@@ -157,7 +158,7 @@ class SafetensorsFile:
         return np.asarray(self.numbers(name))
 
     def numbers(self, name: str) -> FileNumbers:
-        """As :meth:`read`, part by part: what is sliced off is read when it becomes an array."""
+        """As :meth:`read`, in parts: a slice is read when it is converted to an array."""
         form, _, start, end = self.tensors[name]
         return FileNumbers(self._file, form.unsigned, self._begin + start, (end - start) // (form.bits // 8))
 
@@ -185,16 +186,17 @@ def write_safetensors(
     read: Callable[[str], np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file in one step, one tensor in memory at a time.
+    """Write a safetensors file atomically, with one tensor in memory at a time.
 
     Args:
-      path: the file; its folder exists.
+      path: the file; its folder must exist.
       tensors: name → (format, shape), in the order of the file.
-      read: gives the bits of a tensor by its name.
+      read: returns the bits of a tensor by name.
       metadata: for the header.
 
     Raises:
-      OSError: the folder is missing, the disk is full …; and what ``read`` raises. The old file then stands.
+      OSError: the folder is missing, the disk is full …; and the errors of ``read``. An existing file is then
+        unchanged.
     """
     write_with_header(path, _header(tensors, metadata), {n: form for n, (form, _) in tensors.items()}, read)
 
@@ -205,7 +207,7 @@ def write_with_header(
     forms: Mapping[str, NumberFormat],
     read: Callable[[str], np.ndarray],
 ) -> None:
-    """As :func:`write_safetensors`, with the text of a header that says where these tensors are, in their order."""
+    """As :func:`write_safetensors`, with the text of a header that describes these tensors, in their order."""
 
     def content(file: BinaryIO) -> None:
         file.write(len(text).to_bytes(8, "little") + text)

@@ -1,4 +1,4 @@
-"""Some of a tensor's numbers, on which codecs are tried before the whole of it."""
+"""Samples of a tensor's elements, on which codecs are tried before the whole tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAMPLE = 1 << 16  # numbers
 def take_sample(
     bits: np.ndarray, shape: tuple[int, ...], metric: Metric | None
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows from all over the tensor, as another tensor; columns, where inputs run along the rows.
+    """Rows from all over the tensor, as another tensor; columns if inputs run along the rows.
 
     With a metric, all inputs of some outputs.
     """
@@ -45,9 +45,9 @@ def take_sample(
 def settings_of_sample(
     moments: Mapping[str, Any] | None, shape: tuple[int, ...], some: tuple[int, ...]
 ) -> Mapping[str, Any]:
-    """The calibration that ``uniform`` has for a sample, as it has it for the whole: chunk by chunk.
+    """The calibration settings of ``uniform`` for a sample, as for the whole tensor: chunk by chunk.
 
-    Where inputs run along the rows, a chunk knows only its own; the sample, of some columns, is one chunk.
+    If inputs run along the rows, a chunk only has its own; the sample, of some columns, is one chunk.
     """
     rows = rows_together(shape, get_codec("uniform"))
     if moments is None or moments["input_axes"][0] != 0 or rows >= shape[0] or some[0] != shape[0]:

@@ -1,8 +1,8 @@
-"""Where archives of models lie, and saving a module that went on after it was compressed.
+"""Temporary folders of models' archives, and saving a module that was changed after compression.
 
-A module can be trained, or get other numbers; its archive does not know of that. What a tensor of the archive still is
-stays in the codes that it has there, so that nothing more is lost; what is different now is written as it is, without
-loss: at which rates it should lose something is for compressing to find out, not for saving.
+A module can be trained or loaded with other values, which does not change its archive. Unchanged tensors keep their
+encoding, so that nothing more is lost; changed ones are written losslessly: choosing rates is part of compression,
+not of saving.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["make_folder", "save_module"]
 
 
 def make_folder() -> tuple[Path, Any]:
-    """A temporary folder, and what keeps it."""
+    """A temporary folder, and the object that owns it."""
     folder = tempfile.TemporaryDirectory(prefix="capibara-", ignore_cleanup_errors=True)
     keeper = _Keeper()
     weakref.finalize(keeper, folder.cleanup)

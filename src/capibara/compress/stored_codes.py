@@ -1,4 +1,4 @@
-"""The codes and scales of tensors as an archive holds them, for what multiplies by them: NumPy only."""
+"""The codes and scales of an archive's tensors, for products with them: NumPy only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["exact_changes", "split_scales", "stored_parts"]
 
 
 def stored_parts(archive: Archive, name: str) -> list[Parts] | str:
-    """The codes of a tensor, one for each run of indices of its first axis; or why there are none."""
+    """The codes of a tensor, one entry per run of indices of its first axis; or the reason why there are none."""
     entry = archive[archive[name].same_as or name]
     codec = get_codec(entry.codec)
     if not isinstance(codec, Fixed) or len(entry.shape) < 2 or 0 in entry.shape or entry.coded_as is not None:
@@ -38,14 +38,14 @@ def stored_parts(archive: Archive, name: str) -> list[Parts] | str:
 
 
 def split_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales as codes, uint8 [rows, groups], and what these stand for, float32 [at most 256]."""
+    """Scales as codes, uint8 [rows, groups], and the scale of each code, float32 [at most 256]."""
     table, codes = np.unique(scales, return_inverse=True)
     assert len(table) <= 256  # they were made of codes of eight bits
     return codes.reshape(scales.shape).astype(np.uint8), table.astype(np.float32)
 
 
 def exact_changes(parts: Parts, form: NumberFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows and columns of the numbers that are kept exactly, and how much they differ from what their codes say."""
+    """Rows and columns of the values that are kept exactly, and their differences from the decoded ones."""
     row, column = np.divmod(parts.positions, max(parts.length, 1))
     if parts.levels is None:
         level = parts.codes[row, column].astype(np.float32)

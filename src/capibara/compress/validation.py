@@ -1,4 +1,4 @@
-"""How far a compressed model's outputs are from the original's, on data that somebody gives.
+"""Compare a compressed model's outputs with the original's on validation data.
 
 Data are batches: an array, or a dict of inputs by name; or such a batch with targets, as a pair ``(inputs, targets)``;
 or a list, a loader or another iterable of these. Targets are classes, integers in the shape of the outputs without
@@ -24,7 +24,7 @@ __all__ = ["Measured", "Validation", "as_batches"]
 
 @dataclass(frozen=True)
 class Measured:
-    """What came out.
+    """The result of a comparison.
 
     Attributes:
       error: of the outputs, relative to the original's: √(Σ(y′ − y)² / Σy²).
@@ -38,7 +38,7 @@ class Measured:
 
     @property
     def fidelity(self) -> float:
-        """Accuracy over the original's, or without targets 1 − error, at least 0."""
+        """Accuracy over the original's; without targets 1 − error, at least 0."""
         if self.accuracy is not None and self.reference:
             return self.accuracy / self.reference
         return max(1.0 - self.error, 0.0)
@@ -48,7 +48,7 @@ def as_batches(data: Any) -> list[tuple[Any, Any]]:
     """Batches with their targets, or ``None``.
 
     Raises:
-      CompressError: neither arrays nor anything with arrays in it, or nothing at all.
+      CompressError: the data is not arrays or a container of arrays, or it is empty.
     """
 
     def one(item: Any) -> tuple[Any, Any]:
@@ -95,7 +95,7 @@ def _numbers(value: Any) -> np.ndarray:
 
 
 def float_outputs(outputs: Any) -> list[np.ndarray]:
-    """The outputs that are numbers with a fraction.
+    """The floating-point outputs.
 
     Raises:
       CompressError: there is none.
@@ -114,10 +114,10 @@ def float_outputs(outputs: Any) -> list[np.ndarray]:
 
 
 class Validation:
-    """Data, and what the original model says to them.
+    """Validation data, and the original model's outputs on them.
 
     Raises:
-      CompressError: data that are none, a model that cannot be run, outputs that cannot be compared.
+      CompressError: invalid data, a model that cannot be run, outputs that cannot be compared.
     """
 
     def __init__(self, adapter: Adapter, data: Any) -> None:
@@ -165,7 +165,7 @@ class Validation:
         return right / count if count else None
 
     def measure(self, model: Any) -> Measured:
-        """Run a model that the adapter made, and compare."""
+        """Run a model of the adapter, and compare."""
         outputs = [float_outputs(self._adapter.run(model, x)) for x, _ in self._batches]
         lost = sum(
             float(((a - b) ** 2).sum())

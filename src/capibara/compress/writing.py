@@ -1,4 +1,4 @@
-"""Tensors into an archive as an allocation says, and what was lost on the way."""
+"""Write tensors to an archive according to an allocation, and measure the loss."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def add_tensors(
     Args:
       archive: open for writing.
       source: the tensors.
-      tied: names of tensors that are stored as others.
-      chosen: how; ``None``: all without loss.
-      progress: called after each tensor, with the bytes it takes as it is.
+      tied: names of tensors that share another tensor's data.
+      chosen: how to store each; ``None``: all lossless.
+      progress: called after each tensor with its original bytes.
     """
     points = {} if chosen is None else chosen.points
 
@@ -63,11 +63,11 @@ def add_tensors(
 
 
 def compare(path: Path, source: TensorSource) -> tuple[dict[str, float], float, float]:
-    """Decode an archive and compare it with what was written to it.
+    """Decode an archive and compare it with the original tensors.
 
     Returns:
-      The relative error of each tensor of floats with finite numbers, and of all of them the sum of squared errors and
-      the sum of squares. A tensor that differs in nothing has 0.
+      The relative error of each floating-point tensor with finite values, and the sum of squared errors and the sum
+      of squares of all of them. The error of an equal tensor is 0.
 
     Raises:
       DamagedError: it cannot be decoded.
@@ -95,7 +95,7 @@ def compare(path: Path, source: TensorSource) -> tuple[dict[str, float], float, 
 
 
 def change_metadata(path: str | os.PathLike[str], changed: Mapping[str, str]) -> None:
-    """Add to the metadata of an archive that nobody else sees yet: its index is written anew, in place."""
+    """Add to the metadata of an archive that is not shared yet: its index is rewritten in place."""
     with Archive(path) as archive:
         entries, metadata, size = list(archive), {**archive.metadata, **changed}, archive.size
     with open(path, "r+b") as file:

@@ -1,1 +1,1 @@
-"""What data say about a model: second moments of the inputs of its linear layers, and methods that use them."""
+"""Calibration data: second moments of the inputs of a model's linear layers, and methods that use them."""

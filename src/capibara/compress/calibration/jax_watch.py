@@ -61,7 +61,7 @@ class _Value:
 def watch_jax(
     function: Callable[..., Any], params: Any, batches: Iterator[Any], names: Callable[[tuple[Any, ...]], str]
 ) -> Watched:
-    """How many batches there were, the moments by the leaf's name, and what was not seen."""
+    """The number of batches, the moments by the leaf's name, and the weights that were not observed."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     known, unseen = [], Unseen()
     shapes: dict[str, tuple[int, ...]] = {}

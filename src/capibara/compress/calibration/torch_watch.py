@@ -152,7 +152,7 @@ def _call(module: Callable[..., Any], batch: Any) -> None:
 
 
 def watch_module(module: torch.nn.Module, batches: Iterator[Any]) -> Watched:
-    """What was seen of a module, by ``state_dict`` name."""
+    """The observations of a module, by ``state_dict`` name."""
     watch = _Watch(dict(module.named_parameters(remove_duplicate=False)))
     modes = {m: m.training for m in module.modules()}
     # The fused encoder layer is one operation, in which nothing can be seen.

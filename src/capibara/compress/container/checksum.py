@@ -1,4 +1,4 @@
-"""The checksum of chunks: CRC-32 as zlib has it, in compiled code where that is quicker."""
+"""The checksum of chunks: zlib's CRC-32, in compiled code if that is faster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _compiled() -> Any:
 
 
 def crc32(data: bytes | memoryview) -> int:
-    """The same number as ``zlib.crc32(data)``."""
+    """The same value as ``zlib.crc32(data)``."""
     if len(data) < _SMALL or (function := _compiled()) is None:
         return zlib.crc32(data)
     numbers, out = np.frombuffer(data, np.uint8), ctypes.c_uint32()

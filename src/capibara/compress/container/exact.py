@@ -1,4 +1,4 @@
-"""Tensors of the codec ``lossless``: many payloads in one call of compiled code, so that no thread waits for Python."""
+"""Decode many ``lossless`` payloads in one call of compiled code, so that no thread waits for Python."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _BUFFERS = Buffers(TOGETHER)
 def decode_exact(
     file: FileBytes, entries: Sequence[Entry], room: Room, many: Callable[[np.ndarray, int], bool]
 ) -> list[np.ndarray | None] | None:
-    """The numbers of tensors that have some, or ``None`` for each that could not be decoded.
+    """The elements of nonempty tensors, or ``None`` for each that could not be decoded.
 
     Args:
       file: where the payloads are.
-      entries: none is the same as another one (``same_as``).
-      room: where the numbers go.
+      entries: without second names (``same_as``).
+      room: memory for the results.
       many: :meth:`capibara.compress.codecs.native.NativeExecutor.decode_many`.
 
     Returns:
-      Nothing at all, if there is no such call on this machine.
+      Nothing, if this machine does not support the call.
     """
     found: list[np.ndarray | None] = []
     payloads: list[tuple[object, ...]] = []

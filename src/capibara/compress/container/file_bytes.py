@@ -1,7 +1,7 @@
 """Bytes of a file by ``pread``.
 
-A memory map would save a copy, but ends the program (SIGBUS) if another process cuts the file; a read that comes out
-short is an error like any other.
+A memory map would save a copy, but crashes the program (SIGBUS) if another process truncates the file; a short read
+is an ordinary error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FileBytes", "FileNumbers"]
 
 
 class FileBytes:
-    """A file that is open for reading, from several threads; use it as a context, or close it.
+    """A file open for reading from several threads; use it as a context manager, or close it.
 
     Attributes:
       path: the file.
@@ -49,16 +49,16 @@ class FileBytes:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file; a second time nothing happens."""
+        """Close the file; repeated calls have no effect."""
         descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def read_into(self, out: np.ndarray | memoryview, offset: int) -> None:
-        """Fill a contiguous array, or bytes, with what stands from ``offset`` on.
+        """Fill a contiguous array or buffer with the data from ``offset`` on.
 
         Raises:
-          DamagedError: the file ends before.
+          DamagedError: the file ends earlier.
           ArchiveError: it was closed.
         """
         view = memoryview(out.view(np.uint8).data if isinstance(out, np.ndarray) else out).cast("B")
@@ -76,7 +76,7 @@ class FileBytes:
             at += got
 
     def read(self, offset: int, length: int) -> bytearray:
-        """So many bytes from ``offset`` on; errors as :meth:`read_into`."""
+        """Read bytes from ``offset`` on; errors as for :meth:`read_into`."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise DamagedError(f"{self.path}: bytes {offset} to {offset + length} are beyond its end")
         out = bytearray(length)
@@ -85,15 +85,15 @@ class FileBytes:
 
 
 class FileNumbers:
-    """Numbers in a file, in one dimension, which are read when NumPy asks for them as an array.
+    """A one-dimensional array in a file, which is read when NumPy converts it to an array.
 
-    It is sliced as an array is; ``np.asarray`` reads what is left.
+    It can be sliced like an array; ``np.asarray`` reads the slice.
 
     Args:
-      file: stays open for as long as numbers are read.
-      kind: of the numbers.
-      offset: in bytes, of the first.
-      size: how many.
+      file: must stay open while elements are read.
+      kind: the dtype.
+      offset: of the first element, in bytes.
+      size: number of elements.
     """
 
     ndim = 1
@@ -113,7 +113,7 @@ class FileNumbers:
         return self.size
 
     def reshape(self, *shape: int) -> Self:
-        """Itself: it has one dimension already."""
+        """Itself, since it is one-dimensional."""
         if math.prod(shape) not in (-1, self.size) or len(shape) != 1:
             raise ValueError(f"shape: got {shape}, expected -1: np.asarray(…) first")
         return self

@@ -1,4 +1,4 @@
-"""The threads that chunks are coded and decoded on: as many as there are processors, kept for the next archive."""
+"""The thread pool for encoding and decoding chunks: one thread per processor, shared by all archives."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MOST_WAITING = 512
 
 
 class Buffers:
-    """Memory that is used again: what is given back to the system has to be cleared, page by page, to come back.
+    """Reusable buffers: memory returned to the system has to be cleared, page by page, before it is used again.
 
-    Several threads may take and give back.
+    Thread-safe.
 
     Args:
-      most: bytes that are kept for the next who wants some.
+      most: maximum number of bytes to keep for reuse.
     """
 
     def __init__(self, most: int = ROOM) -> None:
@@ -41,7 +41,7 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> np.ndarray:
-        """At least that many bytes, uint8."""
+        """Take a buffer of at least that many bytes, uint8."""
         step = _STEP if size < _PAGE else _PAGE
         room = -(-size // step) * step
         with self._lock:
@@ -56,7 +56,7 @@ class Buffers:
         return np.frombuffer(memory, np.uint8)
 
     def give(self, buffer: np.ndarray) -> None:
-        """Back; the caller uses it no more."""
+        """Return a buffer; the caller must not use it afterwards."""
         with self._lock:
             if self._kept + len(buffer) <= self._most:
                 self._kept += len(buffer)
@@ -77,22 +77,22 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def submit(work: Callable[[Given], Made], item: Given) -> Future[Made]:
-    """``work(item)`` on a thread that sees the context of this one (the engine that codecs use …)."""
+    """Run ``work(item)`` on a thread with this thread's context (the engine of codecs …)."""
     return _pool().submit(contextvars.copy_context().run, work, item)
 
 
 def ahead(
     work: Callable[[Given], Made], items: Iterable[Given], size: Callable[[Given], int], room: int = ROOM
 ) -> Iterator[Made]:
-    """Results in order, several of them at work at a time.
+    """Yield results in order, computing several at a time.
 
-    What ``items`` raises comes after the results of the items before.
+    Errors of ``items`` are raised after the results of the previous items.
 
     Args:
-      work: done on the threads of the pool, or for small items (that is quicker) when it is their turn.
-      items: taken one by one.
-      size: about how many bytes an item takes while it is at work, and its result afterwards.
-      room: how many bytes that may be together; one more item than there are threads always may.
+      work: runs on the threads of the pool or, for small items (which is faster), on the caller's.
+      items: consumed one by one.
+      size: the approximate bytes of an item while it is processed, and of its result afterwards.
+      room: maximum total of these bytes; one more item than threads is always allowed.
     """
     waiting: deque[Callable[[], Made]] = deque()
     futures: deque[tuple[Future[Made], int]] = deque()
@@ -133,7 +133,7 @@ def ahead(
 
 
 def run_all(work: Callable[[Given], object], items: Iterable[Given]) -> None:
-    """``work`` of each, on the threads of the pool; raises the first of the errors when all are through."""
+    """Run ``work`` on each item, on the threads of the pool; raises the first error once all are done."""
     futures = [submit(work, item) for item in items]
     try:
         for future in futures:

@@ -1,4 +1,4 @@
-"""Memory for tensors that come together."""
+"""Memory for groups of tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class _Sized(Protocol):
 
 
 class Room:
-    """Memory for small tensors in pieces so large that the system hands out large pages, and for large ones.
+    """Memory for small tensors in blocks large enough for huge pages, and for large ones.
 
-    Page by page of 4 KiB, tensors would take as long to get their memory as to be decoded into it.
+    With 4 KiB pages, allocating tensors would take as long as decoding them.
 
     Args:
-      total: bytes of all the small ones, those below :data:`LARGE`.
+      total: bytes of all small tensors (those below :data:`LARGE`).
     """
 
     def __init__(self, total: int) -> None:
@@ -36,11 +36,11 @@ class Room:
 
     @classmethod
     def of(cls, tensors: Iterable[_Sized]) -> Self:
-        """For these."""
+        """Memory for these entries."""
         return cls(sum(size for one in tensors if (size := one.original_bytes) < LARGE))
 
     def take(self, count: int, kind: np.dtype) -> np.ndarray:
-        """An array [count] that nobody else has; from 64 bytes on it begins a line of the cache."""
+        """A new array [count]; from 64 bytes on it is aligned to a cache line."""
         size = count * kind.itemsize
         if size < _LINE:
             return np.empty(count, kind)

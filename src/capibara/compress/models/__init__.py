@@ -1,4 +1,4 @@
-"""Models of every kind as named tensors, and back."""
+"""Convert models of every kind to named tensors and back."""
 
 from __future__ import annotations
 

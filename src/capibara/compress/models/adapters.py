@@ -179,7 +179,7 @@ def put_tensor(module: Any, name: str, value: Any, parameter: Any = None) -> Non
     """Replace a parameter or buffer of a module by a tensor.
 
     Args:
-      parameter: to put there instead of a new one, where it is a parameter.
+      parameter: used instead of a new one, if it is a parameter.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The gradient of a loss by a model's tensors, by name, whatever computes it."""
+"""The gradient of a loss with respect to a model's tensors, by name, in any framework."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["distance", "gradients"]
 
 
 def distance(outputs: Any, targets: Any) -> Any:
-    """The mean squared difference, of arrays of either framework."""
+    """The mean squared difference of arrays of either framework."""
     difference = outputs - targets
     return (difference * difference).mean()
 
@@ -25,16 +25,16 @@ def distance(outputs: Any, targets: Any) -> Any:
 def gradients(
     adapter: Adapter, model: Any, inputs: Any, targets: Any, loss: Callable[[Any, Any], Any]
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss, and its gradient by each tensor that the model trains, as float32.
+    """The loss, and its gradient with respect to each tensor that the model trains, as float32.
 
     Args:
       adapter: of the original.
-      model: what the adapter made: a module, or a tree of arrays.
+      model: from the adapter: a module, or a tree of arrays.
       inputs, targets: a batch.
-      loss: a scalar from the model's outputs and the targets.
+      loss: a scalar function of the model's outputs and the targets.
 
     Raises:
-      CompressError: the model cannot be run, or there is no framework that knows gradients.
+      CompressError: the model cannot be run, or has no framework with gradients.
     """
     if isinstance(adapter, TorchAdapter):
         return _torch(adapter, model, inputs, targets, loss)

@@ -1,7 +1,7 @@
-"""Arrays of NumPy, JAX and PyTorch as the codecs see them: a format, a shape, and bits; and back again.
+"""Convert arrays of NumPy, JAX and PyTorch to the codecs' representation (format, shape, bits) and back.
 
-A tensor keeps its bits on the way, whatever its type: bfloat16 and the eight-bit floats go through unsigned integers of
-their width. What is not a plain array of numbers (sparse, quantised, complex, PRNG keys) is refused by name.
+Bits are preserved for all dtypes: bfloat16 and the eight-bit floats are converted through unsigned integers of their
+width. Arrays without plain numeric data (sparse, quantised, complex, PRNG keys) are refused by name.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NAMES = {f.numpy: f for f in FORMATS.values() if f.numpy} | {v: FORMATS[k] for 
 
 
 def is_torch(value: object) -> bool:
-    """Whether it is a tensor of PyTorch's; PyTorch is not imported for that."""
+    """Whether it is a PyTorch tensor, without importing PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_array(value: object) -> bool:
-    """Whether it is a tensor of PyTorch's, an array of JAX's, or one of NumPy's."""
+    """Whether it is a PyTorch tensor, a JAX array, or a NumPy array."""
     if isinstance(value, np.ndarray | np.generic) or is_torch(value):
         return True
     jax = sys.modules.get("jax")
@@ -36,12 +36,12 @@ def is_array(value: object) -> bool:
 
 
 def format_of(value: Any, name: str = "tensor", *, meta: bool = False) -> NumberFormat:
-    """The format of an array's numbers, of which none is touched.
+    """The format of an array, without reading its data.
 
     Args:
       value: the array.
-      name: what errors call it.
-      meta: whether a tensor of PyTorch's may be without numbers, on the device ``"meta"``.
+      name: its name in errors.
+      meta: whether PyTorch tensors on the device ``"meta"`` are allowed.
 
     Raises:
       CompressError: as :func:`to_bits`.
@@ -71,14 +71,14 @@ def format_of(value: Any, name: str = "tensor", *, meta: bool = False) -> Number
 
 
 def to_bits(value: Any, name: str = "tensor") -> tuple[np.ndarray, NumberFormat, tuple[int, ...]]:
-    """The bits [count], the format and the shape of an array; a view of it where it lies in memory in C order.
+    """The bits [count], the format and the shape of an array; a view if it is in memory in C order.
 
     Args:
-      value: an array of NumPy, JAX (all of it addressable from here) or PyTorch, on any device.
-      name: what errors call it.
+      value: an array of NumPy, JAX (fully addressable) or PyTorch, on any device.
+      name: its name in errors.
 
     Raises:
-      CompressError: not an array of numbers that files know.
+      CompressError: not an array of a dtype that files support.
     """
     form = format_of(value, name)
     if is_torch(value):
@@ -114,7 +114,7 @@ def numpy_dtype(form: NumberFormat) -> np.dtype:
 
 
 def from_bits(bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], like: Any = None) -> Any:
-    """An array of the same kind as ``like``, on its devices: PyTorch's, JAX's, or NumPy's where it is ``None``."""
+    """An array of the same kind as ``like``, on its devices: PyTorch, JAX, or NumPy if it is ``None``."""
     bits = np.ascontiguousarray(bits, form.unsigned).reshape(-1)
     if is_torch(like):
         return torch_from_bits(bits, form, shape).to(like.device)
@@ -127,7 +127,7 @@ def from_bits(bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], like
 
 
 def torch_from_bits(bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]) -> Any:
-    """A tensor of PyTorch's on the CPU, with memory of its own."""
+    """A PyTorch tensor on the CPU, with its own memory."""
     import torch
 
     name = _EXTENDED.get(form.name, form.numpy)

@@ -1,4 +1,4 @@
-"""Named tensors, one in memory at a time: what allocation and archives read, wherever the tensors come from."""
+"""Named tensors, one in memory at a time: the input of allocation and archives, for any source."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TensorSource(Protocol):
 
 
 class Tensors:
-    """Tensors whose bits functions give.
+    """Tensors whose bits are returned by a function.
 
     Args:
       tensors: name → (format, shape), in order.
-      read: gives the bits of a tensor.
+      read: returns the bits of a tensor.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Tensors:
 
 
 def find_tied(source: TensorSource, least: int = 1024) -> dict[str, str]:
-    """Names of tensors of ``least`` numbers or more whose bytes an earlier one has, and that one's name."""
+    """Names of tensors of at least ``least`` elements with the same bytes as an earlier one, and that one's name."""
     tied: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
     for name, form, shape in source:
@@ -67,9 +67,9 @@ def find_tied(source: TensorSource, least: int = 1024) -> dict[str, str]:
 
 
 def numbers_of(source: TensorSource, name: str) -> Any:
-    """The bits of a tensor as :meth:`TensorSource.read` gives them, or what reads them part by part.
+    """The bits of a tensor as returned by :meth:`TensorSource.read`, or an object that reads them in parts.
 
-    That is sliced like an array, and ``np.asarray`` of a slice reads it
+    It is sliced like an array, and ``np.asarray`` reads a slice
     (:class:`~capibara.compress.container.file_bytes.FileNumbers`).
     """
     return getattr(source, "numbers", source.read)(name)

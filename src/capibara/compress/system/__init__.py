@@ -1,4 +1,4 @@
-"""The compression system of several parts: configuration, components, strategies, monitor, coordinator."""
+"""The compression system: configuration, components, strategies, monitor, coordinator."""
 
 from __future__ import annotations
 
