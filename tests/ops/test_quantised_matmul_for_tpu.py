@@ -98,16 +98,28 @@ def test_vmap_not_a_number_and_what_it_refuses():
     assert (
         explain(quantised_matmul, x, codes, scales, levels, group=32, platform="tpu").chosen == "pallas_tpu"
     )
+    wide = np.ones((384, 512), np.float32)
     for change, group, why in (
         ((x.astype(np.float16), codes, scales), 32, "float32 or bfloat16"),
         ((x[..., :250], codes[:, :250], scales), 32, "multiple of 128 numbers"),
         ((x, codes[:100], scales[:100]), 32, "multiple of 128 of them"),
         ((x, codes, np.ones((384, 6), np.float32)), 48, "groups that divide"),
-        ((x, codes, np.ones((384, 1), np.float32)), 384, "whole groups"),
+        ((wide[:, :384], wide.astype(np.int8)[:, :384], wide[:, :2]), 256, "whole groups"),
     ):
         with pytest.raises(NoImplementationError, match=why):
             KERNEL(*change, group=group)
         assert explain(quantised_matmul, *change, group=group, platform="tpu").chosen == "xla"
+
+
+def test_scales_that_do_not_fit_beside_a_tile_are_left_to_xla():
+    vectors, codes = (
+        jax.ShapeDtypeStruct((512, 32768), jnp.float32),
+        jax.ShapeDtypeStruct((128, 32768), jnp.int8),
+    )
+    scales = jax.ShapeDtypeStruct((128, 16384), jnp.float32)
+    found = explain(quantised_matmul, vectors, codes, scales, group=2, platform="tpu")
+    assert found.chosen == "xla"
+    assert "16384 for each do not fit" in found.reasons["pallas_tpu"]
 
 
 @pytest.mark.parametrize("spec", [SPECS[1], MANY[0]], ids=lambda s: s.name)
@@ -161,6 +173,7 @@ for dtype in (jnp.bfloat16, jnp.float32):
     measure(name + " levels", 8, 4096, 4096, 64, 4, dtype, True)
     measure(name + " many", 256, 4096, 1024, 128, 8, dtype)
     measure(name + " many, levels", 512, 4096, 1024, 64, 4, dtype, True)
+measure("many, with many groups", 512, 4096, 8192, 2, 4, jnp.float32)
 measure("wide", 8, 4096, 28672, 512, 8, jnp.bfloat16)
 measure("a prompt", 2048, 4096, 4096, 128, 8, jnp.bfloat16)
 print(json.dumps(out))

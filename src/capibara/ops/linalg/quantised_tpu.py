@@ -32,7 +32,11 @@ LANES, SUBLANES = 128, 8
 _BLOCKS = (512, 256, 128)  # rows of the matrix at a time
 _FEW_VECTORS = 128  # with their copies; more are worth a tile's numbers
 _TILE_VECTORS = 512
-_VMEM_BYTES = 10 << 20  # of 16 MiB on the smallest chip
+_VMEM_BYTES, _TILE_BYTES = 10 << 20, 31 << 19  # of 16 MiB on the smallest chip
+_MADE_BYTES = {
+    2: 5 << 18,
+    4: 9 << 19,
+}  # for what a tile becomes: the most that the compiler took, and some more
 
 
 def _pack(problem: QuantisedProblem) -> int:
@@ -73,12 +77,19 @@ def _few(problem: QuantisedProblem) -> bool:
 
 
 def _tile(problem: QuantisedProblem) -> tuple[int, int, int]:
-    """Vectors, rows of the matrix and bytes of a row that are multiplied at a time."""
+    """Vectors, rows of the matrix and bytes of a row that are multiplied at a time; 0 rows if none fit."""
     count = _padded(problem)
     # Of bfloat16 sixteen rows are a tile of the memory.
     vectors = _round_up(-(-count // -(-count // _TILE_VECTORS)), 2 * SUBLANES)
-    rows = next(block for block in _BLOCKS if problem.rows % block == 0)
-    return vectors, rows, _columns(problem)
+    columns, scales = _columns(problem), _round_up(problem.inner // problem.group, SUBLANES)
+    size = 2 if problem.dtype == "bfloat16" else 4
+    for rows in _BLOCKS:
+        # Two copies of each operand and of the result, and the sums.
+        operands = size * _pack(problem) * vectors * columns + rows * columns + 4 * scales * rows
+        held = 2 * (operands + size * vectors * rows) + 4 * vectors * rows
+        if problem.rows % rows == 0 and held + _MADE_BYTES[size] <= _TILE_BYTES:
+            return vectors, rows, columns
+    return vectors, 0, columns
 
 
 def _columns(problem: QuantisedProblem) -> int:
@@ -102,6 +113,11 @@ def check(problem: QuantisedProblem) -> None:
         )
     if problem.inner % problem.group:
         raise NotImplementedError(f"takes whole groups, and {problem.group} does not divide {problem.inner}")
+    if not _few(problem) and _tile(problem)[1] == 0:
+        raise NotImplementedError(
+            f"holds the scales of {LANES} rows, and {problem.inner // problem.group} for each do not fit into "
+            f"{_TILE_BYTES / (1 << 20):g} MiB"
+        )
 
 
 def _product(
