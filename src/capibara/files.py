@@ -33,6 +33,8 @@ __all__ = [
     "temporary",
 ]
 
+_TRIES = 8
+
 # Temporary files and folders of this process, from before they are made until after they are gone.
 _temporaries: set[Path] = set()
 
@@ -83,12 +85,18 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def locked(descriptor: int) -> bool:
-    """Lock an open file or folder for this process, without waiting; whether that was possible."""
+def locked(descriptor: int) -> bool | None:
+    """Lock an open file or folder for this process, without waiting.
+
+    Returns:
+      Whether that was possible; ``False``: another process has it. ``None``: its file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 
@@ -120,12 +128,14 @@ class NewFile:
         with contextlib.ExitStack() as stack:
             if self._clean:
                 self._remove_abandoned()
-            place = self.path.with_name(f"{self._beginning}{secrets.token_hex(6)}.tmp")
-            self._temporary = stack.enter_context(temporary(place))
-            with naming(self.path):
-                self.stream = stack.enter_context(open(self._temporary, "xb"))
-            # Until it is locked another process may take it for one that was left behind.
-            locked(self.stream.fileno())
+            for _ in range(_TRIES):
+                place = self.path.with_name(f"{self._beginning}{secrets.token_hex(6)}.tmp")
+                self._temporary = stack.enter_context(temporary(place))
+                with naming(self.path):
+                    self.stream = stack.enter_context(open(self._temporary, "xb"))
+                # Before it was locked another process may have taken it for one that was left behind.
+                if (ours := locked(self.stream.fileno())) is None or (ours and self._temporary.exists()):
+                    break
             self._stack = stack.pop_all()
         return self
 

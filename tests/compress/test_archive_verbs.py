@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from capibara.cli import main
-from capibara.compress.archive_files import find_archives
 from capibara.compress.container import Archive
 from capibara.compress.errors import CompressError
+from capibara.compress.folders import find_archives
 from capibara.compress.formats import get_format
 from capibara.compress.safetensors_file import write_safetensors
 

@@ -159,6 +159,106 @@ def test_notes_that_are_damaged_are_not_used(tmp_path: Path, notes: bytes) -> No
     assert everything(tmp_path / "out") == {}
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_link_in_the_place_of_the_hidden_folder_is_not_followed(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").write_text("dear")
+    (tmp_path / ".out.capibara-unfinished").symlink_to("mine")
+    with pytest.raises(CompressError, match="is a link"):
+        OutputFolder(tmp_path / "out", 1, resume=resume).__enter__()
+    assert everything(tmp_path / "mine") == {"letter": b"dear"}
+
+
+def test_two_folders_with_the_same_long_beginning(tmp_path: Path) -> None:
+    name = "a-model-with-a-long-name-of-its-own-and-more"
+    with OutputFolder(tmp_path / f"{name}-1", 1) as first, OutputFolder(tmp_path / f"{name}-2", 1) as second:
+        for folder, place in ((first, f"{name}-1"), (second, f"{name}-2")):
+            folder.place(tmp_path / place / "x")[0].write_text(place)
+    assert {k: v.decode() for k, v in everything(tmp_path).items()} == {
+        f"{name}-1/x": f"{name}-1",
+        f"{name}-2/x": f"{name}-2",
+    }
+
+
+def test_a_folder_that_is_there_needs_no_place_beside_it(tmp_path: Path, monkeypatch) -> None:
+    # What is beside it may be another file system (the place where a volume is mounted), or another user's.
+    out = tmp_path / "volume"
+    out.mkdir()
+    real = os.replace
+
+    def replace(source, target):
+        if out in Path(source).parents and out in Path(target).parents:
+            return real(source, target)
+        raise OSError(errno.EXDEV, "Invalid cross-device link", source, None, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with OutputFolder(out, 1) as folder:
+        assert os.listdir(tmp_path) == ["volume"]
+        replace_file(folder.place(out / "sub" / "x")[0], "x")
+    assert everything(out) == {"sub/x": b"x"}
+    assert os.listdir(out) == ["sub"]
+
+
+def test_what_a_kill_left_of_the_notes_is_not_in_the_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with contextlib.suppress(RuntimeError), OutputFolder(out, 1, resume=True) as folder:
+        folder.place(out / "x")[0].write_text("x")
+        folder.finish(out / "x")
+        raise RuntimeError
+    (tmp_path / ".out.capibara-unfinished" / ".capibara-finished.json.0123456789ab.tmp").write_text("{")
+    with OutputFolder(out, 1, resume=True) as folder:
+        folder.place(out / "y")[0].write_text("y")
+        folder.finish(out / "y")
+    assert everything(out) == {"x": b"x", "y": b"y"}
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch) -> None:
+    def flock(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with OutputFolder(tmp_path / "out", 1) as folder:
+        replace_file(folder.place(tmp_path / "out" / "x")[0], "x", clean=True)
+    assert everything(tmp_path) == {"out/x": b"x"}
+    (tmp_path / "out" / ".capibara-unfinished").mkdir()
+    with pytest.raises(CompressError, match="no locks"):
+        OutputFolder(tmp_path / "out", 1).__enter__()
+
+
+def test_a_new_file_that_another_process_took_for_an_abandoned_one(tmp_path: Path, monkeypatch) -> None:
+    from capibara import files
+
+    real, seen = files.locked, []
+
+    def late(descriptor):
+        if not seen:  # the other one was quicker
+            seen.append([os.unlink(p) for p in tmp_path.iterdir()])
+        return real(descriptor)
+
+    monkeypatch.setattr(files, "locked", late)
+    replace_file(tmp_path / "a", "a")
+    assert len(seen) == 1
+    assert everything(tmp_path) == {"a": b"a"}
+
+
+@pytest.mark.parametrize("wrong", ["a.capi/", "sub"])
+def test_what_cannot_be_written_is_told_before_the_work(model: Path, tmp_path: Path, wrong: str) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    (small / wrong).mkdir() if wrong.endswith("/") else (small / wrong).write_text("mine")
+    with pytest.raises(CompressError, match="cannot be written"):
+        plan_compress(model, small)
+    assert everything(small) == ({} if wrong.endswith("/") else {"sub": b"mine"})
+
+
+def test_unfinished_folders_are_no_part_of_a_model(model: Path, tmp_path: Path) -> None:
+    hidden = model / ".capibara-unfinished"
+    hidden.mkdir()
+    (hidden / "a.safetensors").write_text("half")
+    compress_files(plan_compress(model, tmp_path / "small"))
+    assert sorted(everything(tmp_path / "small")) == ["a.capi", "b.capi", "config.json", "sub/c.capi"]
+
+
 def test_a_single_file_cannot_be_resumed(model: Path, tmp_path: Path, capsys) -> None:
     argv = ["compress", "--resume", str(model / "a.safetensors"), str(tmp_path / "a.capi")]
     assert main(argv) == 2

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list; returns the exit code."""
     from capibara.cli._archives import print_folder_table, print_table
-    from capibara.compress.archive_files import find_archives
     from capibara.compress.container import Archive
+    from capibara.compress.folders import find_archives
 
     found: dict[Path, list[Entry]] = {}
     metadata: dict[Path, dict[str, str]] = {}

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the files; returns the exit code."""
     from capibara.cli._json import print_json
-    from capibara.compress.archive_files import find_archives
+    from capibara.compress.folders import find_archives
 
     every = []
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from capibara.compress.analysis import Compressibility, analyse
 from capibara.compress.codecs.protocol import CODECS
 from capibara.compress.container import Archive, ArchiveWriter, Entry
 from capibara.compress.errors import CompressError
+from capibara.compress.folders import SUFFIX, files_in
 from capibara.compress.formats import NumberFormat
 from capibara.compress.models.source import find_tied
 from capibara.compress.original_header import check_header, with_header, without_header
@@ -41,17 +43,11 @@ __all__ = [
     "Written",
     "compress_files",
     "decompress_files",
-    "find_archives",
     "original_bytes",
     "plan_compress",
     "plan_decompress",
 ]
 
-SUFFIX = ".capi"
-_REMEDIES = {
-    SUFFIX: "a .capi file, or a folder that 'capibara compress FOLDER OUT' wrote",
-    ".safetensors": "a .safetensors file, or the folder that a model's lie in",
-}
 Progress = Callable[[str, int], None]  # a tensor's name, and how many bytes of the original it takes
 
 
@@ -69,31 +65,6 @@ class Job:
     root: Path | None = None
 
 
-def _files(folder: Path, suffix: str) -> list[Path]:
-    """All files of a folder, those in folders of its own too; at least one ends so."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not path.is_file():
-            raise CompressError(
-                f"{path}: a link to a folder, or to nothing. Remedy: copy what it should lead to."
-            )
-        if path.is_file():
-            found.append(path)
-    if not any(path.name.endswith(suffix) for path in found):
-        raise CompressError(f"{folder}: no *{suffix} file in this folder. Remedy: {_REMEDIES[suffix]}.")
-    return found
-
-
-def find_archives(path: str | os.PathLike[str]) -> list[Path]:
-    """The archive itself, or the archives of a folder that :func:`plan_decompress` finds.
-
-    Raises:
-      CompressError: a folder without archives, or with a broken link.
-    """
-    path = Path(path)
-    return [one for one in _files(path, SUFFIX) if one.name.endswith(SUFFIX)] if path.is_dir() else [path]
-
-
 def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]:
     if not source.exists():
         raise CompressError(f"{source}: there is no such file or folder")
@@ -105,14 +76,15 @@ def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]
         if target.exists() and target.samefile(source):
             raise CompressError(f"{target}: is the source itself. Remedy: another file to write.")
         return [Job(source, target, True, source.stat().st_size)]
-    if target.exists() and not target.is_dir():
+    if (target.exists() or target.is_symlink()) and not target.is_dir():
+        what = "a file" if target.exists() else "a link to nothing"
         raise CompressError(
-            f"{target}: is a file, but {source} is a folder. Remedy: name a folder to write to."
+            f"{target}: is {what}, but {source} is a folder. Remedy: name a folder to write to."
         )
     if source.resolve() == target.resolve() or source.resolve() in target.resolve().parents:
         raise CompressError(f"{target}: is inside {source}. Remedy: choose another folder.")
     jobs = []
-    for path in _files(source, suffix):
+    for path in files_in(source, suffix):
         convert = path.name.endswith(suffix)
         where = target / path.relative_to(source)
         jobs.append(
@@ -126,6 +98,13 @@ def _plan(source: Path, target: Path, suffix: str, new_suffix: str) -> list[Job]
                 f"{job.target}: {job.source} would overwrite another file. Remedy: rename one of them."
             )
         taken.add(where)
+        folders = itertools.takewhile(lambda folder: folder != target, job.target.parents)
+        wrong = [job.target] if job.target.is_dir() else [f for f in folders if f.exists() and not f.is_dir()]
+        if wrong:
+            raise CompressError(
+                f"{wrong[0]}: is {'a folder' if wrong[0].is_dir() else 'a file'}, and {job.target} cannot be written. "
+                "Remedy: remove it, or name another folder to write to."
+            )
     return jobs
 
 

@@ -10,22 +10,46 @@ from pathlib import Path
 from capibara.compress.container import Archive
 from capibara.compress.container.index import HEADER, MAGIC, Chunk, Entry, dump, version_of
 from capibara.compress.errors import CompressError
+from capibara.compress.output_folder import UNFINISHED
 
-__all__ = ["find_archives", "join_archives", "names_of"]
+__all__ = ["SUFFIX", "files_in", "find_archives", "join_archives", "names_of"]
+
+SUFFIX = ".capi"
+_REMEDIES = {
+    SUFFIX: "a .capi file, or a folder that 'capibara compress FOLDER OUT' wrote",
+    ".safetensors": "a .safetensors file, or the folder that a model's lie in",
+}
 
 
-def find_archives(folder: str | os.PathLike[str]) -> list[Path]:
-    """The archives of a folder, and of those in it, by name.
+def files_in(folder: Path, suffix: str) -> list[Path]:
+    """All files of a folder and its subfolders; at least one has this suffix.
 
     Raises:
-      CompressError: there are none.
+      CompressError: there are none, or there is a link that leads to no file.
     """
-    found = sorted(path for path in Path(folder).rglob("*.capi") if path.is_file())
-    if not found:
-        raise CompressError(
-            f"path: {os.fspath(folder)} is a folder without .capi files, expected an archive or some"
-        )
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if any(part.endswith(UNFINISHED) for part in path.relative_to(folder).parts):
+            continue  # of a run that was stopped
+        if path.is_symlink() and not path.is_file():
+            raise CompressError(
+                f"{path}: a link to a folder, or to nothing. Remedy: copy what it should lead to."
+            )
+        if path.is_file():
+            found.append(path)
+    if not any(path.name.endswith(suffix) for path in found):
+        raise CompressError(f"{folder}: no *{suffix} file in this folder. Remedy: {_REMEDIES[suffix]}.")
     return found
+
+
+def find_archives(path: str | os.PathLike[str]) -> list[Path]:
+    """The archive itself, or the archives of a folder, by name.
+
+    Raises:
+      CompressError: a folder without archives, or with a broken link.
+    """
+    path = Path(path)
+    return [one for one in files_in(path, SUFFIX) if one.name.endswith(SUFFIX)] if path.is_dir() else [path]
 
 
 def names_of(archives: Iterable[Archive]) -> dict[str, Archive]:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,7 +62,7 @@ def load_sharded(
     except ImportError:
         raise MissingExtraError("jax", "train", "Loading onto a mesh") from None
     if not isinstance(archive, Archive):
-        paths = find_archives(archive) if Path(archive).is_dir() else [Path(archive)]
+        paths = find_archives(archive)
         with contextlib.ExitStack() as stack:
             opened = [stack.enter_context(Archive(path)) for path in paths]
             if len(opened) == 1:

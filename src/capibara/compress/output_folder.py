@@ -1,13 +1,15 @@
 """A folder of files that appears once it is complete.
 
-The files are written to a hidden folder next to the target and moved there together: after an error or a signal
-nothing is left. With ``resume`` the finished files stay in the hidden folder, with a record of their sources, and the
-next run with ``resume`` uses them. Leftovers of a killed process are removed by the next run without it.
+The files are written to a hidden folder, next to the target, or inside it if it exists, and moved to their places
+together: after an error or a signal nothing is left. With ``resume`` the finished files stay in the hidden folder, with
+a record of their sources, and the next run with ``resume`` uses them. Leftovers of a killed process are removed by the
+next run without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -17,10 +19,12 @@ from typing import Any, Self
 from capibara.compress.errors import CompressError
 from capibara.files import disown, locked, naming, replace_file, temporary
 
-__all__ = ["OutputFolder"]
+__all__ = ["UNFINISHED", "OutputFolder"]
 
+UNFINISHED = ".capibara-unfinished"  # what the names of hidden folders end with
 _NOTES = "capibara-finished.json"
 _MOST_NOTES = 64 << 20
+_MOST_NAME = 40  # characters: a name has at most 255 bytes
 
 
 class OutputFolder:
@@ -45,10 +49,11 @@ class OutputFolder:
     def __enter__(self) -> Self:
         if self._root is None:
             return self
-        root = self._root.absolute()
-        self._hidden = root.with_name(f".{root.name[:40]}.capibara-unfinished")
-        root.parent.mkdir(parents=True, exist_ok=True)
+        self._hidden = _hidden(self._root.absolute())
+        self._hidden.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
+            if self._hidden.is_symlink():  # what it leads to is not ours to empty
+                raise CompressError(f"{self._hidden}: is a link. Remedy: remove it.")
             # One that is there may be another process's: it is ours to remove when the lock is.
             there = self._hidden.exists()
             if not there and not self._resume:
@@ -58,11 +63,16 @@ class OutputFolder:
             except FileExistsError:
                 disown(self._hidden)
                 raise
-            descriptor = os.open(self._hidden, os.O_RDONLY)
+            descriptor = os.open(self._hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             stack.callback(os.close, descriptor)
-            if not locked(descriptor):
+            if (ours := locked(descriptor)) is False:
                 raise CompressError(
                     f"{self._root}: another process is writing this folder. Remedy: wait until it has ended."
+                )
+            if ours is None and there and not self._resume:
+                raise CompressError(
+                    f"{self._hidden}: another process may be writing it, this file system has no locks that would "
+                    "tell. Remedy: remove it if no process does."
                 )
             if there and not self._resume:
                 stack.enter_context(temporary(self._hidden))
@@ -82,7 +92,7 @@ class OutputFolder:
         if isinstance(notes, dict) and notes.get("made_from") == self._made_from:
             found = notes.get("finished")
             for name, size in found.items() if isinstance(found, dict) else ():
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):
                     if (self._hidden / name).stat().st_size == size:
                         self._finished[name] = size
         for entry in list(os.scandir(self._hidden)):
@@ -108,7 +118,7 @@ class OutputFolder:
         name = target.relative_to(self._root)
         self._finished[name.as_posix()] = (self._hidden / name).stat().st_size
         notes = {"made_from": self._made_from, "finished": self._finished}
-        replace_file(self._hidden / _NOTES, json.dumps(notes))
+        replace_file(self._hidden / _NOTES, json.dumps(notes), clean=True)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         with self._stack:
@@ -129,3 +139,13 @@ class OutputFolder:
                     where.mkdir(exist_ok=True)
                 else:
                     os.replace(path, where)
+
+
+def _hidden(root: Path) -> Path:
+    """Where the files of a folder are made."""
+    if root.is_dir():  # on the file system that they are for, where the user may write
+        return root / UNFINISHED
+    name = root.name
+    if len(name) > _MOST_NAME:
+        name = f"{name[:_MOST_NAME]}-{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()[:12]}"
+    return root.with_name(f".{name}{UNFINISHED}")
