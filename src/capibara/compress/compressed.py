@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import os
 import shutil
@@ -84,7 +85,7 @@ class CompressedModel:
             self.profile = None if not profile else CompressionProfile(**profile)
         except TypeError:
             raise ArchiveError(f"{path}: its profile has fields that are not known here") from None
-        self._adapter, self._owned, self._decoded = adapter, owned, None
+        self._adapter, self._owned, self._decoded, self._own = adapter, owned, None, None
         self._coded, self._why = None, "decode=True"
         if decode is not True and adapter is not None and adapter.kind != "torch":
             self._coded = self._load_codes(adapter, decode)
@@ -175,13 +176,28 @@ class CompressedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the original has: ``config``, ``generate``, ``device`` …, with the numbers that this one has."""
+        adapter = self.__dict__.get("_adapter")
+        original = None if adapter is None or name.startswith("_") else adapter.owner()
+        if original is None or not _has(original, name):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
+        if self._own is None:
+            self._own = adapter.owner(self.model)
+        value = getattr(self._own, name)
+        if self._coded is not None and getattr(value, "__self__", None) is self._own:
+            return functools.partial(self._coded.call, name)
+        return value
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedModel:
         """Another one of the same archive, whose numbers are its own."""
         new = object.__new__(type(self))
         memo[id(self)] = new
         shared = ("_adapter", "_owned", "_coded")  # a copy of what keeps the file would not keep it
         state = {k: v if k in shared else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
-        new.__dict__.update(state)
+        new.__dict__.update(state, _own=None)
         return new
 
     def __copy__(self) -> CompressedModel:
@@ -280,6 +296,13 @@ class CompressedModel:
             f"CompressedModel({len(s.tensors)} tensors, {s.original_bytes:,} bytes as {s.compressed_bytes:,}, "
             f"ratio {s.compression_ratio:.2f})"
         )
+
+
+def _has(thing: Any, name: str) -> bool:
+    """Whether an object has an attribute; properties are not computed to find out."""
+    missing = object()
+    dynamic = hasattr(type(thing), "__getattr__")
+    return hasattr(thing, name) if dynamic else inspect.getattr_static(thing, name, missing) is not missing
 
 
 def open_compressed(

@@ -22,7 +22,7 @@ from capibara.compress.container import Archive
 from capibara.compress.direct import QuantisedMatrix, QuantisedStack, load_codes
 from capibara.compress.errors import CompressError
 from capibara.compress.models.adapters import Adapter
-from capibara.compress.models.numbers import from_bits, is_torch
+from capibara.compress.models.numbers import from_bits, is_array, is_torch
 from capibara.jax_versions import scan_counts
 
 __all__ = ["Coded", "CodedArrays", "is_coded", "load_weights", "quantized"]
@@ -375,8 +375,29 @@ class CodedArrays:
         Raises:
           CompressError: JAX cannot trace the model.
         """
+        return self._traced(self._run, inputs)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the model; of the arguments arrays are traced, and anything else is as it is.
+
+        Raises:
+          CompressError: JAX cannot trace it.
+        """
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+        def method(arrays: dict[str, Any], given: list[Any]) -> Any:
+            known = dict(zip(places, given, strict=True))
+            args, kwargs = tree.unflatten(known.get(i, leaf) for i, leaf in enumerate(leaves))
+            owner = self._adapter.owner(self._adapter.with_arrays(arrays))
+            return getattr(owner, name)(*args, **kwargs)
+
+        run = quantized(method, decoded=self.on_the_way.__setitem__)
+        return self._traced(run, [leaves[i] for i in places])
+
+    def _traced(self, function: Callable[..., Any], given: Any) -> Any:
         try:
-            return self._run(self.arrays, inputs)
+            return function(self.arrays, given)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
             raise CompressError(
                 f"model: JAX cannot trace it ({type(error).__name__}), which running quantized requires. "

@@ -15,6 +15,8 @@ a tree           nested dicts, lists and tuples of arrays (a state dict is one),
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -86,6 +88,15 @@ class Adapter:
             return changed[name] if name in changed else self.tensors.read(name)
 
         return self.rebuild(read)
+
+    def owner(self, model: Any = None) -> Any:
+        """The object whose attributes a compressed model has too; ``None`` where there is none.
+
+        Args:
+          model: of :meth:`rebuild` or :meth:`with_arrays`: an object like the original, with these numbers. Without
+            it the original.
+        """
+        return None
 
     @property
     def runs(self) -> bool:
@@ -254,6 +265,11 @@ class TreeAdapter(Adapter):
         ]
         return sys.modules["jax"].tree_util.tree_unflatten(self._treedef, leaves)
 
+    def owner(self, model: Any = None) -> Any:
+        if self._flatten is None:
+            return None  # dicts, lists and tuples have nothing of their own
+        return self.model if model is None else model
+
     def read_arrays(self, tree: Any) -> dict[str, Any]:
         """The arrays of a tree with the model's nesting."""
         return TreeAdapter(tree).arrays
@@ -275,6 +291,7 @@ class AppliedAdapter(Adapter):
 
     def __init__(self, model: Any, owner: Any, params: Any) -> None:
         self._owner, self.tree = owner, TreeAdapter(params)
+        self._holds = model is owner
         super().__init__(model, self.tree.arrays, self.tree.metadata)
 
     def rebuild(self, read: Reader) -> Any:
@@ -284,9 +301,21 @@ class AppliedAdapter(Adapter):
     def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
         return self.tree.with_arrays(arrays)
 
+    def owner(self, model: Any = None) -> Any:
+        if model is None or not self._holds:
+            return self._owner  # or it is given its parameters with each call
+        made = copy.copy(self._owner)
+        for name in list(getattr(made, "__dict__", ())):
+            if isinstance(inspect.getattr_static(type(made), name, None), functools.cached_property):
+                del made.__dict__[name]  # of the original's parameters
+        object.__setattr__(made, "params", model)  # also of a frozen dataclass
+        return made
+
     def skeleton(self) -> AppliedAdapter:
         empty = self.tree.skeleton().model
-        return AppliedAdapter((self._owner, empty), self._owner, empty)
+        made = AppliedAdapter((self._owner, empty), self._owner, empty)
+        made._holds = self._holds
+        return made
 
     @property
     def runs(self) -> bool:
