@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.compose.errors import WiringError
+from capibara.compose.errors import KindError, ShapeError, WiringError
 from capibara.compose.initializers import Given
 from capibara.compose.interchange.from_torch_recurrent import RECURRENT, Blank
 from capibara.compose.interchange.from_torch_sizes import OpenSizes, Refused
@@ -298,8 +298,9 @@ class _Importer:
         try:
             if name_of(node).split("::")[1].split(".")[0] not in RECURRENT:
                 args, keywords = _made((args, keywords))
-            self._values[node] = entry(Step(self.model, node, self._sizes), *args, **keywords)
-        except Refused as error:
+            with self._sizes.nothing_assumed():
+                self._values[node] = entry(Step(self.model, node, self._sizes), *args, **keywords)
+        except (Refused, WiringError, ShapeError, KindError) as error:
             raise UnsupportedTorchError(f"from_torch: {name_of(node)} in {place_of(node)}: {error}") from None
 
     def _outputs(self) -> None:

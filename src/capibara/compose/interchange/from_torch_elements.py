@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compose import primitives as p
-from capibara.compose.interchange.from_torch_sizes import Refused
+from capibara.compose.interchange.from_torch_sizes import Refused, is_open
 
 __all__ = ["ELEMENTS", "times", "two"]
 
@@ -33,9 +33,7 @@ def two(make: Callable[[], Any], kind: str | None = None) -> Any:
             want = next(k for k in ("float", "int", "bool") if k in kinds)
             want = "int" if want == "bool" else want
         left, right = step.cast(0, left, want), step.cast(1, right, want)
-        if alpha != 1:
-            right = step.put(p.Multiply(), left=right, right=alpha)
-        return step.put(make(), left=left, right=right)
+        return step.put(make(), left=left, right=times(step, right, alpha))
 
     return run
 
@@ -46,7 +44,11 @@ def _subtract_from(step: Any, x: Any, other: Any, alpha: Any = 1) -> Any:
 
 
 def times(step: Any, x: Any, factor: Any) -> Any:
-    return x if factor == 1 else step.put(p.Multiply(), left=x, right=factor)
+    if is_open(factor):
+        factor = step.turned(factor, step.kind_of(factor), step.kind)
+    return (
+        x if isinstance(factor, int | float) and factor == 1 else step.put(p.Multiply(), left=x, right=factor)
+    )
 
 
 def _divide(step: Any, left: Any, right: Any, *, rounding_mode: str | None = None) -> Any:

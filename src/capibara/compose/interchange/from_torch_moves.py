@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compose import primitives as p
-from capibara.compose.interchange.from_torch_sizes import Refused, same_size
+from capibara.compose.interchange.from_torch_sizes import Refused, is_open, same_size
 
 __all__ = ["MOVES", "cut"]
 
@@ -40,7 +40,7 @@ def _squeeze(step: Any, x: Any, axes: Any = None) -> Any:
     if axes is None:
         raise Refused("without dim")
     sizes = step.given(0).shape
-    row = tuple(a for a in ([axes] if isinstance(axes, int) else axes) if sizes[a] == 1)
+    row = tuple(a for a in ([axes] if isinstance(axes, int) else axes) if same_size(sizes[a], 1))
     return step.put(p.Squeeze(row), input=x) if row else x
 
 
@@ -56,7 +56,7 @@ def cut(step: Any, x: Any, axis: int, entry: Any, rank: int | None = None) -> An
     """A part along one dimension; ``rank``: of ``x``, if it is not that of the operation's first argument."""
     if not isinstance(entry, slice):
         if not isinstance(entry, int):
-            raise Refused("a place that is left open")
+            return step.put(p.Take(axis), input=x, indices=step.size(entry))
         return _indexed(step, x, axis, entry, rank, {})
     bounds = {"start": entry.start, "stop": entry.stop}
     ports = {k: step.size(n) for k, n in bounds.items() if n is not None and not isinstance(n, int)}
@@ -90,10 +90,31 @@ def _stack(step: Any, arrays: Any, axis: int = 0) -> Any:
 
 def _pad(step: Any, x: Any, widths: Any, value: Any = 0.0) -> Any:
     rank = len(step.shape)
+    if any(is_open(n) for n in (*widths, value)):
+        return _pad_open(step, x, widths, value)
     pairs = [(int(widths[i]), int(widths[i + 1])) for i in range(0, len(widths), 2)][::-1]
     if any(n < 0 for pair in pairs for n in pair):
         raise Refused("negative widths")
     return step.put(p.Pad((*[(0, 0)] * (rank - len(pairs)), *pairs), value), input=x)
+
+
+def _pad_open(step: Any, x: Any, widths: Any, value: Any) -> Any:
+    """Padding by as much as an open size says: that must not be negative when the model runs."""
+    sizes = list(step.given(0).shape)
+    if any(not is_open(n) and n < 0 for n in widths):
+        raise Refused("negative widths")
+    filling = step.turned(value, step.kind_of(value), step.kind)
+    for pair in range(0, len(widths), 2):
+        axis = len(sizes) - 1 - pair // 2
+        around = [
+            [step.broadcast(filling, [*sizes[:axis], width, *sizes[axis + 1 :]])]
+            if is_open(width) or width
+            else []
+            for width in widths[pair : pair + 2]
+        ]
+        x = _cat(step, [*around[0], x, *around[1]], axis) if any(around) else x
+        sizes[axis] = step.result.shape[axis]
+    return x
 
 
 def _take(step: Any, x: Any, axis: int, indices: Any) -> Any:

@@ -19,7 +19,7 @@ from capibara.compose.interchange.from_torch_elements import ELEMENTS, times, tw
 from capibara.compose.interchange.from_torch_indexing import INDEXING
 from capibara.compose.interchange.from_torch_moves import MOVES
 from capibara.compose.interchange.from_torch_recurrent import RECURRENT, Blank
-from capibara.compose.interchange.from_torch_sizes import Refused
+from capibara.compose.interchange.from_torch_sizes import Refused, is_open
 from capibara.compose.interchange.from_torch_windows import WINDOWS
 from capibara.compose.primitives import reductions
 
@@ -190,15 +190,25 @@ def _filled(value: Any) -> Any:
     def run(step: Any, *args: Any, **_: Any) -> Any:
         number = args[1] if value is None else value
         dtype = {"float": "float64", "int": "int64", "bool": "bool"}[step.kind]
+        shape = step.result.shape
+        if is_open(number):
+            return step.broadcast(step.turned(number, step.kind_of(number), step.kind), shape)
         if None in step.shape:
-            shape = step.result.shape
             return Blank(number, cache(lambda: step.broadcast(np.full((), number, dtype), shape)))
         return np.full(step.shape, number, dtype)
 
     return run
 
 
+def _filled_like(step: Any, x: Any, value: Any, **_: Any) -> Any:
+    if is_open(value):
+        return _filled(None)(step, x, value)
+    return step.turned(step.put(p.FullLike(value), input=x), step.kind_at(0), step.kind)
+
+
 def _scalar(step: Any, value: Any, **_: Any) -> Any:
+    if is_open(value):
+        return step.turned(value, step.kind_of(value), step.kind)
     return np.asarray(value, {"float": "float64", "int": "int64", "bool": "bool"}[step.kind])
 
 
@@ -270,7 +280,7 @@ TABLE: dict[str, Any] = {
     "empty": _filled(0),
     "scalar_tensor": _scalar,
     "arange": _arange,
-    "full_like": lambda s, x, value, **_: s.turned(s.put(p.FullLike(value), input=x), s.kind_at(0), s.kind),
+    "full_like": _filled_like,
     "ones_like": lambda s, x, **_: s.put(p.OnesLike(), input=x),
     "zeros_like": lambda s, x, **_: s.put(p.ZerosLike(), input=x),
 }

@@ -6,7 +6,9 @@ Here the expression becomes what the model computes from that input's shape. For
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from capibara.compose import primitives as p
@@ -14,11 +16,16 @@ from capibara.compose.logical.connections import Port
 from capibara.compose.logical.model import Model
 from capibara.compose.logical.shapes import Dim
 
-__all__ = ["OpenSizes", "Refused", "same_size"]
+__all__ = ["OpenSizes", "Refused", "is_open", "same_size"]
 
 
 class Refused(Exception):
     """An operation is known, but not with these arguments; the text says which."""
+
+
+def is_open(number: Any) -> bool:
+    """Whether a number is an open size, or follows from some."""
+    return type(number).__name__ in ("SymInt", "SymFloat", "SymBool")
 
 
 def same_size(a: Any, b: Any) -> bool:
@@ -40,21 +47,47 @@ class OpenSizes:
         self._dims: dict[str, Dim] = {}
         self._inputs: list[tuple[Any, Port, int]] = []
         self._made: dict[Any, Port] = {}
+        self._env: Any = None
 
     def dims(self, shape: Any) -> tuple[Any, ...]:
         """An input's shape as the model declares it: equal expressions are one dimension."""
-        return tuple(
-            n if isinstance(n, int) else self._dims.setdefault(str(_expression(n)), Dim()) for n in shape
-        )
+        return tuple(n if isinstance(n, int) else self._dim(_expression(n)) for n in shape)
+
+    def _dim(self, expression: Any) -> Any:
+        # The trace may have settled on the example's size, where it was asked to find out what can be left open.
+        if expression.is_Integer:
+            return int(expression)
+        return self._dims.setdefault(str(expression), Dim())
 
     def learn(self, port: Port, shape: Any) -> None:
         """An input, whose open sizes the symbols are read from."""
         for axis, size in enumerate(shape):
-            if not isinstance(size, int):
+            if not isinstance(size, int) and not _expression(size).is_Integer:
+                self._env = size.node.shape_env
                 self._inputs.append((_expression(size), port, axis))
 
-    def port(self, size: Any) -> Port:
-        """An open size as a connection.
+    @contextlib.contextmanager
+    def nothing_assumed(self) -> Iterator[None]:
+        """Refuse what asks for the value of an open size: the answer would be that of the example.
+
+        Raises:
+            Refused: it was asked for.
+        """
+        env = self._env
+        if env is None:
+            yield
+            return
+        frozen, before = env.frozen, len(env.guards)
+        env.frozen = False  # what is assumed is noted then
+        try:
+            yield
+        finally:
+            env.frozen = frozen
+        if len(env.guards) > before:
+            raise Refused(f"{env.guards[before].expr} would be assumed of a size that is left open")
+
+    def port(self, size: Any) -> Any:
+        """An open size, or a float that follows from some, as a connection; a number where it is one.
 
         Raises:
             Refused: it does not follow from the sizes of the inputs.
@@ -66,8 +99,8 @@ class OpenSizes:
         return Port(block, block.output_keys[0])
 
     def _of(self, expression: Any) -> Any:
-        if expression.is_Integer:
-            return int(expression)
+        if expression.is_Number:
+            return int(expression) if expression.is_Integer else float(expression)
         if expression not in self._made:
             self._made[expression] = self._computed(expression)
         return self._made[expression]
@@ -83,7 +116,14 @@ class OpenSizes:
             return self._folded(p.Multiply, [expression.base] * int(expression.exp))
         if expression.is_Add or expression.is_Mul:
             return self._folded(p.Add if expression.is_Add else p.Multiply, expression.args)
+        if name == "ToFloat":
+            return self._put(p.Divide(), left=self._of(expression.args[0]), right=1)
+        if name == "OpaqueUnaryFn_sqrt":
+            return self._put(p.Sqrt(), input=self._of(expression.args[0]))
         two = {
+            "FloatPow": p.Power,
+            "FloatTrueDiv": p.Divide,
+            "IntTrueDiv": p.Divide,
             "FloorDiv": p.FloorDivide,
             "CleanDiv": p.FloorDivide,
             "Mod": p.Modulo,

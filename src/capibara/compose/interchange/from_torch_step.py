@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compose.errors import ComposeError
-from capibara.compose.interchange.from_torch_sizes import OpenSizes
+from capibara.compose.interchange.from_torch_sizes import OpenSizes, is_open
 from capibara.compose.logical.connections import Port
 from capibara.compose.logical.model import Model
 
@@ -99,13 +99,20 @@ class Step:
     def kind_at(self, i: int) -> str | None:
         """The kind of argument ``i``."""
         given = self.given(i)
-        if hasattr(given, "dtype"):
-            return kind_of(given)
-        return "bool" if isinstance(given, bool) else "float" if isinstance(given, float) else "int"
+        return kind_of(given) if hasattr(given, "dtype") else self.kind_of(given)
+
+    @staticmethod
+    def kind_of(number: Any) -> str:
+        """The kind of a number."""
+        if isinstance(number, bool):
+            return "bool"
+        return "float" if isinstance(number, float) or type(number).__name__ == "SymFloat" else "int"
 
     def turned(self, value: Any, have: str | None, want: str) -> Any:
         from capibara.compose import primitives as p
 
+        if is_open(value):
+            value = self.sizes.port(value)
         if have == want or not isinstance(value, Port):
             return _number(value, want)
         if want == "float":  # in the compute dtype, whatever that will be
