@@ -49,14 +49,14 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         speaks = library.capibara_native_interface()
     except AttributeError as error:
-        return None, f"the native library {LIBRARY} does not load ({error}): {REMEDY} again"
+        return None, f"the native library {LIBRARY} does not load ({error}): {REMEDY}"
     here = _interface()
     # Checked here and not left to XLA, which would fail to start at all with a target it cannot take.
     if here is None or speaks // 1000 != here // 1000 or speaks > here:
         said = "unknown" if here is None else f"{here // 1000}.{here % 1000}"
         return None, (
             f"the native library was built for version {speaks // 1000}.{speaks % 1000} of XLA's foreign function "
-            f"interface, this jaxlib's is {said}: {REMEDY} again"
+            f"interface, this jaxlib's is {said}: {REMEDY}"
         )
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

@@ -30,7 +30,7 @@ def open_library(path: Path = LIBRARY, digest: str | None = None) -> tuple[ctype
         library.capibara_native_isa.restype = ctypes.c_char_p
         built_from = library.capibara_native_sources().decode()
     except (OSError, AttributeError) as error:
-        return None, f"the native library {path} does not load ({error}): {REMEDY} again"
+        return None, f"the native library {path} does not load ({error}): {REMEDY}"
     if built_from != (source_digest() if digest is None else digest):
-        return None, f"the native library was built from other sources than these: {REMEDY} again"
+        return None, f"the native library was built from other sources than these: {REMEDY}"
     return library, None

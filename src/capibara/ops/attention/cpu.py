@@ -1,11 +1,11 @@
 """Attention for CPUs: dense tiles that skip hidden keys and stay in cache.
 
-What XLA's CPU compiler is good at decides the form. It fuses ``dot → add mask → row maximum → exp`` into one
-kernel as long as the maximum is used for nothing else; so the forward pass keeps the row *sums* for the
-backward pass instead of the log-sum-exp, and the backward pass takes the maximum again. Products with a
-transposed small operand are fast and with a transposed large one slow; so the gradients of key and value are
-computed transposed, ``dKᵀ = Qᵀ dS``. Memory beyond the caches is dear, and fresh memory dearer still (each
-new page is a fault); so the batch is cut into groups whose scores fit a fixed budget.
+The form follows the strengths of XLA's CPU compiler. It fuses ``dot → add mask → row maximum → exp`` into one kernel
+only if the maximum has no other use; so the forward pass stores the row *sums* for the backward pass instead of the
+log-sum-exp, and the backward pass recomputes the maximum. Products with a transposed small operand are fast, and with
+a transposed large one slow; so the gradients of key and value are computed transposed, ``dKᵀ = Qᵀ dS``. Memory beyond
+the caches is slow, and newly allocated memory even slower (each new page is a fault); so the batch is split into
+groups whose scores fit a fixed budget.
 
 The mathematics is that of FlashAttention (Dao et al. 2022, arXiv:2205.14135) without its rescaling: a tile of
 rows sees all its keys at once.

@@ -1,4 +1,4 @@
-"""Attention over pages on TPUs by the kernel of ``paged_tpu_kernel``: what it takes, and its blocks."""
+"""Attention over pages on TPUs: problems that ``paged_tpu_kernel`` supports, and its blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMEM_BYTES = 512 << 10  # for the table, of 1 MiB
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """What the kernel is compiled for.
+    """The static parameters of the kernel.
 
     Attributes:
       together: pages of a block.
@@ -46,7 +46,7 @@ class PagedPlan:
 
 
 def check(problem: PagedProblem) -> None:
-    """Raise ``NotImplementedError`` with the reason, if the kernel does not take a problem."""
+    """Raise ``NotImplementedError`` with the reason if the kernel does not support a problem."""
     dtypes = {problem.dtype, *problem.pages_dtypes}
     if len(dtypes) > 1 or problem.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"takes float32 or bfloat16 throughout, not {' and '.join(sorted(dtypes))}")
@@ -118,7 +118,7 @@ def _vmem_bytes(problem: PagedProblem) -> int:
 
 
 def plan(problem: PagedProblem, interpret: bool) -> PagedPlan:
-    """What the kernel is compiled for."""
+    """The static parameters of the kernel."""
     return PagedPlan(
         together=_together(problem),
         group=problem.heads // problem.kv_heads,

@@ -1,12 +1,12 @@
 """The kernel of attention over pages for TPUs.
 
-It fetches a sequence's own pages, each once, while it computes those before. XLA's form gathers the pages of all
-sequences into an array of their own before it reads them, as many as the longest sequence has. The kernel's copies go
-page by page from the pool into the chip's memory, two blocks of pages in turn, and stop where a sequence ends (the idea
-of W. Kwon et al. 2023, arXiv:2309.06180, section 5.1; here for TPUs).
+It fetches only a sequence's own pages, each once, while it computes on the previous ones. The XLA implementation
+first gathers the pages of all sequences into one array, as many as the longest sequence has. The kernel copies page
+by page from the pool into on-chip memory, with two alternating blocks of pages, and stops where a sequence ends (the
+idea of W. Kwon et al. 2023, arXiv:2309.06180, section 5.1; here for TPUs).
 
-In a block, rows of one head lie ``kv_heads`` apart: a load with a stride gathers them, for 16-bit numbers two heads at
-a time as the halves of 32-bit words.
+In a block, rows of one head are ``kv_heads`` apart: a strided load gathers them, for 16-bit elements two heads at a
+time as the halves of 32-bit words.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _rows_of(block: Any, head: int, heads: int) -> jax.Array:
 def output(
     plan: PagedPlan, query: Any, key_pages: Any, value_pages: Any, table: Any, lengths: Any
 ) -> jax.Array:
-    """The output [batch, new, heads, value_dim] of arrays as ``paged_attention`` has them."""
+    """The output [batch, new, heads, value_dim], for the arrays of ``paged_attention``."""
     batch, new, all_heads, dim = query.shape
     _, page_size, heads, value_dim = value_pages.shape
     count = new * plan.group

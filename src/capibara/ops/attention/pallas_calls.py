@@ -1,8 +1,8 @@
-"""Around the Pallas kernels of attention: on which platform they are compiled, devices, padding, gradients.
+"""Calls of attention's Pallas kernels: platforms, devices, padding, gradients.
 
-XLA cannot split a kernel over devices. In a program for several devices the kernels run inside ``jax.shard_map``;
-outside of it the XLA form runs. On platforms that they are not made for, an explicit request runs the kernels
-interpreted: right, and slow.
+XLA cannot partition a kernel. In a program for several devices the kernels run inside ``jax.shard_map``; outside of
+it the XLA implementation runs. On other platforms, an explicit request runs the kernels interpreted: correct, but
+slow.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def _split_backward(problem: AttentionProblem, *arrays: Any) -> Any:
 
 
 class Kernels:
-    """The entry points of an implementation made of kernels, differentiable twice.
+    """The entry points of a kernel implementation, twice differentiable.
 
     Args:
-      platform: Where they are compiled, as lowering calls it.
+      platform: Where they are compiled, by its name in lowering.
       forward: ``(problem, interpret, query, key, value, *ids) → (output, log-sum-exp of the rows)``.
       backward: ``(problem, interpret, query, key, value, output, log-sum-exp, output's gradient, *ids) →`` gradients
         of query, key and value.

@@ -1,7 +1,7 @@
-"""Attention on NVIDIA GPUs by the kernels of ``pallas_gpu_kernels``: what they take, blocks and padding.
+"""Attention on NVIDIA GPUs: problems that ``pallas_gpu_kernels`` supports, blocks and padding.
 
-They were checked interpreted and compiled for an H100, and were not measured on a GPU: ``"auto"`` takes them where
-``capibara tune`` has found them to be faster than XLA's form, and nowhere else.
+They were tested in interpret mode and compiled for an H100, but not measured on a GPU: ``"auto"`` chooses them only
+if ``capibara tune`` found them to be faster than the XLA implementation.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The GPU kernels of attention, in Pallas for Triton: one for the output, one each for the gradients of query and keys.
 
 All three see ``query [batch, heads, rows, dim]`` and ``key``/``value`` ``[batch, kv_heads, keys, dim]``, padded to
-whole blocks and to last axes that are powers of two. A program of the grid holds one block of queries (in the kernel
-for key and value: of keys) and loops over the blocks of the other side that it sees, its sums in registers: programs
-share nothing, so that they run in any order and write each result once.
+whole blocks and to last axes that are powers of two. A program of the grid processes one block of queries (in the
+kernel for key and value: of keys) and loops over the visible blocks of the other side, with its sums in registers:
+programs share nothing, so they can run in any order and write each result once.
 
-One number a row (the log-sum-exp, and in the backward pass ``sum(out · out_grad)``) lies in memory as ``[…, rows]``.
+Values per row (the log-sum-exp, and in the backward pass ``sum(out · out_grad)``) are stored as ``[…, rows]``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the Pallas kernels of attention share: which blocks see each other, and how scores are bent.
+"""Shared by attention's Pallas kernels: visibility of blocks, and soft-capping of scores.
 
-A kernel sees its arrays cut into blocks of queries (``rows``) and of keys. A causal mask or a window hides some pairs
-of blocks altogether, which are then neither fetched nor computed, and some in part, which are masked.
+A kernel processes blocks of queries (``rows``) and of keys. A causal mask or a window hides some pairs of blocks
+completely, which are then neither fetched nor computed, and some partially, which are masked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Plan", "Range", "bend"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is static in the kernels. ``rows``/``keys``: the block sizes; ``kv_len``: keys before padding."""
+    """Static parameters of the kernels. ``rows``/``keys``: the block sizes; ``kv_len``: keys before padding."""
 
     rows: int
     keys: int
@@ -74,7 +74,7 @@ class Range:
 
     @property
     def steps(self) -> int:
-        """The most blocks that any block reaches."""
+        """The maximum number of blocks that any block reaches."""
         if self.back is None or self.ahead is None:
             return self.total
         span = self.outer + self.back + self.ahead
@@ -95,14 +95,14 @@ class Range:
         )
 
     def at(self, i: Any, step: Any) -> Any:
-        """The block of this step; past the last one the last again, so that nothing more is fetched."""
+        """The block of this step; after the last one it is repeated, so that nothing more is fetched."""
         return jnp.clip(jnp.minimum(self.first(i) + step, self.last(i)), 0, self.total - 1)
 
     def live(self, i: Any, step: Any) -> Any:
         return self.first(i) + step <= self.last(i)
 
     def pairs(self, blocks: int) -> int:
-        """How many pairs of blocks are live, for ``blocks`` of size ``outer``."""
+        """The number of visible pairs of blocks, for ``blocks`` of size ``outer``."""
         count = 0
         for i in range(blocks):
             first = 0 if self.back is None else max(i * self.outer - self.back, 0) // self.inner

@@ -1,4 +1,4 @@
-"""Attention on TPUs by the kernels of ``pallas_tpu_kernels``: what they take, blocks and padding."""
+"""Attention on TPUs: problems that ``pallas_tpu_kernels`` supports, blocks and padding."""
 
 from __future__ import annotations
 

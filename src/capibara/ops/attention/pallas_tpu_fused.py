@@ -1,10 +1,11 @@
-"""The TPU kernel of attention's three gradients at once, for sequences whose sums fit into the chip's memory (VMEM).
+"""The TPU kernel of attention's three gradients at once, for sequences whose sums fit into on-chip memory (VMEM).
 
 The kernels of ``pallas_tpu_kernels`` compute the scores twice, for the query's gradient and for those of key and value:
-seven products of a block, where this one needs five. A block of queries passes over its blocks of keys, and beside its
-own gradient the sums of all keys of a head stay in VMEM, in float32, until the last block of queries has added to
-them: 8 bytes a key and element of a head. Scores are transposed, as in the kernel for key and value, and so is the sum
-of the query's gradient: to turn a block of keys and that sum costs less than to turn each block of scores.
+seven products per block, where this one needs five. A block of queries iterates over its blocks of keys; besides its
+own gradient, the sums for all keys of a head stay in VMEM, in float32, until the last block of queries has added to
+them: 8 bytes per key and element of a head. Scores are transposed, as in the kernel for key and value, and so is the
+sum of the query's gradient: transposing a block of keys and that sum costs less than transposing each block of
+scores.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["gradients", "vmem_bytes"]
 
 
 def vmem_bytes(plan: Plan, keys: int, size: int, dim: int, value_dim: int) -> int:
-    """What the kernel holds at most: operands and results twice, sums, and scores.
+    """The maximum memory of the kernel: operands and results twice, sums, and scores.
 
     Args:
       keys: length of key and value, in whole blocks.

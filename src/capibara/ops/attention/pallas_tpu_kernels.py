@@ -2,15 +2,15 @@
 
 All three see ``query [batch, kv_heads, group, rows, dim]`` and ``key``/``value`` ``[batch, kv_heads, keys, dim]``,
 padded to whole blocks. A grid step multiplies one block of queries with one block of keys; the last grid axes run in
-order on one core and accumulate in its memory (VMEM). Blocks that a causal mask or a window hides altogether are
-neither fetched nor computed, and only blocks that are hidden in part are masked.
+order on one core and accumulate in its memory (VMEM). Blocks that a causal mask or a window hides completely are
+neither fetched nor computed, and only partially hidden blocks are masked.
 
-One number a row (the log-sum-exp, and in the backward pass ``sum(out · out_grad)``) lies in memory as a row vector
-``[…, 1, rows]``: a column would be padded to 128 lanes. The kernel for key and value works on transposed scores,
-where a row vector is what it needs; the other two transpose it once per block of queries, and keep such numbers as
-``[rows, 128]``, each in all lanes of its row: so they are added to scores and multiplied with sums as they lie, while
-a column is spread over the lanes again in each block. The running sum of the forward pass is 128 partial sums a row,
-which are added up once at the end. Scores are in units of ``ln 2``, for what chips raise to a power is 2.
+Values per row (the log-sum-exp, and in the backward pass ``sum(out · out_grad)``) are stored as a row vector ``[…, 1,
+rows]``: a column would be padded to 128 lanes. The kernel for key and value works on transposed scores, and uses the
+row vector directly; the other two transpose it once per block of queries, and keep such values as ``[rows, 128]``,
+repeated in all lanes of the row: so they can be added to scores and multiplied with sums directly, while a column
+would have to be broadcast over the lanes in each block. The running sum of the forward pass consists of 128 partial
+sums per row, which are added once at the end. Scores are in units of ``ln 2``, since chips compute powers of 2.
 """
 
 from __future__ import annotations

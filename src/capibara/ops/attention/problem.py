@@ -1,4 +1,4 @@
-"""What an attention call is: its checked, frozen description, and the axis handling that all share.
+"""The validated, frozen description of an attention call, and shared handling of axes.
 
 Inside, every implementation sees ``query [batch, heads, q_len, dim]`` and ``key``/``value``
 ``[batch, kv_heads, kv_len, dim]`` with query head ``h`` reading key/value head ``h // (heads // kv_heads)``.
@@ -43,7 +43,7 @@ _PRECISIONS: dict[str, tuple[str | None, jax.lax.Precision | None]] = {
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Everything that decides how one attention call is computed; hashable, so that it can be static."""
+    """Everything that determines how one attention call is computed; hashable, so that it can be static."""
 
     batch: int
     heads: int
@@ -77,7 +77,7 @@ class AttentionProblem:
 
 
 def alike_in_speed(problem: AttentionProblem) -> dict[str, int | str] | None:
-    """What decides which block sizes are fast; None where the caller has said them."""
+    """What determines which block sizes are fast; None if the caller specified them."""
     if problem.block_size is not None:
         return None
     mask = "window" if problem.left is not None else "none" if problem.right is None else "causal"

@@ -1,4 +1,4 @@
-"""Attention as one would write it on paper: all scores at once. The oracle of the other implementations."""
+"""Attention in its plain form, with all scores at once: the oracle of the other implementations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def attention(
     query_ids: jax.Array | None,
     key_ids: jax.Array | None,
 ) -> jax.Array:
-    """``softmax(softcap(q kᵀ · scale) + bias, hidden keys left out) v``, quadratic in memory."""
+    """``softmax(softcap(q kᵀ · scale) + bias, without hidden keys) v``, quadratic in memory."""
     q, k, v = (to_bhsd(x, problem.layout) for x in (query, key, value))
     k, v = (jnp.repeat(x, problem.group, axis=1) for x in (k, v))
     wide = problem.accumulate_dtype

@@ -92,7 +92,7 @@ SPECS: tuple[AttentionSpec, ...] = (
 def arguments(
     spec: AttentionSpec, random: np.random.Generator
 ) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
-    """The arguments of a call: normal numbers, three segments of the sequence where the spec has segments."""
+    """The arguments of a call: normal random values, and three segments of the sequence if the spec has segments."""
     arrays: dict[str, Any] = {name: random.normal(size=shape) for name, shape in spec.shapes().items()}
     if spec.segments:
         lengths = (spec.q_len, spec.kv_len or spec.q_len)

@@ -1,10 +1,9 @@
-"""How a long attention problem is cut into pieces that fit a cache.
+"""Split a long attention problem into pieces that fit a cache.
 
-Two cuts. The *group*: how many (batch element, key/value head) pairs are computed together. The *tile*: a
-run of query rows, with only the keys those rows can see, so that a causal or windowed mask skips work
-instead of computing it and throwing it away. Up to ``MAX_TILES`` tiles are written out one after the other
-with exact key ranges; a longer sequence gets tiles that loop over blocks of rows and share the range of the
-whole tile, so that the size of the program does not grow with the sequence.
+There are two levels. The *group*: the number of (batch element, key/value head) pairs that are computed together. The
+*tile*: a run of query rows with only the keys that they can see, so that a causal or windowed mask skips work instead
+of discarding it. Up to ``MAX_TILES`` tiles are unrolled with exact key ranges; a longer sequence gets tiles that loop
+over blocks of rows with the range of the whole tile, so that the size of the program does not grow with the sequence.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _tile(problem: AttentionProblem, start: int, rows: int, blocks: int) -> Tile
 
 
 def cut_tiles(problem: AttentionProblem, rows: int) -> tuple[Tile, ...]:
-    """Cut the query rows into tiles of blocks of ``rows`` rows."""
+    """Split the query rows into tiles of blocks of ``rows`` rows."""
     rows = min(rows, problem.q_len)
     whole = problem.q_len // rows
     per_tile = -(-whole // MAX_TILES)

@@ -1,9 +1,8 @@
 """Attention as plain XLA loops over blocks of queries and keys: any platform, memory linear in the sequence.
 
 The online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4): a running
-maximum and a running sum per row, so that only one block of scores is alive at a time. Blocks that a causal
-mask or a window hides completely are skipped at run time. The backward pass recomputes the scores from the
-saved log-sum-exp.
+maximum and a running sum per row, so that only one block of scores is live at a time. Blocks that a causal mask or a
+window hides completely are skipped at run time. The backward pass recomputes the scores from the saved log-sum-exp.
 """
 
 from __future__ import annotations

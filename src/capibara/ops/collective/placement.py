@@ -1,4 +1,4 @@
-"""Where a collective runs: along a bound axis, or over the shards of an array that lies on a mesh."""
+"""Where a collective runs: along a bound axis, or over the shards of an array on a mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["bound_axis", "check_axis_name", "over_shards", "shard_axes", "split_
 def check_axis_name(
     name: str, axis_name: object, none: str = "all axes of the jax.shard_map around the call"
 ) -> Axis | None:
-    """``axis_name`` if it is None, which stands for ``none``, a name, or a tuple of different names."""
+    """Validate ``axis_name``: None (which stands for ``none``), a name, or a tuple of distinct names."""
     if axis_name is None or isinstance(axis_name, str):
         return axis_name
     if isinstance(axis_name, tuple | list) and all(isinstance(each, str) for each in axis_name):
@@ -36,7 +36,7 @@ def check_axis_name(
 
 
 def bound_axis(name: str, axis_name: Axis | None, *, needed: bool) -> Axis | None:
-    """The axis to communicate over here, or None where none is bound and the arrays' shardings have to say.
+    """The axis to communicate over, or None if none is bound and the arrays' shardings determine it.
 
     Without a name: all axes of the ``shard_map`` around the call.
 
@@ -93,7 +93,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def shard_axes(sharding: NamedSharding, dimension: int | None = None) -> tuple[str, ...]:
-    """The mesh axes that an array (or one dimension of it) is split over, in the order of its shards."""
+    """The mesh axes that an array (or one dimension of it) is sharded over, in the order of its shards."""
     spec = list(sharding.spec)
     if dimension is not None:
         spec = spec[dimension : dimension + 1]
@@ -103,10 +103,10 @@ def shard_axes(sharding: NamedSharding, dimension: int | None = None) -> tuple[s
 def split_over(
     name: str, x: Any, axis_name: Axis | None, dimension: int | None = None
 ) -> tuple[NamedSharding, Axis] | None:
-    """The sharding of ``x`` and the axes among ``axis_name`` (None: all) that it is split over; None if none is.
+    """The sharding of ``x`` and the axes among ``axis_name`` (None: all) that it is sharded over; None if none.
 
     Raises:
-      OpValueError: the mesh has no axis of that name, or the layout of ``x`` is not known.
+      OpValueError: the mesh has no axis of that name, or the sharding of ``x`` is not known.
     """
     sharding = _sharding(name, x)
     if sharding is None:
@@ -136,6 +136,6 @@ def without(sharding: NamedSharding, axes: Axis, dimension: int | None = None) -
 def over_shards(
     function: Callable[..., Any], arrays: Sequence[Any], mesh: Any, in_specs: Any, out_specs: Any
 ) -> Any:
-    """``function`` of the shards, under ``jit``; every device runs it."""
+    """Run ``function`` on the shards, under ``jit``, on every device."""
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped)(*arrays)

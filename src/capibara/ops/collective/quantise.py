@@ -1,9 +1,9 @@
-"""Block-wise int8 for the wire: each block of consecutive numbers shares one float32 scale.
+"""Block-wise int8 for communication: each block of consecutive elements shares one float32 scale.
 
-A message is one flat int8 array: the quantised numbers, then the bytes of the scales. So each exchange is one
-collective, and all that travels is int8: ``1 + 4 / block_size`` bytes a number.
+A message is one flat int8 array: the quantised elements, then the bytes of the scales. So each exchange is one int8
+collective: ``1 + 4 / block_size`` bytes per element.
 
-A block with a NaN or an infinity in it arrives as NaN throughout: overflow stays visible to whoever looks for it.
+A block that contains NaN or infinity becomes NaN, so that overflow stays detectable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["decode", "encode", "message_size"]
 
 
 def message_size(numbers: int, block_size: int) -> int:
-    """Bytes of the message for that many numbers (a multiple of ``block_size``)."""
+    """Bytes of the message for that many elements (a multiple of ``block_size``)."""
     return numbers + 4 * (numbers // block_size)
 
 
@@ -38,7 +38,7 @@ def encode(x: jax.Array, block_size: int) -> jax.Array:
 
 
 def decode(message: jax.Array, block_size: int, dtype: jnp.dtype) -> jax.Array:
-    """The numbers of :func:`encode`'s messages, ``[..., numbers]`` in ``dtype``."""
+    """Decode messages of :func:`encode` to ``[..., numbers]`` in ``dtype``."""
     count = message.shape[-1] // (block_size + 4)
     shape = message.shape[:-1]
     whole = message[..., : count * block_size].reshape(*shape, count, block_size)

@@ -1,11 +1,11 @@
 """All-reduce of lists of arrays: the implementations behind ``async_all_reduce``.
 
-Each runs where its axis is bound (inside ``shard_map``) and gives the same array on all its devices, typed so
-(``shard_map(check_vma=True)`` takes it for ``out_specs`` without the axis).
+Each runs where its axis is bound (inside ``shard_map``) and returns the same array on all devices, typed accordingly
+(``shard_map(check_vma=True)`` accepts it for ``out_specs`` without the axis).
 
 An all-reduce is a reduce-scatter and an all-gather: each device is responsible for one chunk. The arrays are put
 into *buckets*, flat vectors of one dtype; the last arrays come first, because a backward pass finishes the last
-layer's gradients first, and a bucket can travel while the gradients of the next are computed.
+layer's gradients first, and a bucket can be transferred while the gradients of the next are computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REDUCE: dict[str, Callable[..., jax.Array]] = {
 
 @dataclass(frozen=True)
 class ReduceProblem:
-    """What an all-reduce is: all that decides how it runs."""
+    """The description of an all-reduce: everything that determines how it runs."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -112,7 +112,7 @@ def zeros(problem: ReduceProblem, x: jax.Array) -> jax.Array:
 def by_collectives(problem: ReduceProblem, *arrays: jax.Array) -> list[jax.Array]:
     """XLA's all-reduce; a maximum, minimum or product as all-to-all, reduction and all-gather.
 
-    (The latter move the same bytes as an all-reduce and have a gradient, which ``lax.pmax`` has not.)
+    (The latter move the same bytes as an all-reduce and have a gradient, unlike ``lax.pmax``.)
     """
     axis = problem.axis_name
     assert axis is not None
@@ -174,8 +174,8 @@ def by_int8(problem: ReduceProblem, *arrays: jax.Array) -> tuple[list[jax.Array]
 
     Returns the reduced arrays, and the new residuals in the residuals' dtypes.
 
-    A number is rounded twice: by the device that has it, and, as part of a sum, by the device that is responsible
-    for its chunk. Each adds what its rounding lost to *its* residual, so that over the steps nothing is lost.
+    An element is rounded twice: by the device that has it and, as part of a sum, by the device that is responsible
+    for its chunk. Each adds its rounding error to *its* residual, so that nothing is lost over the steps.
     """
     axis = problem.axis_name
     assert axis is not None

@@ -1,8 +1,8 @@
-"""Collectives made of ``ppermute``: what each device sends goes to one other device, one chunk a step.
+"""Collectives built from ``ppermute``: in each step, each device sends one chunk to one other device.
 
-A TPU runs collective-permutes asynchronously, so the steps overlap with whatever arithmetic does not wait for
-them; an all-reduce or (without compiler flags) an all-gather blocks. Every function runs inside ``shard_map`` with
-``axis`` an axis name or a tuple of names. Steps are unrolled: a program grows with the number of devices.
+A TPU runs collective-permutes asynchronously, so the steps overlap with arithmetic that does not depend on them; an
+all-reduce or (without compiler flags) an all-gather blocks. Every function runs inside ``shard_map`` with ``axis`` an
+axis name or a tuple of names. Steps are unrolled: a program grows with the number of devices.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def shift(x: Any, axis: Axis, distance: int) -> Any:
 def to_all(x: jax.Array, axis: Axis) -> jax.Array:
     """``lax.all_gather(x, axis)``, inside ``shard_map(check_vma=True)`` typed as the same on all devices.
 
-    Only such types tell the transpose that a cotangent is the same everywhere. Without them (``check_vma=False``,
-    ``vmap``) it has to sum what the devices have, as that of ``lax.psum`` does.
+    Only with such types does the transpose know that a cotangent is the same everywhere. Without them
+    (``check_vma=False``, ``vmap``) it has to sum over the devices, like that of ``lax.psum``.
     """
     names = {axis} if isinstance(axis, str) else set(axis)
     typed = names <= varying_axes(jax.typeof(lax.axis_index(axis)))
@@ -42,7 +42,7 @@ def visitors(x: jax.Array, axis: Axis) -> Iterator[tuple[int, jax.Array]]:
     """``(d, x of the device d places before this one)`` for each device, each ``d`` once; negative is after.
 
     Two streams, one in each direction: the links of a torus work both ways, so it takes half the steps. The next
-    step's transfers are issued before a piece is handed out: they don't depend on what is done with it.
+    step's transfers are issued before a piece is yielded: they do not depend on its use.
     """
     size = lax.axis_size(axis)
     back = (size - 1) // 2
@@ -79,8 +79,8 @@ def reduce_chunks(
 ) -> jax.Array:
     """Reduce-scatter by a ring: device ``i`` gets ``chunk(i)`` of all devices, combined.
 
-    ``chunk(index)`` is computed at the step that needs it, while the partial result is on its way: where it is a
-    matrix product, that product overlaps with the transfer.
+    ``chunk(index)`` is computed at the step that needs it, while the partial result is transferred: if it is a matrix
+    product, it overlaps with the transfer.
     """
     size, place = lax.axis_size(axis), lax.axis_index(axis)
     total = chunk((place - 1) % size)

@@ -1,4 +1,4 @@
-"""What a two-dimensional convolution is: its checked, frozen description, and the checks that convolutions share."""
+"""The validated, frozen description of a two-dimensional convolution, and shared checks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Conv2dProblem:
 
 
 def alike_in_speed(problem: Conv2dProblem) -> dict[str, int | str]:
-    """What decides which implementation is fast."""
+    """What determines which implementation is fast."""
     names = ("batch", "in_channels", "out_channels")
     pairs = ("size", "taps", "strides", "tile")
     return {name: getattr(problem, name) for name in names} | {

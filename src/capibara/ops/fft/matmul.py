@@ -1,13 +1,13 @@
 """Fourier transforms as products of matrices, on real and imaginary parts.
 
-Numbers are held as ``[batch, 2, length, trailing]``: the second dimension is the real and the imaginary part. A
+Values are stored as ``[batch, 2, length, trailing]``: the second dimension is the real and the imaginary part. A
 stage of radix ``r`` sees ``length = r · m``; its product contracts ``(2, r)`` at once with a real matrix of that many
-rows, so that the parts need no products of their own, and puts the new frequency before those of earlier stages: after
-the last stage the spectrum is in order (Stockham's arrangement), for any radices and without a permutation.
+rows, so that the parts need no products of their own, and puts the new frequency before those of earlier stages:
+after the last stage the spectrum is in order (Stockham's arrangement), for any radices and without a permutation.
 
-Of a real signal the first stage takes only the real part, and the last one computes only the half of the spectrum that
-is wanted; the inverse computes half of the signal's first frequencies, as the others are their conjugates. Where
-radices do not cover a length, the transform is a convolution with a chirp (Bluestein).
+For a real signal, the first stage uses only the real part, and the last one computes only the requested half of the
+spectrum; the inverse computes half of the signal's first frequencies, as the others are their conjugates. If radices
+do not cover a length, the transform is a convolution with a chirp (Bluestein).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fit(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def join(problem: FFTProblem, re: jax.Array, im: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Parts as the problem's form has them."""
+    """Convert parts to the problem's form."""
     dtype = problem.out_dtype
     re = re.astype(dtype)
     if im is None:

@@ -1,13 +1,13 @@
-"""Transforms along a dimension that is split over devices.
+"""Transforms along a dimension that is sharded over devices.
 
-A device has a block of the signal. Two ways lead to a transform in which each device does its share:
+A device has a block of the signal. There are two ways to distribute the transform:
 
-* where another dimension can be split instead, it is: one all-to-all before and one after, with whole transforms
-  between them (*slabs*);
+* if another dimension can be sharded instead: one all-to-all before and one after, with whole transforms between them
+  (*slabs*);
 * a single long signal ``n = r · s`` is a matrix of ``r`` rows. Columns are transformed, multiplied with roots of
   unity, then rows: three all-to-alls, of which the last one puts the spectrum in order.
 
-Where neither divides evenly (or a long signal has more than 2²⁸ numbers) every device gathers the whole signal and
+If neither divides evenly (or a long signal has more than 2²⁸ elements), every device gathers the whole signal and
 keeps its block of the spectrum.
 """
 

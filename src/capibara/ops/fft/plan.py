@@ -1,8 +1,9 @@
-"""How a length is split into radices, and the numbers that go with it: roots of unity and chirps.
+"""Split a length into radices, and compute roots of unity and chirps.
 
 A transform of length ``n = r · m`` is ``m`` transforms of length ``r``, each a product with the matrix of roots of
 unity, a multiplication with roots of unity (the *twiddles*), and ``r`` transforms of length ``m``. Large radices mean
-few passes over memory and much arithmetic: what is cheap depends on how fast products are. The cost model is a TPU's.
+few passes over memory and much arithmetic: the best choice depends on the speed of products. The cost model is that
+of a TPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MOST = 256
 
 
 def transform_cost(stages: Sequence[int]) -> float:
-    """The model's cost of a transform for each of its numbers.
+    """The modelled cost of a transform per element.
 
     Fitted to the TPU compiler's estimates for v4: a stage costs its pass over memory and little for its products, and
     more where the first one's frequencies do not fill the 128 lanes of a register.
@@ -42,8 +43,8 @@ def radices(n: int, factors: tuple[int, ...] | None = None, most: int = MOST) ->
 
     Args:
       n: The length.
-      factors: The radices to choose from, each as often as need be. If their product is ``n`` they are taken as they
-        stand. None: all up to ``most``.
+      factors: The radices to choose from, each any number of times. If their product is ``n``, they are used in this
+        order. None: all up to ``most``.
       most: The largest radix.
     """
     if factors is not None and math.prod(factors) == n:

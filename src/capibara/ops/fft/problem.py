@@ -1,4 +1,4 @@
-"""What a Fourier transform is: its checked, frozen description."""
+"""The validated, frozen description of a Fourier transform."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class FFTProblem:
 
 
 def alike_in_speed(problem: FFTProblem) -> dict[str, int | str] | None:
-    """What decides which radices are fast; None where the caller has said them, or there is nothing to transform.
+    """What determines which radices are fast; None if the caller specified them, or there is nothing to transform.
 
     A length counts as it is, since neighbours have different divisors; pairs and complex numbers count as one.
     """
@@ -275,7 +275,7 @@ def prepare(
     split_axis: Any = None,
     implementation: str = "auto",
 ) -> tuple[FFTProblem, tuple[Any, ...]]:
-    """Check a call; return the problem it is where the whole signal lies here, and its arrays."""
+    """Validate a call; return its problem for a signal on one device, and its arrays."""
     del split_axis  # of the distribution, which leads to problems of its own
     check_flag("use_parallel", use_parallel)
     inverse, real = check_flag("inverse", inverse), check_flag("real", real)

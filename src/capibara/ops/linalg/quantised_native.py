@@ -1,8 +1,9 @@
-"""Products with a matrix in codes on CPUs, by the compiled kernels of :mod:`capibara.native`.
+"""Products with a quantized matrix on CPUs, by the compiled kernels of :mod:`capibara.native`.
 
-The product is a primitive of its own, linear in the vectors. Its transpose is the product *across*, ``x @ W``, which
-the kernels have as well, so gradients and :func:`jax.linear_transpose` read codes, too. Derivatives by scales and
-levels are those of the XLA form. Under ``jax.vmap`` vectors become more vectors; several matrices go one after another.
+The product is a primitive, linear in the vectors. Its transpose is the product *across*, ``x @ W``, which the kernels
+also implement, so gradients and :func:`jax.linear_transpose` read codes as well. Derivatives with respect to scales
+and levels are those of the XLA implementation. Under ``jax.vmap`` vectors become more vectors; several matrices are
+processed one after another.
 """
 
 from __future__ import annotations
