@@ -115,6 +115,10 @@ class Connectable(Block):
             WiringError: there is no such port, or a setting is given a connection.
         """
         order = self.places.split() or [*self.input_keys, *self.output_keys]
+        return Placement(self, self._joined(self._placed(order, places, ports)))
+
+    def _placed(self, order: list[str], places: tuple[Any, ...], ports: dict[str, Any]) -> dict[str, Any]:
+        """Ports by name, those that were given by place among them."""
         if len(places) > len(order):
             raise WiringError(
                 f"{self.label}: got {len(places)} connections, expected at most {', '.join(order)}"
@@ -123,7 +127,7 @@ class Connectable(Block):
             if key in ports:
                 raise WiringError(f"{self.label} was given its port {key!r} twice, by place and by name")
             ports[key] = value
-        return Placement(self, self._joined(ports))
+        return ports
 
     def _joined(self, ports: dict[str, Any]) -> dict[str, Any]:
         """What is left to join once settings are set; the values that the block was made with among it."""
@@ -154,8 +158,7 @@ class Connectable(Block):
             for ``model |= …``.
         """
         order = [k for k in self.places.split() if k != "output"] or self.input_keys
-        ports = {**dict(zip(order, inputs, strict=False)), **connections}
-        joined = self._joined(ports)
+        joined = self._joined(self._placed(order, inputs, connections))
         outputs = set(self.output_keys)
         if any(isinstance(v, str) for v in joined.values()) or outputs & set(joined):
             return Placement(self, joined)

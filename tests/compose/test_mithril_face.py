@@ -383,6 +383,17 @@ def test_what_is_wrong_is_said():
         compiled.evaluate(compiled.randomize_params(), {"input": draw(3, 5)}, output_gradients=True)
 
 
+def test_connections_beyond_the_ports_and_twice_are_refused_in_a_call_as_in_connect():
+    for place in (
+        lambda *a, **k: ml.models.Relu()(*a, **k),
+        lambda *a, **k: ml.models.Relu().connect(*a, **k),
+    ):
+        with pytest.raises(WiringError, match="got 3 connections"):
+            place(ml.IOKey("x"), ml.IOKey("y"), ml.IOKey("z"))
+        with pytest.raises(WiringError, match="twice"):
+            place(ml.IOKey("x"), input="y")
+
+
 def test_embeddings_and_gates():
     model = Model()
     model |= Embedding(7, 3).connect("ids", output="rows")
