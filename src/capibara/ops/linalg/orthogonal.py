@@ -1,11 +1,11 @@
 """Orthonormal rows from any rows, by matrix products.
 
-Householder's QR works column by column. Where there are many more columns than rows it is several times cheaper to
-factor the small Gram matrix: ``G = X Xᵀ = L Lᵀ`` gives ``X = L Q`` with ``Q = L⁻¹ X``. Squaring the condition number
-is what that costs, and repeating it is the cure: a first pass with a shifted Gram matrix, which has a Cholesky factor
-for every ``X``, and two more, leave ``Q`` orthonormal to rounding for all but rank-deficient ``X`` (Fukaya, Kannan,
-Nakatsukasa, Yamamoto & Yanagisawa 2020, "Shifted Cholesky QR", SIAM J. Sci. Comput. 42). Whether it did is checked, and
-where it did not, Householder's runs.
+Householder's QR works column by column. With many more columns than rows it is several times cheaper to factor the
+small Gram matrix: ``G = X Xᵀ = L Lᵀ`` gives ``X = L Q`` with ``Q = L⁻¹ X``. This squares the condition number, which
+repetition corrects: a first pass with a shifted Gram matrix, which has a Cholesky factor for every ``X``, and two
+more, make ``Q`` orthonormal up to rounding for all but rank-deficient ``X`` (Fukaya, Kannan, Nakatsukasa, Yamamoto &
+Yanagisawa 2020, "Shifted Cholesky QR", SIAM J. Sci. Comput. 42). This is checked; if it fails, Householder's method
+runs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _shift(x: jax.Array) -> float:
 
 
 def roughly_orthonormal_rows(x: jax.Array) -> jax.Array:
-    """Rows that span what those of ``x`` do, well enough conditioned to be multiplied on."""
+    """Rows that span the same space as those of ``x``, conditioned well enough for further products."""
     return _pass(_scaled(x)[0], _shift(x))[1]
 
 

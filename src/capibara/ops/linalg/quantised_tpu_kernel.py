@@ -1,4 +1,4 @@
-"""The kernels of products with a matrix in codes for TPUs: one for few vectors, one for many."""
+"""The TPU kernels for products with a quantized matrix: one for few vectors, one for many."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def product(
     """``[vectors, rows]``, float32.
 
     Args:
-      x: ``[codes in a byte, groups * vectors, width]``: vectors by what of a byte they are multiplied with, and once
-        for each group that lies in 128 columns, with zeros where the others are.
+      x: ``[codes in a byte, groups * vectors, width]``: vectors by the part of a byte that they are multiplied with,
+        repeated for each group within 128 columns, with zeros for the others.
       codes: ``[rows, width]``.
       scales: float32 ``[groups of a row, rows]``.
       levels: ``[16]``, or none.
-      span: how many times 128 columns share a scale.
+      span: number of runs of 128 columns that share a scale.
       block: rows of the matrix at a time.
     """
     rows, width = codes.shape
@@ -169,12 +169,12 @@ def product_of_tiles(
     tile: tuple[int, int, int],
     interpret: bool,
 ) -> jax.Array:
-    """``[vectors, rows]`` in ``x``'s dtype: each tile of the matrix is made once, and multiplied with many vectors.
+    """``[vectors, rows]`` in ``x``'s dtype: each tile of the matrix is decoded once and multiplied by many vectors.
 
     Args:
       x: ``[codes in a byte, vectors, width]``.
       codes, scales, levels, span: as for :func:`product`.
-      groups: that lie in 128 columns, each with a scale of its own.
+      groups: number of groups within 128 columns, each with its own scale.
       tile: vectors, rows and columns (bytes of codes) that are multiplied at a time.
     """
     (pack, vectors, width), rows = x.shape, codes.shape[0]

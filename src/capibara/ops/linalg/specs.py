@@ -54,7 +54,7 @@ class FactorSpec:
 
 @dataclass(frozen=True)
 class QuantisedSpec:
-    """``quantised_matmul`` of ``[*batch, inner]`` and ``[rows, inner]`` in codes."""
+    """``quantised_matmul`` of ``[*batch, inner]`` and quantized ``[rows, inner]``."""
 
     name: str
     batch: tuple[int, ...]

@@ -1,15 +1,15 @@
 """The largest singular values and vectors by a randomised sketch (Halko, Martinsson & Tropp 2011).
 
 A few random combinations of the rows of a matrix span, after some multiplications with the matrix and its transpose,
-nearly the same space as its largest singular vectors; the decomposition inside that space is a small one. All that
-costs anything is products of the matrix with a few vectors, so it compiles in seconds for a TPU.
+nearly the same space as its largest singular vectors; the decomposition inside that space is small. The only
+expensive part is products of the matrix with a few vectors, so it compiles in seconds for a TPU.
 
-The vectors are kept as rows (``[sketch, size]``): both products then read the matrix as it lies in memory.
+The vectors are stored as rows (``[sketch, size]``): both products then read the matrix in memory order.
 
-Derivatives are those of the singular values and vectors, not of the algorithm. With ``P`` the projection off the
-vectors that were kept and ``B = P_u A P_v`` the part of the matrix that was dropped, the parts of ``dU`` and ``dV``
-outside of the kept space solve ``X_u S - B X_v = P_u dA V``, ``X_v S - Bᵀ X_u = P_v dAᵀ U``; it is solved by conjugate
-gradients, without forming ``B``. They need the fewer steps the larger the gap after the last kept value is.
+Derivatives are those of the singular values and vectors, not of the algorithm. With ``P`` the projection orthogonal
+to the kept vectors and ``B = P_u A P_v`` the dropped part of the matrix, the parts of ``dU`` and ``dV`` outside the
+kept space solve ``X_u S - B X_v = P_u dA V``, ``X_v S - Bᵀ X_u = P_v dAᵀ U``; this is solved by conjugate gradients,
+without forming ``B``. The larger the gap after the last kept value, the fewer steps they need.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _randomized_jvp(problem: Any, primals: Any, tangents: Any) -> Any:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def randomized_values(problem: Any, matrix: jax.Array, key: jax.Array) -> jax.Array:
-    """The singular values alone; their derivative needs no solve."""
+    """Only the singular values; their derivative needs no solve."""
     return _decompose(problem, matrix, key)[1]
 
 
@@ -147,7 +147,7 @@ def _values_jvp(problem: Any, primals: Any, tangents: Any) -> Any:
 
 
 def error_bound(matrix: jax.Array, u: jax.Array, s: jax.Array, vh: jax.Array, key: jax.Array) -> jax.Array:
-    """A number that ``‖matrix - u·s·vh‖₂`` exceeds with probability at most ``FAILURE``.
+    """A bound that ``‖matrix - u·s·vh‖₂`` exceeds with probability at most ``FAILURE``.
 
     For a unit vector x of random direction in n dimensions, E = the error and p powers, ``c = ‖(EᵀE)ᵖ x‖`` is at least
     ``‖E‖²ᵖ |x₁|``, and ``|x₁| < a`` has probability at most ``a √(2n/π)``. So with r vectors,

@@ -1,12 +1,12 @@
-"""Recognising, from a jaxpr, values that are affine in a loop's carry, and with which coefficients.
+"""Recognise values in a jaxpr that are affine in a loop's carry, and compute their coefficients.
 
-A step of a scan is interpreted with values that say how they depend on the carry: not at all (a plain array),
+A step of a scan is interpreted with values that track their dependence on the carry: not at all (a plain array),
 affinely (:class:`Affine`), or otherwise (:class:`Other`, with the reason). The coefficients are computed along the
 way, as arrays that depend on the step's input only. Nothing is sampled: a primitive without a rule here makes its
-result ``Other``, so a step is taken for affine only where each primitive on the way is known to be.
+result ``Other``, so a step is treated as affine only if each primitive involved is known to be.
 
-A coefficient array is as sparse as the step: an axis of the value that runs along with an axis of the carry is a
-*link* (an elementwise product, a batch); only an axis of the carry that was summed over has an axis of its own in the
+A coefficient array is as sparse as the step: an axis of the value that corresponds to an axis of the carry is a
+*link* (an elementwise product, a batch); only an axis of the carry that was summed over has its own axis in the
 coefficients. ``carry * a`` has two links and coefficients ``a``; ``carry @ m`` has one link, and coefficients ``m``.
 """
 
@@ -30,11 +30,11 @@ class Term:
     """``sum over the inner axes of coefficients × the carry's leaf``.
 
     Attributes:
-      shape: of the leaf. ``links``: for each axis of the value the axis of the leaf that runs along, or None.
+      shape: of the leaf. ``links``: for each axis of the value the corresponding axis of the leaf, or None.
       inner: the other axes of the leaf, ascending.
       coefficients: ``[axes of the value or 1 …, inner axes …]``; None: one.
-      cleared: some coefficients are 0 because a selection took something without the leaf: a product with 0 is the
-        same only where the leaf is finite.
+      cleared: some coefficients are 0 because a selection chose a value without the leaf: a product with 0 is
+        equivalent only if the leaf is finite.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Affine:
-    """A value that is a sum of terms, one for each leaf of the carry in it, and an offset (None: zero)."""
+    """A sum of terms, one per leaf of the carry, and an offset (None: zero)."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -57,7 +57,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class Other:
-    """A value that depends on the carry in a way that is not known to be affine."""
+    """A value whose dependence on the carry is not known to be affine."""
 
     reason: str
 
@@ -71,14 +71,14 @@ def carried(leaf: int, aval: Any) -> Affine | Other:
 
 
 def bind(eqn: Any, *values: Any) -> list[Any]:
-    """The results of an equation for plain arrays."""
+    """Evaluate an equation on plain arrays."""
     values = tuple(typed_as(v.aval, x) for v, x in zip(eqn.invars, values, strict=True))
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def interpret(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr whose inputs are arrays, :class:`Affine` or :class:`Other`."""
+    """Evaluate a jaxpr whose inputs are arrays, :class:`Affine` or :class:`Other`."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, values, strict=True))
     for eqn in jaxpr.eqns:

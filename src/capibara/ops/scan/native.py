@@ -1,9 +1,8 @@
 """The selective scan by the compiled loop of :mod:`capibara.native` (CPUs), one position after the other.
 
-Written out like that it takes no more arithmetic than the chunked form, and no exponential of every pair of positions;
-what a compiled loop adds to XLA's is that the state stays in the first-level cache. Its gradient is a second such
-loop, which computes the states again and keeps one for every 64 positions. Derivatives in forward mode and second ones
-are those of the chunked form.
+This needs no more arithmetic than the chunked form, and no exponential for every pair of positions; unlike an XLA
+loop, a compiled loop keeps the state in the first-level cache. Its gradient is a second such loop, which recomputes
+the states and stores one for every 64 positions. Forward-mode and second derivatives are those of the chunked form.
 """
 
 from __future__ import annotations

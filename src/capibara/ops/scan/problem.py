@@ -1,4 +1,4 @@
-"""What a selective scan is: its checked, frozen description."""
+"""The validated, frozen description of a selective scan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ScanProblem:
 
 
 def alike_in_speed(problem: ScanProblem) -> dict[str, int | str] | None:
-    """What decides which chunks are fast; None where the caller has said them."""
+    """What determines which chunks are fast; None if the caller specified them."""
     if problem.chunk_size is not None:
         return None
     names = ("batch", "length", "heads", "width", "groups", "states")

@@ -1,8 +1,8 @@
-"""A linear function with a transpose of its own: what a compiled gradient needs beside it.
+"""A linear function with a custom transpose, for compiled gradients.
 
-``jax.custom_vjp`` would give a function the compiled gradient, and take its forward mode. Reverse mode is forward
-mode, transposed: here a tangent is computed by one function, ``push``, and its transpose by another, ``pull``, so that
-both modes work, in any order, under ``jit``, ``vmap`` and inside ``shard_map``.
+``jax.custom_vjp`` would give a function the compiled gradient, but disable its forward mode. Reverse mode is
+transposed forward mode: here a tangent is computed by one function, ``push``, and its transpose by another, ``pull``,
+so that both modes work, to any order, under ``jit``, ``vmap`` and inside ``shard_map``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def linear_with_transpose(
 
     Args:
       push: any differentiable function of two tuples of arrays, linear in the second; returns a tuple of arrays.
-      pull: the cotangents of all of ``linear`` from those of all results. To be differentiated again it must be
+      pull: the cotangents of all of ``linear`` from those of all results. For higher derivatives it must be
         differentiable in both arguments.
     """
     count = len(values)

@@ -1,17 +1,17 @@
-"""The recurrence ``h[t] = a[t] h[t-1] + x[t]`` as a primitive of its own, in parallel over segments of the steps.
+"""The recurrence ``h[t] = a[t] h[t-1] + x[t]`` as a primitive, parallel over segments of the steps.
 
-Cut into segments, the end of a segment is affine in what enters it: ``h_out = P h_in + e``, with ``P`` the product of
-its coefficients. A first loop runs over all segments at once and finds every ``P`` and ``e``; a short one hands the
-state from segment to segment; a last one, again over all segments at once, writes the states. Loops are short and
-their steps wide, which is what vector units like; two loops instead of one is what it costs. Where a step is wide
-by itself one plain loop is faster, and runs.
+The final state of a segment is affine in its initial one: ``h_out = P h_in + e``, with ``P`` the product of its
+coefficients. A first loop runs over all segments in parallel and computes every ``P`` and ``e``; a short one
+propagates the state from segment to segment; a last one, again over all segments in parallel, writes the states.
+Loops are short and their steps wide, which suits vector units, at the cost of two loops instead of one. If a step is
+already wide, one plain loop is faster and is used.
 
-Where a ``P`` or ``e`` is not finite the composition could differ from the plain loop (a product that overflows
-times a state of zero is NaN); then the plain loop runs instead, so that infinities and NaN are its own.
+If a ``P`` or ``e`` is not finite, the composition could differ from the plain loop (an overflowing product times a
+state of zero is NaN); then the plain loop runs instead, so that infinities and NaN are the same.
 
 Derivatives are the primitive's: with the state carried *late* (``y[t] = x[t] + u``, then ``u = a[t] y[t]``) the
-transpose of a recurrence is the late one backwards, with ``a`` as it lies in memory; and the transpose of the late
-one is this one. Nothing but the states is kept for the backward pass.
+transpose of a recurrence is the late one in reverse, with ``a`` in memory order; and the transpose of the late one is
+this one. Only the states are stored for the backward pass.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def recurrence(
       a: ``[steps or 1, …]`` of the rank of ``x``, broadcasting to it; as ``matrix`` ``[steps or 1, …, n, n]``.
       x: ``[steps, …]``; as ``matrix`` ``[steps, …, n, columns]``.
       first: ``h`` before the first step, of the shape of one step of ``x``.
-      late: give ``x[t] + u`` and then set ``u = a[t] (x[t] + u)``, from ``u = first``; the second result is ``u``.
-      native: on CPUs, by the compiled loop of :mod:`capibara.native`; for what :func:`takes_native` takes.
+      late: return ``x[t] + u`` and then set ``u = a[t] (x[t] + u)``, from ``u = first``; the second result is ``u``.
+      native: on CPUs, use the compiled loop of :mod:`capibara.native`; only if :func:`takes_native` accepts it.
     """
     if x.size == 0:
         return x, first
@@ -84,7 +84,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def choose_segments(a_shape: tuple[int, ...], x_shape: tuple[int, ...], matrix: bool) -> int:
-    """How many segments: enough for wide steps and two loops that are short together, or one."""
+    """The number of segments: enough for wide steps and two loops that are short together, or one."""
     steps, width = x_shape[0], math.prod(x_shape[1:])
     if matrix and a_shape[0] != 1 and a_shape[-1] > 8 * x_shape[-1]:
         return 1  # products of matrices would cost more than the recurrence
@@ -93,7 +93,7 @@ def choose_segments(a_shape: tuple[int, ...], x_shape: tuple[int, ...], matrix: 
 
 
 def takes_native(dtype: str, matrix: bool, segments: int | None) -> None:
-    """Raise ``NotImplementedError``, with the reason, for what the compiled loop does not take."""
+    """Raise ``NotImplementedError`` with the reason if the compiled loop does not support a problem."""
     reason = compiled.problem()
     if reason is not None:
         raise NotImplementedError(reason)

@@ -47,7 +47,7 @@ SPECS: tuple[ScanSpec, ...] = (
 
 
 def arguments(spec: ScanSpec, random: np.random.Generator) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
-    """The arguments of a call, with steps and rates as a trained layer has them, and no ``chunk_size``."""
+    """The arguments of a call, with steps and rates like those of a trained layer, without ``chunk_size``."""
     shapes = spec.shapes()
     arrays: dict[str, np.ndarray] = {name: random.normal(size=shape) for name, shape in shapes.items()}
     arrays["dt"] = random.uniform(0.001, 0.1, shapes["dt"])

@@ -1,4 +1,4 @@
-"""How an affine scan is solved: in which order the parts of its carry, and each of them for many steps at once."""
+"""Solve an affine scan: order the parts of its carry, and solve each for many steps at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Loop", "Stage", "recognise", "solve"]
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A ``scan`` equation: its body, the jaxpr of one step, and how many of the inputs are constants and carry."""
+    """A ``scan`` equation: its body, the jaxpr of one step, and the numbers of constant and carry inputs."""
 
     eqn: Any
     body: Any
@@ -42,7 +42,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the carry that can be solved when those before it are: its place and the kind of its recurrence."""
+    """A part of the carry that can be solved once the previous ones are: its position and kind of recurrence."""
 
     leaf: int
     kind: str  # "given" | "diagonal" | "matrix"
@@ -51,7 +51,7 @@ class Stage:
 
 
 def recognise(loop: Loop) -> tuple[Stage, ...] | str:
-    """The order in which the carry can be solved, or why it cannot."""
+    """The order in which the carry can be solved, or the reason why it cannot."""
     body, consts, carry = loop.body, loop.consts, loop.carry
     avals = [v.aval for v in body.jaxpr.invars]
     stages: list[Stage] = []
@@ -137,7 +137,7 @@ def solve(
     first: list[Any],
     xs: list[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """The last carry and the outputs of so many steps of ``body``, the jaxpr of a scan whose step is affine."""
+    """The last carry and the outputs of a number of steps of ``body``, the jaxpr of a scan with an affine step."""
     n, carry = len(consts), len(first)
     before: dict[int, Any] = {}
     after: dict[int, Any] = {}

@@ -1,16 +1,16 @@
 """The selective scan in chunks, as matrix products.
 
-Within a chunk the recurrence is written out: position ``i`` gets from position ``j ≤ i`` the input
-``dt_j x_j`` times ``(c_i · b_j) exp(sum of dt·a over j+1 … i)``, which is a masked matrix product like attention
-without its softmax. Between chunks only the state is handed on, so the sequential part has ``length/chunk`` steps.
-This is the state-space dual form of Dao & Gu 2024 (arXiv:2405.21060, section 6).
+Within a chunk the recurrence is expanded: position ``i`` receives from position ``j ≤ i`` the input ``dt_j x_j``
+times ``(c_i · b_j) exp(sum of dt·a over j+1 … i)``, which is a masked matrix product like attention without its
+softmax. Between chunks only the state is passed on, so the sequential part has ``length/chunk`` steps. This is the
+state-space dual form of Dao & Gu 2024 (arXiv:2405.21060, section 6).
 
 All decays are differences of one running sum of ``dt·a`` and are exponentiated only where they are at most zero
-(for ``a ≤ 0``), so nothing overflows however long the chunk; the sums are kept in float32 or wider.
+(for ``a ≤ 0``), so nothing overflows for any chunk size; the sums are float32 or wider.
 
-In a product over a chunk 0 · NaN would carry what is not finite back to earlier positions. So the products get 0 in its
-place, and what depends on it is made NaN afterwards. A state never becomes finite again: the first position of every
-channel and state is enough for that.
+In a product over a chunk, 0 · NaN would propagate NaN and infinity to earlier positions. So the products use 0
+instead, and the results that depend on it are set to NaN afterwards. Since a state never becomes finite again, the
+first such position of every channel and state is sufficient.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Max-plus products of float32 or float64: the definition, the XLA form, the native kernel.
 
-Each is a pair: ``value(problem, a, b)`` and ``both(problem, a, b)``, the latter with the lowest index that reaches the
-maximum, or -1 where there is none (an entry of -inf, or NaN).
+Each is a pair: ``value(problem, a, b)`` and ``both(problem, a, b)``, the latter with the lowest index that attains
+the maximum, or -1 if there is none (an entry of -inf, or NaN).
 
-The XLA form is the plain fused ``max(a + bᵀ)``, a reduction; a ``where`` inside its loop makes it ten times slower. So
-infinities of the wrong sign are taken out before, and only where there are any: an entry is +inf exactly if one
-operand's +inf meets what is not -inf, which is a question for an ordinary product of zeros and ones.
+The XLA form is the plain fused ``max(a + bᵀ)``, a reduction; a ``where`` inside its loop makes it ten times slower.
+So infinities of the wrong sign are removed before, and only if there are any: an entry is +inf exactly if one
+operand's +inf is combined with a value other than -inf, which an ordinary product of zeros and ones determines.
 
-On CPUs that reduction spends most of its time on JAX's rule that a maximum with NaN is NaN. Products large enough are
-worked off there in blocks that stay in the caches, sixteen steps of the depth at a time and elementwise:
-``where(term > best, term, best)`` is one instruction, and NaN has been looked for before. Two to three times faster.
+On CPUs that reduction spends most of its time on JAX's rule that a maximum with NaN is NaN. There, large products are
+computed in blocks that stay in the caches, elementwise and sixteen steps of the depth at a time: ``where(term > best,
+term, best)`` is one instruction, and NaN is checked before. This is two to three times faster.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _pairs(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def reached(a: jax.Array, b: jax.Array, value: jax.Array, inner: int) -> jax.Array:
-    """The lowest index that reaches each value; a row at a time, as XLA may keep what it could fuse."""
+    """The lowest index that attains each value; a row at a time, since XLA may materialise what it could fuse."""
 
     def row(now: tuple[jax.Array, jax.Array]) -> jax.Array:
         terms = now[0][..., :, None] + b
@@ -149,7 +149,7 @@ def all_finite(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def careful(plain: Product, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product of any operands, by one of such as ``_plain`` takes."""
+    """The product of any operands, by products that ``_plain`` supports."""
     any_infinite = jnp.any(a == jnp.inf) | jnp.any(b == jnp.inf)
     return _mark_nan(lax.cond(any_infinite, partial(_with_infinities, plain), plain, a, b), a, b)
 

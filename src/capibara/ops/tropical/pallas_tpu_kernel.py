@@ -1,8 +1,8 @@
 """The kernel of max-plus products for TPUs.
 
-A product of matrices goes to the matrix unit; a maximum of sums does not, and what the vector units wait for is one
-operand's column on all lanes. So a column of a strip of rows is spread over the lanes once and added to whole rows of
-the other operand, while the maxima of the strip stay in registers for all the depth of a block.
+A matrix product runs on the matrix unit; a maximum of sums does not, and the vector units are limited by broadcasting
+one operand's column to all lanes. So a column of a strip of rows is broadcast over the lanes once and added to whole
+rows of the other operand, while the maxima of the strip stay in registers for the whole depth of a block.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def product(size: Blocks, indices: bool, interpret: bool, a: jax.Array, b: jax.A
 
     Args:
       size: of blocks; ``a`` [batch, rows, inner] and ``b`` [batch, inner, columns] are multiples of them.
-      indices: whether they are wanted.
+      indices: whether to return them.
     """
     batch, rows, inner = a.shape
     columns = b.shape[2]

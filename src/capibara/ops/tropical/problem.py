@@ -1,4 +1,4 @@
-"""What a tropical matrix product is: its checked, frozen description, and the two semirings."""
+"""The validated, frozen description of a tropical matrix product, and the two semirings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TropicalProblem:
 
 
 def alike_in_speed(problem: TropicalProblem) -> dict[str, int | str]:
-    """What decides which implementation is fast."""
+    """What determines which implementation is fast."""
     return {
         "batch": math.prod(problem.batch),
         "rows": problem.rows,

@@ -37,5 +37,5 @@ SPECS: tuple[TropicalSpec, ...] = (
 def arguments(
     spec: TropicalSpec, random: np.random.Generator
 ) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
-    """The arguments of a call: normal numbers, which have no ties."""
+    """The arguments of a call: normal random values, which have no ties."""
     return (random.normal(size=spec.a), random.normal(size=spec.b)), {}

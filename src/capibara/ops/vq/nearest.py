@@ -1,15 +1,15 @@
-"""Searches for the nearest code: in blocks laid out for CPUs, in blocks for other platforms, and all at once.
+"""Search for the nearest code: in blocks for CPUs, in blocks for other platforms, and all at once.
 
 ``|x - e|² = |x|² - 2 x·e + |e|²``, and ``|x|²`` is the same for every code; so the nearest code is the argmin of the
-*score* ``|e|² / 2 - x·e``: one matrix product. For the angle it is ``-x·e/|e|``. The table of scores has tokens × codes
-entries; blocks never hold more than ``BLOCK_SCORES`` of it.
+*score* ``|e|² / 2 - x·e``: one matrix product. For the angle it is ``-x·e/|e|``. The score matrix has tokens × codes
+entries; blocks never hold more than ``BLOCK_SCORES`` of them.
 
-Far from the origin ``|e|²`` is large against the differences between distances. So both sides are moved by the same
-vector first, a point amid the codes. It lies on a grid as coarse as the codes are spread: around the origin it is 0,
-elsewhere the codes lose no digit by it, and equal distances stay equal.
+Far from the origin, ``|e|²`` is large compared with the differences between distances. So both sides are first
+shifted by the same vector, a point among the codes. It is on a grid as coarse as the spread of the codes: near the
+origin it is 0, elsewhere the codes lose no digits by it, and equal distances stay equal.
 
-What is not finite would make NaN of products: codes with an infinity get a score of infinity, the first code with NaN
-wins every search, and a vector that is not finite is as far from every code, of which the first is taken.
+NaN and infinity would make products NaN: codes with an infinity get a score of infinity, the first code with NaN wins
+every search, and a vector that is not finite is equally far from every code, so the first is chosen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Best = Callable[[NearestProblem, jax.Array, jax.Array, jax.Array], tuple[jax.Ar
 
 
 def unit(vectors: jax.Array) -> jax.Array:
-    """The vectors of length 1 with their directions; zeros stay, with a gradient of 0."""
+    """Normalise vectors to length 1; zeros are unchanged, with a gradient of 0."""
     # Scaled first, so that no square over- or underflows. The scale cancels, and so has no gradient.
     most = lax.stop_gradient(jnp.max(jnp.abs(vectors), -1, initial=0, keepdims=True))
     scaled = vectors / jnp.where(most == 0, 1, most)
@@ -177,7 +177,7 @@ def xla(problem: NearestProblem, x: jax.Array, codebook: jax.Array) -> jax.Array
 
 
 def reference(problem: NearestProblem, x: jax.Array, codebook: jax.Array) -> jax.Array:
-    """The whole table of scores at once."""
+    """The whole score matrix at once."""
     x = x.reshape(problem.tokens, problem.dim)
     half, codes, first_nan, shift = _codes(problem, codebook)
     moved = x.astype(problem.wide) - shift

@@ -1,4 +1,4 @@
-"""What a search for the nearest code is: its checked, frozen description."""
+"""The validated, frozen description of a search for the nearest code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NearestProblem:
 
 
 def alike_in_speed(problem: NearestProblem) -> dict[str, int | str]:
-    """What decides which blocks are fast."""
+    """What determines which blocks are fast."""
     return {"tokens": problem.tokens, "codes": problem.codes, "dim": problem.dim, "metric": problem.metric}
 
 
