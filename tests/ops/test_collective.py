@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulation import emulated
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from tpu_compiler import environment, needs_libtpu
 
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
@@ -158,7 +158,7 @@ def test_arrays_without_elements_are_not_sent(op: str, options: dict[str, Any]):
     if op == "max" and "use_compression" in options:
         pytest.skip("sums are compressed")
     tree = {"w": jnp.ones((3, 5)), "none": jnp.ones((0, 2))}
-    mesh = AbstractMesh((2, 2), ("data", "model"))
+    mesh = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     split = PartitionSpec("data")
 
     def gradient(tree: Any) -> Any:
