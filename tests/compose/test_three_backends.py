@@ -196,3 +196,20 @@ def test_every_operation_is_on_every_backend() -> None:
         assert set(ops.__all__) == set(jax_ops.__all__)
         for name in jax_ops.__all__:
             assert callable(getattr(ops, name)), name
+
+
+@pytest.mark.parametrize("kind", ["jax", *BACKENDS])
+def test_arrays_without_elements(kind: str) -> None:
+    backend = ml.JaxBackend("float64") if kind == "jax" else BACKENDS[kind]()
+    empty = {"x": np.zeros((0, 5)), "u": np.zeros((0, 2)), "i": np.array([1, 2], "int32")}
+    for add in (False, True):
+        model = ml.Model()
+        model |= ml.Scatter(1, add)(input="x", indices="i", updates="u", output="y")
+        model.expose("y")
+        compiled = ml.compile(model, backend, shapes={"x": (None, 5), "i": (2,)})
+        got = compiled.evaluate({}, empty)["y"]
+        assert got.shape == (0, 5)
+    # What NumPy, JAX and PyTorch refuse: of no elements no size follows.
+    free = ml.compile(ml.functional(lambda x: x.reshape((x.shape[0], -1))), backend, shapes={"x": (None, 5)})
+    with pytest.raises(ml.InputError, match="do not fit"):
+        free.evaluate({}, {"x": empty["x"]})

@@ -151,6 +151,20 @@ def test_headers_that_lie_are_refused(tmp_path: Path, kept: str) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a.capi"]
 
 
+@pytest.mark.parametrize("filling", [b"[],", b"{},"])
+def test_a_header_that_would_take_a_multiple_of_its_size_is_refused(tmp_path: Path, filling: bytes) -> None:
+    text = b'{"a":{"dtype":"F32","shape":[12],"data_offsets":[0,48],"note":[' + filling * 100_000 + b"0]}}"
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + DATA)
+    with pytest.raises(DamagedError, match="more objects and lists"):
+        SafetensorsFile(tmp_path / "a.safetensors")
+    kept = base64.b64encode(zlib.compress(text, 9)).decode()
+    with ArchiveWriter(tmp_path / "a.capi", {HEADER_KEY: kept}) as archive:
+        archive.add("a", np.frombuffer(DATA, "<u4"), FORMATS["F32"], (12,))
+    with pytest.raises(DamagedError, match="more objects and lists"):
+        decompress_files(plan_decompress(tmp_path / "a.capi", tmp_path / "b.safetensors"))
+    assert not (tmp_path / "b.safetensors").exists()
+
+
 def test_a_source_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     source = tmp_path / "a.safetensors"
     lay_out(source, json.dumps({"a": tensor("F32", [1 << 20], 0, 4 << 20)}).encode(), bytes(4 << 20))

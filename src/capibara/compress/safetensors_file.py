@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 
 from capibara.compress.container.file_bytes import FileBytes, FileNumbers
-from capibara.compress.container.index import check_name, check_shape
+from capibara.compress.container.index import check_name, check_shape, is_lean
 from capibara.compress.errors import ArchiveError, DamagedError
 from capibara.compress.formats import FORMATS, NumberFormat
 from capibara.files import replace_file
@@ -68,6 +68,9 @@ def parse_header(
       ArchiveError: it is not such a header.
       DamagedError: inconsistent sizes.
     """
+    # A few kilobytes of an archive may become a long header, and that many times as much memory. Strings take little.
+    if not is_lean(text, strings=False):
+        raise DamagedError(f"{path}: the header has more objects and lists than a writer makes")
     try:
         header = json.loads(text)
         metadata = header.pop("__metadata__", {}) or {}

@@ -247,7 +247,7 @@ def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
 def scatter(x: Any, indices: Any, updates: Any, axis: int, add: bool) -> Any:
     at = _inside(asarray(indices, like=x), x.shape[axis])
     axis %= x.ndim
-    rows = updates.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    rows = updates.reshape(*x.shape[:axis], at.numel(), *x.shape[axis + 1 :])  # not -1: others may be 0
     run = torch.index_add if add else torch.index_copy
     return run(x, axis, at.reshape(-1), rows)
 

@@ -28,7 +28,7 @@ def explaining(model: Model, inputs: Any) -> Iterator[None]:
         yield
     except ComposeError:
         raise
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+    except (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
         reason = _misfit(model, inputs)
         if reason is None:
             raise

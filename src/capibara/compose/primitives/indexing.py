@@ -234,8 +234,8 @@ class Scatter(Primitive):
 
     ``input [*b]``, ``indices int [*i]``, ``updates`` in the shape that ``Take(axis)`` would give → ``output [*b]``.
     ``add=True`` adds to the existing values, repeatedly for repeated indices; otherwise one of the updates of a
-    repeated index is kept, and which one depends on the backend. Indices as for ``Take``. Equivalent JAX, for
-    ``axis=0``: ``input.at[indices].add(updates)``, ``input.at[indices].set(updates)``.
+    repeated index is kept, and which one, and the gradients of the others, depend on the backend. Indices as for
+    ``Take``. Equivalent JAX, for ``axis=0``: ``input.at[indices].add(updates)``, ``input.at[indices].set(updates)``.
     """
 
     def __init__(self, axis: int = 0, add: bool = False, *, name: str | None = None) -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "check_name",
     "check_shape",
     "dump",
+    "is_lean",
     "parse",
     "parse_footer",
     "version_of",
@@ -182,7 +183,7 @@ def dump(entries: list[Entry], metadata: dict[str, str], offset: int) -> bytes:
     text = json.dumps(
         {"metadata": metadata, "tensors": tensors}, separators=(",", ":"), allow_nan=False
     ).encode()
-    if not _is_lean(text):
+    if not is_lean(text):
         raise ArchiveError(
             "settings: too many objects and lists for their size. Remedy: settings with plain values."
         )
@@ -222,7 +223,7 @@ def parse(text: bytes, end: int, path: object, version: int = VERSION) -> tuple[
     Raises:
       DamagedError: it is not what :func:`dump` writes.
     """
-    if not _is_lean(text):
+    if not is_lean(text):
         raise _damage(path, "more objects and lists than a writer makes")
     try:
         index = json.loads(text)
@@ -321,12 +322,12 @@ def _add(entries: dict[str, Entry], t: Any, keys: set[str], at: int, end: int) -
     return at, None
 
 
-def _is_lean(text: bytes) -> bool:
+def is_lean(text: bytes | bytearray, *, strings: bool = True) -> bool:
     """Whether so few bytes hold so few things that parsing them takes a bounded multiple of their size."""
     size = len(text) + _FREE
 
     def few(objects: int, lists: int, texts: int) -> bool:
-        return max(objects * _OBJECT, lists * _LIST, texts * _STRING) <= size
+        return max(objects * _OBJECT, lists * _LIST, texts * _STRING if strings else 0) <= size
 
     objects, lists = text.count(b"{"), text.count(b"[")
     if few(objects, lists, text.count(b'"') // 2):
