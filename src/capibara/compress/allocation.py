@@ -15,6 +15,7 @@ Vectors (biases, norm scales) are a thousandth of a model and its most sensitive
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import math
@@ -24,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compress.calibration.activations import Metric, stack_of
 from capibara.compress.codecs.matrices import LARGEST
 from capibara.compress.codecs.protocol import CODECS, get_codec, stored_settings
 from capibara.compress.container.index import CHUNK, Chunk, Entry, dump
-from capibara.compress.curves import Curve, Point, coded_size, measure_curve
+from capibara.compress.curves import Curve, Point, coded_size, measure, measure_curve, payloads_of
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
 from capibara.compress.models.source import TensorSource
@@ -44,6 +46,7 @@ __all__ = [
 
 _TOLERANCE = 0.004  # of the size of a file; a fifth of what is promised
 _PROMISED = 0.02
+_KEPT = 1 << 26  # bytes of payloads that are kept to be written
 
 
 @dataclass
@@ -191,6 +194,8 @@ def survey(
         total += count * form.bits // 8
         rows = shape[0] if shape else 1
         step = max(CHUNK // max(math.prod(shape[1:]), 1), 1)
+        if stack_of((moments or {}).get(name, {}).get("hessian")) is not None:
+            step = 1
         chunks = [Chunk(min(step, rows), total + 1000, step, 1 << 31)] * max(-(-rows // step), 1)
         same = tied.get(name)
         entries.append(Entry(name, form, shape, "uniform", {}, () if same else tuple(chunks), same))
@@ -271,11 +276,15 @@ def allocate(found: Survey, ratio: float, *, weights: Mapping[str, float] | None
             f"infinities with all but int8, int4 and nf4: {found.fixed:.0f}). "
             f"Remedy: one up to {found.total / least * 0.99:.2f}."
         )
-    sizes: dict[tuple[str, float], int] = {}
+    coded = _Coded(found)
     best: dict[str, Point] | None = None
-    for _ in range(5):
+    tries = 0
+    while tries < 5:
         chosen = _fill(found, _find_price(found, target), target)
-        chosen = _coded(found, chosen, sizes)
+        if coded.replaced(chosen):
+            continue
+        tries += 1
+        chosen = coded.measured(chosen)
         size = found.size(chosen)
         if best is None or abs(size - target) < abs(found.size(best) - target):
             best = chosen
@@ -283,12 +292,12 @@ def allocate(found: Survey, ratio: float, *, weights: Mapping[str, float] | None
             break
     assert best is not None
     if abs(found.size(best) - target) > _TOLERANCE * target:
-        best = _shift(found, best, target, sizes)
+        best = _shift(found, best, target, coded)
     if found.size(best) > target * (1 + _PROMISED):
         raise CompressError(
             f"ratio: {ratio} cannot be met; the nearest is {found.total / found.size(best):.2f}. Remedy: another ratio."
         )
-    lossy = {name: point for name, point in best.items() if point.codec != "lossless"}
+    lossy = {name: coded.kept(name, point) for name, point in best.items() if point.codec != "lossless"}
     return Allocation(lossy, found.size(best), found.error(best))
 
 
@@ -325,9 +334,7 @@ def _fill(found: Survey, log_price: float, target: float) -> dict[str, Point]:
     return chosen
 
 
-def _shift(
-    found: Survey, chosen: dict[str, Point], target: float, sizes: dict[tuple[str, float], int]
-) -> dict[str, Point]:
+def _shift(found: Survey, chosen: dict[str, Point], target: float, coded: _Coded) -> dict[str, Point]:
     """All steps longer or shorter by one factor, until the coded file has its size: estimates did not lead there."""
     steps = {n: math.log2(p.settings["step"]) for n, p in chosen.items() if p.codec == "uniform"}
 
@@ -340,7 +347,7 @@ def _shift(
             )
             for n, s in steps.items()
         }
-        return _coded(found, {**chosen, **moved}, sizes)
+        return coded.measured({**chosen, **moved})
 
     low, high, best = -0.125, 0.125, chosen
     if not steps:
@@ -362,19 +369,72 @@ def _shift(
     return best
 
 
-def _coded(
-    found: Survey, chosen: Mapping[str, Point], sizes: dict[tuple[str, float], int]
-) -> dict[str, Point]:
-    """The same with the sizes of ``uniform`` measured; estimates are corrected by them."""
-    forms = {name: (form, shape) for name, form, shape in found.source}
-    out = dict(chosen)
-    for name, point in chosen.items():
-        if point.codec != "uniform":
-            continue
-        key = (name, point.settings["step"])
-        if key not in sizes:
-            sizes[key] = coded_size("uniform", point.settings, found.source.read(name), *forms[name])
-        curve = found.curves[name]
-        curve.scale *= sizes[key] / max(point.size, 1e-9)
-        out[name] = replace(point, size=sizes[key])
-    return out
+class _Coded:
+    """Tensors coded by ``uniform`` while a ratio is looked for: their sizes, and the last payloads of each."""
+
+    def __init__(self, found: Survey) -> None:
+        self._found = found
+        self._forms = {name: (form, shape) for name, form, shape in found.source}
+        self._sizes: dict[tuple[str, float], int] = {}
+        self._payloads: dict[str, tuple[float, tuple[bytes, ...]]] = {}
+        self._kept = 0
+
+    def replaced(self, chosen: Mapping[str, Point]) -> bool:
+        """Whether some were only estimated: they are measured now, and another choice may be better."""
+        new = False
+        for name, point in chosen.items():
+            if not point.estimated:
+                continue
+            curve, new = self._found.curves[name], True
+            metric = Metric.of(point.settings) if "hessian" in point.settings else None
+            exact: list[Point] = []
+            with contextlib.suppress(CompressError):  # this codec is not for this tensor
+                bits = self._found.source.read(name)
+                exact.append(measure(point.codec, point.settings, bits, *self._forms[name], metric))
+            left = [p for p in curve.points if p is not point]
+            if exact:
+                # What is expected of the codec's other settings is off in the same way.
+                longer, worse = exact[0].size / max(point.size, 1), exact[0].error / max(point.error, 1e-300)
+                left = [
+                    replace(p, size=longer * p.size, error=worse * p.error)
+                    if p.estimated and p.codec == point.codec
+                    else p
+                    for p in left
+                ]
+            curve.points = left + exact
+        return new
+
+    def measured(self, chosen: Mapping[str, Point]) -> dict[str, Point]:
+        """The same with the sizes of ``uniform`` measured; estimates are corrected by them."""
+        out = dict(chosen)
+        for name, point in chosen.items():
+            if point.codec != "uniform":
+                continue
+            size = self._size(name, point.settings)
+            self._found.curves[name].scale *= size / max(point.size, 1e-9)
+            out[name] = replace(point, size=size)
+        return out
+
+    def _size(self, name: str, settings: Mapping[str, Any]) -> int:
+        step = settings["step"]
+        if (name, step) in self._sizes:
+            return self._sizes[name, step]
+        if name in self._payloads:
+            self._kept -= sum(map(len, self._payloads.pop(name)[1]))
+        payloads, size = [], 0
+        for payload in payloads_of("uniform", settings, self._found.source.read(name), *self._forms[name]):
+            size += len(payload)
+            # Beyond so many bytes they are made again when they are written.
+            if self._kept + size <= _KEPT:
+                payloads.append(payload)
+        if self._kept + size <= _KEPT:
+            self._payloads[name] = step, tuple(payloads)
+            self._kept += size
+        self._sizes[name, step] = size
+        return size
+
+    def kept(self, name: str, point: Point) -> Point:
+        """The same with its payloads, where these are at hand."""
+        step, payloads = self._payloads.get(name, (None, ()))
+        same = point.codec == "uniform" and point.settings["step"] == step
+        return replace(point, payloads=payloads) if same else point

@@ -217,7 +217,10 @@ class Compression:
         source = self.adapter.tensors
         # Sizes were looked for with the quickest executor: bytes are the same from all of them.
         with strategy_engine(self.profile.strategy), ArchiveWriter(path, self.metadata()) as archive:
-            add_tensors(archive, tuned or source, self.tied, chosen, progress)
+            add_tensors(
+                archive, tuned or source, self.tied, chosen, progress,
+                coded=tuned is None and self.profile.strategy != "jax",
+            )  # fmt: skip
         errors, lost, whole = compare(path, source)
         weight_error = math.sqrt(lost / whole) if whole else 0.0
         measured = None

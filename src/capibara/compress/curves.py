@@ -11,6 +11,7 @@ of the error D of its weights.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,7 +33,16 @@ from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat, to_float
 from capibara.compress.samples import settings_of_sample, take_sample
 
-__all__ = ["Curve", "Point", "candidates", "coded_size", "measure", "measure_curve", "moments_for"]
+__all__ = [
+    "Curve",
+    "Point",
+    "candidates",
+    "coded_size",
+    "measure",
+    "measure_curve",
+    "moments_for",
+    "payloads_of",
+]
 
 _FINE = 16  # steps to choose from in an octave
 _MOST = 6  # settings of a codec that are tried where it competes with others
@@ -48,12 +58,16 @@ class Point:
       settings: of the codec.
       size: bytes of the payload.
       error: sum of squared errors.
+      payloads: of the chunks of an archive, if available.
+      estimated: whether size and error are estimates; those of ``uniform`` are not marked.
     """
 
     codec: str
     settings: Mapping[str, Any]
     size: float
     error: float
+    payloads: tuple[bytes, ...] | None = field(default=None, repr=False, compare=False)
+    estimated: bool = False
 
 
 @dataclass
@@ -184,6 +198,23 @@ def measure(
     return Point(codec, settings, size, error)
 
 
+def decoded_bits(
+    codec: str, settings: Mapping[str, Any], bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]
+) -> np.ndarray:
+    """What an archive gives back for a tensor.
+
+    Raises:
+      CompressError: the codec cannot take this tensor.
+    """
+    how = get_codec(codec)
+    return np.concatenate(
+        [
+            how.decode(memoryview(how.encode(part, form, some, given)), form, some, given)
+            for part, some, given, _ in _chunks(codec, bits, shape, settings, None)
+        ]
+    )
+
+
 def coded_size(
     codec: str, settings: Mapping[str, Any], bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]
 ) -> int:
@@ -192,8 +223,20 @@ def coded_size(
     Raises:
       CompressError: the codec does not support this tensor.
     """
-    chunks = _chunks(codec, bits, shape, settings, None)
-    return sum(len(get_codec(codec).encode(part, form, some, given)) for part, some, given, _ in chunks)
+    return sum(map(len, payloads_of(codec, settings, bits, form, shape)))
+
+
+def payloads_of(
+    codec: str, settings: Mapping[str, Any], bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...]
+) -> Iterator[bytes]:
+    """A tensor's payloads, one after another, as an archive cuts it into chunks.
+
+    Raises:
+      CompressError: the codec cannot take this tensor.
+    """
+    how = get_codec(codec)
+    for part, some, given, _ in _chunks(codec, bits, shape, settings, None):
+        yield how.encode(part, form, some, given)
 
 
 def _chunks(
@@ -207,7 +250,7 @@ def _chunks(
     if (coded := coded_shape(shape, get_codec(codec))) != shape:
         settings = stored_settings(settings)  # calibration is of the tensor's own axes, as a metric is
         shape = coded if metric is None else shape
-    rows, step = shape[0] if shape else 1, rows_together(shape, get_codec(codec))
+    rows, step = shape[0] if shape else 1, rows_together(shape, get_codec(codec), settings)
     flat = bits.reshape(-1)
     if step >= rows:
         yield flat, shape, settings, metric
@@ -215,11 +258,7 @@ def _chunks(
     length = len(flat) // rows
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        known = metric
-        if metric is not None and metric.axes[0] == 0:
-            inner = max(len(metric.second) // rows, 1)
-            block = slice(start * inner, stop * inner)
-            known = Metric(metric.second[block, block], metric.axes)
+        known = None if metric is None else metric.of_rows(start, stop, rows)
         part = np.ascontiguousarray(flat[start * length : stop * length])
         yield part, (stop - start, *shape[1:]), settings_of_rows(settings, shape, start, stop), known
 
@@ -260,8 +299,9 @@ def _measure_curve(
         square += float(np.dot(values, values)) if known is None else known.square(values.reshape(length))
     curve = Curve(bits.size, square, [Point("lossless", {}, lossless, 0.0)], settings=moments or {})
     some = take_sample(bits, shape, metric)
+    sampled = settings_of_sample(moments, shape, some[1])
     if "uniform" in codecs:
-        _measure_uniform(curve, *some, form, metric, settings_of_sample(moments, shape, some[1]))
+        _measure_uniform(curve, *some, form, _metric_of_sample(metric, sampled), sampled)
     for codec in codecs:
         if codec in ("lossless", "uniform"):
             continue
@@ -271,22 +311,29 @@ def _measure_curve(
             continue
         tried = candidates(codec, form, shape)
         known = moments_for(codec, moments, shape)
-        # What rows share is not seen in some of them: a codec that lives on it is looked at as a whole.
-        seen = (bits, shape) if _looks_ahead(codec) else some
         if "uniform" in codecs and len(tried) > _MOST:
             tried = tried[:: -(-len(tried) // _MOST)]
+        if "uniform" in codecs and _looks_ahead(codec):
+            # What rows share is not seen in some of them: a codec that lives on it is looked at as a whole.
+            with contextlib.suppress(CompressError):  # this codec is not for this tensor
+                given = [{**settings, **known} for settings in tried]
+                curve.points += _expected(curve, codec, given, bits, form, shape, metric)
+            continue
+        by = _metric_of_sample(metric, sampled)
+        at_sight = sampled if known and by is not metric else known
         if "uniform" in codecs and len(tried) > 1:
             # One look at the middle first: a codec that is far off there is not the best at its ends.
-            middle = {**tried[len(tried) // 2], **known}
+            middle = {**tried[len(tried) // 2], **at_sight}
             try:
-                if not _competes(curve, codec, middle, *seen, form, metric, slack=0.5):
+                if not _competes(curve, codec, middle, *some, form, by, slack=0.5):
                     continue
             except CompressError:
                 pass  # its other settings may do
         for settings in tried:
             given = {**settings, **known}
             try:
-                if "uniform" in codecs and not _competes(curve, codec, given, *seen, form, metric):
+                seen_with = {**settings, **at_sight}
+                if "uniform" in codecs and not _competes(curve, codec, seen_with, *some, form, by):
                     continue
                 curve.points.append(measure(codec, given, bits, form, shape, metric))
             except CompressError:
@@ -294,9 +341,20 @@ def _measure_curve(
     return curve
 
 
+def _metric_of_sample(metric: Metric | None, sampled: Mapping[str, Any]) -> Metric | None:
+    """Of a stack that of the entries in the sample."""
+    if metric is None or not isinstance(metric.second, tuple):
+        return metric
+    found = Metric.of(sampled)
+    return metric if len(found.second) == len(metric.second) else found
+
+
 def moments_for(codec: str, moments: Mapping[str, Any] | None, shape: tuple[int, ...]) -> Mapping[str, Any]:
     """The moments, if the codec supports them for such a tensor."""
-    if moments is None or (isinstance(CODECS[codec], Fixed) and not feeds_back(moments["input_axes"], shape)):
+    how = CODECS[codec]
+    if moments is None or not (isinstance(how, Fixed) or getattr(how, "calibrated", False)):
+        return {}
+    if isinstance(how, Fixed) and not feeds_back(moments["input_axes"], shape):
         return {}
     return moments
 
@@ -305,9 +363,10 @@ def _gains(
     codec: str, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], metric: Metric | None
 ) -> bool:
     """Whether a codec that can tell from the whole tensor alone does not rule itself out."""
-    guess = getattr(_module(codec), "estimated_gain", None)
-    second = None if metric is None else metric.second
-    return guess is None or guess(_as_rows(bits, form, shape, metric), 3.0, second) > 0
+    guess = getattr(_module(codec), "may_gain", None)
+    return guess is None or any(
+        guess(rows, 3.0, second) for rows, second, _ in _matrices(bits, form, shape, metric)
+    )
 
 
 def _competes(
@@ -322,21 +381,44 @@ def _competes(
 ) -> bool:
     """Whether these rows come out at an error that is not far above that of ``uniform`` in as many bytes."""
     share = curve.count / bits.size
-    if _looks_ahead(codec):
-        second = None if metric is None else metric.second
-        found = _module(codec).expected(_as_rows(bits, form, shape, metric), settings, second)
-        if found is None:
-            return True
-        error, size = found
-        slack += 0.2  # what is expected is a little off
-    else:
-        point = measure(codec, settings, bits, form, shape, metric)
-        error, size = point.error, point.size
-    if error == 0 and size * share > curve.points[0].size:
+    point = measure(codec, settings, bits, form, shape, metric)
+    return _near(curve, point.error * share, point.size * share, slack)
+
+
+def _near(curve: Curve, error: float, size: float, slack: float) -> bool:
+    """Whether an error is at most by ``slack`` (of log₂) above that of ``uniform`` in as many bytes."""
+    if error == 0 and size > curve.points[0].size:
         return False  # nothing is lost, but "lossless" is smaller
     # Sizes fall along the curve.
-    best = np.interp(size * share, curve.sizes[::-1], np.log2(curve.errors[::-1]))
-    return math.log2(max(error * share, 1e-300)) < best + slack
+    best = np.interp(size, curve.sizes[::-1], np.log2(curve.errors[::-1]))
+    return math.log2(max(error, 1e-300)) < best + slack
+
+
+def _expected(
+    curve: Curve,
+    codec: str,
+    tried: list[dict[str, Any]],
+    bits: np.ndarray,
+    form: NumberFormat,
+    shape: tuple[int, ...],
+    metric: Metric | None,
+) -> list[Point]:
+    """Of the settings of a codec that looks ahead those that come near ``uniform``, as it expects them: coding a large
+    tensor with each takes longer than all else, and few are chosen.
+
+    Raises:
+      CompressError: the codec cannot take this tensor.
+    """
+    expected: list[Point] = []
+    matrices = list(_matrices(bits, form, shape, metric))
+    for given in tried:
+        error = size = 0.0
+        for rows, second, level in matrices:
+            lost, bytes_ = _module(codec).expected(rows, given, second)
+            error, size = error + level * lost, size + bytes_
+        if _near(curve, error, size, 0.3):  # what is expected is a little off
+            expected.append(Point(codec, given, size, error, estimated=True))
+    return expected
 
 
 def _module(codec: str) -> Any:
@@ -348,12 +430,19 @@ def _looks_ahead(codec: str) -> bool:
     return hasattr(_module(codec), "expected")
 
 
-def _as_rows(
+def _matrices(
     bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], metric: Metric | None
-) -> np.ndarray:
-    """The matrix [out, features] of a tensor."""
+) -> Iterator[tuple[np.ndarray, np.ndarray | None, float]]:
+    """The matrix [out, features] of a tensor, or of each entry of a stack, with its moments and what these are in the
+    mean, if that counts."""
     values = to_float(bits, form).astype(np.float64).reshape(shape)
-    return as_matrix(values, get_axes({}, shape) if metric is None else metric.axes)
+    if metric is None:
+        yield as_matrix(values, get_axes({}, shape)), None, 1.0
+    elif isinstance(metric.second, tuple):
+        for rows, second in zip(metric.entries(values), metric.second, strict=True):
+            yield rows, second, float(second.diagonal().mean())
+    else:
+        yield as_matrix(values, metric.axes), metric.second, 1.0
 
 
 def _measure_uniform(
@@ -369,9 +458,10 @@ def _measure_uniform(
     # The entropy of a Gaussian in steps is log2(4.13 · deviation / step), with 4.13 = sqrt(2πe).
     top = math.log2(4.13 * deviation)
     last, first = math.ceil(top - _RATES[0]) + 2, math.floor(top - min(_RATES[1], form.mantissa + 2))
-    # Above eight bits the curve is straight.
+    # Above eight bits the curve is straight, above four nearly so.
     middle = max(first, math.floor(top - 8))
-    steps = np.array([*range(first, middle, 3), *range(middle, last + 1)], np.float64)
+    bent = max(middle, math.floor(top - 4))
+    steps = np.array([*range(first, middle, 5), *range(middle, bent, 2), *range(bent, last + 1)], np.float64)
     points = _measured(2.0**steps, bits, form, shape, metric, given)
     share = curve.count / bits.size
     # A curve that does not fall would not be one.
@@ -392,11 +482,15 @@ def _measured(
     given: Mapping[str, Any],
 ) -> list[Point]:
     """``uniform`` with each of the steps, those of one chunk together."""
-    if metric is None or coded_shape(shape, UNIFORM) != shape or rows_together(shape, UNIFORM) < shape[0]:
+    if metric is None or coded_shape(shape, UNIFORM) != shape:
         return [measure("uniform", {"step": s, **given}, bits, form, shape, metric) for s in steps.tolist()]
-    found = UNIFORM.by_outputs(bits.reshape(-1), form, shape, given, steps.tolist())
-    if any(one is None for one in found):
-        raise CompressError(
-            "values: their range is too large for steps. Remedy: codec='lossless' for this tensor."
-        )
-    return [Point("uniform", {}, len(one[0]), one[1]) for one in found if one is not None]
+    sizes, errors = np.zeros(len(steps)), np.zeros(len(steps))
+    for part, some, known, _ in _chunks("uniform", bits, shape, given, metric):
+        for i, one in enumerate(UNIFORM.by_outputs(part.reshape(-1), form, some, known, steps.tolist())):
+            if one is None:
+                raise CompressError(
+                    "values: their range is too large for steps. Remedy: codec='lossless' for this tensor."
+                )
+            sizes[i] += len(one[0])
+            errors[i] += one[1]
+    return [Point("uniform", {}, s, e) for s, e in zip(sizes.tolist(), errors.tolist(), strict=True)]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.allocation import Allocation
-from capibara.compress.codecs.protocol import get_codec
+from capibara.compress.curves import decoded_bits
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import from_float, to_float
 from capibara.compress.models.adapters import Adapter
@@ -93,8 +93,6 @@ def _stored(
         form, shape = forms[name]
         bits = from_float(values, form)
         if (point := chosen.points.get(name)) is not None:
-            codec = get_codec(point.codec)
-            payload = codec.encode(bits, form, shape, point.settings)
-            bits = codec.decode(memoryview(payload), form, shape, point.settings)
+            bits = decoded_bits(point.codec, point.settings, bits, form, shape)
         out[name] = bits
     return out

@@ -17,6 +17,7 @@ import numpy as np
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import to_float
 from capibara.compress.models.adapters import Adapter
+from capibara.compress.models.compiled import compiled_run
 from capibara.compress.models.numbers import is_array, to_bits
 
 __all__ = ["Measured", "Validation", "as_batches"]
@@ -121,8 +122,9 @@ class Validation:
     """
 
     def __init__(self, adapter: Adapter, data: Any) -> None:
-        self._adapter, self._batches = adapter, as_batches(data)
-        self._expected = [float_outputs(adapter.run(adapter.model, x)) for x, _ in self._batches]
+        self._batches = as_batches(data)
+        self._run = compiled_run(adapter)
+        self._expected = [float_outputs(self._run(adapter.model, x)) for x, _ in self._batches]
         if not any(y.size for ys in self._expected for y in ys):
             raise CompressError("validation_data: there is nothing in its batches, so that outputs are empty")
         self._square = sum(float((y**2).sum()) for ys in self._expected for y in ys)
@@ -166,7 +168,7 @@ class Validation:
 
     def measure(self, model: Any) -> Measured:
         """Run a model of the adapter, and compare."""
-        outputs = [float_outputs(self._adapter.run(model, x)) for x, _ in self._batches]
+        outputs = [float_outputs(self._run(model, x)) for x, _ in self._batches]
         lost = sum(
             float(((a - b) ** 2).sum())
             for found, expected in zip(outputs, self._expected, strict=True)

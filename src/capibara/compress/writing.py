@@ -29,6 +29,8 @@ def add_tensors(
     tied: Mapping[str, str],
     chosen: Allocation | None,
     progress: Callable[[str, int], None] | None = None,
+    *,
+    coded: bool = True,
 ) -> None:
     """Append every tensor of a source.
 
@@ -38,6 +40,7 @@ def add_tensors(
       tied: names of tensors that share another tensor's data.
       chosen: how to store each; ``None``: all lossless.
       progress: called after each tensor with its original bytes.
+      coded: whether to write the payloads of the allocation, if available; only with the source it was computed for.
     """
     points = {} if chosen is None else chosen.points
 
@@ -51,7 +54,8 @@ def add_tensors(
             return Tensor(name, bits, form, shape, exact_codec(bits, form, shape))
         if (point := points.get(name)) is None:
             return Tensor(name, bits, form, shape)
-        return Tensor(name, bits, form, shape, point.codec, point.settings)
+        payloads = point.payloads if coded else None
+        return Tensor(name, bits, form, shape, point.codec, point.settings, payloads)
 
     # A second name can be entered when the first is written: it ends a run of tensors that are coded side by side.
     for again, run in itertools.groupby(source, lambda one: one[0] in tied):

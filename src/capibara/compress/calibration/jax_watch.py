@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,15 @@ import jax
 import numpy as np
 
 from capibara.compress.calibration.activations import Sums, Unseen, Watched
+from capibara.compress.calibration.jax_programs import Programs, bound
 from capibara.jax_versions import scan_counts
 
 __all__ = ["watch_jax"]
 
 _MOST = np.iinfo(np.int32).max  # elements of a leaf that can be distinguished
 
+
+_WAITING = object()  # in the place of an array that is not computed yet
 
 _Places = dict[str, "np.ndarray | None"]
 
@@ -77,10 +80,11 @@ def watch_jax(
             unseen.lose(name, f"it has more than {_MOST} elements")
         known.append(_Value(array))
     sums, count = Sums(), 0
+    trace, programs = jax.make_jaxpr(function), Programs()
     for batch in batches:
-        closed = jax.make_jaxpr(function)(params, batch)
+        closed = trace(params, batch)
         inputs = [*known, *(_Value(x, data=True) for x in jax.tree.leaves(batch))]
-        _Evaluation(shapes, sums, unseen).run(closed.jaxpr, closed.consts, inputs)
+        _Evaluation(shapes, sums, unseen, programs).run(closed.jaxpr, closed.consts, inputs)
         count += 1
     return Watched(count, sums, unseen, list(shapes))
 
@@ -93,8 +97,10 @@ def _key(entry: Any) -> Any:
 
 
 class _Evaluation:
-    def __init__(self, shapes: dict[str, tuple[int, ...]], sums: Sums, unseen: Unseen) -> None:
-        self.shapes, self.sums, self.unseen = shapes, sums, unseen
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], sums: Sums, unseen: Unseen, programs: Programs
+    ) -> None:
+        self.shapes, self.sums, self.unseen, self.programs = shapes, sums, unseen, programs
 
     def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Value]) -> list[_Value]:
         env: dict[Any, _Value] = dict(zip(jaxpr.constvars, map(_Value, consts), strict=True))
@@ -105,12 +111,40 @@ class _Evaluation:
 
         # A variable is let go after its last use: the activations of a whole model do not fit beside each other.
         last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not hasattr(v, "val")}
-        kept = {v for v in jaxpr.outvars if not hasattr(v, "val")}
-        for i, eqn in enumerate(jaxpr.eqns):
-            env.update(zip(eqn.outvars, self.apply(eqn, [read(v) for v in eqn.invars]), strict=True))
-            for v in eqn.invars:
-                if not hasattr(v, "val") and last[v] == i and v not in kept:
+        last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not hasattr(v, "val")}
+        waiting: list[Any] = []  # operations without weights, until their results are wanted
+
+        def drop(variables: Iterable[Any], now: int) -> None:
+            for v in variables:
+                if last[v] <= now:
                     env.pop(v, None)
+
+        def flush(now: int) -> None:
+            made = {v for e in waiting for v in e.outvars}
+            given = (v for e in waiting for v in e.invars if not hasattr(v, "val"))
+            inputs = list(dict.fromkeys(v for v in given if v not in made))
+            outputs = [v for e in waiting for v in e.outvars if last.get(v, -1) >= now]
+            arrays = self.programs.run(waiting, inputs, outputs, [env[v].array for v in inputs])
+            for v, array in zip(outputs, arrays, strict=True):
+                env[v] = _Value(array, data=env[v].data)
+            waiting.clear()
+            drop([*inputs, *made.intersection(last)], now - 1)
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            values = [read(v) for v in eqn.invars]
+            if not (eqn.effects or any(x.places or x.made_of for x in values)):
+                waiting.append(eqn)
+                one = _Value(_WAITING, data=any(x.data for x in values))
+                env.update(dict.fromkeys(eqn.outvars, one))
+                continue
+            if any(x.array is _WAITING for x in values):
+                flush(i)
+                values = [read(v) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self.apply(eqn, values), strict=True))
+            wanted = {v for e in waiting for v in e.invars if not hasattr(v, "val")}
+            drop([v for v in eqn.invars if not hasattr(v, "val") and v not in wanted], i)
+        if waiting:
+            flush(len(jaxpr.eqns))
         return [read(v) for v in jaxpr.outvars]
 
     def apply(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
@@ -130,8 +164,8 @@ class _Evaluation:
                 return self.loop(eqn, inputs)
             if (inner := _inner(eqn)) is not None:
                 return self.run(inner.jaxpr, inner.consts, inputs)
-        # What has no weight in it is run as it is, calls and loops as a whole.
-        arrays = _bound(eqn, [x.array for x in inputs])
+        # What no weight goes into that is followed is run as it is, calls and loops as a whole.
+        arrays = bound(eqn, [x.array for x in inputs])
         data = any(x.data for x in inputs)
         if not any(x.places or x.made_of for x in inputs):
             return [_Value(x, data=data) for x in arrays]
@@ -283,8 +317,29 @@ class _Evaluation:
         if not same or len(np.unique(order)) != len(order):
             self.unseen.lose(leaf, "its elements are multiplied in another order than that of a matrix")
             return
-        rows = inputs[held.any(1)][:, :, seen].reshape(-1, len(order))
-        self.sums.add(leaf, rows, axes, order, features)
+        used = held.any(1)
+        rows = inputs if used.all() and seen.all() else inputs[used][:, :, seen]
+        entries = self.entries(leaf, axes, places[used], held[used]) or [None]
+        for entry in dict.fromkeys(entries):
+            some = rows if len(set(entries)) == 1 else rows[np.equal(entries, entry)]
+            place = None if entry is None else (entry, shape[0])
+            self.sums.add(leaf, some.reshape(-1, len(order)), axes, order, features, place)
+
+    def entries(
+        self, leaf: str, axes: tuple[int, ...], places: np.ndarray, held: np.ndarray
+    ) -> list[int] | None:
+        """For each of [batch, outputs, features] the entry of a stack that it belongs to; ``None`` where it is not
+        one entry."""
+        shape = self.shapes[leaf]
+        if len(shape) < 3 or shape[0] < 2 or 0 in axes:
+            return None
+        out = []
+        for place, there in zip(places, held, strict=True):
+            of = place[there].max(1) // math.prod(shape[1:])
+            if (of != of[0]).any():
+                return None
+            out.append(int(of[0]))
+        return out
 
 
 def _as_numpy(array: Any) -> np.ndarray:
@@ -323,11 +378,6 @@ _ELEMENTWISE = frozenset(
 )  # fmt: skip
 
 
-def _bound(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
 def _moved(eqn: Any, inputs: list[_Value], leaf: str) -> list[np.ndarray | None]:
     """For each result the places of a leaf's elements in it; ``None`` where they were not just moved.
 
@@ -351,7 +401,7 @@ def _moved(eqn: Any, inputs: list[_Value], leaf: str) -> list[np.ndarray | None]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of NaN as a filling of integers
-                results.append([np.asarray(x) for x in _bound(eqn, [jax.numpy.asarray(a) for a in arrays])])
+                results.append([np.asarray(x) for x in bound(eqn, [jax.numpy.asarray(a) for a in arrays])])
         except Exception:
             return [None] * len(eqn.outvars)
     out: list[np.ndarray | None] = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from capibara.compress.models.adapters import Adapter, AppliedAdapter, TreeAdapt
 
 __all__ = ["layer_moments"]
 
+_SMALL = 1 << 12  # elements of an entry of a stack
+_LEAST = 0.01  # of the mean moment of all entries, what one entry's is at least
 _MOST = 1 << 14  # features: their moments take 2 GiB, and as much again what is made of them
 
 
@@ -26,7 +30,8 @@ def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[st
 
     Returns:
       Moments of weights that have both input and output axes (matrices, convolutions, stacks), with at most 16,384
-      inputs that are not all zero. If JAX cannot trace the function, none, with a warning.
+      inputs that are not all zero. For a stack, those of its entries, a tuple, or if entries have fewer than 4,096
+      elements their mean. If JAX cannot trace the function, none, with a warning.
     """
     if adapter.kind == "torch":
         found = collect(adapter.model, batches)
@@ -36,8 +41,8 @@ def layer_moments(adapter: Adapter, batches: Iterable[Any]) -> dict[str, dict[st
     out = {}
     for name, moments in found.items():
         some_axes = name in forms and 0 < len(moments.axes) < len(forms[name][1])
-        if some_axes and len(moments.second) <= _MOST and moments.second.any():
-            out[name] = _shrunk(moments)
+        if some_axes and moments.second.shape[-1] <= _MOST and moments.second.any():
+            out[name] = _shrunk(_joined(moments, forms[name][1]))
     return out
 
 
@@ -75,7 +80,23 @@ def _shrunk(moments: Moments) -> dict[str, Any]:
     large-dimensional covariance matrices", J. Multivariate Anal., 2004, but for the share, which is a fixed one here).
     """
     settings = moments.settings()
-    second = settings["hessian"]
-    share = len(second) / (len(second) + moments.count)
-    alike = np.eye(len(second)) * (np.trace(second) / len(second))
-    return {**settings, "hessian": (1 - share) * second + share * alike}
+    second, features = settings["hessian"], moments.second.shape[-1]
+    alike = np.eye(features)
+    if isinstance(second, tuple):
+        share = features / (features + moments.count / len(second))
+        levels = [float(s.diagonal().mean()) for s in second]
+        # An entry that met few inputs or none is not worthless either.
+        drawn = [
+            (1 - share) * s + (share * level + max(_LEAST - level, 0.0)) * alike
+            for s, level in zip(second, levels, strict=True)
+        ]
+        return {**settings, "hessian": tuple(drawn)}
+    share = features / (features + moments.count)
+    return {**settings, "hessian": (1 - share) * second + share * float(second.diagonal().mean()) * alike}
+
+
+def _joined(moments: Moments, shape: tuple[int, ...]) -> Moments:
+    """One matrix for all entries of a stack that are too small to be coded apart: each has a header and tables."""
+    if moments.second.ndim < 3 or math.prod(shape[1:]) >= _SMALL:
+        return moments
+    return replace(moments, second=moments.second.mean(0))

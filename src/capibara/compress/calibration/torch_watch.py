@@ -57,7 +57,8 @@ class _Watch(TorchDispatchMode):
         for inputs, weight, axis in ((left, right, -2), (right.mT, left, -1)):
             for name, whole in self.owners(weight):
                 if (found := _axis(whole, weight.shape[axis], weight.stride(axis))) is not None:
-                    self.sums.add(name, _numpy(inputs), (found,))
+                    for entry, some in _entries(whole, weight, inputs, found):
+                        self.sums.add(name, _numpy(some), (found,), entry=entry)
                 else:
                     self.unseen.lose(name, "it is multiplied along a part of an axis, or several at once")
 
@@ -72,8 +73,24 @@ def _axis(whole: torch.Tensor, size: int, stride: int) -> int | None:
     return None
 
 
+def _entries(
+    whole: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, axis: int
+) -> list[tuple[tuple[int, int] | None, torch.Tensor]]:
+    """Inputs by the entry of a stack [entries, …] that they are multiplied by; ``None`` where that is not one."""
+    count = len(whole)
+    if axis == 0 or whole.dim() != 3 or count < 2 or not whole.is_contiguous():
+        return [(None, inputs)]
+    first, at = divmod(weight.storage_offset() - whole.storage_offset(), whole.stride(0))
+    if weight.dim() == 2 and at + weight.shape[0] * weight.shape[1] <= whole.stride(0):
+        return [((first, count), inputs)]
+    if weight.dim() == 3 == inputs.dim() and weight.stride(0) == whole.stride(0):
+        return [((first + i, count), x) for i, x in enumerate(inputs)]
+    return [(None, inputs)]
+
+
 def _numpy(x: torch.Tensor) -> np.ndarray:
-    return x.detach().to("cpu", torch.float64).numpy()
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.detach().to("cpu", wide).numpy()
 
 
 def _linear(watch: _Watch, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> None:

@@ -22,7 +22,7 @@ from capibara.compress.codecs.matrices import BLOCK, check_axes, sides
 from capibara.compress.errors import DamagedError
 from capibara.compress.formats import get_format
 
-__all__ = ["Rounded", "most_of_steps", "pack_steps", "read_steps", "round_by_outputs"]
+__all__ = ["Rounded", "entry_gain", "most_of_steps", "pack_steps", "read_steps", "round_by_outputs"]
 
 _QUARTERS = 4  # steps are powers of two to the fourth: their bits count where matrices are small
 _MOST = 80  # quarters of an octave between a step and the typical one
@@ -119,6 +119,19 @@ def round_by_outputs(
                 found.append(Rounded(kind, means[at], fed[:, at], errors[at]))
             out.append(found)
     return out
+
+
+def entry_gain(hessian: np.ndarray, damping: float) -> float:
+    """By how much longer steps are, in the geometric mean, that add as much to the error of outputs as equal steps of
+    independent inputs would.
+
+    Args:
+      hessian: float64 [features, features]; its scale does not matter.
+      damping: as in :func:`round_by_outputs`.
+    """
+    from capibara.compress.calibration.gptq import get_factor
+
+    return 2.0 ** float(np.log2(get_factor(hessian, damping).diagonal()).mean())
 
 
 def _weighed(lost: np.ndarray, second: np.ndarray) -> list[float]:

@@ -46,7 +46,16 @@ from capibara.compress.codecs.singular_values import (
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, largest
 
-__all__ = ["LOW_RANK", "Factors", "LowRank", "candidates", "estimated_gain", "expected", "remember"]
+__all__ = [
+    "LOW_RANK",
+    "Factors",
+    "LowRank",
+    "candidates",
+    "estimated_gain",
+    "expected",
+    "may_gain",
+    "remember",
+]
 
 _OCTAVE = 8  # scales are powers of two to the eighth
 _SETTINGS = (
@@ -80,6 +89,9 @@ class Factors:
 class LowRank:
     """The codec ``"low_rank"``.
 
+    Attributes:
+      calibrated: whether a hessian is used.
+
     Settings; one of ``rank``, ``step`` or ``relative_step`` is required:
       rank: maximum number of singular values.
       step: of the rounded factors, scaled to be comparable with an error of that size in the tensor's elements.
@@ -90,6 +102,8 @@ class LowRank:
       damping: the share of the mean of the diagonal that is added to it; 0.01 by default.
       input_axes: the axes of the features; the last of a matrix, all but the first of other tensors by default.
     """
+
+    calibrated = True
 
     def encode(
         self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
@@ -295,6 +309,40 @@ def estimated_gain(matrix: np.ndarray, bits: float, hessian: np.ndarray | None =
         middle = math.sqrt(low * high)
         low, high = (middle, high) if estimate(singular, matrix.shape, middle)[0] < allowed else (low, middle)
     return bits - estimate(singular, matrix.shape, low)[1] / matrix.size
+
+
+def may_gain(matrix: np.ndarray, bits: float, hessian: np.ndarray | None = None) -> bool:
+    """Whether :func:`estimated_gain` can be above 0, told in a tenth of its time.
+
+    Of g = ½ log₂ of the arithmetic over the geometric mean of the squared singular values, no transform saves more bits
+    an element; the shorter factor takes its share more. Where g is below ``bits`` times that share, nothing is gained.
+
+    Args:
+      matrix, bits, hessian: as in :func:`estimated_gain`.
+    """
+    matrix = np.asarray(matrix)
+    size = math.sqrt(float(np.square(matrix, dtype=np.float64).mean())) if matrix.size else 0.0
+    if not 1e-100 < size < 1e100:
+        return True
+    # In float32: eigenvalues below a millionth of the largest are too large then, or no determinant comes out.
+    matrix = (matrix / size).astype(np.float32)
+    wide = len(matrix) <= matrix.shape[1]
+    rows = matrix if wide else matrix.T
+    second = None if hessian is None else get_hessian({"hessian": hessian}, matrix.shape[1])
+    gram = (rows if second is None or not wide else rows @ second.astype(np.float32)) @ rows.T
+    logs = [_log_determinant(gram), 0.0 if second is None or wide else _log_determinant(second)]
+    if logs[0] is None or logs[1] is None:
+        return True
+    gain = (math.log2(matrix.size / len(gram)) - (logs[0] + logs[1]) / len(gram)) / 2
+    return gain > bits * len(gram) / sum(matrix.shape)
+
+
+def _log_determinant(matrix: np.ndarray) -> float | None:
+    """log₂ of it, or ``None`` where the matrix is not positive definite."""
+    try:
+        return 2 * float(np.log2(np.linalg.cholesky(matrix.astype(np.float64)).diagonal()).sum())
+    except np.linalg.LinAlgError:
+        return None
 
 
 def expected(

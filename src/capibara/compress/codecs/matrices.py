@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.compress.calibration.activations import as_matrix
+from capibara.compress.calibration.activations import as_matrix, stack_of
 from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import NumberFormat, to_float
 
@@ -73,12 +73,18 @@ def get_number(settings: Mapping[str, Any], name: str, low: float, high: float) 
 
 
 def get_moments(hessian: Any, features: int) -> np.ndarray:
-    """Second moments, float64 [features, features].
+    """Second moments, float64 [features, features]; also of an entry of a stack, [1, features, features].
 
     Raises:
       CompressError: a wrong shape, or invalid values.
     """
-    found = np.asarray(hessian, np.float64)
+    stack = stack_of(hessian)
+    if stack is not None and len(stack) != 1:
+        raise CompressError(
+            f"hessian: got those of {len(stack)} entries of a stack, which are coded one by one. Remedy: "
+            "ArchiveWriter.add, which does that, or one entry."
+        )
+    found = np.asarray(hessian if stack is None else stack[0], np.float64)
     if found.shape != (features, features):
         raise CompressError(
             f"hessian: got the shape {found.shape}, expected {(features, features)}, "

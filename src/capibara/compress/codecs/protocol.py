@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from capibara.compress.calibration.activations import stack_of
 from capibara.compress.codecs import exponent, fixed, lossless, low_rank, sparse, uniform, zeros
 from capibara.compress.codecs.matrices import get_axes
-from capibara.compress.errors import ArchiveError
+from capibara.compress.errors import ArchiveError, CompressError
 from capibara.compress.formats import NumberFormat
 
 __all__ = ["CALIBRATION", "CODECS", "Codec", "get_codec", "settings_of_rows", "stored_settings"]
@@ -66,9 +67,19 @@ def settings_of_rows(
     """The settings for some rows of a tensor along its first axis.
 
     If a layer's inputs run along that axis, only the block of ``hessian`` for these rows is used; correlations with
-    other rows are ignored.
+    other rows are ignored. For a stack, the moments of these entries.
+
+    Raises:
+      CompressError: the number of entries with moments is not that of the tensor.
     """
     second = settings.get("hessian")
+    if (stack := stack_of(second)) is not None:
+        if not shape or len(stack) != shape[0] or 0 in get_axes(settings, shape):
+            raise CompressError(
+                f"hessian: got those of {len(stack)} entries for the shape {shape} with input_axes "
+                f"{settings.get('input_axes')!r}, expected one for each index of the first axis, inputs along others"
+            )
+        return {**settings, "hessian": stack[start:stop]}
     if second is None or not shape or stop - start == shape[0]:
         return settings
     axes = get_axes(settings, shape)

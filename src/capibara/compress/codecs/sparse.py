@@ -95,7 +95,12 @@ class Sparse(InPlace):
       refit: whether kept elements compensate for zeros, ``True`` by default; only with a hessian.
       damping: the share of the mean of the diagonal that is added to it; 0.01 by default.
       input_axes: the axes of the features; the last of a matrix, all but the first of other tensors by default.
+
+    Attributes:
+      calibrated: a hessian is used.
     """
+
+    calibrated = True
 
     def encode_into(
         self,

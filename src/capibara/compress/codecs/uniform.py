@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from capibara.compress.calibration.activations import from_matrix
+from capibara.compress.calibration.activations import from_matrix, stack_of
 from capibara.compress.codecs import lossless
 from capibara.compress.codecs.by_features import (
     Rounded,
+    entry_gain,
     most_of_steps,
     pack_steps,
     read_steps,
@@ -54,17 +55,21 @@ class Uniform(DecodesInPlace):
 
     Settings:
       step: a finite number above 0; with a hessian, the geometric mean of the inputs' steps.
-      hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs; used in encoding and not stored.
+      hessian: E[x xᵀ] ``[features, features]`` of the layer's inputs; used in encoding and not stored. For one entry of
+        a stack, ``[1, features, features]``: then its scale matters, and ``step`` is that for inputs with moments of 1,
+        so that with one ``step`` for all entries the last bit of each reduces the error of the outputs equally.
       input_axes: the tensor's axes along which the inputs run; by default all but the first, or a vector's only one.
       damping: share of the mean moment that is added to the hessian's diagonal; 0.01 by default.
 
     Attributes:
       chunk: elements of a tensor that an archive encodes together.
       cuts_rows: whether parts of rows can be encoded.
+      calibrated: whether a hessian is used.
     """
 
     chunk = 1 << 20
     cuts_rows = True
+    calibrated = True
 
     def encode(
         self, bits: np.ndarray, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
@@ -121,7 +126,8 @@ class Uniform(DecodesInPlace):
         steps: Sequence[float],
     ) -> list[tuple[bytes, float] | None]:
         """For each step, the payload that :meth:`encode` writes with a hessian, and the squared error of the outputs,
-        for moments with mean 1; ``None`` if the step is too small for the values.
+        for moments with mean 1, or for an entry of a stack as they are; ``None`` if the step is too small for the
+        values.
 
         Raises:
           CompressError: integers, NaN or infinity, or a hessian of the wrong size.
@@ -130,6 +136,12 @@ class Uniform(DecodesInPlace):
         matrix = finite_matrix(flat, form, shape, axes)
         hessian = get_moments(settings["hessian"], matrix.shape[1])
         damping = get_number(settings, "damping", 0.0, 1.0)
+        damping = 0.01 if damping is None else damping
+        level = 1.0
+        if stack_of(settings["hessian"]) is not None:
+            level = float(np.mean(hessian.diagonal())) or 1.0
+            gain = entry_gain(hessian, damping) / math.sqrt(level)
+            steps = [step * gain for step in steps]
 
         def means_of(blocks: Iterator[np.ndarray]) -> np.ndarray:
             sums = _Means()
@@ -154,10 +166,9 @@ class Uniform(DecodesInPlace):
                 # A bit for each number halves the error.
                 cost = 8 * len(payload) / flat.size + math.log2(max(one.error, 1e-300)) / 2
                 if found is None or cost < found[0]:
-                    found = cost, payload, one.error
+                    found = cost, payload, one.error * level
             return None if found is None else found[1:]
 
-        damping = 0.01 if damping is None else damping
         # As many steps together as fit into the cache with a small matrix, and few of a large one.
         together = max((1 << 20) // flat.size, 1)
         out: list[tuple[bytes, float] | None] = []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import numpy as np
 
+from capibara.compress.calibration.activations import stack_of
 from capibara.compress.codecs.in_place import InPlace
 from capibara.compress.codecs.protocol import Codec, get_codec, settings_of_rows, stored_settings
 from capibara.compress.container.checksum import crc32
@@ -42,7 +43,11 @@ __all__ = ["ArchiveWriter", "Tensor", "coded_shape", "rows_together"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to write; the attributes are the arguments of :meth:`ArchiveWriter.add`."""
+    """A tensor to write; the attributes are the arguments of :meth:`ArchiveWriter.add`.
+
+    Attributes:
+      payloads: what the codec makes of its chunks, if that is at hand: nothing is coded then.
+    """
 
     name: str
     bits: np.ndarray
@@ -50,6 +55,7 @@ class Tensor:
     shape: Iterable[int]
     codec: str = "lossless"
     settings: Mapping[str, Any] | None = None
+    payloads: tuple[bytes, ...] | None = None
 
 
 def coded_shape(shape: tuple[int, ...], codec: Codec) -> tuple[int, ...]:
@@ -63,9 +69,12 @@ def coded_shape(shape: tuple[int, ...], codec: Codec) -> tuple[int, ...]:
     return (math.prod(shape[:-1]), shape[-1]) if shape[-1] <= CHUNK else (math.prod(shape),)
 
 
-def rows_together(shape: tuple[int, ...], codec: Codec) -> int:
-    """The number of rows per chunk along a tensor's first axis: a size that suits the codec, at least one row."""
+def rows_together(shape: tuple[int, ...], codec: Codec, settings: Mapping[str, Any]) -> int:
+    """The number of rows per chunk along a tensor's first axis: a size that suits the codec, at least one row; one for
+    a stack with moments for each entry."""
     rows = shape[0] if shape else 1
+    if stack_of(settings.get("hessian")) is not None:
+        return 1
     if not math.prod(shape):
         return max(rows, 1)
     return max(min(CHUNK, getattr(codec, "chunk", CHUNK)) // math.prod(shape[1:]), 1)
@@ -145,7 +154,8 @@ class ArchiveWriter:
           form: the number format.
           shape: of the tensor.
           codec: one of :data:`capibara.compress.codecs.protocol.CODECS`.
-          settings: of the codec. Those of calibration (``hessian``, ``input_axes``) are used but not stored.
+          settings: of the codec. Those of calibration (``hessian``, ``input_axes``) are used but not stored. With
+            moments for each entry of a stack, [entries, features, features], every entry is a chunk.
 
         Raises:
           CompressError: a duplicate name, or sizes that do not match.
@@ -200,6 +210,8 @@ class ArchiveWriter:
 
     def _encode(self, part: _Part) -> tuple[_Part, bytes | memoryview, int, np.ndarray | None]:
         """What becomes of a part, its checksum, and the buffer that it lies in, if it does."""
+        if part.payload is not None:
+            return part, part.payload, crc32(part.payload), None
         bits = np.ascontiguousarray(part.bits)
         form, shape = part.tensor.form, (part.rows, *part.shape[1:]) if part.shape else ()
         settings = settings_of_rows(part.given, part.shape, part.start, part.start + part.rows)
@@ -233,17 +245,25 @@ class ArchiveWriter:
                 )
             how = get_codec(tensor.codec)
             whole, shape = shape, coded_shape(shape, how)
+            if (stack := stack_of(given.get("hessian"))) is not None:
+                given["hessian"] = stack  # scaled once for all entries
             if shape != whole:
                 given = stored  # what is known of a layer's inputs fits no other shape
             flat = bits.reshape(-1)
             rows = shape[0] if shape else 1
             length = max(math.prod(shape[1:]), 1)
-            step = rows_together(shape, how)
-            for start in range(0, max(rows, 1), step):
+            step = rows_together(shape, how, given)
+            starts = range(0, max(rows, 1), step)
+            payloads = tensor.payloads if tensor.payloads is not None else [None] * len(starts)
+            if len(payloads) != len(starts):
+                raise CompressError(
+                    f"{name}: payloads: got {len(payloads)}, expected one for each of {len(starts)} chunks"
+                )
+            for start, payload in zip(starts, payloads, strict=True):
                 some = min(step, rows - start)
                 yield _Part(
                     tensor, whole, shape, given, stored, how, flat[start * length : (start + some) * length],
-                    start, some, start + step >= rows,
+                    start, some, start + step >= rows, payload,
                 )  # fmt: skip
 
     def _keep(self, entry: Entry) -> Entry:
@@ -313,6 +333,7 @@ class _Part:
     start: int
     rows: int
     last: bool
+    payload: bytes | None
 
     def size(self) -> int:
         return self.bits.nbytes
