@@ -303,7 +303,7 @@ def test_weights_that_were_not_seen_are_named_with_the_reason() -> None:
     assert list(found) == ["fine"]
     for name, why in {
         "scaled": "changed by mul",
-        "called": "goes into pure_callback",
+        "called": "is used in pure_callback",
         "merged": "changed by dot_general|multiplied with another weight",
         "left": "changed by dot_general|multiplied with another weight",
     }.items():

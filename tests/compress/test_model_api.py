@@ -341,7 +341,7 @@ def test_stats_are_plain_values():
         ({"mode": "agressive"}, "Did you mean 'aggressive'"),
         ({"target_compression_ratio": 1.0}, "target_compression_ratio: got 1.0"),
         ({"target_compression_ratio": "4"}, "target_compression_ratio: got '4'"),
-        ({"target_compression_ratio": 4.0, "mode": "lossless"}, "without loss"),
+        ({"target_compression_ratio": 4.0, "mode": "lossless"}, "has no target ratio"),
         ({"preserve_accuracy_threshold": 0}, "preserve_accuracy_threshold: got 0"),
         ({"preserve_accuracy_threshold": 1.5}, "preserve_accuracy_threshold: got 1.5"),
         ({"exclude": "*.bias"}, "exclude: got"),
