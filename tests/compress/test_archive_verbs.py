@@ -244,3 +244,10 @@ def test_a_signal_leaves_nothing_behind(
     assert "Traceback" not in err
     assert list(target.parent.iterdir()) == [target]
     assert target.read_text() == "old"
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_a_file_that_is_not_there_is_named(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "none.capi"
+    assert main([verb, str(path)]) == 2
+    assert capsys.readouterr().err == f"capibara {verb}: {path}: No such file or directory\n"

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
     from capibara.compress.container import Entry
 
-__all__ = ["print_folder_table", "print_table", "progress_bar"]
+__all__ = ["print_folder_table", "print_table", "progress_bar", "reason"]
+
+
+def reason(error: Exception) -> str:
+    """The message of an error; of one of the system the file and what is wrong with it, without the number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the archives and print a table of the tensors; returns the exit code."""
-    from capibara.cli._archives import print_table, progress_bar
+    from capibara.cli._archives import print_table, progress_bar, reason
     from capibara.compress.analysis import RATIOS
     from capibara.compress.archive_files import compress_files, plan_compress
     from capibara.compress.errors import CompressError
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
                 resume=args.resume,
             )
     except (CapibaraError, OSError) as error:
-        print(f"capibara compress: {error}", file=sys.stderr)
+        print(f"capibara compress: {reason(error)}", file=sys.stderr)
         return 2
     if args.json:
         files = {
@@ -114,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
             plot_rate_error(args.plot, reports[0].frontier, title=f"{args.source.name}, {args.strategy}")
         except (CapibaraError, OSError) as error:
             print(
-                f"capibara compress: the archives are written, but not {args.plot}: {error}", file=sys.stderr
+                f"capibara compress: the archives are written, but not {args.plot}: {reason(error)}",
+                file=sys.stderr,
             )
             return 1
     return 0

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files; returns the exit code."""
-    from capibara.cli._archives import progress_bar
+    from capibara.cli._archives import progress_bar, reason
     from capibara.compress.archive_files import decompress_files, original_bytes, plan_decompress
 
     try:
@@ -38,6 +38,6 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar("decompressing", original_bytes(jobs)) as step:
             decompress_files(jobs, progress=step, resume=args.resume)
     except (CapibaraError, OSError) as error:
-        print(f"capibara decompress: {error}", file=sys.stderr)
+        print(f"capibara decompress: {reason(error)}", file=sys.stderr)
         return 2
     return 0

@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate; return 0."""
     from jax.tree_util import tree_leaves
 
+    from capibara.cli._archives import reason
     from capibara.compress.jax_codes import is_coded
     from capibara.errors import ConfigError
     from capibara.serve.generate import BYTE_VALUES, Generator, decode_bytes, encode_text
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             decode = "auto" if args.quantized else True
             loaded = load_compressed(args.weights, config, checkpoint=checkpoint, decode=decode)
         except OSError as error:
-            raise ConfigError(f"--weights: {error}. Remedy: a .capi file that can be read.") from None
+            raise ConfigError(f"--weights: {reason(error)}. Remedy: a .capi file that can be read.") from None
         if args.quantized and not any(map(is_coded, tree_leaves(loaded.params, is_leaf=is_coded))):
             raise ConfigError(
                 f"--quantized: no parameter of {args.weights} is stored with int8, int4 or nf4. Remedy: leave it out, "

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the list; returns the exit code."""
-    from capibara.cli._archives import print_folder_table, print_table
+    from capibara.cli._archives import print_folder_table, print_table, reason
     from capibara.compress.container import Archive
     from capibara.compress.folders import find_archives
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             with Archive(path) as archive:
                 found[path], metadata[path] = list(archive), archive.metadata
     except (CapibaraError, OSError) as error:
-        print(f"capibara inspect: {error}", file=sys.stderr)
+        print(f"capibara inspect: {reason(error)}", file=sys.stderr)
         return 2
     folder = args.file.is_dir()
     if args.json and folder:

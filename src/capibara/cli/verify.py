@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the files; returns the exit code."""
+    from capibara.cli._archives import reason
     from capibara.cli._json import print_json
     from capibara.compress.folders import find_archives
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 _say(given, results)
     except (CapibaraError, OSError) as error:
-        print(f"capibara verify: {error}", file=sys.stderr)
+        print(f"capibara verify: {reason(error)}", file=sys.stderr)
         return 2
     damaged = sum(len(one["damaged"]) for one in every)
     if args.json:
