@@ -94,6 +94,36 @@ def test_export(decode: bool) -> None:
         assert sum(v.nbytes for v in stored if v.dtype == torch.float32) < 64 * 96
 
 
+@pytest.mark.parametrize("rows", [None, 40])
+def test_export_of_a_table_in_codes(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from capibara.compress.container import writer
+
+    class Words(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(100, 64)
+
+        def forward(self, words: Any) -> Any:
+            return self.table(words) * 2
+
+    if rows is not None:  # several pieces
+        monkeypatch.setattr(writer, "CHUNK", rows * 64)
+    torch.manual_seed(0)
+    api = ModelCompressionAPI(CompressionProfile(strategy="int8", smallest=64))
+    small = api.compress(Words(), decode=False)
+    assert small.running.quantized
+    assert len(small.table.coded.pieces) == (1 if rows is None else 3)
+    words = torch.tensor([[0, 99, 41], [5, 39, 40]])
+    program = torch.export.export(small, (words,)).module()
+    torch.testing.assert_close(program(words), small(words))
+    with pytest.raises(IndexError, match="expected 0 to 99"):
+        small(words - 1)
+    if rows is None:
+        for wrong in (words - 1, words + 1):
+            with pytest.raises((IndexError, RuntimeError)):
+                program(wrong)
+
+
 def test_models_of_a_folder(tmp_path: Path) -> None:
     net = Net()
     state = {n: v.numpy() for n, v in net.state_dict().items()}

@@ -55,6 +55,15 @@ def _kernels() -> NativeExecutor | None:
     return None if library is None else NativeExecutor(library)
 
 
+def _is_traced() -> bool:
+    """Whether a program is made of what runs now, or its operations are watched: values are not to be asked for."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or is_in_torch_dispatch_mode()
+    )
+
+
 def _bits(values: np.ndarray) -> torch.Tensor:
     """float32 as int32, which ``to(dtype)`` leaves alone."""
     return torch.from_numpy(np.ascontiguousarray(values, np.float32).view(np.int32))
@@ -93,8 +102,12 @@ class CodedPiece(nn.Module):
 
     def take(self, where: Any) -> torch.Tensor:
         """Rows as float32 [count, length], without the exact values."""
-        codes = self.codes[where]
-        scales = self.table.view(torch.float32)[self.scale_codes[where].int()]
+        codes, scale_codes = (
+            # Strict about what is out of range, also in a program that was traced.
+            t[where] if isinstance(where, slice) else t.index_select(0, where)
+            for t in (self.codes, self.scale_codes)
+        )
+        scales = self.table.view(torch.float32)[scale_codes.int()]
         if self.levels is None:
             values = codes.float()
         else:
@@ -126,9 +139,7 @@ class CodedPiece(nn.Module):
         """
         buffers = [b for b in self.buffers() if b.dtype == torch.uint8 or b.dtype == torch.int8]
         if (
-            torch.compiler.is_compiling()
-            or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-            or is_in_torch_dispatch_mode()
+            _is_traced()
             or type(x) is not torch.Tensor
             or x.dtype != torch.float32
             or not 0 < len(x) <= _FEW
@@ -237,12 +248,13 @@ class CodedWeight(nn.Module):
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows [..., features] of a weight [count, features], looked up before decoding."""
         flat, at, out = indices.reshape(-1), 0, None
-        if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.shape[0]:
+        if not _is_traced() and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.shape[0]:
             raise IndexError(
                 f"indices: from {int(flat.min())} to {int(flat.max())}, expected 0 to {self.shape[0] - 1}"
             )
-        for p in self._parts():
-            found = p.take((flat - at).clamp(0, p.rows - 1))
+        parts = self._parts()
+        for p in parts:
+            found = p.take(flat if len(parts) == 1 else (flat - at).clamp(0, p.rows - 1))
             out = found if out is None else torch.where((flat >= at)[:, None], found, out)
             at += p.rows
         assert out is not None
