@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,11 @@ def test_what_else_the_original_has_is_there() -> None:
 @pytest.mark.parametrize("decode", [True, False])
 def test_export(decode: bool) -> None:
     small, x = compressed(decode=decode), torch.randn(3, 64)
-    program = torch.export.export(small, (x,))
+    program = torch.export.export(small, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
+    torch.export.save(program, file := io.BytesIO())
+    file.seek(0)
+    loaded, more = torch.export.load(file).module(), torch.randn(7, 64)
+    torch.testing.assert_close(loaded(more), small(more))
     torch.testing.assert_close(program.module()(x), small(x))
     if not decode:
         assert small.running.quantized

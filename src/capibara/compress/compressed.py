@@ -425,8 +425,15 @@ def _torch_class() -> type[CompressedModel]:
                 self.stats = _read_stats(target)
             return written
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module(*args, **kwargs)
+        @property
+        def forward(self) -> Any:
+            """The original's, with its signature: ``torch.export`` names arguments and open sizes by that."""
+
+            @functools.wraps(self.module.forward)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return self.module(*args, **kwargs)
+
+            return run
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return torch.nn.Module.__call__(self, *args, **kwargs)

@@ -66,7 +66,7 @@ def _is_traced() -> bool:
 
 def _bits(values: np.ndarray) -> torch.Tensor:
     """float32 as int32, which ``to(dtype)`` leaves alone."""
-    return torch.from_numpy(np.ascontiguousarray(values, np.float32).view(np.int32))
+    return torch.tensor(np.ascontiguousarray(values, np.float32).view(np.int32))
 
 
 class CodedPiece(nn.Module):
@@ -86,6 +86,7 @@ class CodedPiece(nn.Module):
 
     def __init__(self, parts: Parts, form: NumberFormat) -> None:
         super().__init__()
+        # torch.tensor, not from_numpy: that gives empty arrays strides of 0, which torch.export cannot save.
         row, column, change = exact_changes(parts, form)
         scale_codes, table = split_scales(parts.scales)
         self.length, self.group, self.rows = parts.length, parts.group, len(parts.codes)
@@ -94,8 +95,8 @@ class CodedPiece(nn.Module):
             ("scale_codes", torch.from_numpy(scale_codes)),
             ("table", _bits(table)),
             ("levels", None if parts.levels is None else _bits(parts.levels)),
-            ("row", torch.from_numpy(row.astype(np.int32))),
-            ("column", torch.from_numpy(column.astype(np.int32))),
+            ("row", torch.tensor(row.astype(np.int32))),
+            ("column", torch.tensor(column.astype(np.int32))),
             ("change", _bits(change)),
         ):
             self.register_buffer(name, value)
