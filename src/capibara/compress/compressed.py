@@ -180,7 +180,7 @@ class CompressedModel:
         """What else the original has: ``config``, ``generate``, ``device`` …, with the numbers that this one has."""
         adapter = self.__dict__.get("_adapter")
         original = None if adapter is None or name.startswith("_") else adapter.owner()
-        if original is None or not _has(original, name):
+        if adapter is None or original is None or not _has(original, name):
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
             )
@@ -426,7 +426,7 @@ def _torch_class() -> type[CompressedModel]:
             return written
 
         @property
-        def forward(self) -> Any:
+        def forward(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             """The original's, with its signature: ``torch.export`` names arguments and open sizes by that."""
 
             @functools.wraps(self.module.forward)
