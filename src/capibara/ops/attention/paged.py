@@ -280,9 +280,11 @@ def paged_attention(
     A few pages are read at a time, and only as many as the longest sequence fills, so memory does not grow with the
     table; the gradient gathers all pages. On TPUs a kernel copies each sequence's own pages into on-chip memory while
     it computes on the previous ones; it supports heads of at most 128 elements (a multiple of 8: 64, 80, 96, …; on
-    v5p, whose compiler uses another layout for pools of small heads and would copy them, only 128), or with a
-    multiple of 8 key heads (or one in bfloat16) of a multiple of 128, float32 or bfloat16 throughout. The kernel was
-    compiled for TPUs and tested in interpret mode, but not measured on a TPU.
+    v5p only 128), or with a multiple of 8 key heads (or one in bfloat16) of a multiple of 128, float32 or bfloat16
+    throughout. The kernel was compiled for TPUs and tested in interpret mode, but not measured on a TPU. XLA gives
+    pools of heads of fewer than 128 elements a layout with the pages innermost, and copies both pools whole in each
+    call, for the kernel as for its own form (seen on v4 and v5e too, with pools of 32 MiB and more, page counts of 512
+    and 4,096): pad such heads to 128 where that matters.
 
     Args:
       query: ``[batch, new, heads, dim]``, floating point: positions ``lengths - new … lengths - 1``, whose own keys
