@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from capibara.compress.allocation import allocate, survey
-from capibara.compress.calibration import activations, jax_watch
+from capibara.compress.calibration import activations, blas, jax_watch
 from capibara.compress.calibration.activations import collect
+from capibara.compress.calibration.gptq import feed_back
 from capibara.compress.calibration.jax_programs import Programs
 from capibara.compress.codecs.low_rank import LOW_RANK, estimated_gain, may_gain
 from capibara.compress.codecs.uniform import UNIFORM
@@ -263,3 +265,33 @@ def test_payloads_fit_their_chunks(tmp_path: Path) -> None:
         with pytest.raises(CompressError, match="w: payloads: got 2, expected one for each of 1 chunks"):
             archive.add_many([tensor])
         archive.add_many([Tensor("v", w.reshape(-1).view(np.uint32), F32, w.shape)])
+
+
+def test_small_products_take_one_thread_and_give_the_others_back() -> None:
+    if (found := blas._library()) is None:
+        pytest.skip("NumPy has another library than OpenBLAS")
+    before, get = found[0](), found[0]
+    with blas.one_thread(2000):
+        assert get() == before
+    seen = []
+    feed_back(draw(8, 40), np.eye(40), lambda j, columns: seen.append(get()) or columns[0])
+    assert set(seen) == {1}
+    with blas.one_thread(1024), pytest.raises(RuntimeError), blas.one_thread(3):
+        raise RuntimeError
+    assert get() == before
+    with blas.one_thread(1):
+        done = []
+        other = threading.Thread(
+            target=lambda: feed_back(draw(8, 40), np.eye(40), lambda j, c: done.append(get()) or c[0])
+        )
+        other.start()
+        other.join()
+        assert set(done) == {1}
+        assert get() == 1
+    assert get() == before
+
+
+def test_another_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blas, "_library", lambda: None)
+    with blas.one_thread(4):
+        assert blas._inside == 0

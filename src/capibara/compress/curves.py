@@ -3,7 +3,8 @@
 The codec ``uniform`` has a continuous step, so its points form a curve: it is measured at steps an octave apart on
 some rows of the tensor; between them, log₂ error and bytes are nearly linear in log₂ step. Other codecs list their
 settings (``candidates``). If they compete with ``uniform``, they are tried on the same rows first, and those that
-come close are measured on the whole tensor.
+come close are measured on the whole tensor; a codec that predicts its result (``expected``) is measured only if an
+allocation chooses it.
 
 If the second moments S = E[x xᵀ] of a layer's inputs are known, the error of its outputs, tr(D S Dᵀ), is used instead
 of the error D of its weights.

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compress.calibration.blas import one_thread
 from capibara.compress.errors import CompressError
 from capibara.errors import MissingExtraError
 
@@ -96,10 +97,9 @@ class Metric:
         tr(W S Wᵀ) over its entries, not normalised."""
         if isinstance(self.second, tuple):
             entries = zip(self.entries(weight), self.second, strict=True)
-            return sum(max(float(((rows @ s) * rows).sum()), 0.0) for rows, s in entries)
-        rows = as_matrix(weight, self.axes)
+            return sum(_weighed(rows, s) for rows, s in entries)
         scale = float(np.trace(self.second)) / len(self.second) or 1.0
-        return max(float(((rows @ self.second) * rows).sum()), 0.0) / scale
+        return _weighed(as_matrix(weight, self.axes), self.second) / scale
 
     def entries(self, weight: np.ndarray) -> np.ndarray:
         """The matrices of a stack: [entries, out, features]."""
@@ -114,6 +114,12 @@ class Metric:
         inner = max(len(self.second) // rows, 1)
         block = slice(start * inner, stop * inner)
         return Metric(self.second[block, block], self.axes)
+
+
+def _weighed(rows: np.ndarray, second: np.ndarray) -> float:
+    """tr(W S Wᵀ), at least 0."""
+    with one_thread(len(second)):
+        return max(float(((rows @ second) * rows).sum()), 0.0)
 
 
 def stack_of(hessian: Any) -> tuple[np.ndarray, ...] | None:
@@ -211,14 +217,15 @@ class Watched:
 def _gram(x: np.ndarray, largest: float) -> np.ndarray:
     """xᵀ x in float64, of [rows, features] up to ``largest``; of narrower floats few rows at a time in float32, whose
     squares have room there."""
-    if x.dtype.itemsize > 4 or x.dtype.kind != "f" or not 1e-12 < largest < 1e12:
-        x = x.astype(np.float64)
-        return x.T @ x
-    out = np.zeros((x.shape[1], x.shape[1]))
-    for first in range(0, len(x), _ROWS):
-        some = x[first : first + _ROWS].astype(np.float32, copy=False)
-        out += some.T @ some
-    return out
+    with one_thread(x.shape[1]):
+        if x.dtype.itemsize > 4 or x.dtype.kind != "f" or not 1e-12 < largest < 1e12:
+            x = x.astype(np.float64)
+            return x.T @ x
+        out = np.zeros((x.shape[1], x.shape[1]))
+        for first in range(0, len(x), _ROWS):
+            some = x[first : first + _ROWS].astype(np.float32, copy=False)
+            out += some.T @ some
+        return out
 
 
 class Sums:

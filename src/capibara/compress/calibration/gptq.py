@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from capibara.compress.calibration.blas import one_thread
 from capibara.compress.codecs.fixed_search import Kind
 from capibara.compress.errors import CompressError
 
@@ -86,6 +87,11 @@ def get_factor(hessian: np.ndarray, damping: float = 0.01) -> np.ndarray:
 def _factor(hessian: np.ndarray, damping: float) -> np.ndarray:
     """The upper Cholesky factor of the inverse; inputs that never occur count like rare ones."""
     second = hessian / (float(np.mean(np.diag(hessian))) or 1.0)
+    with one_thread(len(second)):
+        return _damped_factor(second, damping)
+
+
+def _damped_factor(second: np.ndarray, damping: float) -> np.ndarray:
     for more in (1, 10, 100, 1000):
         damped = second + np.eye(len(second)) * max(damping, 1e-8) * more
         try:
@@ -118,14 +124,15 @@ def feed_back(
     columns = np.array(weight.T, np.float64, order="C")
     length, rows = columns.shape
     errors = np.empty((min(panel, length), rows))
-    for start in range(0, length, panel):
-        end = min(start + panel, length)
-        for j in range(start, end):
-            error = errors[j - start]
-            np.subtract(columns[j], rounded(j, columns[j:end]), out=error)
-            error /= factor[j, j]
-            columns[j + 1 : end] -= factor[j, j + 1 : end, None] * error
-        columns[end:] -= factor[start:end, end:].T @ errors[: end - start]
+    with one_thread(length):
+        for start in range(0, length, panel):
+            end = min(start + panel, length)
+            for j in range(start, end):
+                error = errors[j - start]
+                np.subtract(columns[j], rounded(j, columns[j:end]), out=error)
+                error /= factor[j, j]
+                columns[j + 1 : end] -= factor[j, j + 1 : end, None] * error
+            columns[end:] -= factor[start:end, end:].T @ errors[: end - start]
 
 
 def gptq(

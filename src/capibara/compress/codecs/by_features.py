@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from capibara.compress.calibration.blas import one_thread
 from capibara.compress.codecs import lossless
 from capibara.compress.codecs.fixed_storage import Cursor
 from capibara.compress.codecs.matrices import BLOCK, check_axes, sides
@@ -137,7 +138,8 @@ def entry_gain(hessian: np.ndarray, damping: float) -> float:
 def _weighed(lost: np.ndarray, second: np.ndarray) -> list[float]:
     """tr(D H Dᵀ) of each of [features, variants, outputs]."""
     flat = lost.reshape(len(lost), -1)
-    return (flat * (second @ flat)).reshape(lost.shape).sum((0, 2)).tolist()
+    with one_thread(len(second)):
+        return (flat * (second @ flat)).reshape(lost.shape).sum((0, 2)).tolist()
 
 
 def _steps(step: float, codes: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from capibara.compress.calibration.activations import from_matrix
+from capibara.compress.calibration.blas import one_thread
 from capibara.compress.codecs.matrices import (
     check_axes,
     finite_matrix,
@@ -329,8 +330,9 @@ def may_gain(matrix: np.ndarray, bits: float, hessian: np.ndarray | None = None)
     wide = len(matrix) <= matrix.shape[1]
     rows = matrix if wide else matrix.T
     second = None if hessian is None else get_hessian({"hessian": hessian}, matrix.shape[1])
-    gram = (rows if second is None or not wide else rows @ second.astype(np.float32)) @ rows.T
-    logs = [_log_determinant(gram), 0.0 if second is None or wide else _log_determinant(second)]
+    with one_thread(len(rows)):
+        gram = (rows if second is None or not wide else rows @ second.astype(np.float32)) @ rows.T
+        logs = [_log_determinant(gram), 0.0 if second is None or wide else _log_determinant(second)]
     if logs[0] is None or logs[1] is None:
         return True
     gain = (math.log2(matrix.size / len(gram)) - (logs[0] + logs[1]) / len(gram)) / 2

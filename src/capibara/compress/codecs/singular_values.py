@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from capibara.compress.calibration.blas import one_thread
+
 __all__ = ["decompose", "estimate", "gaussians", "once", "remember", "singular_values", "worth"]
 
 _TALL = 4  # a side that is so many times the other is left out of a decomposition
@@ -36,11 +38,13 @@ def once(
 ) -> Any:
     """``what(matrix, hessian)``, or its cached value inside :func:`remember`."""
     if (known := _remembered.get()) is None:
-        return what(matrix, hessian)
+        with one_thread(min(matrix.shape)):
+            return what(matrix, hessian)
     some = [matrix] if hessian is None else [matrix, hessian]
     key = (what, *((a.shape, hashlib.blake2b(np.ascontiguousarray(a).data).digest()) for a in some))
     if key not in known:
-        known[key] = what(matrix, hessian)
+        with one_thread(min(matrix.shape)):
+            known[key] = what(matrix, hessian)
     return known[key]
 
 
