@@ -235,6 +235,7 @@ def test_low_rank_is_coded_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) ->
         assert (point.codec, point.estimated) == ("low_rank", False)
         payload = encode(LOW_RANK, w.reshape(-1).view(np.uint32), F32, w.shape, point.settings)
         assert point.size == len(payload)
+        assert point.payloads == (payload,)
         back = LOW_RANK.decode(memoryview(payload), F32, w.shape, {}).view(np.float32).reshape(w.shape)
         assert point.error == pytest.approx(float(((back - w).astype(np.float64) ** 2).sum()), rel=1e-6)
     assert len(coded) <= 5

@@ -390,7 +390,10 @@ class _Coded:
             exact: list[Point] = []
             with contextlib.suppress(CompressError):  # this codec is not for this tensor
                 bits = self._found.source.read(name)
-                exact.append(measure(point.codec, point.settings, bits, *self._forms[name], metric))
+                exact.append(measure(
+                    point.codec, point.settings, bits, *self._forms[name], metric, _KEPT - self._kept
+                ))  # fmt: skip
+                self._kept += int(exact[0].size) if exact[0].payloads else 0
             left = [p for p in curve.points if p is not point]
             if exact:
                 # What is expected of the codec's other settings is off in the same way.

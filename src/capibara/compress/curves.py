@@ -181,22 +181,27 @@ def measure(
     form: NumberFormat,
     shape: tuple[int, ...],
     metric: Metric | None = None,
+    keep: int = 0,
 ) -> Point:
     """Encode, decode, and measure the result.
 
     Args:
       metric: as in :func:`squared_error`.
+      keep: the most bytes of payloads to return with the point.
 
     Raises:
       CompressError: the codec does not support this tensor.
     """
     how, size, error = get_codec(codec), 0, 0.0
+    payloads: list[bytes] = []
     for part, some, given, known in _chunks(codec, bits, shape, settings, metric):
         payload = how.encode(part, form, some, given)
         decoded = how.decode(memoryview(payload), form, some, given)
         size += len(payload)
         error += squared_error(part, decoded, form, known, some)
-    return Point(codec, settings, size, error)
+        if size <= keep:
+            payloads.append(payload)
+    return Point(codec, settings, size, error, tuple(payloads) if size <= keep else None)
 
 
 def decoded_bits(
