@@ -210,6 +210,12 @@ def conv_cases() -> list[Case]:
             (draw(2, 8, 8), draw(3, 8, 4)),
             (P(None, None, "model"), P(None, None, "data")),
         ),
+        over(
+            "conv2d of groups",
+            partial(conv.conv2d, groups=2, padding="VALID"),
+            (draw(8, 5, 4, 2), draw(2, 2, 1, 6)),
+            (P("data"), EACH),
+        ),
         *(plain(f"conv{n}d", n) for n in (1, 2, 3)),
         *(plain(f"conv_transpose{n}d", n) for n in (1, 2, 3)),
     ]

@@ -17,7 +17,7 @@ from jax import lax
 
 from capibara.ops.conv.problem import Pads, check_array, check_precision, explicit_padding, whole_numbers
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
-from capibara.ops.explicit import over_explicit_axes
+from capibara.ops.explicit import Dims, over_explicit_axes
 
 __all__ = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
 
@@ -64,15 +64,11 @@ def _transposed(
     return tuple(rows)
 
 
-# XLA's gradients of filters are wrong where windows are sharded, and its values where channels are, too; JAX refuses
-# most other layouts.
-@over_explicit_axes(
-    "inputs",
-    "filters",
-    out=lambda inputs, filters: (inputs[0], *(None for _ in inputs[1:-1]), filters[-1]),
-    kept={"inputs": (0,), "filters": (-1,)},
-)
-def _conv(
+def _laid_out(inputs: Dims, filters: Dims) -> Dims:
+    return (inputs[0], *(None for _ in inputs[1:-1]), filters[-1])
+
+
+def _convolve(
     op: str,
     n: int,
     transpose: bool,
@@ -125,6 +121,32 @@ def _conv(
     )
 
 
+# XLA's gradients of filters are wrong where windows are sharded, and its values where channels are, too; JAX refuses
+# most other layouts.
+_by_batch = over_explicit_axes("inputs", "filters", out=_laid_out, kept={"inputs": (0,), "filters": (-1,)})(
+    _convolve
+)
+# Of several groups they are wrong where the batch is sharded: each device computes everything.
+_everywhere = over_explicit_axes("inputs", "filters", out=lambda *_: (), kept={"inputs": (), "filters": ()})(
+    _convolve
+)
+
+
+@over_explicit_axes("inputs", "filters", "out", out=lambda inputs, filters, _: _laid_out(inputs, filters))
+def _as_laid_out(inputs: Any, filters: Any, out: jax.Array) -> jax.Array:
+    del inputs, filters
+    return out
+
+
+def _conv(op: str, n: int, transpose: bool, inputs: Any, filters: Any, *options: Any) -> jax.Array:
+    """:func:`_convolve`, of arrays of explicit meshes in the form that XLA splits without error."""
+    groups = options[3]
+    if isinstance(groups, numbers.Integral) and int(groups) > 1:
+        out = _everywhere(op, n, transpose, inputs, filters, *options)
+        return _as_laid_out(inputs, filters, out)
+    return _by_batch(op, n, transpose, inputs, filters, *options)
+
+
 def conv1d(
     inputs: jax.Array,
     filters: jax.Array,
@@ -164,7 +186,8 @@ def conv2d(
       padding: ``"SAME"``, ``"VALID"``, or a pair of integers for each axis: the zeros before and after it.
       dilation: the distance between taps, one for all axes or one each.
       groups: the number of channel groups that are convolved separately; as many groups as channels is a depthwise
-        convolution.
+        convolution. Arrays of a mesh with explicit axes are then gathered, and each device computes everything: XLA's
+        gradient of such filters is wrong where the batch is sharded over some axes of the mesh and not all.
       precision: ``None``, ``"default"``, ``"high"``, ``"highest"`` or a ``jax.lax.Precision``.
 
     Returns:
