@@ -1,8 +1,8 @@
-"""Knowing what a program needs on a TPU slice before renting one: memory, time and price.
+"""Plan a program on a TPU slice before you rent it: memory, time and price.
 
 :func:`plan` takes a configuration, or any step function through :func:`step_work`, and a slice; it searches layouts,
-has the real TPU compiler compile the best of them on this machine, and gives a ranked :class:`Plan`. The names below
-are found when they are first asked for.
+compiles the best of them with the real TPU compiler on this machine, and returns a ranked :class:`Plan`. The names
+below are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Compiling for TPUs that are not here: one process a program, results kept on disk.
+"""Compile for TPUs that are not present: one process per program, results cached on disk.
 
-The TPU compiler, ``libtpu``, works on any Linux machine, but not in every process: it takes a lock, it looks for TPUs,
-and JAX's platform is chosen once. So a program is compiled in a process of its own, which never touches the devices of
-the one that asks, and a crash of the compiler costs one result, not the session.
+The TPU compiler, ``libtpu``, works on any Linux machine, but not in every process: it takes a lock, it looks for
+TPUs, and JAX's platform is chosen only once. So each program is compiled in a separate process, which never uses the
+devices of the caller, and a crash of the compiler costs one result, not the session.
 """
 
 from __future__ import annotations

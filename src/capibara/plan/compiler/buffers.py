@@ -41,16 +41,16 @@ _SHAPE = re.compile(r"([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
 
 
 def read_buffers(folder: Path) -> tuple[dict[str, Any], ...]:
-    """The largest of what is in a device's memory (HBM) at the memory peak of a step.
+    """The largest buffers in a device's memory (HBM) at the memory peak of a step.
 
     Args:
-      folder: that the compiler wrote to. If it holds several programs, the one with the largest is taken.
+      folder: that the compiler wrote to. If it contains several programs, the one with the largest buffer is used.
 
     Returns:
-      ``{"bytes", "shape", "op_name", "kind", "padding", "place"}``, the largest first; nothing where the
-      compiler wrote no report. ``kind`` is ``parameters``, ``optimizer``, ``batch``, ``arguments`` (any other),
-      ``output`` or ``temporary``; ``padding`` the bytes that tiles add; ``op_name`` the compiler's path;
-      ``place`` the operation of a Capibara model that made it, where that is known (``blocks/mlp_gate_product``).
+      ``{"bytes", "shape", "op_name", "kind", "padding", "place"}``, the largest first; empty if the compiler wrote no
+      report. ``kind`` is ``parameters``, ``optimizer``, ``batch``, ``arguments`` (any other), ``output`` or
+      ``temporary``; ``padding`` the bytes of padding to tiles; ``op_name`` the compiler's path; ``place`` the
+      operation of a Capibara model that created it, if known (``blocks/mlp_gate_product``).
     """
     reports = sorted(
         Path(folder).glob("*after_optimizations-buffer-assignment.txt"),
@@ -72,18 +72,18 @@ def read_buffers(folder: Path) -> tuple[dict[str, Any], ...]:
 
 
 def read_heap(folder: Path) -> int | None:
-    """Bytes of a device's memory (HBM) that the compiler laid out for what lives only within the step.
+    """Bytes of a device's memory (HBM) that the compiler assigned to buffers that exist only within the step.
 
-    Together with the arguments this is the figure that the compiler holds against the memory of a device: it takes a
-    program with ``xla_tpu_max_hbm_size_mib`` just above it and refuses the same program just below. The
+    Together with the arguments this is the figure that the compiler compares with the memory of a device: it accepts
+    a program with ``xla_tpu_max_hbm_size_mib`` just above it and refuses the same program just below. The
     ``temp_size_in_bytes`` of ``memory_analysis()`` is larger by 10 to 30 %, and nothing is refused for it (libtpu
     0.0.42 for v4 and v5p).
 
     Args:
-      folder: that the compiler wrote to; of several programs in it the one that needs most counts.
+      folder: that the compiler wrote to; of several programs, the one that needs most is used.
 
     Returns:
-      The bytes, or None where the compiler wrote no report.
+      The bytes, or None if the compiler wrote no report.
     """
     found = None
     for report in Path(folder).glob("*after_optimizations-buffer-assignment.txt"):
@@ -99,7 +99,7 @@ def read_heap(folder: Path) -> int | None:
 
 
 def buffers_of_message(text: str) -> tuple[dict[str, Any], ...]:
-    """The largest allocations that a refusal of the compiler lists, as :func:`read_buffers` gives them."""
+    """The largest allocations listed in a refusal of the compiler, in the form of :func:`read_buffers`."""
     found = []
     for part in re.split(r"\n\s*\d+\. (?=Size: )", text)[1:]:
         size = re.match(r"Size: ([\d.]+)([KMGT]?)", part)

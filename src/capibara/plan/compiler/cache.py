@@ -1,4 +1,4 @@
-"""Compiled results on disk, found by everything that they depend on."""
+"""Compiled results on disk, keyed by everything that they depend on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ProgramCache:
         return self.folder / f"{key}.json", self.folder / f"{key}.hlo.gz"
 
     def get(self, key: str) -> CompiledProgram | None:
-        """The result, or None where there is none that can be used."""
+        """The result, or None if there is no usable one."""
         path, text = self.paths(key)
         try:
             if path.stat().st_size > _MOST_JSON:
@@ -79,7 +79,7 @@ class ProgramCache:
         return found
 
     def put(self, key: str, result: CompiledProgram) -> None:
-        """Keep a result whose text, if it has one, is in the cache's file already."""
+        """Store a result whose text, if any, is already in the cache's file."""
         path, text = self.paths(key)
         self.folder.mkdir(parents=True, exist_ok=True)
         digest = {"text_sha256": _digest(text)} if result.status == "ok" else {}

@@ -1,4 +1,4 @@
-"""Meshes of devices that are only described."""
+"""Meshes of abstract devices."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["arrange_devices", "describe_mesh"]
 
 
 def arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """Devices, described or real, as an array of these sizes, the same for both.
+    """Arrange abstract or real devices in an array of these sizes, in the same way.
 
-    Each mesh axis over whole axes of the grid of chips where that is possible
-    (``jax.experimental.mesh_utils.create_device_mesh``); devices without a place on a grid in their own order.
+    Each mesh axis is mapped to whole axes of the grid of chips if possible
+    (``jax.experimental.mesh_utils.create_device_mesh``); devices without a position on a grid are in their own order.
     """
     import numpy as np
     from jax.experimental import mesh_utils
@@ -36,7 +36,7 @@ def describe_mesh(
 ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
     """A ``jax.sharding.Mesh`` over the devices of a slice, and the place of each on the grid of chips.
 
-    The devices are laid out as training lays out those of a real slice: by :func:`arrange_devices`.
+    The devices are arranged as in training on a real slice: by :func:`arrange_devices`.
 
     Returns:
       The mesh, and the coordinates of its devices in the order of the mesh; in the core view the last coordinate is the

@@ -1,4 +1,4 @@
-"""Where the TPU compiler is, and what a process that uses it needs in its environment."""
+"""Find the TPU compiler, and the environment of processes that use it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Compiler:
 
     Attributes:
       version: of the package.
-      path: the folder to put on the import path, or None where it is there already.
+      path: the folder to add to the import path, or None if it is already there.
     """
 
     version: str
     path: str | None
 
     def notes(self) -> list[str]:
-        """What is to be said of it: that it is not the one for the installed JAX, and how to get that."""
+        """Notes for the user: that it does not match the installed JAX, and how to get the one that does."""
         problem = libtpu_problem(self.version)
         return [f"figures may be off: {problem}"] if problem else []
 
     def settings(self) -> dict[str, str]:
-        """What of this process's environment a compiled program can depend on: flags of XLA and libtpu, settings of
-        JAX and Capibara."""
+        """The parts of this process's environment that affect a compiled program: flags of XLA and libtpu, settings
+        of JAX and Capibara."""
         names = {"XLA_FLAGS", "LIBTPU_INIT_ARGS"}
         names |= {name for name in os.environ if name.startswith(("JAX_", "CAPIBARA_"))} - _WITHOUT_EFFECT
         found = self.environment()
@@ -81,7 +81,8 @@ def find_compiler() -> Compiler:
     ``libtpu`` of the environment (``pip install --target``: there JAX does not look for TPUs in every process).
 
     Raises:
-      CompilerMissingError: there is none; the text says how to install it, or that this machine cannot have it.
+      CompilerMissingError: there is none; the message says how to install it, or that this machine does not support
+        it.
     """
     asked = os.environ.get(VARIABLE)
     folders = [Path(asked)] if asked else [Path(sys.prefix) / "libtpu"]

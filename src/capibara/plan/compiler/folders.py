@@ -1,8 +1,8 @@
-"""Folders that compilations work in, which are gone afterwards, whatever ended the process that asked.
+"""Temporary folders of compilations, which are removed afterwards however the calling process ends.
 
-A folder is removed by the process that made it; where that one is killed, by the worker in it, which notices. What
-both leave (a machine that lost its power, or killed all processes together) is removed by the next process that
-compiles: the lock file in a folder is locked for as long as its maker lives.
+A folder is removed by the process that created it or, if that one is killed, by its worker, which notices. What both
+leave behind (after a power failure, or if all processes are killed together) is removed by the next process that
+compiles: the lock file in a folder is locked while its creator lives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _cleaned: set[str] = set()
 
 @contextlib.contextmanager
 def work_folder() -> Iterator[Path]:
-    """An empty folder among the temporary ones, until the block ends."""
+    """An empty temporary folder, until the block ends."""
     with _cleaning:
         where = tempfile.gettempdir()
         if where not in _cleaned:
@@ -49,7 +49,7 @@ def work_folder() -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove it, also while a process writes to it that is about to end."""
+    """Remove a folder, even while a process that is about to end writes to it."""
     for _ in range(5):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

@@ -1,4 +1,4 @@
-"""One process that compiles: started, stopped, and what it left."""
+"""Start and stop one compilation process, and read its result."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LAST_WORDS = 4000
 
 @contextlib.contextmanager
 def worker(job: Job, folder: Path, compiler: Compiler) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of :mod:`capibara.plan.compiler.worker` at work on a job in an empty folder.
+    """A process of :mod:`capibara.plan.compiler.worker` that runs a job in an empty folder.
 
-    It ends with the block, and with this process however that ends: its standard input is then closed.
+    It ends with the block, and with this process however it ends: its standard input is then closed.
     """
     (folder / "job.json").write_text(json.dumps(job.to_json()))
     with open(folder / "words", "wb") as words:
@@ -46,16 +46,16 @@ def worker(job: Job, folder: Path, compiler: Compiler) -> Iterator[subprocess.Po
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Stop it and what it started."""
+    """Stop a process and its children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def read_result(job: Job, folder: Path, code: int | None) -> CompiledProgram:
-    """What a process that has ended left in its folder.
+    """Read the result that a finished process left in its folder.
 
     Raises:
-      CompilationError: nothing that can be read; the text has the exit code and its last words.
+      CompilationError: there is no readable result; the message has the exit code and the last output.
     """
     try:
         return CompiledProgram.from_json(json.loads((folder / "result.json").read_bytes()))

@@ -1,8 +1,8 @@
 """The process that compiles: ``python -m capibara.plan.compiler.worker FOLDER [--until-stdin-ends]``.
 
-``FOLDER/job.json`` says what; ``FOLDER/result.json`` and ``FOLDER/program.hlo.gz`` are what comes of it. The exit code
-is 0 whenever there is a result, also that of a program that does not fit. With ``--until-stdin-ends`` it does not
-outlive the process that started it with a pipe, whatever ended that one; and neither does the folder.
+``FOLDER/job.json`` is the job; ``FOLDER/result.json`` and ``FOLDER/program.hlo.gz`` are the results. The exit code is
+0 if there is a result, including that of a program that does not fit. With ``--until-stdin-ends``, neither it nor the
+folder outlives the process that started it with a pipe, however that process ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST = 4000
 
 
 def main(folder: str) -> int:
-    """Compile what the folder's job says."""
+    """Compile the folder's job."""
     place = Path(folder)
     job = Job.from_json(json.loads((place / "job.json").read_bytes()))
     result = run(job, place)
@@ -42,7 +42,7 @@ def main(folder: str) -> int:
 
 
 def run(job: Job, folder: Path) -> CompiledProgram:
-    """Lower and compile, here."""
+    """Lower and compile in this process."""
     from capibara.plan.compiler.devices import describe_mesh
     from capibara.plan.compiler.environment import find_compiler
 

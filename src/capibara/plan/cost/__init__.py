@@ -1,8 +1,8 @@
-"""What a program costs to run: dollars from chips, hours and dated prices, and the choice of slice and plan by them.
+"""The price of running a program, from chips, hours and dated prices, and the choice of slices and plans by price.
 
 :func:`estimate_operation_cost` prices one piece of work; :class:`TpuCostOptimizer` picks among plans
 (:meth:`~TpuCostOptimizer.choose`) or slices (:meth:`~TpuCostOptimizer.cheapest_slice`). Prices are those of
-:mod:`capibara.hardware.prices`: each has its day, region, term and source, a file of your own overrides them, and an
+:mod:`capibara.hardware.prices`: each has a date, region, term and source, your own file overrides them, and an
 unknown price is an error.
 """
 

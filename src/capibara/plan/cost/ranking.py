@@ -1,4 +1,4 @@
-"""Which of several priced plans or slices comes first, and which limit would have to give way."""
+"""Rank priced plans or slices, and determine which limits rule them out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PLAN_ORDER", "SLICE_ORDER", "what_would"]
 
 
 def what_would(refused: Sequence[Considered]) -> str:
-    """For each limit that alone rules something out, the least value that would allow it."""
+    """For each limit that alone rules out a candidate, the smallest value that would allow it."""
     least: dict[str, tuple[float, str]] = {}
     for each in refused:
         if len(each.over) == 1:

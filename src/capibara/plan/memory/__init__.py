@@ -1,4 +1,4 @@
-"""What a step needs of a device's memory: by arithmetic before it is compiled, and why it does not fit."""
+"""The memory of a step on a device: estimated before compiling, and explained if it does not fit."""
 
 from __future__ import annotations
 

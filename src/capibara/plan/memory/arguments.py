@@ -1,8 +1,7 @@
-"""The arguments of a train step on one device, exactly, without a device and without a trace.
+"""The exact arguments of a training step on one device, without a device and without tracing.
 
-Which dimension of which array goes to which mesh axis is what :class:`~capibara.config.axes.AxisRules` says, asked with
-the tables of a :class:`~capibara.plan.layout.Layout`, as the trainer's own step is lowered with them; the arrays are
-those of the composed model.
+The mesh axis of each dimension follows from :class:`~capibara.config.axes.AxisRules` with the rules of a
+:class:`~capibara.plan.layout.Layout`, as in the trainer's own step; the arrays are those of the composed model.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Block:
       kind: ``parameters``, ``optimizer``, ``inputs`` or ``model state``.
       path: its name, ``("blocks", "mlp", "up", "weight")``.
       shape: of one device's part.
-      item_size: bytes a number.
-      count: how many such arrays there are.
-      on_host: whether it lies in the host's memory.
+      item_size: bytes per element.
+      count: number of such arrays.
+      on_host: whether it is in the host's memory.
     """
 
     kind: str
@@ -54,15 +53,15 @@ class Block:
 
     @property
     def padded(self) -> int:
-        """As it lies in memory."""
+        """Including padding."""
         return self.count * padded_bytes(self.shape, self.item_size)
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of a number.
+    """Bytes per element.
 
     Raises:
-      PlanError: for a dtype that no configuration has.
+      PlanError: a dtype that configurations do not support.
     """
     if dtype not in _ITEM_SIZES:
         raise PlanError(f"dtype={dtype!r} must be one of {', '.join(_ITEM_SIZES)}")
@@ -87,10 +86,10 @@ def part_of(
 
 
 def step_arguments(config: ModularModelConfig, layout: Layout) -> tuple[Block, ...]:
-    """Every array that goes into the train step: parameters, moments, tokens, model state, and the scalars.
+    """All arguments of the training step: parameters, moments, tokens, model state, and the scalars.
 
     Raises:
-      PlanError: an optimizer that is not built in.
+      PlanError: an unknown optimizer.
     """
     return tuple(_arguments(config, layout))
 

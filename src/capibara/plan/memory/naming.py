@@ -1,8 +1,8 @@
-"""Places for buffers that no operation of the model made.
+"""Name the sources of buffers that no operation of the model created.
 
-The compiler makes arrays of its own: the stack of a loop's gradients, copies of parameters in the compute dtype made
-once before the loop, values of every repetition kept for the backward pass. They have the shapes of what they belong
-to, and by these they are found.
+The compiler creates its own arrays: the stack of a loop's gradients, copies of parameters in the compute dtype before
+the loop, values of every repetition saved for the backward pass. They are identified by their shapes, which match
+those of their sources.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be changed about a layout that does not fit, the cheapest first by rough figures."""
+"""Changes to a layout that does not fit, the cheapest first by rough estimates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FURTHER = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
 
 
 class Change:
-    """One way out: a layout and a slice, in words, with its estimate."""
+    """A remedy: a layout and a slice, described as text, with its estimate."""
 
     def __init__(self, words: str, layout: Layout, target: Slice, config: ModularModelConfig) -> None:
         self.words = words
@@ -33,11 +33,11 @@ class Change:
 def changes(
     config: ModularModelConfig, layout: Layout, target: Slice, limit: int | None = None
 ) -> tuple[Change, ...]:
-    """Layouts that an estimate lets fit, first those that keep the chips, in the order of what they cost.
+    """Layouts that fit by the estimate, in order of cost, those on the same chips first.
 
-    More rematerialisation computes a block again; more microbatches multiply less at a time; sharding and a longer
-    ``model`` axis communicate; moments in the hosts' memory go over a slow link each step; more chips are paid for.
-    One change at a time, then more rematerialisation together with microbatches, then all that the same chips give.
+    More rematerialisation recomputes blocks; more microbatches make products smaller; sharding and a longer ``model``
+    axis add communication; moments in the hosts' memory use a slow link each step; more chips cost more. Changes are
+    tried one at a time, then rematerialisation together with microbatches, then everything that the same chips allow.
 
     Args:
       limit: bytes that a device may use, if less than it has.

@@ -1,9 +1,9 @@
-"""How much of a TPU's memory an array takes: tiles of (8, 128) numbers in its two last dimensions.
+"""The memory of an array on a TPU: tiles of (8, 128) elements in its last two dimensions.
 
-The compiler lays an array out in tiles of eight rows of 128 numbers (four, two or one row where the dimension is as
-small). It chooses which two dimensions become the last ones, so that little is wasted: ``float32[4, 96, 3, 64]`` is
-stored as ``[4, 3, 64, 96 → 128]``. Numbers of two bytes lie in pairs in the same tiles. Every buffer begins at a
-multiple of 512 bytes.
+The compiler stores an array in tiles of eight rows of 128 elements (four, two or one row if the dimension is that
+small). It chooses the last two dimensions so that little is wasted: ``float32[4, 96, 3, 64]`` is stored as ``[4, 3,
+64, 96 → 128]``. Two-byte elements are stored in pairs in the same tiles. Every buffer begins at a multiple of 512
+bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SMALLEST = 512
 
 
 def padded_bytes(shape: Sequence[int], item_size: int) -> int:
-    """Bytes that an array takes, with the padding to tiles.
+    """Bytes of an array, including the padding to tiles.
 
     Args:
       shape: of the part that one device has.
-      item_size: bytes a number.
+      item_size: bytes per element.
     """
     sizes = [n for n in shape if n != 1]
     if 0 in sizes:

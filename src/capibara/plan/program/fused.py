@@ -1,4 +1,4 @@
-"""What stands inside fusions: operations, and collectives that the compiler fused with work or with slicing."""
+"""The contents of fusions: operations, and collectives that the compiler fused with work or with slicing."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Fused:
       flops: of matrix products and convolutions.
       largest: those of the largest of them.
       dtype: element type of its operands.
-      exchange: a collective, with the computation that it stands in.
+      exchange: a collective, with the computation that contains it.
       kernel: a call of foreign code.
-      starts, ends: whether an asynchronous collective begins, ends here (it may stand in fusions between, too).
-      slices: whether something is sliced: an all-reduce of which each device keeps a part is a reduce-scatter.
+      starts, ends: whether an asynchronous collective begins or ends here (it may also appear in fusions between).
+      slices: whether something is sliced: an all-reduce of which each device keeps one part is a reduce-scatter.
     """
 
     flops: int = 0
@@ -50,7 +50,7 @@ class Fused:
 
 @dataclass
 class FusedComputations:
-    """Fused computations of a program, each summed up once."""
+    """Fused computations of a program, each summed once."""
 
     module: Module
     known: dict[str, Fused] = field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""Which devices take part in a collective, in every form that HLO writes it.
+"""The devices that take part in a collective, in all forms of HLO text.
 
-* lists: ``{{0,1,2,3},{4,5,6,7}}``; ``{}`` means everybody;
-* iotas: ``[8,4]<=[4,8]T(1,0)``: count 0, 1, 2, … in an array of 4 × 8, transpose it, cut it into 8 groups of 4;
-* meshes: ``mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}``: groups run along the named axes of a mesh, whose
+* lists: ``{{0,1,2,3},{4,5,6,7}}``; ``{}`` means all devices; * iotas: ``[8,4]<=[4,8]T(1,0)``: count 0, 1, 2, … in an
+array of 4 × 8, transpose it, cut it into 8 groups of 4; * meshes: ``mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0))
+{'b'}``: groups run along the named axes of a mesh, whose
   devices count in order unless ``device_ids`` says otherwise (``'a':(1)2`` names a part of an axis: after
   a factor of 1, two);
 * pairs (collective-permute): ``{{0,1},{1,2}}``, from → to.
@@ -45,8 +45,8 @@ def parse_groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """Groups of devices, each in its order.
 
     Args:
-      text: the value of ``replica_groups``; empty or ``{}`` is one group of everybody.
-      devices: how many devices run the program.
+      text: the value of ``replica_groups``; empty or ``{}`` is one group of all devices.
+      devices: number of devices that run the program.
 
     Raises:
       PlanError: a form that HLO does not have.

@@ -1,10 +1,10 @@
-"""How often the bodies of loops run.
+"""Trip counts of loops.
 
-A compiled ``while`` does not say it (XLA:CPU does, as ``known_trip_count``). The count is found by reading the loop as
-a program on a few integers: the condition asks for elements of the loop's state; their initial values and what one
-turn makes of them are evaluated as far as they are integers known when compiling. If each grows by a constant, the
-first turn whose condition fails is computed. This covers counters that start anywhere and step by anything, limits that
-travel in the state, counters inside fusions, and the compiler's own loops around windowed matrix products.
+A compiled ``while`` does not state it (XLA:CPU does, as ``known_trip_count``). It is determined by treating the loop
+as a program on a few integers: the condition depends on elements of the loop's state; their initial values and their
+changes in one iteration are evaluated as far as they are compile-time integers. If each grows by a constant, the
+first iteration whose condition fails is computed. This covers counters with any start and step, limits that are part
+of the state, counters inside fusions, and the compiler's own loops around windowed matrix products.
 """
 
 from __future__ import annotations
@@ -163,14 +163,14 @@ def _constant(instruction: Instruction) -> int | None:
 
 
 class Loop:
-    """A ``while``, as far as it is a program on integers.
+    """A ``while`` loop as a program on integers.
 
     Args:
       loop: the instruction.
-      computation: where it stands.
+      computation: the one that contains it.
       module: the program.
       outer: integers known of the parameters of ``computation``.
-      budget: steps that are left for all loops of the program, counted down.
+      budget: remaining steps for all loops of the program.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Loop:
         self._gain: dict[Path, int] = {}
 
     def trips(self) -> int | None:
-        """How often the body runs, or None when the text does not tell."""
+        """The trip count, or None if the text does not determine it."""
         stated = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d{1,15})', self._instruction.tail)
         if stated:
             return int(stated[1])
@@ -209,7 +209,7 @@ class Loop:
             return None
 
     def constant(self, number: int, path: Path) -> int | None:
-        """An integer of the state that is the same in every turn, or None: what is known inside the body."""
+        """An integer of the state that is the same in every iteration, or None."""
         try:
             self._reader.steps = _STEPS
             return self._initial(path) if number == 0 and path and self._turn(path) == 0 else None

@@ -1,10 +1,10 @@
-"""Shapes as HLO text writes them: ``bf16[2,256,512]{2,1,0:T(8,128)(2,1)S(1)}``.
+"""Shapes in HLO text: ``bf16[2,256,512]{2,1,0:T(8,128)(2,1)S(1)}``.
 
 Element type, dimensions, and between braces the layout: dimensions from the fastest varying to the slowest, then
-tiles and a memory space. A tile ``T(8,128)`` means that memory is handed out in blocks of 8 × 128 elements of the two
-fastest dimensions, so both are padded to whole blocks. ``S(n)`` says where an array lives. What the numbers mean was
-read off programs compiled for v4, v5e, v5p and v6e: no ``S`` or ``S(0)`` is the device's main memory (HBM), 1 the
-vector memory, 2 semaphores, 3 the common memory of a v4 chip, 4 and 6 scalar memories, 5 the host's memory.
+tiles and a memory space. A tile ``T(8,128)`` means that memory is allocated in blocks of 8 × 128 elements of the two
+fastest dimensions, so both are padded to whole blocks. ``S(n)`` is the memory space of an array. Its meaning was
+determined from programs compiled for v4, v5e, v5p and v6e: no ``S`` or ``S(0)`` is the device's main memory (HBM), 1
+the vector memory, 2 semaphores, 3 the common memory of a v4 chip, 4 and 6 scalar memories, 5 the host's memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ArrayShape:
     Attributes:
       dtype: HLO's name of the element type (``"bf16"``).
       dims: sizes of the dimensions, slowest first as written.
-      order: dimensions from the fastest varying to the slowest; empty when the text states none.
+      order: dimensions from the fastest varying to the slowest; empty if the text has none.
       tile: the first tile of the layout, or empty.
       space: memory space; 0 is HBM.
     """
@@ -49,7 +49,7 @@ class ArrayShape:
 
     @property
     def elements(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -64,7 +64,7 @@ class ArrayShape:
 
     @property
     def padded_size(self) -> int:
-        """Bytes with the padding of the tiles."""
+        """Bytes including the padding to tiles."""
         if not self.tile or not self.dims:
             return self.size
         sizes = (
@@ -79,7 +79,7 @@ class ArrayShape:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether it lives in the device's main memory."""
+        """Whether it is in the device's main memory."""
         return self.space == HBM
 
 
@@ -135,7 +135,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=50_000)
 def parse_shape(text: str) -> tuple[ArrayShape, ...]:
-    """The arrays of a shape, those of nested tuples one after another (tokens left out).
+    """The arrays of a shape, those of nested tuples one after another (without tokens).
 
     Raises:
       PlanError: a size or an element type that HLO does not have.

@@ -1,8 +1,8 @@
-"""From the text of a compiled program to computations and instructions.
+"""Parse the text of a compiled program into computations and instructions.
 
-XLA prints one instruction a line, ``%name = shape opcode(operands), attributes, metadata={…}, backend_config=…``,
-between lines that open and close a computation. Lines are cut here and hardly more: most of a large program is never
-looked at twice, so shapes and attributes are read when somebody asks.
+XLA prints one instruction per line, ``%name = shape opcode(operands), attributes, metadata={…}, backend_config=…``,
+between lines that open and close a computation. Lines are only split here: most of a large program is not used
+further, so shapes and attributes are parsed on demand.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Instruction:
 
     @property
     def shapes(self) -> tuple[ArrayShape, ...]:
-        """Arrays that come out, flattened."""
+        """Result arrays, flattened."""
         return parse_shape(self.shape_text)
 
     @property
@@ -59,7 +59,7 @@ class Instruction:
 
     @property
     def cut(self) -> int:
-        """Where metadata or the backend configuration begin."""
+        """The start of metadata or backend configuration."""
         if self._cut == -2:
             places = [p for p in (self.rest.find("metadata={"), self.rest.find("backend_config=")) if p >= 0]
             self._cut = min(places) if places else len(self.rest)
@@ -77,7 +77,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where it comes from in the JAX program (``"jit(step)/while/body/dot_general"``), or an empty string."""
+        """Its source in the JAX program (``"jit(step)/while/body/dot_general"``), or an empty string."""
         found = _OP_NAME.search(self.rest, self.cut)
         return found[1] if found else ""
 
@@ -94,7 +94,7 @@ class Instruction:
         return out
 
     def attribute(self, key: str) -> str:
-        """The text of one attribute, braces or brackets and all; empty when it has none of that name."""
+        """The text of one attribute, including braces or brackets; empty if there is none of that name."""
         head = self.head
         found = re.search(rf"(?:^|[\s,]){key}=", head)
         if not found:
@@ -115,7 +115,7 @@ class Instruction:
 
 @dataclass
 class Computation:
-    """A named list of instructions, in the order of the schedule when the program has one."""
+    """A named list of instructions, in schedule order if the program has a schedule."""
 
     name: str
     entry: bool = False
@@ -128,7 +128,7 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction | None:
-        """What the computation gives back."""
+        """The result of the computation."""
         for instruction in reversed(self.instructions):
             if instruction.root:
                 return instruction
@@ -145,7 +145,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who uses an instruction's value."""
+        """The users of an instruction's value."""
         out: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in instruction.operands:
@@ -169,12 +169,12 @@ class Module:
 
     @property
     def num_partitions(self) -> int:
-        """Over how many devices it was cut (1 when the text does not say)."""
+        """Number of devices that it is partitioned over (1 if the text does not say)."""
         return self._number("num_partitions")
 
     @property
     def replica_count(self) -> int:
-        """How many copies run side by side."""
+        """Number of replicas."""
         return self._number("replica_count")
 
     def _number(self, key: str) -> int:
@@ -183,10 +183,10 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Cut HLO text into computations and instructions.
+    """Split HLO text into computations and instructions.
 
     Raises:
-      PlanError: it is not the text of an HLO module, or it is broken off.
+      PlanError: it is not the text of an HLO module, or it is truncated.
     """
     if not isinstance(text, str):
         raise PlanError(f"text must be the string that compiled.as_text() gives, got {type(text).__name__}")

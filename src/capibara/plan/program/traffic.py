@@ -1,8 +1,8 @@
 """Bytes that an operation moves from and to the device's main memory.
 
 An operand or result counts when its layout places it there (no memory space, or 0) and not on the chip. A fusion that
-cuts a slice out of an operand reads the slice only, one that updates a slice of its result in place writes the slice
-only; so a loop over stacked layers counts each layer once.
+slices an operand reads only the slice, one that updates a slice of its result in place writes only the slice; so a
+loop over stacked layers counts each layer once.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Plans as text and as pages."""
+"""Plans as text and as HTML pages."""

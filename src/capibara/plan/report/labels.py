@@ -1,4 +1,4 @@
-"""How a table and a figure call the layouts of a plan, so that no two of them read alike."""
+"""Distinct labels of a plan's layouts in tables and figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sharding_word(layout: Layout) -> str:
 
 
 def distinct_flags(layouts: Sequence[Layout]) -> list[str]:
-    """For each layout the compiler flags that not all of them have; ``""`` where the other settings tell them apart.
+    """For each layout the compiler flags that not all of them have; ``""`` if the other settings distinguish them.
 
     A flag is written without its prefix: ``xla_enable_async_all_gather=true`` as ``enable_async_all_gather=true``.
     """

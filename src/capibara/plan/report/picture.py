@@ -1,4 +1,4 @@
-"""A plan as a figure: where the memory goes, where the time goes, and which mesh axis runs over which links."""
+"""A plan as a figure: memory, time, and the mesh axis of each link."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draw_plan(plan: Plan, stream: BinaryIO) -> None:
 
 
 def figure_of(plan: Plan) -> Any:
-    """The figure, on an Agg canvas of its own: pyplot's state is left alone."""
+    """The figure, on its own Agg canvas, without changing pyplot's state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -112,10 +112,11 @@ def _labels(plan: Plan) -> list[str]:
 
 
 def link_axes(candidate: Candidate) -> dict[Link, str]:
-    """For every link of the grid the mesh axis that runs over it.
+    """The mesh axis of every link of the grid.
 
-    A link joins two chips that are neighbours on the grid, or the two ends of an axis that closes to a ring. It belongs
-    to the mesh axis along which alone the devices at its ends differ; to ``"several"`` where they differ along more.
+    A link joins two chips that are neighbours on the grid, or the two ends of an axis that closes to a ring. It
+    belongs to the only mesh axis along which the devices at its ends differ, or to ``"several"`` if they differ along
+    more.
     """
     sizes = [size for _, size in candidate.layout.mesh]
     names = [axis for axis, _ in candidate.layout.mesh]

@@ -91,7 +91,7 @@ def _row(rank: int, c: Candidate, scale: int, tick: float) -> Sequence[str]:
 
 
 def candidate_lines(c: Candidate, limit: int) -> list[str]:
-    """Where its memory and its time go; ``limit``: bytes that a device may use."""
+    """A breakdown of its memory and time; ``limit``: bytes that a device may use."""
     memory = ", ".join(
         f"{name} {size_text(size)}" for name, size in sorted(c.memory.items(), key=lambda i: -i[1])
     )

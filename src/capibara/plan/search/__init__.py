@@ -1,1 +1,1 @@
-"""Which layouts are worth compiling, and the compiling of them."""
+"""Choose the layouts worth compiling, and compile them."""

@@ -1,7 +1,7 @@
-"""A rough time of a train step, found in microseconds, to order layouts before any is compiled.
+"""A rough estimate of a training step's time, in microseconds, to rank layouts before compiling.
 
-The roofline of the arithmetic, of the memory that the optimizer walks through, and of the bytes that sharding sends.
-It is used to choose what to compile and never reported where the compiler could be asked.
+The roofline of the FLOPs, of the optimizer's memory traffic, and of the bytes that sharding sends. It is used to
+choose what to compile, and not reported if a compiler is available.
 
 Communication (each a ring over the axis; Xu et al., "GSPMD", arXiv:2105.04663; the table in "How to Scale Your Model",
 part 5): sharded parameters are gathered for the forward and again for the backward pass of every microbatch and their
@@ -40,7 +40,7 @@ _LOSS_PASSES = 8
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step: arithmetic, memory traffic and communication that nothing hides."""
+    """Seconds of one step: FLOPs, memory traffic and communication, without overlap."""
 
     compute: float
     memory: float
@@ -48,7 +48,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """All of it, one after another."""
+        """The sum of all parts."""
         return self.compute + self.memory + self.communication
 
 
@@ -67,8 +67,7 @@ def _specs(model: Any) -> CompiledModel:
 
 
 def step_flops(config: ModularModelConfig) -> float:
-    """Floating-point operations of one optimizer step that the model asks for: what rematerialisation repeats is not
-    counted (the usual base of utilisation)."""
+    """Floating-point operations of one optimizer step, without rematerialisation (the usual base of utilisation)."""
     from capibara.core.flops import flops_per_token
 
     tokens = config.train.batch_size * config.train.sequence_length

@@ -1,9 +1,9 @@
-"""Compile the most promising layout, learn from it how far the rough figures are off, and go on.
+"""Compile the most promising layout, correct the rough estimates by the result, and repeat.
 
-Rough figures order a few hundred layouts in milliseconds; the compiler takes half a minute for one. So the search
-compiles the best of several meshes first, corrects the rough time and memory of every other layout by what its nearest
-compiled relatives turned out to take, and compiles on while a layout that is not compiled yet may be better than the
-best that is. What it gives was compiled, all of it.
+Rough estimates rank a few hundred layouts in milliseconds; the compiler takes half a minute for one. So the search
+compiles the best of several meshes first, corrects the rough time and memory of every other layout by the results of
+its nearest compiled relatives, and continues while a layout that is not compiled yet may be better than the best
+compiled one. All results were compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAR = 1.75
 
 @dataclass(frozen=True)
 class Compiled:
-    """A layout and what the compiler and the time model made of it; ``seconds`` is None where it does not fit."""
+    """A layout with the results of the compiler and the time model; ``seconds`` is None if it does not fit."""
 
     layout: Layout
     rough: Rough
@@ -40,10 +40,11 @@ class Compiled:
 
 @dataclass
 class Search:
-    """What a search did.
+    """The result of a search.
 
     Attributes:
-      considered: layouts there are. promising: those whose rough memory may fit. compiled: in the order they were done.
+      considered: number of layouts. promising: those that may fit by rough estimate. compiled: in order of
+        completion.
     """
 
     considered: int = 0
@@ -70,12 +71,12 @@ def search(
     cache: ProgramCache | None = None,
     progress: Progress | None = None,
 ) -> Search:
-    """Find the fastest layout that fits ``limit_bytes`` a device.
+    """Find the fastest layout that fits ``limit_bytes`` per device.
 
     Args:
       seconds_of: the time model.
-      max_compiles: how many layouts to compile at most.
-      progress: called with ``"start"`` or ``"done"``, the layout, and what came of it.
+      max_compiles: maximum number of layouts to compile.
+      progress: called with ``"start"`` or ``"done"``, the layout, and its result.
 
     Raises:
       CompilerMissingError, PlanError: as :func:`compile_programs`.

@@ -1,4 +1,4 @@
-"""Every layout that a train step could have on a slice."""
+"""All possible layouts of a training step on a slice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def meshes(devices: int, heads: int) -> Iterator[tuple[tuple[str, int], ...]]:
 def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
     """The product of meshes, sharding, rematerialisation, microbatches, optimizer sharding and offload.
 
-    Left out is what cannot differ (sharding over one device) and what cannot be: rows that do not divide.
+    Equivalent layouts (sharding over one device) and impossible ones (rows that do not divide) are omitted.
     """
     rows = config.train.batch_size
     for mesh in meshes(target.num_devices, config.model.num_heads):

@@ -1,8 +1,8 @@
-"""Serving: how many requests a slice holds at once, how fast it answers them, and what a million tokens cost.
+"""Serving: a slice's concurrent requests, latency, and price per million tokens.
 
-:func:`plan_serving` compiles the model's prefill and decoding steps for slices that need not be here. The memory of a
-step is affine in its rows, so a few compilations find the largest batch that fits and the largest whose tokens come
-fast enough; what is reported was compiled itself.
+:func:`plan_serving` compiles the model's prefill and decoding steps for slices that need not be present. The memory
+of a step is affine in its rows, so a few compilations find the largest batch that fits and the largest that meets the
+latency target; all reported points were compiled.
 """
 
 from __future__ import annotations

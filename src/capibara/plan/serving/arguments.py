@@ -1,4 +1,4 @@
-"""The arguments of a serving plan, checked by name."""
+"""Validate the arguments of a serving plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LONGEST = 16_777_216
 
 
 def read_config(config: Any) -> ModularModelConfig:
-    """A configuration, of itself, its name or path."""
+    """A configuration, from an object, a name or a path."""
     if isinstance(config, ModularModelConfig):
         return config
     if isinstance(config, os.PathLike):
@@ -49,10 +49,10 @@ def read_config(config: Any) -> ModularModelConfig:
 
 
 def serving_task(config: ModularModelConfig, prompt: int, output: int, dtype: str) -> ServingTask:
-    """What is served.
+    """The serving task.
 
     Raises:
-      PlanError: an impossible length, dtype or form.
+      PlanError: an invalid length, dtype or form.
     """
     for name, value in (("prompt_length", prompt), ("output_length", output)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LONGEST:
@@ -80,7 +80,7 @@ def milliseconds(name: str, value: Any) -> float | None:
 
 
 def read_slices(topology: Any, view: str | None) -> list[Slice]:
-    """The slices that are asked for, or the usual ones."""
+    """The requested slices, or the usual ones."""
     if topology is None:
         return [parse_slice(name, view if name.startswith("v4") else None) for name in DEFAULT_SLICES]
     if isinstance(topology, str | Slice):
@@ -94,7 +94,7 @@ def read_slices(topology: Any, view: str | None) -> list[Slice]:
 
 
 def read_mesh(mesh: Any, targets: list[Slice], task: ServingTask) -> Mesh:
-    """A mesh that every slice can be divided into."""
+    """A mesh that is valid for every slice."""
     if not isinstance(mesh, Mapping) or set(mesh) != {"data", "model"}:
         raise PlanError(
             f"mesh={mesh!r} must give the sizes of 'data' and 'model', as {{'data': 1, 'model': 4}}"

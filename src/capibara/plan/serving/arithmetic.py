@@ -1,4 +1,4 @@
-"""What slices can do by arithmetic alone: which of them, and which meshes, are worth compiling."""
+"""Estimate slices by arithmetic alone, to choose slices and meshes worth compiling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def by_arithmetic(
     first: float | None,
     most: int,
 ) -> ServingOption:
-    """What a slice can do: the most requests of any mesh, and the most tokens a second within the targets."""
+    """The estimates of a slice: the most requests of any mesh, and the most tokens per second within the targets."""
     meshes = [fixed] if fixed else ranked_meshes(task, target, limit, latency, first, most)
     fitting = [(mesh, rows) for mesh in meshes if (rows := _rows(task, mesh, limit, most))]
     if not fitting:
@@ -96,7 +96,7 @@ def _rough_within(
 def ranked_meshes(
     task: ServingTask, target: Slice, limit: int, latency: float | None, first: float | None, most: int
 ) -> list[Mesh]:
-    """Meshes, the most promising first: most tokens a second within the targets, then the fastest tokens."""
+    """Meshes, the most promising first: most tokens per second within the targets, then the fastest tokens."""
 
     def worth(mesh: Mesh) -> tuple[float, float, float]:
         most_rows = _rows(task, mesh, limit, most)

@@ -1,8 +1,8 @@
 """The largest batch that fits, and the largest that is fast enough, with few compilations.
 
-Memory and time of a step of decoding grow with the rows of its batch, nearly along a line. Two compilations give the
-line, a third where it meets the limit confirms it; where it does not, the next is tried between the largest that is
-known to be right and the smallest that is known to be wrong.
+Memory and time of a decoding step grow almost linearly with the rows of its batch. Two compilations determine the
+line, and a third at the limit confirms it; if it does not, the next is tried between the largest batch known to fit
+and the smallest known not to fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RESOLUTION = 0.03
 
 @dataclass(frozen=True)
 class Measured:
-    """A compiled step; ``time`` is None where it does not fit, ``needed`` bytes if the compiler said them."""
+    """A compiled step; ``time`` is None if it does not fit, ``needed`` the bytes if the compiler reports them."""
 
     rows: int
     program: CompiledProgram
@@ -45,10 +45,10 @@ class Measured:
 
 @dataclass
 class MeshSearch:
-    """The search on one mesh of one slice; rows are those of one place along ``data``.
+    """The search on one mesh of one slice; rows are counted per device along ``data``.
 
     Attributes:
-      budget: programs that may still be compiled.
+      budget: remaining number of programs to compile.
     """
 
     task: ServingTask
@@ -66,17 +66,17 @@ class MeshSearch:
 
     @property
     def data(self) -> int:
-        """Places along ``data``."""
+        """Devices along ``data``."""
         return dict(self.mesh)["data"]
 
     # ---- compiling ----------------------------------------------------------------------------------------
 
     def decode(self, *rows: int) -> list[Measured]:
-        """Steps of decoding with so many rows, side by side."""
+        """Decoding steps with the given numbers of rows, compiled in parallel."""
         return self._all(self.decoded, self.task.decode_job, "decoding", rows)
 
     def prefill(self, *rows: int) -> list[Measured]:
-        """Prefills into caches of so many rows."""
+        """Prefills into caches with the given numbers of rows."""
         return self._all(self.prefilled, self.task.prefill_job, "prefill", rows)
 
     def _all(
@@ -125,7 +125,7 @@ class MeshSearch:
     # ---- searching ----------------------------------------------------------------------------------------
 
     def largest(self) -> ServingPoint | None:
-        """The most requests that fit; None where one a device does not."""
+        """The most requests that fit; None if one per device does not."""
         rough = max(1, min(self.most_rows, self.task.rough(self.mesh).capacity(self.limit)))
         # The whole of what was estimated is hardly ever right: the compiler's temporaries come on top.
         self.decode(max(1, rough // 8), max(1, rough // 2))
@@ -149,7 +149,7 @@ class MeshSearch:
     def within(
         self, largest: ServingPoint, latency: float | None, first: float | None
     ) -> ServingPoint | None:
-        """The most requests, up to those of ``largest``, whose tokens come as fast as asked; None where none do."""
+        """The most requests, up to those of ``largest``, that meet the latency target; None if none do."""
 
         def meets(rows: int) -> bool:
             decoded, prefilled = self.decoded.get(rows), self.prefilled.get(rows)
@@ -184,7 +184,7 @@ class MeshSearch:
         return None
 
     def busiest(self, largest: ServingPoint) -> ServingPoint:
-        """The batch with the most tokens a second: a smaller one, where the time of a token grows faster than rows."""
+        """The batch with the most tokens per second, which is smaller if token time grows faster than the rows."""
         prefill = largest.prefill.seconds / largest.group
 
         def rate(measured: Measured) -> float:
@@ -201,7 +201,7 @@ class MeshSearch:
         return largest
 
     def fastest(self) -> ServingPoint | None:
-        """The smallest batch that was compiled whole."""
+        """The smallest batch with both programs compiled."""
         rows = [
             n for n, m in self.decoded.items() if m.fits and n in self.prefilled and self.prefilled[n].fits
         ]
@@ -248,7 +248,7 @@ class MeshSearch:
     # ---- result -------------------------------------------------------------------------------------------
 
     def point(self, rows: int) -> ServingPoint:
-        """What was compiled for so many rows."""
+        """The compiled point for the given number of rows."""
         decoded, prefilled = self.decoded[rows], self.prefilled[rows]
         assert decoded.time is not None
         assert prefilled.time is not None
