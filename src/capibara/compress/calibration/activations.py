@@ -22,6 +22,7 @@ beyond that the entries of a stack share their mean.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import warnings
@@ -301,7 +302,7 @@ class Sums:
         self._entries[name] = 1
         self._separate -= len(sums) * size
         if sums:
-            total = sum(sums.values())
+            total = functools.reduce(np.add, sums.values())
             sums.clear()
             sums[0] = total
         return 0

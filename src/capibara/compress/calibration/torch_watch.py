@@ -80,7 +80,7 @@ def _entries(
     count = len(whole)
     if axis == 0 or whole.dim() != 3 or count < 2 or not whole.is_contiguous():
         return [(None, inputs)]
-    first, at = divmod(weight.storage_offset() - whole.storage_offset(), whole.stride(0))
+    first, at = divmod(int(weight.storage_offset() - whole.storage_offset()), int(whole.stride(0)))
     if weight.dim() == 2 and at + weight.shape[0] * weight.shape[1] <= whole.stride(0):
         return [((first, count), inputs)]
     if weight.dim() == 3 == inputs.dim() and weight.stride(0) == whole.stride(0):
