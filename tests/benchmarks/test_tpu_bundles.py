@@ -75,7 +75,7 @@ def test_forward_on_one_kind_of_chip():
 
 
 # Where the target is not met: what is. Against splash attention's two kernels, and against its one.
-REACHED = {("v5p", 256, 256, "forward"): 0.98, ("v5p", 256, 1024, "forward"): 0.99}
+REACHED = {("v5p", 256, 256, "forward"): 0.98}
 REACHED_FUSED = {
     ("v4", 128, 256): 1.06,
     ("v4", 256, 512): 0.98,
@@ -99,6 +99,7 @@ def test_one_kernel_for_all_gradients_on_one_kind_of_chip():
     assert row["ours"] <= TARGET * row["fused"] < row["theirs"], row
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_table_of_levels_is_looked_up_in_a_register():
     cases = [{"table": table} for table in (False, True)]

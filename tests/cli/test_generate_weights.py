@@ -77,7 +77,7 @@ def _bytes(tree: Any) -> int:
     return sum(int(leaf.nbytes) for leaf in jax.tree_util.tree_leaves(tree))
 
 
-@pytest.mark.parametrize("strategy", ["int8", "nf4"])
+@pytest.mark.parametrize("strategy", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 def test_parameters_that_stay_in_their_codes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: Any
 ) -> None:

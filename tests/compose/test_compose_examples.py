@@ -41,6 +41,7 @@ def entropy_of_letters() -> float:
     return float(-(share * np.log(share)).sum())
 
 
+@pytest.mark.slow
 def test_digits_are_recognised(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
@@ -68,6 +69,7 @@ def test_lstm_learns_to_write(tmp_path: Path) -> None:
     assert len(written) == 51  # and the end of the line
 
 
+@pytest.mark.slow
 def test_gpt_learns_to_write(tmp_path: Path) -> None:
     shown = run(tmp_path, "gpt.py", "--steps=80", "--size=48", "--prompt=A class ", "--length=50")
     (before,) = numbers("before training:", shown)

@@ -340,7 +340,7 @@ def test_jax_convolutions() -> None:
         assert not collect(grouped, [x], {"w": w.reshape(3, 2, 1, 35)})
 
 
-@pytest.mark.parametrize("kind", ["attention", "ssm"])
+@pytest.mark.parametrize("kind", ["attention", pytest.param("ssm", marks=pytest.mark.slow)])
 def test_every_layer_of_our_own_language_model(kind: str) -> None:
     jax = pytest.importorskip("jax")
     from capibara.config import ModularModelConfig

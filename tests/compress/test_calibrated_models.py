@@ -187,7 +187,7 @@ def test_a_choice_that_misjudged_the_outputs_gives_way_to_a_single_codec(monkeyp
     assert made.stats.compression_ratio == pytest.approx(6, rel=0.02)
 
 
-@pytest.mark.parametrize("ratio", [3.3, 4.2, 6.0, 9.0])
+@pytest.mark.parametrize("ratio", [4.2, *(pytest.param(r, marks=pytest.mark.slow) for r in (3.3, 6.0, 9.0))])
 def test_no_single_codec_has_nearer_outputs_in_as_many_bytes(ratio: float) -> None:
     net, x = as_torch(), torch.from_numpy(data())
     profile = {"target_compression_ratio": ratio, "smallest": 1000}
@@ -266,7 +266,10 @@ def test_convolutions_know_their_inputs_too() -> None:
     assert made.stats.compression_ratio == pytest.approx(6, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["int4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("nf4", marks=pytest.mark.slow)],
+)
 def test_codes_of_fixed_width_feed_back_in_matrices_and_not_in_convolutions(strategy: str) -> None:
     net, seen = convolutions(), images(48, 1)
     for profile in ({}, {"target_compression_ratio": 3.2}):

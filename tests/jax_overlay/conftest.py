@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
 from emulation import emulated
 
@@ -30,3 +31,12 @@ def fresh_python() -> Callable[..., Any]:
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     return run
+
+
+@pytest.fixture
+def no_compilation_cache() -> Iterator[None]:
+    """As where nobody has chosen a folder for compiled programs; `make test` has."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)

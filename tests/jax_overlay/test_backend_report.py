@@ -98,6 +98,7 @@ def test_nothing_is_called_tpu_optimized_without_a_tpu(on_cpu):
         cjax.config.update("enable_tpu_optimizations", False)
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_on_a_tpu_the_flags_are_set_and_put_back(monkeypatch, tmp_path):
     """The backend's name is replaced; the flags, the compilation cache and the way back are real."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -123,6 +124,7 @@ def test_the_compilation_cache_is_used_after_switching_on(fresh_python, tmp_path
         f"""
         import json, os, sys
         os.environ["XDG_CACHE_HOME"] = {str(tmp_path)!r}
+        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         import capibara.jax as jax
         jax.jit(lambda x: x + 1)(1.0)
         import jax as real

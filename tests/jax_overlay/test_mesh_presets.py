@@ -157,6 +157,7 @@ def test_context_restores_after_an_exception():
     assert flags.jax_default_matmul_precision == before
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_settings_exist_only_for_a_tpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tpu_optimization_settings("cpu") == {} == tpu_optimization_settings("gpu")

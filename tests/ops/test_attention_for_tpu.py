@@ -109,7 +109,7 @@ IN_TWO_KERNELS = ["key_value", "output", "query"]
 TWO = ("long", "two kernels")
 
 
-@pytest.fixture(scope="module", params=topologies("v4", "v6e"))
+@pytest.fixture(scope="module", params=topologies("v4"))
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return ask(SCRIPT, request.param)
 

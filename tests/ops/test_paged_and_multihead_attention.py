@@ -78,6 +78,42 @@ def test_decoding_into_pages_gives_what_the_whole_sequence_gives():
         np.testing.assert_allclose(got, want[:, start:stop], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference", "pallas_tpu"])
+def test_pools_whose_rows_are_padded(implementation):
+    """What pads a row is NaN here, and neither read nor given back; what is written is padded with zeros."""
+    shape = {"kv_heads": 2, "heads": 4, "dim": 64, "value_dim": 80, "page_size": 4, "new": 2}
+    case = in_pages(LENGTHS, **shape)
+    query = jnp.asarray(case["query"], jnp.float32)
+    pages = [jnp.asarray(x, jnp.float32) for x in case["pages"]]
+    table, lengths = jnp.asarray(case["table"]), jnp.asarray(LENGTHS)
+    key, value = (
+        jnp.pad(x, ((0, 0),) * 3 + ((0, 128 - x.shape[3]),), constant_values=jnp.nan) for x in pages
+    )
+    got = paged_attention(query, key, value, table, lengths, value_dim=80, implementation=implementation)
+    assert got.shape == (4, 2, 4, 80)
+    for b, length in enumerate(LENGTHS):
+        keys, values = case["whole"][b]
+        want = definition(case["query"][b], keys, values, length)
+        np.testing.assert_allclose(got[b], want, rtol=1e-5, atol=1e-5)
+
+    def loss(query, key, value):
+        out = paged_attention(query, key, value, table, lengths, value_dim=80, implementation=implementation)
+        return jnp.sum(jnp.sin(out))
+
+    wanted = jax.grad(loss, (0, 1, 2))(
+        query, *(jnp.nan_to_num(x[..., :d]) for x, d in zip(pages, (64, 80), strict=True))
+    )
+    for g, w in zip(jax.grad(loss, (0, 1, 2))(query, key, value), wanted, strict=True):
+        np.testing.assert_allclose(g[..., : w.shape[3]], w, rtol=1e-5, atol=1e-5)
+        assert not np.any(g[..., w.shape[3] :])
+    new = jnp.ones((4, 1, 2, 64)), jnp.ones((4, 1, 2, 80))
+    written = write_pages(key, value, table, lengths - 1, new[0], new[1])
+    for had, put, d in zip(pages, written, (64, 80), strict=True):
+        first = put[table[0, 1], 6 % 4]
+        np.testing.assert_array_equal(first, np.pad(np.ones((2, d)), ((0, 0), (0, 128 - d))))
+        np.testing.assert_array_equal(put[table[0, 0], :, :, :d], had[table[0, 0]])
+
+
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint16, jnp.uint32])
 def test_lengths_and_tables_of_any_integers(dtype):
     """Before a sequence of one position two new ones begin at -1, and a page has more positions than bytes count."""
@@ -161,6 +197,15 @@ def test_paged_bad_input(place, change, error, match):
     call[place] = change
     with pytest.raises(error, match=match):
         paged_attention(*call)
+
+
+@pytest.mark.parametrize(
+    ("value_dim", "error"), [(2, OpValueError), (128, OpValueError), (0, OpValueError), (3.0, OpTypeError)]
+)
+def test_the_length_of_a_value_is_that_of_the_pool_or_pads_to_it(value_dim, error):
+    call = (jnp.zeros((4, 1, 4, 5)), jnp.zeros((3, 3, 2, 5)), jnp.zeros((3, 3, 2, 3)), jnp.zeros((4, 2), int))
+    with pytest.raises(error, match="value_dim"):
+        paged_attention(*call, jnp.ones(4, int), value_dim=value_dim)
 
 
 @pytest.mark.parametrize("use_bias", [True, False])

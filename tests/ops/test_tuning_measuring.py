@@ -92,7 +92,7 @@ def test_the_quick_block_is_found_the_wrong_one_is_not_taken(op):
     assert outcome.entry.fastest is None
     assert outcome.default == "xla"
     assert list(outcome.wrong_results) == ["xla block=64"]
-    assert "of 512 numbers differ" in outcome.wrong_results["xla block=64"]
+    assert "of 512 elements differ" in outcome.wrong_results["xla block=64"]
     assert outcome.failed == {"xla block=128": "NotImplementedError: too large for the chip"}
     assert outcome.complete
     assert set(outcome.seconds) == {"heuristic", "choice"}

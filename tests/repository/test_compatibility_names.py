@@ -59,7 +59,7 @@ class Environment:
         return self.run("import mithril; print('theirs' if hasattr(mithril, 'theirs') else mithril.__file__)")
 
 
-@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("ours_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_real_mithril_wins_and_is_left_alone(wheel: Path, tmp_path: Path, ours_first: bool):
     env = Environment(tmp_path / "env")
     dummy = _dummy(tmp_path)

@@ -111,7 +111,7 @@ def kill_and_resume(base: Path, kills: int, steps: int, seed: int) -> None:
 
 
 def test_two_kills_change_nothing(tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, kills=2, steps=24, seed=1)
+    kill_and_resume(tmp_path, kills=2, steps=16, seed=1)
 
 
 @pytest.mark.slow
@@ -119,7 +119,9 @@ def test_ten_kills_change_nothing(tmp_path: Path) -> None:
     kill_and_resume(tmp_path, kills=10, steps=150, seed=2)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_polite_signal_saves_the_step_it_reached(tmp_path: Path, number: signal.Signals, code: int) -> None:
     runs, folder = Runs(tmp_path), tmp_path / "run"
     settings = (

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.attention import paged_tpu
+from capibara.ops.attention.pallas_calls import pad, round_up
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
 from capibara.ops.checks import check_scale, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
@@ -34,6 +35,8 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class PagedProblem:
+    """What is static of a call. Rows of pools have ``dim`` and ``value_dim`` numbers; ``used`` of them count."""
+
     batch: int
     new: int
     heads: int
@@ -43,6 +46,7 @@ class PagedProblem:
     table: int
     dim: int
     value_dim: int
+    used: tuple[int, int]
     scale: float
     window: int | None
     softcap: float | None
@@ -76,6 +80,11 @@ def _check_pages(op: str, key_pages: Any, value_pages: Any, page_table: Any, bat
         )
 
 
+def _holds(pages: Any, dim: int) -> bool:
+    """Whether a pool's rows are ``dim`` long, or that padded to whole tiles of a TPU's memory."""
+    return pages.shape[3] in (dim, round_up(dim, paged_tpu.LANES))
+
+
 def _prepare(
     query: Any,
     key_pages: Any,
@@ -83,6 +92,7 @@ def _prepare(
     page_table: Any,
     lengths: Any,
     *,
+    value_dim: int | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -97,11 +107,19 @@ def _prepare(
         )
     batch, new, heads, dim = query.shape
     _check_pages("paged_attention", key_pages, value_pages, page_table, batch)
-    if key_pages.shape[3] != dim or heads % key_pages.shape[2]:
+    if not _holds(key_pages, dim) or heads % key_pages.shape[2]:
         raise OpShapeError(
-            f"paged_attention: key_pages {tuple(key_pages.shape)} must have the query's dim ({dim}), and a number of "
-            f"heads that divides the query's ({heads})"
+            f"paged_attention: key_pages {tuple(key_pages.shape)} must have the query's dim ({dim}), or that rounded "
+            f"up to a multiple of {paged_tpu.LANES}, and a number of heads that divides the query's ({heads})"
         )
+    if value_dim is not None:
+        if isinstance(value_dim, bool) or not isinstance(value_dim, numbers.Integral):
+            raise OpTypeError(f"paged_attention: value_dim must be an int or None, got {value_dim!r}")
+        if value_dim < 1 or not _holds(value_pages, int(value_dim)):
+            raise OpValueError(
+                f"paged_attention: value_dim must be the last size of value_pages {tuple(value_pages.shape)}, or one "
+                f"that gives it when rounded up to a multiple of {paged_tpu.LANES}; got {value_dim}"
+            )
     if not hasattr(lengths, "dtype") or not jnp.issubdtype(lengths.dtype, jnp.integer):
         kind = getattr(lengths, "dtype", type(lengths).__name__)
         raise OpTypeError(f"paged_attention: lengths must be an integer array, got {kind}")
@@ -121,8 +139,9 @@ def _prepare(
         pages=key_pages.shape[0],
         page_size=key_pages.shape[1],
         table=page_table.shape[1],
-        dim=dim,
+        dim=key_pages.shape[3],
         value_dim=value_pages.shape[3],
+        used=(dim, value_pages.shape[3] if value_dim is None else int(value_dim)),
         scale=1.0 / math.sqrt(dim) if scale is None else scale,
         window=None if window is None else int(window),
         softcap=softcap,
@@ -147,10 +166,15 @@ def _scores(p: PagedProblem, q: jax.Array, key: jax.Array, slots: jax.Array, len
     return s + jnp.where(visible, 0.0, HIDDEN).astype(wide)[:, None, None]
 
 
-def _take(p: PagedProblem, pages: jax.Array, table: jax.Array, slots: jax.Array, lengths: jax.Array) -> Any:
-    """Cached rows [batch, slots, kv_heads, dim]; zeros after the end, where a page may hold anything."""
+def _take(
+    p: PagedProblem, pages: jax.Array, used: int, table: jax.Array, slots: jax.Array, lengths: jax.Array
+) -> Any:
+    """Cached rows [batch, slots, kv_heads, dim]; zeros after the end and in padding, which may hold anything."""
     rows = jnp.take(pages, table, axis=0, mode="clip").reshape(p.batch, -1, *pages.shape[2:])
-    return jnp.where((slots < lengths[:, None])[:, :, None, None], rows, jnp.zeros((), pages.dtype))
+    known = (slots < lengths[:, None])[:, :, None, None]
+    if used < rows.shape[3]:
+        known &= jnp.arange(rows.shape[3]) < used
+    return jnp.where(known, rows, jnp.zeros((), pages.dtype))
 
 
 def _start(p: PagedProblem, query: jax.Array) -> jax.Array:
@@ -172,8 +196,8 @@ def _looped(
         best, total, acc = carry
         some = lax.dynamic_slice_in_dim(table, i * together, together, axis=1)
         slots = i * size + jnp.arange(size, dtype=jnp.int32)
-        s = _scores(p, q, _take(p, key, some, slots, lengths), slots, lengths)
-        values = _take(p, value, some, slots, lengths)
+        s = _scores(p, q, _take(p, key, p.used[0], some, slots, lengths), slots, lengths)
+        values = _take(p, value, p.used[1], some, slots, lengths)
         new_best = jnp.maximum(best, jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True))
         weights, shrink = jnp.exp(s - new_best), jnp.exp(best - new_best)
         more = jnp.einsum(
@@ -198,12 +222,12 @@ def _reference(
     """All pages of every sequence at once."""
     wide = jnp.float64 if p.dtype == "float64" else jnp.float32
     slots = jnp.arange(p.table * p.page_size, dtype=jnp.int32)
-    s = _scores(p, _start(p, query), _take(p, key, table, slots, lengths), slots, lengths)
+    s = _scores(p, _start(p, query), _take(p, key, p.used[0], table, slots, lengths), slots, lengths)
     best = jnp.maximum(jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True), ROW_FLOOR)
     weights = jnp.exp(s - best)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = (weights / jnp.where(total == 0, 1.0, total)).astype(value.dtype)
-    values = _take(p, value, table, slots, lengths)
+    values = _take(p, value, p.used[1], table, slots, lengths)
     out = jnp.einsum("bkgts,bskd->btkgd", weights, values, preferred_element_type=wide)
     return out.reshape(p.batch, p.new, p.heads, -1).astype(p.dtype)
 
@@ -264,6 +288,7 @@ def paged_attention(
     page_table: jax.Array,
     lengths: jax.Array,
     *,
+    value_dim: int | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -281,18 +306,21 @@ def paged_attention(
     table; the gradient gathers all pages. On TPUs a kernel copies each sequence's own pages into on-chip memory while
     it computes on the previous ones; it supports heads of at most 128 elements (a multiple of 8: 64, 80, 96, …; on
     v5p only 128), or with a multiple of 8 key heads (or one in bfloat16) of a multiple of 128, float32 or bfloat16
-    throughout. The kernel was compiled for TPUs and tested in interpret mode, but not measured on a TPU. XLA gives
-    pools of heads of fewer than 128 elements a layout with the pages innermost, and copies both pools whole in each
-    call, for the kernel as for its own form (seen on v4 and v5e too, with pools of 32 MiB and more, page counts of 512
-    and 4,096): pad such heads to 128 where that matters.
+    throughout. The kernel was compiled for TPUs and tested in interpret mode, but not measured on a TPU.
+
+    Make pools of heads of 64, 80 or 96 elements 128 wide on TPUs (``jnp.zeros((pages, page_size, kv_heads, 128))``):
+    XLA gives narrower ones a layout with the pages innermost, and copies both whole in each call, for the kernel and
+    for its own form. What pads a row is not read, and :func:`write_pages` fills it with zeros.
 
     Args:
       query: ``[batch, new, heads, dim]``, floating point: positions ``lengths - new … lengths - 1``, whose own keys
         and values are already in the pages (see :func:`write_pages`).
-      key_pages: ``[pages, page_size, kv_heads, dim]``; ``kv_heads`` divides ``heads``.
-      value_pages: ``[pages, page_size, kv_heads, value_dim]``.
+      key_pages: ``[pages, page_size, kv_heads, dim]``; ``kv_heads`` divides ``heads``. ``dim`` may be rounded up to a
+        multiple of 128.
+      value_pages: ``[pages, page_size, kv_heads, value_dim]``, which may be rounded up likewise.
       page_table: ``int [batch, pages of a sequence]``; entries past a sequence's end may be anything.
       lengths: ``int [batch]``: positions of each sequence, including the new ones. For a length of 0 the output is 0.
+      value_dim: The length of a value where ``value_pages`` has longer rows; ``None`` means their whole length.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       window: The most positions that a query sees, including its own.
       softcap: Limits scores by ``softcap · tanh(scores / softcap)``.
@@ -312,15 +340,19 @@ def paged_attention(
         value_pages,
         page_table,
         lengths,
+        value_dim=value_dim,
         scale=scale,
         window=window,
         softcap=softcap,
         implementation=implementation,
     )
+    columns = problem.used[1]
     if 0 in (problem.batch, problem.new, problem.heads, problem.table):
-        return jnp.zeros((*query.shape[:3], value_pages.shape[3]), problem.dtype)
+        return jnp.zeros((*query.shape[:3], columns), problem.dtype)
     # In the dtype it came in, what is before the first position could be a large number.
-    return OP.run("forward", problem, *arrays[:4], jnp.asarray(arrays[4]).astype(jnp.int32))
+    lengths = jnp.asarray(lengths).astype(jnp.int32)
+    out = OP.run("forward", problem, pad(jnp.asarray(query), 3, problem.dim), *arrays[1:4], lengths)
+    return out if columns == problem.value_dim else out[..., :columns]
 
 
 @over_explicit_axes(
@@ -344,7 +376,8 @@ def write_pages(
 
     Equivalent: ``key_pages.at[page_table[b, s // page_size], s % page_size].set(key[b, i])`` with
     ``s = lengths[b] + i``. Under ``jit`` with donated pages this is in place. Positions beyond a sequence's table,
-    and invalid page numbers (such as negative ones), are not written.
+    and invalid page numbers (such as negative ones), are not written. Where a pool's rows are longer, since they are
+    padded to a multiple of 128, zeros are written after ``dim``.
 
     Args:
       key_pages, value_pages, page_table: as for :func:`paged_attention`.
@@ -360,9 +393,10 @@ def write_pages(
     batch, new = key.shape[:2]
     _check_pages("write_pages", key_pages, value_pages, page_table, batch)
     for name, x, pages in (("key", key, key_pages), ("value", value, value_pages)):
-        if tuple(x.shape) != (batch, new, *pages.shape[2:]):
+        if tuple(x.shape[:-1]) != (batch, new, pages.shape[2]) or not _holds(pages, x.shape[-1]):
             raise OpShapeError(
-                f"write_pages: {name} must have shape {(batch, new, *pages.shape[2:])}, got {tuple(x.shape)}"
+                f"write_pages: {name} must have shape {(batch, new, *pages.shape[2:])}, or a last size that gives "
+                f"{pages.shape[3]} when rounded up to a multiple of {paged_tpu.LANES}; got {tuple(x.shape)}"
             )
     if tuple(lengths.shape) != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise OpShapeError(
@@ -375,6 +409,6 @@ def write_pages(
     page = jnp.where(page < 0, pages, page)  # an index past the end is dropped, a negative one would wrap
     where = (page, at % page_size)
     return (
-        key_pages.at[where].set(key.astype(key_pages.dtype), mode="drop"),
-        value_pages.at[where].set(value.astype(value_pages.dtype), mode="drop"),
+        key_pages.at[where].set(pad(key, 3, key_pages.shape[3]).astype(key_pages.dtype), mode="drop"),
+        value_pages.at[where].set(pad(value, 3, value_pages.shape[3]).astype(value_pages.dtype), mode="drop"),
     )

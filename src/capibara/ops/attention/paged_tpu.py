@@ -30,6 +30,7 @@ class PagedPlan:
       together: pages of a block.
       group: query heads that share a key head.
       new: positions of each sequence that are queries.
+      key_dim: how much of a key's row is not padding.
       window, softcap, scale: as for :func:`capibara.ops.attention.paged_attention`.
       dtype: of the output.
       interpret: whether the kernel is interpreted.
@@ -38,6 +39,7 @@ class PagedPlan:
     together: int
     group: int
     new: int
+    key_dim: int
     window: int | None
     softcap: float | None
     scale: float
@@ -57,8 +59,9 @@ def check(problem: PagedProblem) -> None:
         )
     if min(problem.dim, problem.value_dim) < LANES and _on_v5p():
         raise NotImplementedError(
-            f"takes heads of at least {LANES} elements on v5p, not {problem.dim} and {problem.value_dim}: there XLA "
-            "lays pools of smaller heads out with the pages innermost, and would copy all of them"
+            f"takes pools with rows of at least {LANES} elements on v5p, not {problem.dim} and {problem.value_dim}: "
+            "XLA lays pools of shorter rows out with the pages innermost there, and would copy all of them; pad rows "
+            f"to {LANES}"
         )
     # Others are padded in memory: to see pages as rows, XLA would copy all of them.
     if problem.kv_heads not in (1, 2, 4) and problem.kv_heads % SUBLANES:
@@ -123,6 +126,7 @@ def plan(problem: PagedProblem, interpret: bool) -> PagedPlan:
         together=_together(problem),
         group=problem.heads // problem.kv_heads,
         new=problem.new,
+        key_dim=problem.used[0],
         window=problem.window,
         softcap=problem.softcap,
         scale=problem.scale,

@@ -88,7 +88,7 @@ def _kernel(
         hidden = jnp.where(visible, 0.0, HIDDEN).astype(jnp.float32)
         there = block * size + place < end  # a page may hold anything after the end
         for head in range(heads):
-            s = plan.scale * _products(query, keys, slot, head, there)
+            s = plan.scale * _products(plan, query, keys, slot, head, there)
             if plan.softcap is not None:
                 s = plan.softcap * jnp.tanh(s / plan.softcap)
             s = s + hidden
@@ -116,11 +116,14 @@ def _columns(part: int, parts: Any) -> Any:
     return pl.ds(part * LANES, parts.shape[3])
 
 
-def _products(query: Any, keys: Any, slot: Any, head: int, there: jax.Array) -> jax.Array:
+def _products(plan: PagedPlan, query: Any, keys: Any, slot: Any, head: int, there: jax.Array) -> jax.Array:
     """Products of a head's queries with its keys [rows, size], float32."""
     out = None
     for part in range(keys.shape[0]):
-        key = jnp.where(there, _rows_of(keys.at[part, slot], head, query.shape[1]), jnp.zeros((), keys.dtype))
+        known, width = there, plan.key_dim - part * LANES
+        if width < keys.shape[3]:  # what pads a row may be anything, too
+            known = there & (lax.broadcasted_iota(jnp.int32, (1, keys.shape[3]), 1) < width)
+        key = jnp.where(known, _rows_of(keys.at[part, slot], head, query.shape[1]), jnp.zeros((), keys.dtype))
         some = query[0, head, :, _columns(part, keys)]
         more = lax.dot_general(some, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         out = more if out is None else out + more
