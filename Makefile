@@ -61,6 +61,7 @@ USE_QUICK = for flag in $(QUICK); do flags="$${XLA_FLAGS:-} $$flag"; XLA_FLAGS="
 KEEP_COMPILED := JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 test: setup-dev $(VENV)/.capibara-tpu  ## the tests that finish in minutes
+	@mkdir -p $(VENV)/compiled; find $(VENV)/compiled -type f -mtime +30 -delete
 	$(USE_QUICK); \
 	$(KEEP_COMPILED) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=12 --durations-min=5
 

@@ -49,6 +49,9 @@ pytest_collect_file = Sybil(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # Tracing makes many objects that stay for a while, and JAX has work of its own at each search for garbage: together
+    # an eighth of the tests' time. Each file ends with a whole search.
+    gc.set_threshold(100_000, 50, 100)
     # The blocks of a page need each other: with `-n` a whole file has to go to one worker.
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadfile"

@@ -148,7 +148,7 @@ def perturbed(tree: Any, backend: Any) -> Any:
     return backend.array(value + 0.1 + np.random.default_rng(value.size).uniform(0, 0.3, value.shape))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "gpt")) for c in CASES])
 def test_the_reference_implementation_computes_the_same(case: str) -> None:
     make, on, shapes, calls = CASES[case]
     backend = on()

@@ -32,6 +32,7 @@ SHAPES = {
     "one head of 96": {"kv_heads": 1, "heads": 4, "dim": 96, "value_dim": 128, "page_size": 8},
 }
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 3}, {"softcap": 0.7, "scale": 0.3})
+QUICK = ("grouped", "parts of a head", "heads of 64")  # with options, and in bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +55,22 @@ def arrays(
     return query, key, value, jnp.asarray(case["table"]), jnp.asarray(case["lengths"])
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        pytest.param(shape, options, marks=[pytest.mark.slow] * (bool(options) and shape not in QUICK))
+        for shape in SHAPES
+        for options in OPTIONS
+    ],
+)
 def test_interpreted_value_is_the_definition(shape, options):
     case = in_pages([7, 0, 12, 3, 8], **SHAPES[shape])
     check(case, jax.jit(partial(KERNEL, **options))(*arrays(case)), **options)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SHAPES]
+)
 def test_bfloat16_is_that_of_the_reference(shape):
     case = in_pages([7, 0, 12, 3], **SHAPES[shape])
     given_arrays = arrays(case, jnp.bfloat16)

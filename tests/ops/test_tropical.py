@@ -51,7 +51,7 @@ def run(implementation, spec, a, b, **options):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("wild", [0.0, 0.2])
+@pytest.mark.parametrize("wild", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 @pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)
 def test_values_and_indices_are_the_definition_s(spec, wild, implementation):
     a, b = draw(spec, wild=wild)
