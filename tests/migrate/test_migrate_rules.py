@@ -249,6 +249,23 @@ def test_array_attributes_need_an_array():
     assert findings("def f(x):\n    return x.device_buffer") == []
 
 
+@pytest.mark.parametrize(
+    ("decorator", "traced"),
+    [
+        ("jax.jit", {"x", "n"}),
+        ("functools.partial(jax.jit, static_argnums=1)", {"x"}),
+        ("functools.partial(jax.jit, static_argnames='x')", {"n"}),
+        ("functools.partial(jax.grad, argnums=0)", set()),
+        ("jax.vmap", set()),
+    ],
+)
+def test_numpy_on_traced_arguments_is_found_under_each_spelling_of_jit(decorator, traced):
+    for name in ("x", "n"):
+        source = f"import functools\nimport jax\nimport numpy as np\n@{decorator}\ndef f(x, n):\n    return np.sum({name})"
+        expected = [(6, "warning", "numpy-in-jit")] if name in traced else []
+        assert findings(source) == expected, name
+
+
 def test_flags_switch_checks_off():
     source = (
         "import jax\nimport numpy as np\nfrom jax import tree_map\njax.tree_leaves(x)\n"

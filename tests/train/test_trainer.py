@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -350,3 +351,12 @@ def test_utilisation_follows_from_the_measured_rate(tmp_path: Path, monkeypatch:
     assert report.utilisation is not None
     expected = report.tokens_per_second * model.flops_per_token(16) / 1e9
     np.testing.assert_allclose(report.utilisation, expected)
+    assert f"utilisation        {report.utilisation:.1%} of a matrix multiply's 1 GFLOP/s" in str(report)
+    trained = [
+        line for line in read_metrics(Path(report.directory) / "metrics.jsonl") if line["kind"] == "train"
+    ]
+    np.testing.assert_allclose(
+        [line["utilisation"] for line in trained],
+        [line["tokens_per_second"] * model.flops_per_token(16) / 1e9 for line in trained],
+    )
+    assert "a matrix multiply" not in str(dataclasses.replace(report, utilisation=None))
