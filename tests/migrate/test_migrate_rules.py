@@ -261,7 +261,8 @@ def test_array_attributes_need_an_array():
 )
 def test_numpy_on_traced_arguments_is_found_under_each_spelling_of_jit(decorator, traced):
     for name in ("x", "n"):
-        source = f"import functools\nimport jax\nimport numpy as np\n@{decorator}\ndef f(x, n):\n    return np.sum({name})"
+        imports = "import functools\nimport jax\nimport numpy as np"
+        source = f"{imports}\n@{decorator}\ndef f(x, n):\n    return np.sum({name})"
         expected = [(6, "warning", "numpy-in-jit")] if name in traced else []
         assert findings(source) == expected, name
 
