@@ -180,6 +180,20 @@ def test_experts_are_cut_between_experts() -> None:
     assert any("every expert" in said for said in strategy.assumptions)
 
 
+@pytest.mark.parametrize(
+    ("inside", "stacked"),
+    [
+        ({"up": (L, E, 1024), "down": (L, 1024, E), "norm": (L, E)}, True),
+        ({"experts": {"up": (8, E, 1024), "down": (8, 1024, E)}}, False),
+        ({"experts": {"up": (L, 8, E, 1024), "down": (L, 8, 1024, E)}}, True),
+    ],
+)
+def test_a_first_dimension_counts_layers_or_experts(inside: dict[str, Any], stacked: bool) -> None:
+    leaves = read_tree({"embed": (V, E), "blocks": inside}).leaves
+    for leaf, role in zip(leaves, assign_roles(leaves, (8, 1024), E), strict=True):
+        assert role.stack == (stacked and leaf.path[0] == "blocks"), leaf
+
+
 @pytest.mark.parametrize("pattern", [["attention"], ["ssm"], ["attention", "ssm"], ["vq"]])
 def test_shapes_alone_say_what_names_say(pattern: list[str]) -> None:
     """The shipped decoder: its parameters without names, against the table of its own logical names."""
