@@ -57,8 +57,8 @@ announce-demo:
 QUICK := --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
 USE_QUICK = for flag in $(QUICK); do flags="$${XLA_FLAGS:-} $$flag"; XLA_FLAGS="$$flags" $(BIN)/python -c \
   "import jax; jax.numpy.zeros(1)" > /dev/null 2>&1 && export XLA_FLAGS="$$flags"; done
-# Many programs are compiled by several tests, in either worker and in processes of their own, and again by the next run.
-KEEP_COMPILED := JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+# Many programs are compiled by several tests, and again by the next run.
+KEEP_COMPILED := CAPIBARA_TEST_PROGRAMS=$(abspath $(VENV))/compiled
 
 test: setup-dev $(VENV)/.capibara-tpu  ## the tests that finish in minutes
 	@mkdir -p $(VENV)/compiled; find $(VENV)/compiled -type f -mtime +30 -delete

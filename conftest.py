@@ -50,11 +50,24 @@ pytest_collect_file = Sybil(
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     # Tracing makes many objects that stay for a while, and JAX has work of its own at each search for garbage: together
-    # an eighth of the tests' time. Each file ends with a whole search.
-    gc.set_threshold(100_000, 50, 100)
+    # an eighth of the tests' time. Each file ends with a search, and so does a test that leaves much memory.
+    gc.disable()
     # The blocks of a page need each other: with `-n` a whole file has to go to one worker.
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadfile"
+    if (folder := os.environ.get("CAPIBARA_TEST_PROGRAMS")) and "PYTEST_XDIST_WORKER" in os.environ:
+        _keep_compiled(os.path.join(folder, os.environ["PYTEST_XDIST_WORKER"]))
+
+
+def _keep_compiled(folder: str) -> None:
+    """Let JAX keep compiled programs in ``folder``; not those of processes that tests start.
+
+    JAX writes an entry in place, so that another process may read half of it, and one that is killed leaves half of it.
+    """
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 # Files whose tests wait for a compiler or for processes of their own. They are few tests each and take longest, so that
@@ -72,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-_MOST_MEMORY = 1_300_000_000  # bytes of a process
+_MOST_MEMORY = 1_700_000_000  # bytes of a process
 _after_the_last_drop = 0
 
 

@@ -29,8 +29,19 @@ def stored(path: Path, weight: np.ndarray, codec: str, **chosen: Any) -> tuple[Q
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one chunk", "several"])
-@pytest.mark.parametrize("chosen", [{}, {"axis": 0}, {"outliers": 0.02}], ids=str)
-@pytest.mark.parametrize("codec", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize(
+    ("codec", "chosen"),
+    [
+        pytest.param(
+            codec,
+            chosen,
+            id=f"{codec}-{chosen}",
+            marks=[] if codec == "int8" or not chosen else pytest.mark.slow,
+        )
+        for codec in ("int8", "int4", "nf4")
+        for chosen in ({}, {"axis": 0}, {"outliers": 0.02})
+    ],
+)
 def test_a_product_is_that_of_what_is_read(
     codec: str, chosen: dict[str, Any], several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,7 @@ def test_prompt_longer_than_the_cache_is_refused() -> None:
         fed.model.decode(fed.params, jnp.zeros((1, 5), "int32"), cache)
 
 
-@pytest.mark.parametrize("layers", ["scan", "unroll"])
+@pytest.mark.parametrize("layers", ["scan", pytest.param("unroll", marks=pytest.mark.slow)])
 def test_a_full_cache_is_refused_where_the_position_is_known(layers: str) -> None:
     fed = Fed("attention", model__scan_layers=layers, model__remat="full")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tpu_compiler import ask, needs_libtpu
-from tpu_kinds import topologies
+from tpu_kinds import few_or_all
 
 pytestmark = needs_libtpu
 
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 from capibara.ops import explain
 from capibara.ops.attention import flash_attention
 
-kind = sys.argv[1]
+*few, kind = sys.argv[1:]
 more = {"chip_config_name": "megacore"} if kind.startswith("v4") else {}
 devices = topologies.get_topology_desc(platform="tpu", topology_name=kind, **more).devices
 one = SingleDeviceSharding(devices[0])
@@ -52,7 +52,7 @@ measure("long", [whole] * 3, jnp.bfloat16, use_causal_mask=True)
 heads = [(1, 4, 1000, 64), (1, 2, 700, 64), (1, 2, 700, 80)]
 measure("everything", heads, jnp.float32, window=300, softcap=30.0)
 measure("segments", [(2, 2, 300, 5)] * 3, jnp.float32, ids=(2, 300), precision="highest", layout="bhsd")
-measure("wide", [(1, 2, 2048, 256)] * 3, jnp.float32, precision="bfloat16")
+few or measure("wide", [(1, 2, 2048, 256)] * 3, jnp.float32, precision="bfloat16")
 out["vmap"] = {"calls": calls(jax.jit(jax.vmap(flash_attention, (0, None, None))).lower(
     *(jax.ShapeDtypeStruct(s, jnp.float32, sharding=one) for s in [(3, 2, 1, 200, 8)] + [(2, 1, 200, 8)] * 2)
 ).compile().as_text())}
@@ -60,7 +60,7 @@ out["vmap"] = {"calls": calls(jax.jit(jax.vmap(flash_attention, (0, None, None))
 for name, length in (("one kernel", 10240), ("two kernels", 10752)):
     measure(name, [(1, 2, length, 128)] * 3, jnp.bfloat16, use_causal_mask=True, block_size=512)
 options = {"segments": (1, 2048), "block_size": 1024, "softcap": 30.0, "use_causal_mask": True}
-measure("large blocks", [(1, 2, 2048, 256)] * 3, jnp.bfloat16, ids=options.pop("segments"), **options)
+few or measure("large blocks", [(1, 2, 2048, 256)] * 3, jnp.bfloat16, ids=options.pop("segments"), **options)
 measure("bias", [(1, 2, 256, 64)] * 3, jnp.float32, bias=(1, 2, 256, 256))
 # Each kernel alone: what it holds in memory beside its operands and results.
 from capibara.ops.attention import pallas_tpu_kernels as kernels
@@ -74,7 +74,7 @@ q, k, row = (
 )
 backward = (q, k, k, q, row, row)
 alone = {"output": (q, k, k), "query_gradient": backward, "key_value_gradients": backward}
-for name, arrays in alone.items():
+for name, arrays in () if few else alone.items():
     compiled = jax.jit(lambda *a: getattr(kernels, name)(plan, *a)).lower(*arrays).compile()
     memory = compiled.memory_analysis()
     out["alone " + name] = {
@@ -109,9 +109,9 @@ IN_TWO_KERNELS = ["key_value", "output", "query"]
 TWO = ("long", "two kernels")
 
 
-@pytest.fixture(scope="module", params=topologies("v4"))
+@pytest.fixture(scope="module", params=few_or_all("v4"))
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return ask(SCRIPT, request.param)
+    return ask(SCRIPT, *request.param.split())
 
 
 def test_the_kernels_are_in_the_program_where_explain_says_so(found):
@@ -139,7 +139,8 @@ def test_memory_is_linear_in_the_sequence(found):
 
 @pytest.mark.parametrize("kernel", ["output", "query_gradient", "key_value_gradients"])
 def test_each_kernel_holds_nothing_beside_its_operands_and_results(found, kernel):
-    row = found[f"alone {kernel}"]
+    if (row := found.get(f"alone {kernel}")) is None:
+        pytest.skip("not among the few programs of make test")
     assert row["kernels"] == [kernel.partition("_grad")[0]]
     operand, numbers = 16 * 32768 * 128 * 2, 16 * 32768 * 4
     # A row vector [1, n] of numbers is padded to tiles of 8 rows.

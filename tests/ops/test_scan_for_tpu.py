@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tpu_compiler import ask, needs_libtpu
-from tpu_kinds import topologies
+from tpu_kinds import few_or_all
 
 pytestmark = needs_libtpu
 
@@ -20,7 +20,7 @@ from capibara.ops import explain
 from capibara.ops.scan import selective_scan
 from capibara.ops.scan.specs import ScanSpec
 
-kind = sys.argv[1]
+*few, kind = sys.argv[1:]
 more = {"chip_config_name": "megacore"} if kind.startswith("v4") else {}
 device = topologies.get_topology_desc(platform="tpu", topology_name=kind, **more).devices[0]
 one = SingleDeviceSharding(device)
@@ -55,7 +55,7 @@ def measure(name, length, dtype, implementation="auto"):
 
 measure("short", 16384, "float32")
 measure("long", 32768, "float32")
-measure("bfloat16", 32768, "bfloat16")
+few or measure("bfloat16", 32768, "bfloat16")
 measure("reference", 4096, "float32", "reference")
 print(json.dumps(out))
 """
@@ -65,10 +65,10 @@ CHUNKED = ("short", "long", "bfloat16")
 
 @pytest.fixture(
     scope="module",
-    params=topologies("v4"),
+    params=few_or_all("v4"),
 )
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return ask(SCRIPT, request.param)
+    return ask(SCRIPT, *request.param.split())
 
 
 def test_what_explain_says_is_in_the_program(found):
@@ -81,7 +81,8 @@ def test_what_explain_says_is_in_the_program(found):
 def test_temporaries_are_some_copies_of_the_input(found, name):
     # In float32 one array like x is 192 MiB at 32768 positions, and a state for each position would be 24 GiB.
     # Kept are the inputs cut into chunks and, for the gradient, a state for each chunk, twice the size of x.
-    row = found[name]
+    if (row := found.get(name)) is None:
+        pytest.skip("not among the few programs of make test")
     assert row["forward"] <= 5 * row["x"]
     assert row["gradient"] <= 9 * row["x"]
     assert row["gradient"] < row["states"] / 14

@@ -32,6 +32,8 @@ SMOOTH = (
     "scan.semiring_scan",
     "tropical.polyval",
 )
+# Those of several searches and of a scan of products, made of what the others are.
+LONG = {"tropical.scan", "vq.product_quantise", "vq.residual_quantise"}
 # What a function needs of its arguments, by their number.
 FIT: dict[str, dict[int, Callable[[Any], Any]]] = {
     "attention.paged_attention": {4: lambda lengths: lengths + 9},
@@ -64,7 +66,9 @@ def test_all_are_here():
     assert set(SMOOTH) <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in NAMES]
+)
 def test_compiled_and_mapped_it_is_what_it_is_alone(name):
     run, arrays = arguments(name, "float32")
     other = [0.5 * x if is_float(x) else x for x in arrays]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["TOPOLOGIES", "topologies"]
+__all__ = ["TOPOLOGIES", "few_or_all", "topologies"]
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 
@@ -17,3 +17,9 @@ def topologies(*quick: str) -> list[Any]:
     return [
         t if t.partition(":")[0] in quick else pytest.param(t, marks=pytest.mark.slow) for t in TOPOLOGIES
     ]
+
+
+def few_or_all(kind: str) -> list[Any]:
+    """Arguments of a script: ``few``, for some of its programs, and such a kind; and slow, for all, each kind."""
+    (quick,) = (t for t in TOPOLOGIES if t.partition(":")[0] == kind)
+    return [f"few {quick}", *topologies()]

@@ -110,8 +110,8 @@ def kill_and_resume(base: Path, kills: int, steps: int, seed: int) -> None:
     )
 
 
-def test_two_kills_change_nothing(tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, kills=2, steps=16, seed=1)
+def test_a_kill_changes_nothing(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, kills=1, steps=20, seed=3)
 
 
 @pytest.mark.slow
