@@ -74,8 +74,7 @@ def test_forward_on_one_kind_of_chip():
     assert row["ours"] <= TARGET * row["theirs"], row
 
 
-# Where the target is not met: what is. Against splash attention's two kernels, and against its one.
-REACHED = {("v5p", 256, 256, "forward"): 0.98}
+# Where the target is not met, against splash attention's one kernel: what is.
 REACHED_FUSED = {
     ("v4", 128, 256): 1.06,
     ("v4", 256, 512): 0.98,
@@ -114,8 +113,7 @@ def test_a_table_of_levels_is_looked_up_in_a_register():
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_kinds_and_sizes(kind, block):
     for row in compare(kind, [shape for shape in SHAPES if shape[1] == block]):
-        limit = REACHED.get((kind, row["dim"], block, row["pass"]), TARGET)
-        assert row["ours"] <= limit * row["theirs"], row
+        assert row["ours"] <= TARGET * row["theirs"], row
         if row.get("fused") is not None:  # heads of 256 in blocks of 1,024 do not fit into v4's memory
             limit = REACHED_FUSED.get((kind, row["dim"], block), TARGET)
             assert row["ours"] <= limit * row["fused"], row

@@ -62,12 +62,19 @@ def _cut(length: int, block: int) -> tuple[int, int]:
 
 def output_plan(problem: AttentionProblem, interpret: bool) -> tuple[Plan, int, int]:
     """The forward pass' plan and padded lengths."""
-    return _plan(problem, interpret, _block(problem, problem.block_size or BLOCK, backward=False))
+    block = _block(problem, problem.block_size or BLOCK, backward=False)
+    keys = block
+    if block <= BLOCK // 2 and problem.head_dim > LANES:
+        # In a block of few keys all waits for their maximum, and for wide heads the units of products wait longest.
+        keys = _block(problem, 2 * block, backward=False)
+    return _plan(problem, interpret, block, keys)
 
 
-def _plan(problem: AttentionProblem, interpret: bool, block: int) -> tuple[Plan, int, int]:
+def _plan(
+    problem: AttentionProblem, interpret: bool, block: int, most_keys: int | None = None
+) -> tuple[Plan, int, int]:
     rows, row_blocks = _cut(problem.q_len, block)
-    keys, key_blocks = _cut(problem.kv_len, block)
+    keys, key_blocks = _cut(problem.kv_len, most_keys or block)
     exact = problem.precision in EXACT and (problem.operand_dtype or problem.dtype) == "float32"
     plan = Plan(
         rows=rows,
