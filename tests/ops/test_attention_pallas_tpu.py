@@ -57,7 +57,10 @@ def narrow(arrays: dict[str, np.ndarray], dtype: Any = jnp.float32) -> dict[str,
     return {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
 
 
-@pytest.mark.parametrize("spec", [*BLOCKS, *SMALL], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(s, id=s.name, marks=[] if s in BLOCKS else pytest.mark.slow) for s in (*BLOCKS, *SMALL)],
+)
 def test_value_is_the_definition_and_gradient_that_of_the_reference(spec):
     arrays, options = make(spec)
 

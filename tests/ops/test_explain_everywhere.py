@@ -244,7 +244,7 @@ print(json.dumps(out))
 @needs_libtpu
 @pytest.mark.parametrize(
     "kind",
-    topologies("v4"),
+    topologies(),
 )
 def test_compiled_for_tpus(kind):
     found = ask(SCRIPT, kind, str(Path(__file__).parent.parent / "support"))

@@ -51,6 +51,7 @@ print("RESULT", json.dumps(out))
 """
 
 
+@pytest.mark.slow
 def test_kernels_inside_shard_map_are_the_reference() -> None:
     found = run_apart(SCRIPT, XLA_FLAGS=emulated(32, quick=True))
     assert found == pytest.approx(

@@ -81,7 +81,8 @@ def test_bfloat16_is_that_of_the_reference(shape):
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02)
 
 
-@settings(max_examples=5, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 17), min_size=1, max_size=4),
     new=st.integers(1, 3),

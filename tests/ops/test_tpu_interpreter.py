@@ -37,7 +37,9 @@ def _fresh() -> Iterator[None]:
     pltpu.reset_tpu_interpret_mode_state()
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(s, id=s.name, marks=pytest.mark.slow if s is SPECS[1] else []) for s in SPECS]
+)
 def test_attention_has_no_races_and_is_the_definition(spec, capfd):
     arrays, options = make(spec)
     given = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}

@@ -67,7 +67,8 @@ def test_interpreted_values_and_indices_are_the_definition_s(shape, semiring, wi
     np.testing.assert_array_equal(at, index)
 
 
-@settings(max_examples=2, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(8, 70), inner=st.integers(1, 140), columns=st.integers(32, 200), seed=st.integers(0, 99)
 )

@@ -32,7 +32,8 @@ def test_nearest_is_the_definition(shape, implementation):
     np.testing.assert_array_equal(got, oracle(x, codebook))
 
 
-@settings(max_examples=5, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
 @given(tokens=st.integers(1, 40), codes=st.integers(1, 12), limit=st.integers(1, 60), seed=st.integers(0, 99))
 def test_blocks_of_any_size(tokens, codes, limit, seed):
     rng = np.random.default_rng(seed)

@@ -175,7 +175,11 @@ def test_commands(tmp_path: Path, blocked: frozenset[str], arguments: list[str],
 
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("optax", "optax"), ("orbax", "orbax-checkpoint"), ("matplotlib", "matplotlib")],
+    [
+        ("orbax", "orbax-checkpoint"),
+        pytest.param("optax", "optax", marks=pytest.mark.slow),
+        pytest.param("matplotlib", "matplotlib", marks=pytest.mark.slow),
+    ],
 )
 def test_training_asks_for_what_it_needs_before_it_begins(tmp_path: Path, module: str, package: str):
     """Not at the first checkpoint, after minutes or days."""

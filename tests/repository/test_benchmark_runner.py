@@ -65,6 +65,7 @@ def test_rows_are_written_and_printed(folder: Path):
     ]
 
 
+@pytest.mark.slow
 def test_long_ones_run_when_named(folder: Path):
     (folder / "benchmarks/long.py").write_text('"""Long."""\nLONG = "an hour"\n' + QUICK.split('"""', 2)[2])
     done = run(folder)

@@ -128,7 +128,7 @@ def test_the_validation_figure_is_what_the_model_gives(undisturbed: Path) -> Non
     np.testing.assert_allclose(final["bits_per_byte"], np.mean(nats) / np.log(2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("stops", [[5], [1, 8]])
+@pytest.mark.parametrize("stops", [[1, 8], pytest.param([5], marks=pytest.mark.slow)])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, undisturbed: Path, stops: list[int]) -> None:
     for stop in stops:
         report = run(tmp_path, recorder=Recorder(stop_after=stop))
