@@ -33,16 +33,6 @@ BLOCKS = (
     ),
     # Blocks of 384 with heads above 128, a block of 640 in two parts, and a factor that turns the order of scores.
     AttentionSpec("wide heads", 1, 1, 700, 136, options=CAUSAL),
-    # Twice as many keys as queries in a block, and a part of one hidden.
-    AttentionSpec(
-        "wide heads in short blocks",
-        1,
-        1,
-        300,
-        136,
-        kv_len=410,
-        options={**CAUSAL, "block_size": 128, "window": 150},
-    ),
     AttentionSpec("parts of a block", 1, 1, 600, 8, options={**CAUSAL, "block_size": 1024}),
     AttentionSpec("negative scale", 1, 1, 256, 8, options={"scale": -0.7, "block_size": 128}),
 )

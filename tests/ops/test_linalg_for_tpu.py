@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tpu_compiler import environment, needs_libtpu
-from tpu_kinds import few_or_all
+from tpu_kinds import topologies
 
 pytestmark = needs_libtpu
 
@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from capibara.ops import explain
 from capibara.ops.linalg import cholesky_update, fast_svd, optimized_gemm, qr
 
-*few, kind = sys.argv[1:]
+kind = sys.argv[1]
 more = {"chip_config_name": "megacore"} if kind.startswith("v4") else {}
 device = topologies.get_topology_desc(platform="tpu", topology_name=kind, **more).devices[0]
 one = SingleDeviceSharding(device)
@@ -49,11 +49,11 @@ print(json.dumps(out))
 
 @pytest.fixture(
     scope="module",
-    params=few_or_all("v4"),
+    params=topologies("v4"),
 )
 def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *request.param.split()],
+        [sys.executable, "-c", SCRIPT, request.param],
         env=environment(),
         capture_output=True,
         text=True,

@@ -20,6 +20,6 @@ def topologies(*quick: str) -> list[Any]:
 
 
 def few_or_all(kind: str) -> list[Any]:
-    """Arguments of a script: ``few``, for some of its programs, and such a kind; and slow, for all, each kind."""
+    """Arguments of a script: ``few`` and one kind, for some of its programs; and, slow, each kind, for all of them."""
     (quick,) = (t for t in TOPOLOGIES if t.partition(":")[0] == kind)
     return [f"few {quick}", *topologies()]

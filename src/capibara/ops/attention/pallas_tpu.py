@@ -63,10 +63,9 @@ def _cut(length: int, block: int) -> tuple[int, int]:
 def output_plan(problem: AttentionProblem, interpret: bool) -> tuple[Plan, int, int]:
     """The forward pass' plan and padded lengths."""
     block = _block(problem, problem.block_size or BLOCK, backward=False)
-    keys = block
-    if block <= BLOCK // 2 and problem.head_dim > LANES:
-        # In a block of few keys all waits for their maximum, and for wide heads the units of products wait longest.
-        keys = _block(problem, 2 * block, backward=False)
+    # Between its two products a block waits for the maxima of its rows. In short blocks twice as many keys wait half as
+    # often: blocks of 256 take 4 to 39 % fewer bundles.
+    keys = _block(problem, 2 * block, backward=False) if block <= BLOCK // 2 else block
     return _plan(problem, interpret, block, keys)
 
 
