@@ -41,6 +41,7 @@ import numpy as np
 from capibara.errors import did_you_mean
 from capibara.ops import tuning as measured
 from capibara.ops.errors import NoImplementationError, OpTypeError, OpValueError, OpWarning
+from capibara.ops.one_program import one_program
 from capibara.ops.tuning import Tuned, Tuning
 
 __all__ = ["Choice", "Implementation", "Op", "Problem", "get_op", "list_ops", "portable", "public", "remark"]
@@ -130,6 +131,8 @@ class Op:
       prepare: Validates a call's arguments; returns ``(problem, arrays)``.
       implementations: In order of preference; the last one supports every problem on every platform.
       tuning: How ``capibara tune`` measures it, if its problems have a field ``tuned``.
+      own_program: A call outside of ``jax.jit`` is compiled as a whole, once for equal problems. False where a problem
+        holds what belongs to one call.
     """
 
     def __init__(
@@ -138,11 +141,13 @@ class Op:
         prepare: Callable[..., tuple[Any, Any]],
         implementations: list[Implementation],
         tuning: Tuning | None = None,
+        own_program: bool = True,
     ) -> None:
         if name in _OPS:
             raise OpValueError(f"an operation called {name!r} is registered already")
         self.name = name
         self.tuning = tuning
+        self.own_program = own_program
         self.face: Callable[..., Any] | None = None
         self._prepare = prepare
         self._implementations: list[Implementation] = list(implementations)
@@ -264,32 +269,52 @@ class Op:
                 remark(self.name, text)
         # NumPy's float64 becomes JAX's default silently here, as in `jnp` functions; `astype` would warn of it.
         arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arrays)
+        branches = self._branches(entry, problem)
+        if recorder is not None or _elsewhere.get() or not self.own_program:
+            return _run(branches, *arrays)
+        return one_program(_run, branches)(*arrays)
+
+    def _branches(self, entry: str, problem: Any) -> tuple[tuple[str, _Branch], ...]:
+        """What runs on each platform; last, under the name ``"default"``, on those that are not named."""
         platforms = PLATFORMS
         if problem.implementation != "auto":
             here = measured.lowering_platform()
             choice = self.select(problem, here)
             if not choice.parameters:
-                return self._branch(entry, choice)(*arrays)
+                return (("default", self._branch(entry, choice)),)
             platforms = (here,)
         default = self.select(problem, "another platform")
-        special = {}
-        for platform in platforms:
-            choice = self.select(problem, platform)
-            if choice.implementation is not default.implementation or choice.parameters:
-                special[platform] = self._branch(entry, choice)
-        branch = self._branch(entry, default)
-        if not special:
-            return branch(*arrays)
-        return jax.lax.platform_dependent(*arrays, default=branch, **special)
+        choices = {platform: self.select(problem, platform) for platform in platforms}
+        special = [
+            (platform, self._branch(entry, choice))
+            for platform, choice in choices.items()
+            if choice.implementation is not default.implementation or choice.parameters
+        ]
+        return (*special, ("default", self._branch(entry, default)))
 
-    def _branch(self, entry: str, choice: Choice) -> Callable[..., Any]:
-        function, name = choice.implementation.functions[entry], choice.implementation.name
+    def _branch(self, entry: str, choice: Choice) -> _Branch:
+        implementation = choice.implementation
+        return _Branch(self.name, implementation.name, implementation.functions[entry], choice.problem)
 
-        def branch(*arrays: Any) -> Any:
-            with jax.named_scope(f"capibara:{self.name}:{name}"):
-                return function(choice.problem, *arrays)
 
-        return branch
+@dataclass(frozen=True)
+class _Branch:
+    """One implementation's function for one problem."""
+
+    op: str
+    implementation: str
+    function: Callable[..., Any]
+    problem: Any
+
+    def __call__(self, *arrays: Any) -> Any:
+        with jax.named_scope(f"capibara:{self.op}:{self.implementation}"):
+            return self.function(self.problem, *arrays)
+
+
+def _run(branches: tuple[tuple[str, _Branch], ...], *arrays: Any) -> Any:
+    if len(branches) == 1:
+        return branches[0][1](*arrays)
+    return jax.lax.platform_dependent(*arrays, **dict(branches))
 
 
 _OPS: dict[str, Op] = {}

@@ -324,6 +324,7 @@ OP = Op(
         Implementation("reference", {"forward": _reference}),
     ],
     Tuning(lambda: specs.PARALLEL, specs.parallel_arguments, alike_in_speed),
+    own_program=False,  # a problem holds the traced step
 )
 
 
