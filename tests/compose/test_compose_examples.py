@@ -95,9 +95,8 @@ def test_two_backends_learn_the_same(tmp_path: Path) -> None:
     assert params < 1e-13
 
 
-@pytest.mark.parametrize(
-    ("mesh", "part"), [("2x2", "(16, 128)"), pytest.param("4x8", "(8, 32)", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "part"), [("2x2", "(16, 128)"), ("4x8", "(8, 32)")])
 def test_a_mesh_learns_what_one_device_learns(tmp_path: Path, mesh: str, part: str) -> None:
     shown = run(tmp_path, "sharded_mlp.py", "--mesh", mesh, "--steps", "10")
     assert re.search(rf"layer_0.weight +\(32, 256\) +P\('data', 'model'\) +{re.escape(part)} on each", shown)

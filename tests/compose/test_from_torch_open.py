@@ -90,7 +90,7 @@ def test_exported_and_read_again_it_runs_at_other_sizes(case: str, tmp_path: Any
 
 @pytest.mark.parametrize(
     "case",
-    [c if c in ("class_token", "experts", "lstm") else pytest.param(c, marks=pytest.mark.slow) for c in OPEN],
+    [c if c in ("experts", "lstm") else pytest.param(c, marks=pytest.mark.slow) for c in OPEN],
 )
 def test_as_onnx_another_reader_runs_it_at_other_sizes(case: str) -> None:
     pytest.importorskip("onnxscript")

@@ -179,7 +179,7 @@ def agrees(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 8), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["mlp", "block"])
+@pytest.mark.parametrize("name", ["block", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_a_mesh_gives_what_one_device_gives(mesh: tuple[int, int], name: str) -> None:
     found = results(*mesh)[name]
     agrees(found)
@@ -237,6 +237,7 @@ def attention() -> dict[str, Any]:
     return ran(ATTENTION, XLA_FLAGS=emulated(4))
 
 
+@pytest.mark.slow
 def test_attention_on_explicit_axes() -> None:
     found = attention()
     assert len(found) == 3

@@ -94,7 +94,15 @@ def test_two_groups_at_a_time(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("executor", [e for e in ALL if e.name != "native"], ids=lambda e: e.name)
-@pytest.mark.parametrize("name", ["BF16", "F32", "F64", "F8_E4M3", "I16", "I64", "U64"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BF16",
+        "F32",
+        "I64",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("F64", "F8_E4M3", "I16", "U64")),
+    ],
+)
 def test_the_same_bytes_of_frameworks(executor: Executor, name: str) -> None:
     form, shape = get_format(name), (40, 33)
     bits = numbers(form, math.prod(shape), "normal").reshape(shape)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from small_models import quick_jit, small_config, small_params, small_tokens
 
 from capibara import compose as ml
@@ -98,8 +99,8 @@ def test_the_numbers_are_those_of_states_taken_apart(
         cache = model.init_cache(2, 9)
         run = quick_jit(lambda t, c, m=model, p=params, s=state: m.decode(p, t, c, state=s))
         first, second = np.split(small_tokens(2, 8), 2, axis=1)
-        _, cache = run(jnp.asarray(first), cache)
-        results.append(run(jnp.asarray(second), cache))
+        _, cache = run(device_array(first), cache)
+        results.append(run(device_array(second), cache))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), *results)
 
 
@@ -205,7 +206,7 @@ def test_gradients_go_through_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
             total = total + jnp.sum(outputs["y"] ** 2)
         return total
 
-    x = jnp.asarray(np.random.default_rng(5).normal(size=(2, 2, 1, 2, 4)), jnp.float32)
+    x = device_array(np.random.default_rng(5).normal(size=(2, 2, 1, 2, 4)), jnp.float32)
     found = [quick_jit(jax.grad(lambda x, mode=mode: loss(mode, x)))(x) for mode in ("scan", "unroll")]
     monkeypatch.setattr(codegen, "written_in_place", lambda graph: None)
     plain = quick_jit(jax.grad(lambda x: loss("unroll", x)))(x)

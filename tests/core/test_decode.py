@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from numpy_decoder import Decoder, as_float64
 from small_models import FLOAT64, quick_jit, small_config, small_params, small_tokens
 
@@ -30,7 +31,7 @@ class Fed:
         cache = self.model.init_cache(len(tokens), length)
         at, out = 0, []
         for piece in pieces:
-            logits, cache = self.step(jnp.asarray(tokens[:, at : at + piece]), cache)
+            logits, cache = self.step(device_array(tokens[:, at : at + piece]), cache)
             out.append(np.asarray(logits))
             at += piece
         assert at == tokens.shape[1]
@@ -83,11 +84,11 @@ def test_greedy_tokens_are_those_of_full_recomputation() -> None:
         tokens[:, t] = np.argmax(whole(tokens)[:, t - 1], axis=-1)
 
     cache = fed.model.init_cache(3, 12)
-    logits, cache = fed.step(jnp.asarray(prompt), cache)
+    logits, cache = fed.step(device_array(prompt), cache)
     cached = [prompt]
     for _ in range(4, 12):
         cached.append(np.argmax(logits[:, -1:], axis=-1).astype("int32"))
-        logits, cache = fed.step(jnp.asarray(cached[-1]), cache)
+        logits, cache = fed.step(device_array(cached[-1]), cache)
     np.testing.assert_array_equal(np.concatenate(cached, axis=1), tokens)
     assert len(np.unique(tokens[:, 4:])) > 2
 
@@ -105,7 +106,7 @@ def test_decode_is_pure_and_leaves_its_cache() -> None:
     fed = Fed("ssm")
     cache = fed.model.init_cache(3, 9)
     before = jax.tree.map(np.array, cache)
-    tokens = jnp.asarray(small_tokens(3, 4))
+    tokens = device_array(small_tokens(3, 4))
     first, _ = fed.step(tokens, cache)
     jax.tree.map(np.testing.assert_array_equal, before, cache)
     np.testing.assert_array_equal(first, fed.step(tokens, cache)[0])

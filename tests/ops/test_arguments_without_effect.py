@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 
 from capibara.ops import OpWarning, explain
 from capibara.ops.attention import fused_multihead_attention
@@ -18,7 +19,7 @@ from capibara.ops.linalg import fast_svd
 SIGNAL = np.ones(64, np.complex64)
 IMAGE, FILTERS = np.ones((1, 8, 8, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
 LAYER = np.ones((1, 2, 8), np.float32)
-MATRIX = jnp.asarray(np.random.default_rng(0).normal(size=(40, 50)), jnp.float32)
+MATRIX = device_array(np.random.default_rng(0).normal(size=(40, 50)), jnp.float32)
 
 CALLS = {
     "radix": (radix_optimized_fft, (SIGNAL,), {"radix_factors": [2, 4, 8]}, "implementation='matmul'"),
@@ -57,7 +58,7 @@ def test_it_is_shown_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
-            fused_multihead_attention(jnp.asarray(LAYER), 2, dropout_rate=0.2)
+            fused_multihead_attention(device_array(LAYER), 2, dropout_rate=0.2)
     assert len(caught) == 1
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import make, oracle
+from device_arrays import device_array
 
 from capibara.ops import NoImplementationError, explain
 from capibara.ops.attention import flash_attention
@@ -47,7 +48,7 @@ def run(arrays: dict[str, Any], options: dict[str, Any], implementation: str = "
 
 
 def narrow(arrays: dict[str, np.ndarray], dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+    return {name: device_array(x, dtype) for name, x in arrays.items()}
 
 
 @pytest.mark.parametrize("spec", [*BLOCKS, *SMALL], ids=lambda s: s.name)
@@ -80,7 +81,7 @@ def test_halves_are_rounded_once_not_accumulated(dtype):
 
 def test_precision_bfloat16_rounds_float32_operands_and_keeps_the_dtype():
     arrays, options = make(AttentionSpec("", 1, 1, 9, 8))
-    rounded = {n: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for n, x in arrays.items()}
+    rounded = {n: np.asarray(device_array(x, jnp.bfloat16), np.float64) for n, x in arrays.items()}
     out, pull = jax.vjp(lambda a: run(a, {**options, "precision": "bfloat16"}), narrow(arrays))
     assert out.dtype == jnp.float32
     assert {x.dtype for x in pull(out)[0].values()} == {jnp.dtype(jnp.float32)}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import make, oracle
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def run(arrays: dict[str, Any], options: dict[str, Any], implementation: str = "
 
 
 def narrow(arrays: dict[str, np.ndarray], dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+    return {name: device_array(x, dtype) for name, x in arrays.items()}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +76,8 @@ def test_gradients_of_one_kernel_and_of_two_are_those_of_the_definition(rows, ke
     q_len, kv_len = 2 * rows, 2 * keys
     plan = Plan(rows, keys, kv_len - 9, None, 3, 0.3, softcap, jax.lax.Precision.HIGHEST, "float32", True)
     random = np.random.default_rng(0)
-    q, do = (jnp.asarray(random.normal(size=(1, 1, 2, q_len, dim)), jnp.float32) for _ in range(2))
-    k, v = (jnp.asarray(random.normal(size=(1, 1, kv_len, dim)), jnp.float32) for _ in range(2))
+    q, do = (device_array(random.normal(size=(1, 1, 2, q_len, dim)), jnp.float32) for _ in range(2))
+    k, v = (device_array(random.normal(size=(1, 1, kv_len, dim)), jnp.float32) for _ in range(2))
     hidden = (np.arange(kv_len) >= kv_len - 9) | (np.arange(kv_len) > np.arange(q_len)[:, None] + 3)
 
     def definition(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -112,7 +113,7 @@ def test_bfloat16_is_rounded_once_not_accumulated():
 
 def test_precision_bfloat16_rounds_float32_operands_and_keeps_the_dtype():
     arrays, options = make(AttentionSpec("", 1, 1, 9, 8))
-    rounded = {n: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for n, x in arrays.items()}
+    rounded = {n: np.asarray(device_array(x, jnp.bfloat16), np.float64) for n, x in arrays.items()}
     out, pull = jax.vjp(lambda a: run(a, {**options, "precision": "bfloat16"}), narrow(arrays))
     assert out.dtype == jnp.float32
     assert {x.dtype for x in pull(out)[0].values()} == {jnp.dtype(jnp.float32)}

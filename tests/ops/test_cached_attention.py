@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 
 from capibara.ops import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.attention import cached, cached_attention, flash_attention
@@ -46,7 +47,7 @@ def arrays(batch=2, new=3, heads=4, kv_heads=2, cache=9, dim=5, value_dim=3, see
 def test_value_is_the_definition(options, implementation):
     q, k, v = arrays()
     positions = np.array([[0, 1, 2], [4, 6, 8]], np.int32)
-    got = cached_attention(q, k, v, jnp.asarray(positions), **options, implementation=implementation)
+    got = cached_attention(q, k, v, device_array(positions), **options, implementation=implementation)
     np.testing.assert_allclose(got, oracle(q, k, v, positions, **options), rtol=2e-5, atol=2e-6)
 
 
@@ -97,8 +98,8 @@ def test_slots_that_were_never_written_may_hold_anything(implementation, bad):
 
 def test_prefill_and_steps_equal_the_whole_sequence():
     rng = np.random.default_rng(1)
-    q = jnp.asarray(rng.normal(size=(2, 7, 4, 5)), jnp.float32)
-    k, v = (jnp.asarray(rng.normal(size=(2, 7, 2, 5)), jnp.float32) for _ in range(2))
+    q = device_array(rng.normal(size=(2, 7, 4, 5)), jnp.float32)
+    k, v = (device_array(rng.normal(size=(2, 7, 2, 5)), jnp.float32) for _ in range(2))
     want = flash_attention(q, k, v, use_causal_mask=True, layout="bshd")
     cache_k, cache_v = (jnp.pad(x[:, :4], ((0, 0), (0, 8), (0, 0), (0, 0))) for x in (k, v))
     step = jax.jit(cached_attention)
@@ -124,7 +125,7 @@ def test_vmap():
 
 
 def test_bfloat16_keeps_its_dtype_and_sums_wide():
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(cache=64))
+    q, k, v = (device_array(x, jnp.bfloat16) for x in arrays(cache=64))
     got = cached_attention(q, k, v, 40)
     wide = [np.asarray(x, np.float64) for x in (q, k, v)]
     want = oracle(wide[0], wide[1], wide[2], np.broadcast_to([40, 41, 42], (2, 3)))

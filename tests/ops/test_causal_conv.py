@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 
 from capibara.ops import OpShapeError, OpTypeError
 from capibara.ops.conv import causal_conv1d
@@ -38,13 +39,13 @@ def test_value_and_state(length, taps, implementation):
     x, weight, bias, state = arrays(length=length, taps=taps)
     with jax.enable_x64(True):
         y, after = causal_conv1d(
-            jnp.asarray(x),
-            jnp.asarray(weight),
-            jnp.asarray(bias),
-            state=jnp.asarray(state),
+            device_array(x),
+            device_array(weight),
+            device_array(bias),
+            state=device_array(state),
             implementation=implementation,
         )
-        plain, _ = causal_conv1d(jnp.asarray(x), jnp.asarray(weight), implementation=implementation)
+        plain, _ = causal_conv1d(device_array(x), device_array(weight), implementation=implementation)
     np.testing.assert_allclose(y, oracle(x, weight, bias, state), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(plain, oracle(x, weight), rtol=1e-12, atol=1e-12)
     past = np.concatenate([state, x], 1)
@@ -52,7 +53,7 @@ def test_value_and_state(length, taps, implementation):
 
 
 def test_gradient_is_that_of_the_reference():
-    x, weight, bias, state = (jnp.asarray(a, jnp.float32) for a in arrays())
+    x, weight, bias, state = (device_array(a, jnp.float32) for a in arrays())
 
     def loss(x, weight, bias, state, implementation):
         y, after = causal_conv1d(x, weight, bias, state=state, implementation=implementation)
@@ -64,7 +65,7 @@ def test_gradient_is_that_of_the_reference():
 
 
 def test_pieces_join_and_vmap():
-    x, weight, bias, _ = (jnp.asarray(a, jnp.float32) for a in arrays(length=9))
+    x, weight, bias, _ = (device_array(a, jnp.float32) for a in arrays(length=9))
     want, end = causal_conv1d(x, weight, bias)
     first, state = causal_conv1d(x[:, :2], weight, bias)
     second, state = causal_conv1d(x[:, 2:], weight, bias, state=state)
@@ -75,7 +76,7 @@ def test_pieces_join_and_vmap():
 
 
 def test_bfloat16_sums_wide():
-    x, weight, bias, _ = (jnp.asarray(a, jnp.bfloat16) for a in arrays())
+    x, weight, bias, _ = (device_array(a, jnp.bfloat16) for a in arrays())
     y, state = causal_conv1d(x, weight, bias)
     assert (y.dtype, state.dtype) == (jnp.bfloat16, jnp.bfloat16)
     want = oracle(*(np.asarray(a, np.float64) for a in (x, weight, bias)))
@@ -83,7 +84,7 @@ def test_bfloat16_sums_wide():
 
 
 def test_no_positions_keep_the_state():
-    x, weight, bias, state = (jnp.asarray(a, jnp.float32) for a in arrays(length=0))
+    x, weight, bias, state = (device_array(a, jnp.float32) for a in arrays(length=0))
     y, after = causal_conv1d(x, weight, bias, state=state)
     assert y.shape == (2, 0, 3)
     np.testing.assert_array_equal(after, state)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from emulation import emulated
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from tpu_compiler import environment, needs_libtpu
@@ -50,8 +51,8 @@ def _run(command: list[str], environ: dict[str, str]) -> str:
     ("rows", "columns", "checks"),
     [
         (1, 2, ["all_reduce", "compression", "gradients", "movement", "placed"]),
-        (4, 8, ["products"]),
         (2, 2, ["conventions"]),
+        pytest.param(4, 8, ["products"], marks=pytest.mark.slow),
         pytest.param(1, 2, ["dtypes", "products"], marks=pytest.mark.slow),
         pytest.param(4, 8, ["all_reduce", "dtypes", "compression", "gradients"], marks=pytest.mark.slow),
         pytest.param(4, 8, ["movement", "placed"], marks=pytest.mark.slow),
@@ -128,7 +129,7 @@ def test_rings_are_asynchronous_on_tpu_v4():
 @pytest.mark.parametrize("spec", tagged(REDUCES, "small"), ids=lambda s: f"{s.name} {s.compressed}")
 def test_one_device_has_nothing_to_do(spec: ReduceSpec):
     numbers = gradients(spec, 1, np.random.default_rng(0))
-    tree = {name: jnp.asarray(x[0]) for name, x in numbers.items()}
+    tree = {name: device_array(x[0]) for name, x in numbers.items()}
     every: list[dict[str, Any]] = [
         {},
         {"use_compression": True},
@@ -182,7 +183,7 @@ def test_arrays_without_elements_are_not_sent(op: str, options: dict[str, Any]):
 
 @pytest.mark.parametrize("spec", tagged(MOVES, "small"), ids=lambda s: s.name)
 def test_one_device_has_all(spec: MoveSpec):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=spec.part))
+    x = device_array(np.random.default_rng(0).normal(size=spec.part))
     for ring in (False, True):
         np.testing.assert_array_equal(optimized_all_gather(x, spec.axis, ring), x)
 
@@ -192,7 +193,7 @@ def test_blocks_are_rounded_to_their_own_scale(kind: str):
     x = np.random.default_rng(0).normal(size=(3, 64)).astype(kind)
     x[1, :32] *= np.asarray(1e-3, kind)
     x[2] = 0
-    message = encode(jnp.asarray(x), 32)
+    message = encode(device_array(x), 32)
     assert message.dtype == jnp.int8
     assert message.shape == (3, message_size(64, 32))
     got = np.asarray(decode(message, 32, jnp.dtype(jnp.float32)))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,7 +113,7 @@ def test_values_are_numpy_s(spec):
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[5], SPECS[7]], ids=lambda s: s.name)
 def test_errors_stay_within_the_documented_bounds(spec, precision, name):
     x = draw(spec.shape)
-    pair = [jnp.asarray(part, precision) for part in (x.real, x.imag)]
+    pair = [device_array(part, precision) for part in (x.real, x.imag)]
     exact = np.asarray(pair[0], np.float64) + 1j * np.asarray(pair[1], np.float64)
     run = jax.jit(
         partial(radix_optimized_fft, implementation=name, precision=precision), compiler_options=FAST
@@ -122,7 +123,7 @@ def test_errors_stay_within_the_documented_bounds(spec, precision, name):
     got = np.asarray(re, np.float64) + 1j * np.asarray(im, np.float64)
     error = distance(got, np.fft.fft(exact))
     assert error < BOUND[precision] * stages(spec)
-    whole = run(jnp.asarray(exact, jnp.complex64))
+    whole = run(device_array(exact, jnp.complex64))
     assert whole.dtype == jnp.complex64
     error = distance(whole, np.fft.fft(exact))
     assert error < BOUND[precision if name == "matmul" else "float32"] * stages(spec)
@@ -133,7 +134,7 @@ def test_errors_stay_within_the_documented_bounds(spec, precision, name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8", "bool"])
 def test_real_dtypes(dtype):
     x = np.asarray(draw((2, 12)).real * 3)
-    x = jnp.asarray(x, dtype) if dtype not in ("int8", "bool") else x.astype(dtype)
+    x = device_array(x, dtype) if dtype not in ("int8", "bool") else x.astype(dtype)
     got = radix_optimized_fft(x, real=True)
     assert got.dtype == jnp.complex64
     assert distance(got, np.fft.rfft(np.asarray(x, np.float64))) < 2e-6
@@ -257,7 +258,7 @@ def test_gradients_in_both_modes_and_vmap(options):
 
 
 def test_gradients_in_bfloat16():
-    pair = tuple(jnp.asarray(part, jnp.bfloat16) for part in (draw((2, 32)).real, draw((2, 32)).imag))
+    pair = tuple(device_array(part, jnp.bfloat16) for part in (draw((2, 32)).real, draw((2, 32)).imag))
     weight = draw((2, 32))
 
     def loss(pair, name):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import make, oracle
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ CHECKED = tuple(spec for spec in SPECS if "large" not in spec.tags)
 
 
 def run(arrays: dict[str, Any], options: dict[str, Any], implementation: str) -> jax.Array:
-    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
+    arrays = {name: device_array(x) for name, x in arrays.items()}
     return flash_attention(**arrays, **options, implementation=implementation)
 
 
@@ -45,7 +46,7 @@ def test_value_is_the_definition_and_gradient_that_of_the_reference(spec):
         lambda a: {name: value_and_gradient(name, a) for name in IMPLEMENTATIONS}, compiler_options=FAST
     )
     with jax.enable_x64(True):
-        found = everything({name: jnp.asarray(x) for name, x in arrays.items()})
+        found = everything({name: device_array(x) for name, x in arrays.items()})
         want = oracle(arrays, options)
         for implementation, (out, gradient) in found.items():
             np.testing.assert_allclose(out, want, rtol=1e-10, atol=1e-12, err_msg=implementation)
@@ -62,7 +63,7 @@ def test_value_is_the_definition_and_gradient_that_of_the_reference(spec):
 
 def test_float32_is_as_near_as_float32_can_be():
     arrays, options = make(AttentionSpec("", 2, 4, 40, 16, 2, options={"use_causal_mask": True}))
-    narrow = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    narrow = {name: device_array(x, jnp.float32) for name, x in arrays.items()}
     for implementation, out in jax.jit(lambda a: {n: run(a, options, n) for n in IMPLEMENTATIONS})(
         narrow
     ).items():
@@ -87,7 +88,7 @@ def test_gradient_against_finite_differences_of_numpy():
         return jax.grad(lambda a: jnp.sum(weight * run(a, options, implementation)))(a)
 
     with jax.enable_x64(True):
-        inputs = {name: jnp.asarray(x) for name, x in arrays.items()}
+        inputs = {name: device_array(x) for name, x in arrays.items()}
         found = jax.jit(lambda a: {name: gradient(name, a) for name in IMPLEMENTATIONS})(inputs)
     for implementation, grads in found.items():
         got = sum(np.vdot(grads[name], direction[name]) for name in arrays)
@@ -103,7 +104,7 @@ def test_second_gradient():
         return jnp.sum(jnp.stack([jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(inner)]))
 
     with jax.enable_x64(True):
-        inputs = {name: jnp.asarray(x) for name, x in arrays.items()}
+        inputs = {name: device_array(x) for name, x in arrays.items()}
         found = jax.jit(
             lambda a: {name: jax.grad(bent)(a, name) for name in IMPLEMENTATIONS}, compiler_options=FAST
         )(inputs)
@@ -131,7 +132,7 @@ def test_the_largest_score_has_no_derivative(implementation):
         inner = jax.grad(lambda a: jnp.sum(run(a, options, implementation) ** 2))(a)
         return sum((jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(inner)), jnp.zeros(()))
 
-    inputs = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    inputs = {name: device_array(x, jnp.float32) for name, x in arrays.items()}
     program = jax.make_jaxpr(jax.grad(bent))(inputs)
     compared = [e for e in _equations(program.jaxpr) if e.primitive.name == "eq"]
     arrays_of_each = [
@@ -191,7 +192,7 @@ def test_groups_of_every_size_give_the_same(monkeypatch, layout, score_bytes):
 
         return program(a)
 
-    narrow = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    narrow = {name: device_array(x, jnp.float32) for name, x in arrays.items()}
     whole = both(narrow)
     monkeypatch.setattr(cpu, "SCORE_BYTES", score_bytes)
     problem, _ = prepare(*(narrow[n] for n in ("query", "key", "value")), layout=layout, block_size=64)
@@ -237,7 +238,7 @@ def test_a_row_that_sees_nothing_is_zero_with_zero_gradient(implementation):
     spec = AttentionSpec("", 1, 1, 6, 3, bias=(True, True, True, True))
     arrays, _ = make(spec)
     arrays["bias"][:, :, 2] = -np.inf
-    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    arrays = {name: device_array(x, jnp.float32) for name, x in arrays.items()}
 
     @partial(jax.jit, compiler_options=FAST)
     def both(a: dict[str, Any]) -> Any:
@@ -265,7 +266,7 @@ def test_huge_scores_neither_overflow_nor_vanish(implementation):
 @pytest.mark.parametrize("precision", [None, "bfloat16", "highest"])
 def test_bfloat16_is_rounded_once_not_accumulated(precision):
     arrays, options = make(AttentionSpec("", 1, 2, 33, 16, options={"use_causal_mask": True}))
-    narrow = {name: jnp.asarray(x, jnp.bfloat16) for name, x in arrays.items()}
+    narrow = {name: device_array(x, jnp.bfloat16) for name, x in arrays.items()}
     want = oracle({n: np.asarray(x, np.float64) for n, x in narrow.items()}, options)
     options = {**options, "precision": precision}
     for got in jax.jit(lambda a: [run(a, options, n) for n in IMPLEMENTATIONS])(narrow):
@@ -276,7 +277,7 @@ def test_bfloat16_is_rounded_once_not_accumulated(precision):
 def test_precision_bfloat16_rounds_float32_operands():
     arrays, options = make(AttentionSpec("", 1, 1, 9, 8))
     narrow = {name: x.astype(np.float32) for name, x in arrays.items()}
-    rounded = {n: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for n, x in narrow.items()}
+    rounded = {n: np.asarray(device_array(x, jnp.bfloat16), np.float64) for n, x in narrow.items()}
     options = {**options, "precision": "bfloat16"}
     for got in jax.jit(lambda a: [run(a, options, n) for n in IMPLEMENTATIONS])(narrow):
         assert got.dtype == jnp.float32
@@ -287,7 +288,7 @@ def test_precision_bfloat16_rounds_float32_operands():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_vmap_adds_an_axis(implementation):
     arrays, options = make(AttentionSpec("", 2, 2, 9, 4, options={"use_causal_mask": True, "block_size": 4}))
-    stacked = {name: jnp.asarray(np.stack([x, -x, 2 * x]), jnp.float32) for name, x in arrays.items()}
+    stacked = {name: device_array(np.stack([x, -x, 2 * x]), jnp.float32) for name, x in arrays.items()}
 
     def loss(a: dict[str, jax.Array]) -> jax.Array:
         return jnp.sum(run(a, options, implementation) ** 2)
@@ -303,8 +304,8 @@ def test_vmap_adds_an_axis(implementation):
 def test_segments_for_query_and_key_apart():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(1, 1, 3, 4)), rng.normal(size=(1, 1, 5, 4))
-    ids = (jnp.asarray([[0, 1, 7]]), jnp.asarray([[0, 0, 1, 1, 2]]))
-    narrow = {"query": jnp.asarray(q, jnp.float32), "key": jnp.asarray(k, jnp.float32)}
+    ids = (device_array([[0, 1, 7]]), device_array([[0, 0, 1, 1, 2]]))
+    narrow = {"query": device_array(q, jnp.float32), "key": device_array(k, jnp.float32)}
     narrow["value"] = narrow["key"]
     for got in jax.jit(lambda a: [run(a, {"segment_ids": ids}, n) for n in IMPLEMENTATIONS])(narrow):
         first = oracle({"query": q[:, :, :1], "key": k[:, :, :2], "value": k[:, :, :2]}, {})

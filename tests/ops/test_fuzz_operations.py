@@ -29,16 +29,12 @@ from capibara.ops import list_ops
 # Which arguments have no effect is for test_arguments_without_effect.py.
 pytestmark = pytest.mark.filterwarnings("ignore::capibara.ops.OpWarning")
 
-# One of each category, which are quick to compile.
+# Of several categories, and quick to compile.
 QUICK = (
     "attention.write_pages",
     "collective.optimized_all_gather",
-    "conv.causal_conv1d",
-    "fft.radix_optimized_fft",
     "linalg.cholesky_update",
-    "scan.selective_scan",
     "tropical.scan",
-    "vq.dequantise",
 )
 # With a fault planted in each: every way that there is has to find it.
 PLANTED = ("conv.causal_conv1d!value", "scan.selective_scan!gradient")
@@ -74,7 +70,7 @@ def test_every_implementation_for_this_processor_is_named(op):
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, object]]:
-    """A few problems of an operation of each category, in the process that has devices."""
+    """A few problems of a few operations, in the process that has devices."""
     what = {"operations": (*QUICK, *PLANTED), "problems": 2, "draws": 4, "seed": 0, "numbers": [0]}
     done = subprocess.run(
         [sys.executable, "-m", "fuzz_ops.worker", json.dumps(what)],

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from emulation import emulated
 
 from capibara.ops import NoImplementationError, OpShapeError, OpTypeError, OpValueError, explain
@@ -66,7 +67,7 @@ def test_product_and_its_gradient(spec, implementation):
             )  # fmt: skip
             return out, pull(jnp.cos(out)), pull_plain(jnp.cos(plain))
 
-        out, got, expected = jax.jit(both, compiler_options=FAST)(jnp.asarray(a), jnp.asarray(b))
+        out, got, expected = jax.jit(both, compiler_options=FAST)(device_array(a), device_array(b))
     assert out.dtype == jnp.float64
     np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-12)
     for x, y in zip(got, expected, strict=True):
@@ -98,25 +99,25 @@ def test_a_file_mapped_into_memory_is_read_slab_by_slab(tmp_path, precision):
     a, b = normal(5, 64).astype(np.float32), normal(64, 3).astype(np.float32)
     np.save(tmp_path / "a.npy", a)
     mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
-    got = optimized_gemm(mapped, jnp.asarray(b), precision, chunk_size=20)
-    want = optimized_gemm(jnp.asarray(a), jnp.asarray(b), precision, implementation="reference")
+    got = optimized_gemm(mapped, device_array(b), precision, chunk_size=20)
+    want = optimized_gemm(device_array(a), device_array(b), precision, implementation="reference")
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_is_summed_in_float32():
     a, b = normal(4, 300).astype(np.float32), normal(300, 3, seed=1).astype(np.float32)
-    narrow = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (a, b)]
+    narrow = [np.asarray(device_array(x, jnp.bfloat16), np.float64) for x in (a, b)]
     for implementation in ("auto", "reference"):
-        got = optimized_gemm(jnp.asarray(a), jnp.asarray(b), "bfloat16", implementation=implementation)
+        got = optimized_gemm(device_array(a), device_array(b), "bfloat16", implementation=implementation)
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, narrow[0] @ narrow[1], rtol=1e-4, atol=1e-4)
-    assert optimized_gemm(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert optimized_gemm(device_array(a, jnp.bfloat16), device_array(b, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 def test_gradients_of_both_operands_forwards_and_backwards(precision, chunk_size):
-    a, b = (jnp.asarray(normal(*shape, seed=i), jnp.float32) for i, shape in enumerate([(3, 9), (9, 5)]))
+    a, b = (device_array(normal(*shape, seed=i), jnp.float32) for i, shape in enumerate([(3, 9), (9, 5)]))
     ours = lambda a, b: optimized_gemm(a, b, precision, chunk_size=chunk_size)  # noqa: E731
 
     def plain(a, b):
@@ -136,14 +137,14 @@ def test_int8_is_exact_and_quantising_is_close():
     rng = np.random.default_rng(0)
     a, b = rng.integers(-128, 128, (5, 700), np.int8), rng.integers(-128, 128, (700, 3), np.int8)
     for implementation in ("auto", "reference"):
-        got = optimized_gemm(jnp.asarray(a), jnp.asarray(b), chunk_size=64, implementation=implementation)
+        got = optimized_gemm(device_array(a), device_array(b), chunk_size=64, implementation=implementation)
         assert got.dtype == jnp.int32
         np.testing.assert_array_equal(got, a.astype(np.int64) @ b)
     x, y = normal(6, 200).astype(np.float32), normal(200, 4, seed=1).astype(np.float32)
     got = optimized_gemm(x, y, "int8", chunk_size=64)
     np.testing.assert_allclose(got, x @ y, atol=0.03 * np.abs(x @ y).max())
     np.testing.assert_allclose(got, optimized_gemm(x, y, "int8", implementation="reference"), rtol=1e-6)
-    gradient = jax.grad(lambda x: jnp.sum(optimized_gemm(x, y, "int8")))(jnp.asarray(x))
+    gradient = jax.grad(lambda x: jnp.sum(optimized_gemm(x, y, "int8")))(device_array(x))
     np.testing.assert_allclose(gradient, np.broadcast_to(y.sum(1), x.shape), rtol=1e-4, atol=1e-4)
 
 
@@ -168,7 +169,7 @@ def test_product_of_nan_inf_and_nothing():
 
 def test_product_under_vmap():
     a, b = normal(3, 4, 6).astype(np.float32), normal(6, 2).astype(np.float32)
-    got = jax.vmap(lambda a: optimized_gemm(a, b, chunk_size=4))(jnp.asarray(a))
+    got = jax.vmap(lambda a: optimized_gemm(a, b, chunk_size=4))(device_array(a))
     np.testing.assert_allclose(got, a @ b, rtol=1e-5, atol=1e-5)
 
 
@@ -186,7 +187,7 @@ def test_svd_of_a_low_rank_matrix(spec, implementation):
         return fast_svd(matrix, spec.rank, **options), fast_svd(matrix, spec.rank, False, **options)
 
     with jax.enable_x64(True):
-        out = jax.jit(both, compiler_options=FAST)(jnp.asarray(matrix))
+        out = jax.jit(both, compiler_options=FAST)(device_array(matrix))
     (u, s, vh), only = jax.tree.map(np.asarray, out)
     np.testing.assert_allclose((u * s[..., None, :]) @ vh, matrix, atol=1e-10)
     want = np.linalg.svd(matrix, compute_uv=False)[..., : spec.rank]
@@ -226,7 +227,7 @@ def test_derivatives_of_the_truncated_decomposition_are_those_of_the_whole():
     s = 0.8 ** np.arange(12.0)
     left, right = (np.linalg.qr(normal(20, 12, seed=i))[0] for i in (1, 2))
     with jax.enable_x64(True):
-        matrix, change = jnp.asarray((left * s) @ right.T), jnp.asarray(normal(20, 20, seed=3))
+        matrix, change = device_array((left * s) @ right.T), device_array(normal(20, 20, seed=3))
 
         def reduced(matrix, implementation):
             u, s, vh = fast_svd(matrix, 4, power_iterations=40, oversampling=4, implementation=implementation)
@@ -285,7 +286,7 @@ def test_svd_under_vmap_and_in_bfloat16():
     got, alone = jax.jit(lambda batch: [jax.vmap(one)(batch), one(batch[2])], compiler_options=FAST)(batch)
     np.testing.assert_allclose(got[2], alone, rtol=1e-4)
     np.testing.assert_allclose(got, np.linalg.svd(batch, compute_uv=False)[:, :3], rtol=1e-2)
-    s = fast_svd(jnp.asarray(batch[0], jnp.bfloat16), 3, False)
+    s = fast_svd(device_array(batch[0], jnp.bfloat16), 3, False)
     assert s.dtype == jnp.float32
     np.testing.assert_allclose(s, np.linalg.svd(batch[0], compute_uv=False)[:3], rtol=2e-2)
 
@@ -334,7 +335,7 @@ def test_qr(spec, implementation):
         return
     matrix = normal(*spec.shape)
     with jax.enable_x64(True):
-        q, r = (np.asarray(x) for x in qr(jnp.asarray(matrix), implementation=implementation))
+        q, r = (np.asarray(x) for x in qr(device_array(matrix), implementation=implementation))
     want_q, want_r = np.linalg.qr(matrix)
     sign = np.where(np.diagonal(want_r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
     np.testing.assert_allclose(q, want_q * sign[..., None, :], atol=1e-10)
@@ -343,7 +344,7 @@ def test_qr(spec, implementation):
 
 def test_gradient_of_qr():
     with jax.enable_x64(True):
-        matrix, weight = jnp.asarray(normal(24, 5)), jnp.asarray(normal(24, 5, seed=1))
+        matrix, weight = device_array(normal(24, 5)), device_array(normal(24, 5, seed=1))
 
         def loss(matrix, implementation):
             q, r = qr(matrix, implementation=implementation)
@@ -370,7 +371,7 @@ def test_rows_of_a_batch_where_one_needs_householder():
     rows = normal(2, 3, 50).astype(np.float32)
     rows[1, 2] = rows[1, 0]
     for run in (orthonormal_rows, jax.vmap(orthonormal_rows)):
-        factor, q = run(jnp.asarray(rows))
+        factor, q = run(device_array(rows))
         np.testing.assert_allclose(factor @ q, rows, atol=1e-5)
         np.testing.assert_allclose(q @ np.swapaxes(q, -1, -2), np.stack([np.eye(3)] * 2), atol=1e-5)
 
@@ -385,7 +386,7 @@ def test_cholesky_update_and_its_gradient(spec, downdate):
     matrix = root @ np.swapaxes(root, -1, -2) + np.eye(n)
     outer = vector[..., :, None] * vector[..., None, :]
     with jax.enable_x64(True):
-        factor, vector = jnp.asarray(np.linalg.cholesky(matrix)), jnp.asarray(vector)
+        factor, vector = device_array(np.linalg.cholesky(matrix)), device_array(vector)
         out = cholesky_update(factor + jnp.triu(jnp.ones_like(factor), 1), vector, downdate=downdate)
         got, want = (
             jax.grad(
@@ -412,7 +413,7 @@ def test_cholesky_update_of_a_negative_diagonal_is_the_factor_with_a_positive_on
     outer = np.outer(vector, vector)
     want = np.linalg.cholesky(factor @ factor.T + (-outer if downdate else outer))
     got = cholesky_update(
-        jnp.asarray(factor), jnp.asarray(vector), downdate=downdate, implementation=implementation
+        device_array(factor), device_array(vector), downdate=downdate, implementation=implementation
     )
     np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -429,7 +430,7 @@ def test_cholesky_downdate_that_leaves_no_positive_matrix_is_nan():
 def test_float64_in_a_narrow_precision_is_summed_in_float32():
     a, b = normal(20, 300), normal(300, 20, seed=1)
     for precision in ("float16", "bfloat16", "float32"):
-        left, right = (np.asarray(jnp.asarray(x).astype(precision), np.float64) for x in (a, b))
+        left, right = (np.asarray(device_array(x).astype(precision), np.float64) for x in (a, b))
         bound = 2e-7 * (np.abs(left) @ np.abs(right))
         for implementation in ("xla", "reference"):
             with jax.enable_x64(True):
@@ -513,5 +514,5 @@ def test_bad_input(call, error, match):
 def test_the_error_bound_holds_at_any_scale(scale: float) -> None:
     matrix = (np.random.default_rng(0).normal(size=(60, 50)) * scale).astype(np.float32)
     true = np.linalg.svd(matrix.astype(np.float64) / scale, compute_uv=False)[3]
-    bound = float(fast_svd(jnp.asarray(matrix), 3, with_error_bound=True)[3]) / scale
+    bound = float(fast_svd(device_array(matrix), 3, with_error_bound=True)[3]) / scale
     assert true * 0.999 < bound < 3 * true

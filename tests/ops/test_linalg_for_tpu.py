@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tpu_compiler import environment, needs_libtpu
-from tpu_kinds import topologies
+from tpu_kinds import few_or_all
 
 pytestmark = needs_libtpu
 
@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from capibara.ops import explain
 from capibara.ops.linalg import cholesky_update, fast_svd, optimized_gemm, qr
 
-kind = sys.argv[1]
+*few, kind = sys.argv[1:]
 more = {"chip_config_name": "megacore"} if kind.startswith("v4") else {}
 device = topologies.get_topology_desc(platform="tpu", topology_name=kind, **more).devices[0]
 one = SingleDeviceSharding(device)
@@ -40,8 +40,8 @@ def measure(name, op, *shapes, **options):
 
 
 measure("svd", fast_svd, (4096, 4096), rank=64)
-measure("qr", qr, (4096, 64))
-measure("cholesky", cholesky_update, (512, 512), (512,))
+few or measure("qr", qr, (4096, 64))
+few or measure("cholesky", cholesky_update, (512, 512), (512,))
 measure("slabs", optimized_gemm, (1024, 8192), (8192, 512), precision="bfloat16", chunk_size=1024)
 print(json.dumps(out))
 """
@@ -49,11 +49,11 @@ print(json.dumps(out))
 
 @pytest.fixture(
     scope="module",
-    params=topologies("v4"),
+    params=few_or_all("v4"),
 )
 def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, request.param],
+        [sys.executable, "-c", SCRIPT, *request.param.split()],
         env=environment(),
         capture_output=True,
         text=True,
@@ -67,7 +67,7 @@ def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 def test_what_explain_says_is_in_the_program(compiled):
     _, found = compiled
     assert found["svd"]["explain"] == "xla"
-    assert found["qr"]["explain"] == "gram"
+    assert "qr" not in found or found["qr"]["explain"] == "gram"
     for name, row in found.items():
         assert row["scope"], name
 
@@ -77,4 +77,4 @@ def test_nothing_of_the_size_of_the_matrix_is_kept(compiled):
     # The matrix is 64 MiB. The whole decomposition by jnp.linalg.svd would hold several like it.
     assert found["svd"]["temp"] < 16 << 20
     # Both operands rounded to bfloat16 are 24 MiB. The compiler for v5p rounds them before the loop nevertheless.
-    assert found["slabs"]["temp"] < (28 << 20 if kind.startswith("v5p") else 1 << 20)
+    assert found["slabs"]["temp"] < (28 << 20 if "v5p" in kind else 1 << 20)

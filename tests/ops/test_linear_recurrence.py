@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -87,7 +88,7 @@ def test_gradients_of_first_and_second_order_are_the_reference_s(matrix):
         return found
 
     with jax.enable_x64(True):
-        got, want = jax.jit(everything, compiler_options=FAST)(*(jnp.asarray(v) for v in (a, x, first)))
+        got, want = jax.jit(everything, compiler_options=FAST)(*(device_array(v) for v in (a, x, first)))
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-10)
 
@@ -127,7 +128,7 @@ def test_empty_and_explained():
 
 def test_narrow_floats_are_summed_in_float32():
     x, a = np.full((512, 1), 1.0), np.full((1, 1), 1.0)
-    h, last = linear_recurrence(jnp.asarray(a, "bfloat16"), jnp.asarray(x, "bfloat16"))
+    h, last = linear_recurrence(device_array(a, "bfloat16"), device_array(x, "bfloat16"))
     assert h.dtype == last.dtype == jnp.bfloat16
     assert float(last[0]) == 512  # added in bfloat16 it stops at 256
 
@@ -168,7 +169,7 @@ def test_spiking_neurons(reset):
     inputs = rng.uniform(0, 0.8, size=(30, 5))
     decay = rng.uniform(0.5, 1, size=5)
     with jax.enable_x64(True):
-        spikes, last = lif(jnp.asarray(inputs), decay=decay, threshold=1.1, reset=reset, num_segments=4)
+        spikes, last = lif(device_array(inputs), decay=decay, threshold=1.1, reset=reset, num_segments=4)
     want = neurons(inputs, decay, 1.1, reset)
     np.testing.assert_array_equal(spikes, want[0])
     assert 0 < want[0].sum() < want[0].size

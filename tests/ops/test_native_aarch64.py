@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import make, oracle
+from device_arrays import device_array
 from quantised_oracle import KINDS, quantised_case
 from tropical_oracle import PATTERNS, signed
 from tropical_oracle import oracle as product
@@ -93,7 +94,14 @@ def _cut(answer: np.ndarray, *wanted: tuple[tuple[int, ...], Any]) -> list[np.nd
     return arrays
 
 
-@pytest.mark.parametrize("spec", ATTENTION, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec if spec.name in ("grouped", "one position") else pytest.param(spec, marks=pytest.mark.slow)
+        for spec in ATTENTION
+    ],
+    ids=lambda spec: spec.name,
+)
 def test_attention_and_its_gradient(spec, driver):
     arrays, options = make(spec)
     problem, _ = prepare(**arrays, **options)
@@ -117,8 +125,8 @@ def test_attention_and_its_gradient(spec, driver):
         def attend(wide: dict[str, jax.Array]) -> jax.Array:
             return flash_attention(**wide, **options, implementation="reference")
 
-        _, pull = jax.vjp(attend, {name: jnp.asarray(x) for name, x in arrays.items()})
-        (want,) = pull(jnp.asarray(grad, "float64"))
+        _, pull = jax.vjp(attend, {name: device_array(x) for name, x in arrays.items()})
+        (want,) = pull(device_array(grad, "float64"))
     names = ("query", "key", "value", "bias")[: len(got) - 1]
     for name, mine in zip(names, got[1:], strict=True):
         np.testing.assert_allclose(mine, want[name], rtol=2e-5, atol=1e-5, err_msg=name)
@@ -126,7 +134,7 @@ def test_attention_and_its_gradient(spec, driver):
 
 def test_attention_in_bfloat16(driver):
     arrays, _ = make(AttentionSpec("", 1, 2, 50, 9))
-    q, k, v = (jnp.asarray(arrays[name], jnp.bfloat16) for name in ("query", "key", "value"))
+    q, k, v = (device_array(arrays[name], jnp.bfloat16) for name in ("query", "key", "value"))
     head = struct.pack("<14q2f", 0, 1, 2, 2, 50, 50, 9, 9, 100, 0, 1, 0, 0, 1, 0.3, 0.0)
     answer = _emulate(driver, head + b"".join(np.asarray(x).tobytes() for x in (q, k, v, q)))
     out, *_ = _cut(answer, *((x.shape, np.uint16) for x in (q, q, k, v)))
@@ -134,7 +142,7 @@ def test_attention_in_bfloat16(driver):
         name: np.asarray(x, np.float64) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)
     }
     want = oracle(wide, {"use_causal_mask": True, "scale": 0.3})
-    found = np.asarray(jax.lax.bitcast_convert_type(jnp.asarray(out), jnp.bfloat16), np.float64)
+    found = np.asarray(jax.lax.bitcast_convert_type(device_array(out), jnp.bfloat16), np.float64)
     np.testing.assert_allclose(found, want, rtol=2**-8, atol=1e-6)
 
 
@@ -165,7 +173,7 @@ def test_selective_scans(driver):
     answer = _emulate(driver, head + b"".join(v.tobytes() for v in narrow))
     got = _cut(answer, (narrow[0].shape, "f4"), (narrow[-1].shape, "f4"))
     with jax.enable_x64(True):
-        wide = [jnp.asarray(v, "float64") for v in narrow]
+        wide = [device_array(v, "float64") for v in narrow]
         want = selective_scan(*wide[:-1], initial_state=wide[-1], implementation="reference")
     for mine, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
@@ -185,7 +193,7 @@ def test_gradients_of_selective_scans(driver):
     x, dt, a, first, b, c, others = _cut(answer, *((shape, "f4") for shape in wanted))
     got = (x, dt, a.sum(0), b + others[:, 0].sum(0), c + others[:, 1].sum(0), first)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(v, "float64") for v in narrow]
+        wide = [device_array(v, "float64") for v in narrow]
 
         def scan(*v):
             return selective_scan(*v[:-1], initial_state=v[-1], implementation="reference")

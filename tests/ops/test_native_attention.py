@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import make, oracle
+from device_arrays import device_array
 from emulation import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,7 +67,7 @@ def _run(arrays: dict[str, Any], options: dict[str, Any], implementation: str = 
 
 
 def _float32(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    return {name: device_array(x, jnp.float32) for name, x in arrays.items()}
 
 
 def _gradient_and_value(options: dict[str, Any]) -> Any:
@@ -90,7 +91,7 @@ def test_value_and_gradient(spec):
     out, gradient = both(_float32(arrays), "native")
     np.testing.assert_allclose(out, oracle(arrays, options), rtol=1e-5, atol=2e-6)
     with jax.enable_x64(True):
-        _, want = both({name: jnp.asarray(x) for name, x in arrays.items()}, "reference")
+        _, want = both({name: device_array(x) for name, x in arrays.items()}, "reference")
     for name in arrays:
         assert gradient[name].dtype == jnp.float32
         np.testing.assert_allclose(gradient[name], want[name], rtol=2e-5, atol=1e-5, err_msg=name)
@@ -105,7 +106,7 @@ def test_numbers_of_16_bits_are_widened_and_the_results_rounded(dtype, layout):
     if layout == "bshd":
         arrays |= {name: arrays[name].swapaxes(1, 2) for name in ("query", "key", "value")}
         options["layout"] = layout
-    narrow = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+    narrow = {name: device_array(x, dtype) for name, x in arrays.items()}
     wide = {name: x.astype(jnp.float32) for name, x in narrow.items()}
     both = _gradient_and_value(options)
     eps = float(jnp.finfo(dtype).eps)
@@ -134,9 +135,9 @@ def test_operands_are_rounded_as_the_caller_asks():
 def test_segments_by_numbers_of_64_bits():
     arrays, options = make(_spec(1, 1, 12, 4))
     with jax.enable_x64(True):
-        ids = jnp.asarray([[0] * 5 + [1 << 32] * 7])
+        ids = device_array([[0] * 5 + [1 << 32] * 7])
         got = _run(
-            {n: jnp.asarray(x, jnp.float32) for n, x in arrays.items()}, {**options, "segment_ids": ids}
+            {n: device_array(x, jnp.float32) for n, x in arrays.items()}, {**options, "segment_ids": ids}
         )
     small = {**options, "segment_ids": np.asarray([[0] * 5 + [1] * 7], np.int32)}
     np.testing.assert_allclose(got, oracle(arrays, small), rtol=1e-5, atol=2e-6)
@@ -154,7 +155,7 @@ def test_scores_near_and_far_from_0_in_one_row():
             out, gradient = both(_float32(changed), "native")
             np.testing.assert_allclose(out, oracle(changed, options), rtol=2e-4, atol=1e-5)
             with jax.enable_x64(True):
-                _, want = both({name: jnp.asarray(x) for name, x in changed.items()}, "reference")
+                _, want = both({name: device_array(x) for name, x in changed.items()}, "reference")
             for name in arrays:
                 np.testing.assert_allclose(gradient[name], want[name], rtol=2e-3, atol=2e-4, err_msg=name)
 
@@ -215,7 +216,7 @@ def test_vmap_of_a_bias_that_heads_share_and_of_segments():
     arrays, options = make(_spec(2, 2, 9, 4, bias=(True, False, True, True), options=CAUSAL))
     narrow = _float32(arrays)
     biases = jnp.stack([narrow["bias"], jnp.sin(narrow["bias"])])
-    ids = jnp.asarray([[[0] * 4 + [1] * 5] * 2, [[0] * 6 + [1] * 3] * 2], jnp.int32)
+    ids = device_array([[[0] * 4 + [1] * 5] * 2, [[0] * 6 + [1] * 3] * 2], jnp.int32)
 
     def loss(bias: jax.Array, ids: jax.Array) -> jax.Array:
         return jnp.sum(_run({**narrow, "bias": bias}, {**options, "segment_ids": ids}) ** 2)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from instruction_sets import instruction_sets
 from quantised_oracle import KINDS, quantised_case
 
@@ -64,10 +65,10 @@ def test_products_both_ways(kind: str, spec: QuantisedSpec, coded: bool) -> None
             x, codes, scales, levels, group=spec.group, scale_table=table, implementation="native"
         )
 
-    out, pull = jax.vjp(product, jnp.asarray(x))
+    out, pull = jax.vjp(product, device_array(x))
     _close(out, x, weight.T)
     back = RANDOM.normal(size=out.shape).astype(np.float32)
-    _close(pull(jnp.asarray(back))[0], back, weight)
+    _close(pull(device_array(back))[0], back, weight)
 
 
 def _numbers(kind: str, codes: np.ndarray, scales: np.ndarray, levels: Any, spec: QuantisedSpec) -> Any:
@@ -97,7 +98,7 @@ def test_derivatives_of_every_kind() -> None:
             jnp.sin(plain + quantised_matmul(x, codes, places, levels, scale_table=table, **options))
         )
 
-    arrays = [jnp.asarray(a) for a in (x, levels, scales, table)]
+    arrays = [device_array(a) for a in (x, levels, scales, table)]
     every = tuple(range(4))
     for transform in (jax.grad, jax.jacfwd):
         mine, theirs = (
@@ -134,7 +135,7 @@ def test_vmap_over_vectors_and_over_matrices() -> None:
 def test_narrow_vectors_are_summed_in_float32(dtype: Any) -> None:
     spec = QuantisedSpec("", (3,), 64, 10, 32)
     x, codes, scales, _, weight = quantised_case("int4", spec)
-    narrow = jnp.asarray(x, dtype)
+    narrow = device_array(x, dtype)
     out = quantised_matmul(narrow, codes, scales, group=32, implementation="native")
     assert out.dtype == dtype
     want = np.asarray(narrow, np.float64) @ weight.T
@@ -184,7 +185,7 @@ def test_groups_of_any_length_beyond_a_row_and_tables_of_any_length(way: str) ->
         out = quantised_matmul(x, codes, places, group=70, scale_table=table, implementation=way)
         return out.sum(), out
 
-    (_, out), slope = jax.value_and_grad(total, has_aux=True)(jnp.asarray(table))
+    (_, out), slope = jax.value_and_grad(total, has_aux=True)(device_array(table))
     rows = x.astype(np.float64) @ codes.T.astype(np.float64)
     _close(out, x, codes.T * np.repeat(table, [1, 7]).astype(np.float64))
     np.testing.assert_allclose(slope, rows.sum(0)[:2], rtol=1e-4, atol=1e-3)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -46,7 +47,7 @@ def test_a_recurrence_of_any_sizes(steps, width, fixed, narrow, reverse):
     x = rng.normal(size=(steps, width, 2)).astype("float32")
     a = rng.uniform(-1, 1, (1 if fixed else steps, 1 if narrow else width, 2)).astype("float32")
     first = rng.normal(size=(width, 2)).astype("float32")
-    arrays = [jnp.asarray(v) for v in (a, x, first)]
+    arrays = [device_array(v) for v in (a, x, first)]
     h, last = linear_recurrence(
         *arrays[:2], initial_state=arrays[2], reverse=reverse, implementation="native"
     )
@@ -58,7 +59,7 @@ def test_a_recurrence_of_any_sizes(steps, width, fixed, narrow, reverse):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_derivatives_of_a_recurrence(reverse):
     rng = np.random.default_rng(0)
-    a, x = (jnp.asarray(v, jnp.float32) for v in rng.uniform(0.5, 1, (2, 13, 5)))
+    a, x = (device_array(v, jnp.float32) for v in rng.uniform(0.5, 1, (2, 13, 5)))
     first = jnp.ones(5)
 
     def loss(way: str, a: Any, x: Any, first: Any) -> Any:
@@ -81,7 +82,7 @@ def test_derivatives_of_a_recurrence(reverse):
 
 def test_a_recurrence_under_vmap():
     rng = np.random.default_rng(0)
-    a, x = (jnp.asarray(v, jnp.float32) for v in rng.uniform(0.5, 1, (2, 3, 13, 5)))
+    a, x = (device_array(v, jnp.float32) for v in rng.uniform(0.5, 1, (2, 3, 13, 5)))
     run = partial(linear_recurrence, implementation="native")
     got = jax.vmap(run, (None, 1), 1)(a[0], jnp.moveaxis(x, 0, 1))[0]
     for i in range(3):
@@ -89,8 +90,8 @@ def test_a_recurrence_under_vmap():
 
 
 def test_infinities_and_nan_are_those_of_the_loop():
-    a = jnp.asarray([[2.0, 0.0, 1.0]] * 4)
-    x = jnp.asarray([[1e38, jnp.inf, jnp.nan]] + [[1e38, 1.0, 1.0]] * 3)
+    a = device_array([[2.0, 0.0, 1.0]] * 4)
+    x = device_array([[1e38, jnp.inf, jnp.nan]] + [[1e38, 1.0, 1.0]] * 3)
     got, want = (linear_recurrence(a, x, implementation=way)[0] for way in ("native", "reference"))
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
@@ -118,9 +119,9 @@ def test_a_selection_clears_an_infinite_carry_unless_native_is_asked_for():
         g = 0.5 * jnp.where(reset, x, 2 * h + x)  # the selection inside of what else is done
         return g + x, g
 
-    reset = jnp.asarray([False, False, True, False])
-    calm = (reset, jnp.asarray([1.0, 2.0, 3.0, 4.0]))
-    wild = (reset, jnp.asarray([1.0, jnp.inf, 3.0, 4.0]))
+    reset = device_array([False, False, True, False])
+    calm = (reset, device_array([1.0, 2.0, 3.0, 4.0]))
+    wild = (reset, device_array([1.0, jnp.inf, 3.0, 4.0]))
     want = lax.scan(step, jnp.float32(1), wild)[1]
     assert np.isfinite(want[2:]).all()
     np.testing.assert_array_equal(parallel_scan(step, jnp.float32(1), wild)[1], want)
@@ -140,7 +141,7 @@ def test_a_selection_clears_an_infinite_carry_unless_native_is_asked_for():
 @pytest.mark.parametrize("num_segments", [None, 3])
 def test_an_affine_scan(reverse, num_segments):
     rng = np.random.default_rng(0)
-    xs = tuple(jnp.asarray(v, jnp.float32) for v in rng.normal(size=(2, 17, 4, 3)))
+    xs = tuple(device_array(v, jnp.float32) for v in rng.normal(size=(2, 17, 4, 3)))
     init = jnp.ones((4, 3))
     assert explain(parallel_scan, _step, init, xs, platform="cpu").chosen == "native"
     options: dict[str, Any] = {"reverse": reverse}
@@ -165,14 +166,14 @@ def test_an_affine_scan(reverse, num_segments):
 @pytest.mark.parametrize("spec", [s for s in SPECS if "large" not in s.tags], ids=lambda s: s.name)
 def test_a_selective_scan(spec):
     arrays, options = arguments(spec, np.random.default_rng(0))
-    narrow = [jnp.asarray(v, jnp.float32) for v in (*arrays, options["initial_state"])]
+    narrow = [device_array(v, jnp.float32) for v in (*arrays, options["initial_state"])]
 
     def run(way: str, *v: Any) -> Any:
         return selective_scan(*v[:-1], initial_state=v[-1], implementation=way)
 
     got = jax.jit(partial(run, "native"))(*narrow)
     with jax.enable_x64(True):
-        want = run("reference", *(jnp.asarray(np.asarray(v), "float64") for v in narrow))
+        want = run("reference", *(device_array(np.asarray(v), "float64") for v in narrow))
     for one, other in zip(got, want, strict=True):
         assert one.dtype == jnp.float32
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
@@ -190,10 +191,10 @@ def test_a_selective_scan(spec):
 @pytest.mark.parametrize("rate", [-3000.0, -700.0, -20.0, 0.0, 2.0])
 def test_a_state_that_decays_or_grows_by_any_amount(rate):
     rng = np.random.default_rng(0)
-    x, b, c = (jnp.asarray(rng.normal(size=(1, 150, 1, 4)), jnp.float32) for _ in range(3))
-    dt = jnp.asarray(rng.uniform(0, 0.1, (1, 150, 1)), jnp.float32).at[0, 70].set(0.0)
+    x, b, c = (device_array(rng.normal(size=(1, 150, 1, 4)), jnp.float32) for _ in range(3))
+    dt = device_array(rng.uniform(0, 0.1, (1, 150, 1)), jnp.float32).at[0, 70].set(0.0)
     got, want = (
-        selective_scan(x, dt, jnp.asarray([rate]), b, c, implementation=way)
+        selective_scan(x, dt, device_array([rate]), b, c, implementation=way)
         for way in ("native", "reference")
     )
     for one, other in zip(got, want, strict=True):
@@ -202,7 +203,7 @@ def test_a_state_that_decays_or_grows_by_any_amount(rate):
 
 def test_a_selective_scan_under_vmap_and_in_bfloat16():
     arrays, _ = arguments(SPECS[0], np.random.default_rng(0))
-    x, dt, a, b, c = (jnp.asarray(v, jnp.float32) for v in arrays)
+    x, dt, a, b, c = (device_array(v, jnp.float32) for v in arrays)
     rates = jnp.stack([a, 2 * a])
     run = partial(selective_scan, implementation="native")
     got = jax.jit(jax.vmap(lambda a: run(x, dt, a, b, c)[0]))(rates)
@@ -223,7 +224,7 @@ def test_arrays_that_do_not_fit_together_are_an_error_not_a_crash():
         with pytest.raises(Exception, match="capibara scan"):
             jax.block_until_ready(native.call("capibara_recurrence", out, *arrays, reverse=0, late=0))
     arrays, options = arguments(SPECS[0], np.random.default_rng(0))
-    good = [jnp.asarray(v, jnp.float32) for v in (*arrays, options["initial_state"])]
+    good = [device_array(v, jnp.float32) for v in (*arrays, options["initial_state"])]
     out = [jax.ShapeDtypeStruct(good[i].shape, jnp.float32) for i in (0, 5)]
     for i in range(6):
         bad = [v[:, :1] if k == i and v.ndim > 1 else v[:1] if k == i else v for k, v in enumerate(good)]

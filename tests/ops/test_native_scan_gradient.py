@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from instruction_sets import instruction_sets
 from jax.sharding import PartitionSpec as P
 
@@ -35,7 +36,7 @@ EVERY = tuple(range(6))
 
 def _inputs(spec: ScanSpec, seed: int = 0) -> list[jax.Array]:
     arrays, options = arguments(spec, np.random.default_rng(seed))
-    return [jnp.asarray(v, jnp.float32) for v in (*arrays, options["initial_state"])]
+    return [device_array(v, jnp.float32) for v in (*arrays, options["initial_state"])]
 
 
 def _loss(way: str, *v: Any) -> Any:
@@ -64,7 +65,7 @@ def test_gradients_against_float64(spec):
             y, state = selective_scan(*v[:-1], initial_state=v[-1], implementation="reference")
             return jnp.sum(jnp.sin(y)) + jnp.sum(state**2)
 
-        wide = [jnp.asarray(np.asarray(v), jnp.float64) for v in arrays]
+        wide = [device_array(np.asarray(v), jnp.float64) for v in arrays]
         want = jax.jit(jax.grad(plain, EVERY), compiler_options=FAST)(*wide)
     _close(got, want, 1e-5)
 
@@ -82,9 +83,9 @@ def test_it_is_the_compiled_loop_that_runs_and_its_arithmetic_is_counted():
 @pytest.mark.parametrize("rate", [-3000.0, -20.0, 0.0, 2.0])
 def test_states_that_decay_or_grow_by_any_amount(rate):
     rng = np.random.default_rng(0)
-    x, b, c = (jnp.asarray(rng.normal(size=(1, 150, 1, 4)), jnp.float32) for _ in range(3))
-    dt = jnp.asarray(rng.uniform(0, 0.1, (1, 150, 1)), jnp.float32).at[0, 70].set(0.0)
-    arrays = [x, dt, jnp.asarray([rate]), b, c, jnp.ones((1, 1, 4, 4))]
+    x, b, c = (device_array(rng.normal(size=(1, 150, 1, 4)), jnp.float32) for _ in range(3))
+    dt = device_array(rng.uniform(0, 0.1, (1, 150, 1)), jnp.float32).at[0, 70].set(0.0)
+    arrays = [x, dt, device_array([rate]), b, c, jnp.ones((1, 1, 4, 4))]
     got, want = (
         jax.jit(
             jax.grad(lambda *v, way=way: jnp.sum(selective_scan(*v[:-1], implementation=way)[0]), EVERY[:-1]),
@@ -243,7 +244,7 @@ def test_recurrences_larger_than_the_caches(steps, width, fixed):
         h, last = (
             np.asarray(v)
             for v in linear_recurrence(
-                jnp.asarray(a), jnp.asarray(x), reverse=reverse, implementation="native"
+                device_array(a), device_array(x), reverse=reverse, implementation="native"
             )
         )
         # Each row follows from the one before it as the kernel gave it; the first from a state of zero.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 
 from capibara.ops import list_ops
 from capibara.ops.attention import flash_attention
@@ -293,7 +294,7 @@ def test_a_selective_scans_gradient_of_what_came_before_stays(spoilt):
 
     def tangent(name: str) -> np.ndarray:
         scan = partial(_selective_scan, name, 4 if name == "xla" else None)
-        return np.asarray(jax.jvp(scan, [jnp.asarray(v) for v in arrays], tangents)[1][0])
+        return np.asarray(jax.jvp(scan, [device_array(v) for v in arrays], tangents)[1][0])
 
     got, want = tangent("xla"), tangent("reference")
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
@@ -377,7 +378,7 @@ def test_convolutions_put_it_where_a_window_sees_it():
     )
     for name, got in {
         **found,
-        "conv2d": conv2d(jnp.asarray(image), jnp.asarray(filters), padding="VALID"),
+        "conv2d": conv2d(device_array(image), device_array(filters), padding="VALID"),
     }.items():
         same(got, want, name)
     line, taps = put(normal(1, 8, 2), ((0, 3, 1), np.nan)), normal(3, 2)
@@ -387,7 +388,7 @@ def test_convolutions_put_it_where_a_window_sees_it():
         "causal_conv1d", lambda name: causal_conv1d(line, taps, implementation=name)
     ).items():
         same(got[0], want, name)
-    plain = conv1d(jnp.asarray(line), jnp.asarray(normal(3, 2, 4)), padding="VALID")
+    plain = conv1d(device_array(line), device_array(normal(3, 2, 4)), padding="VALID")
     np.testing.assert_array_equal(
         np.isnan(np.asarray(plain))[0].all(1), [False, True, True, True, False, False]
     )
@@ -413,7 +414,9 @@ def test_tropical_products_lose_rows_and_columns_with_nan():
         same(got, want, name)
 
 
-@pytest.mark.parametrize("what", ["query", "key", "value", "value inf"])
+@pytest.mark.parametrize(
+    "what", ["query", "value inf", *(pytest.param(x, marks=pytest.mark.slow) for x in ("key", "value"))]
+)
 def test_in_attention_they_reach_all_that_see_them(what):
     """Others are as without, or have what the plain form has there: a weight of zero times what is not finite."""
     arrays = {name: normal(1, 2, 70, 16) for name in ("query", "key", "value")}

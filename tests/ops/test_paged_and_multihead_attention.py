@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from paged_oracle import definition, in_pages
@@ -41,7 +42,7 @@ def test_paged_value_is_the_definition(monkeypatch, options, implementation, blo
     case = made()
     with jax.enable_x64(True):
         step = jax.jit(partial(paged_attention, **options, implementation=implementation))
-        got = step(*map(jnp.asarray, (case["query"], *case["pages"], case["table"], LENGTHS)))
+        got = step(*map(device_array, (case["query"], *case["pages"], case["table"], LENGTHS)))
     for b, length in enumerate(LENGTHS):
         keys, values = case["whole"][b]
         want = definition(case["query"][b], keys, values, length, **options)
@@ -51,13 +52,13 @@ def test_paged_value_is_the_definition(monkeypatch, options, implementation, blo
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_gradients_do_not_see_what_was_never_written(implementation):
     case = made()  # with NaN wherever nothing was written
-    table, lengths = jnp.asarray(case["table"]), jnp.asarray(LENGTHS)
+    table, lengths = device_array(case["table"]), device_array(LENGTHS)
 
     def loss(query, key, value):
         out = paged_attention(query, key, value, table, lengths, implementation=implementation)
         return jnp.sum(jnp.sin(out))
 
-    given = [jnp.asarray(x, jnp.float32) for x in (case["query"], *case["pages"])]
+    given = [device_array(x, jnp.float32) for x in (case["query"], *case["pages"])]
     run = jax.jit(jax.grad(loss, (0, 1, 2)))
     for g, w in zip(run(*given), run(*map(jnp.nan_to_num, given)), strict=True):
         np.testing.assert_array_equal(g, w)
@@ -65,10 +66,10 @@ def test_gradients_do_not_see_what_was_never_written(implementation):
 
 def test_decoding_into_pages_gives_what_the_whole_sequence_gives():
     rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 11, h, 4)), jnp.float32) for h in (4, 2, 2))
+    q, k, v = (device_array(rng.normal(size=(2, 11, h, 4)), jnp.float32) for h in (4, 2, 2))
     want = flash_attention(q, k, v, use_causal_mask=True, layout="bshd")
     pages = (jnp.zeros((9, 4, 2, 4)), jnp.zeros((9, 4, 2, 4)))
-    table = jnp.asarray([[8, 0, 3], [5, 2, 7]], jnp.int32)
+    table = device_array([[8, 0, 3], [5, 2, 7]], jnp.int32)
     lengths = jnp.zeros(2, jnp.int32)
     step = jax.jit(paged_attention)
     for start, stop in ((0, 6), (6, 7), (7, 8), (8, 11)):
@@ -83,9 +84,9 @@ def test_pools_whose_rows_are_padded(implementation):
     """What pads a row is NaN here, and neither read nor given back; what is written is padded with zeros."""
     shape = {"kv_heads": 2, "heads": 4, "dim": 64, "value_dim": 80, "page_size": 4, "new": 2}
     case = in_pages(LENGTHS, **shape)
-    query = jnp.asarray(case["query"], jnp.float32)
-    pages = [jnp.asarray(x, jnp.float32) for x in case["pages"]]
-    table, lengths = jnp.asarray(case["table"]), jnp.asarray(LENGTHS)
+    query = device_array(case["query"], jnp.float32)
+    pages = [device_array(x, jnp.float32) for x in case["pages"]]
+    table, lengths = device_array(case["table"]), device_array(LENGTHS)
     key, value = (
         jnp.pad(x, ((0, 0),) * 3 + ((0, 128 - x.shape[3]),), constant_values=jnp.nan) for x in pages
     )
@@ -119,11 +120,11 @@ def test_lengths_and_tables_of_any_integers(dtype):
     """Before a sequence of one position two new ones begin at -1, and a page has more positions than bytes count."""
     rng = np.random.default_rng(2)
     q, key, value = (rng.normal(size=shape) for shape in ((2, 2, 2, 8), (3, 256, 2, 8), (3, 256, 2, 8)))
-    table, lengths = jnp.asarray([[2], [1]], dtype), jnp.asarray([1, 100], dtype)
-    pages = (jnp.asarray(key, jnp.float32), jnp.asarray(value, jnp.float32))
+    table, lengths = device_array([[2], [1]], dtype), device_array([1, 100], dtype)
+    pages = (device_array(key, jnp.float32), device_array(value, jnp.float32))
     for implementation in ("xla", "reference"):
         got = paged_attention(
-            jnp.asarray(q, jnp.float32), *pages, table, lengths, implementation=implementation
+            device_array(q, jnp.float32), *pages, table, lengths, implementation=implementation
         )
         for b, (page, length) in enumerate(((2, 1), (1, 100))):
             want = definition(q[b], key[page, :length], value[page, :length], length)
@@ -138,10 +139,10 @@ def test_lengths_and_tables_of_any_integers(dtype):
 def test_what_is_past_the_table_is_not_seen(monkeypatch, past, implementation):
     monkeypatch.setattr(paged, "BLOCK", 6)  # two pages together, and three in the table
     case = in_pages([9], kv_heads=1, heads=1, dim=4, value_dim=4, page_size=3, new=2, table=3, pages=3)
-    query, key, value = (jnp.asarray(x, jnp.float32) for x in (case["query"], *case["pages"]))
-    lengths = jnp.asarray([9 + past], jnp.int32)
+    query, key, value = (device_array(x, jnp.float32) for x in (case["query"], *case["pages"]))
+    lengths = device_array([9 + past], jnp.int32)
     got = paged_attention(
-        query, key, value, jnp.asarray(case["table"]), lengths, implementation=implementation
+        query, key, value, device_array(case["table"]), lengths, implementation=implementation
     )
     # New positions after the table see all of it.
     keys, values = case["whole"][0]
@@ -154,17 +155,17 @@ def test_what_is_past_the_table_is_not_seen(monkeypatch, past, implementation):
 def test_what_has_no_page_is_not_written():
     pages = (jnp.zeros((2, 2, 1, 1)), jnp.zeros((2, 2, 1, 1)))
     ones = jnp.ones((1, 3, 1, 1))
-    got, _ = write_pages(*pages, jnp.asarray([[1, -1]]), jnp.asarray([1]), ones, ones)
+    got, _ = write_pages(*pages, device_array([[1, -1]]), device_array([1]), ones, ones)
     np.testing.assert_array_equal(got[..., 0, 0], [[0, 0], [0, 1]])  # the other two would be in page -1
-    past, _ = write_pages(*pages, jnp.asarray([[1]]), jnp.asarray([2]), ones, ones)
+    past, _ = write_pages(*pages, device_array([[1]]), device_array([2]), ones, ones)
     assert not np.any(past)
 
 
 def test_paged_under_vmap_in_bfloat16_empty_and_explained():
     case = made(1)
-    key, value = (jnp.nan_to_num(jnp.asarray(x, jnp.bfloat16)) for x in case["pages"])
-    q = jnp.asarray(case["query"], jnp.bfloat16)
-    table, lengths = jnp.asarray(case["table"]), jnp.asarray(LENGTHS)
+    key, value = (jnp.nan_to_num(device_array(x, jnp.bfloat16)) for x in case["pages"])
+    q = device_array(case["query"], jnp.bfloat16)
+    table, lengths = device_array(case["table"]), device_array(LENGTHS)
     got = jax.vmap(paged_attention, (0, None, None, None, None))(
         jnp.stack([q, -q]), key, value, table, lengths
     )
@@ -213,7 +214,7 @@ def test_a_layer_is_its_definition(use_bias):
     x = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
     params = multihead_attention_params(jax.random.key(1), 6, 3, use_bias=use_bias)
     params = {name: p + 0.1 for name, p in params.items()}
-    got = fused_multihead_attention(jnp.asarray(x), 3, use_bias, params=params, use_causal_mask=True)
+    got = fused_multihead_attention(device_array(x), 3, use_bias, params=params, use_causal_mask=True)
     p = {name: np.asarray(value, np.float64) for name, value in params.items()}
     q, k, v = np.einsum("bse,ethd->tbshd", x, p["qkv_kernel"]) + (
         p["qkv_bias"][:, None, None] if use_bias else 0
@@ -263,7 +264,7 @@ def test_a_layer_takes_parameters_that_lie_differently():
     laid = {name: jax.device_put(value, NamedSharding(mesh, specs[name])) for name, value in params.items()}
     x = jax.random.normal(jax.random.key(1), (2, 5, 8))
     key = jax.random.key(2)
-    ids = jnp.asarray([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]], jnp.int32)
+    ids = device_array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]], jnp.int32)
     with jax.set_mesh(mesh):
         there = jax.device_put(x, NamedSharding(mesh, P("b", "a")))
         lies = jax.device_put(ids, NamedSharding(mesh, P("b")))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from jax import lax
 
 from capibara.ops import NoImplementationError, OpTypeError, OpValueError, explain, list_ops
@@ -315,8 +316,8 @@ def test_infinities_and_nan_are_those_of_the_loop():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "complex64"])
 def test_dtypes(dtype):
     with jax.enable_x64(True):
-        xs, init = jnp.asarray(x, dtype), jnp.ones(4, dtype)
-        step = lambda c, x: (c * jnp.asarray(0.5, dtype) + x, c)  # noqa: E731
+        xs, init = device_array(x, dtype), jnp.ones(4, dtype)
+        step = lambda c, x: (c * device_array(0.5, dtype) + x, c)  # noqa: E731
         assert explain(parallel_scan, step, init, xs, platform="tpu").chosen == "affine"
         tolerance = {"bfloat16": 0.05, "float64": 1e-14, "complex64": 1e-6}[dtype]
         got, want = parallel_scan(step, init, xs, implementation="affine"), lax.scan(step, init, xs)

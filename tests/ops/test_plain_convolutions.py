@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from jax import lax
 
 from capibara.ops import OpShapeError, OpTypeError, OpValueError, conv
@@ -128,7 +129,7 @@ def test_transposed_convolutions(sizes, taps, strides, padding, dilation, groups
 def test_the_transpose_is_the_gradient_of_the_convolution():
     x, w = (
         jnp.ones((1, 7, 6, 4)),
-        jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 4, 5)), jnp.float32),
+        device_array(np.random.default_rng(0).normal(size=(3, 2, 4, 5)), jnp.float32),
     )
     y, pull = jax.vjp(lambda x: conv.conv2d(x, w, strides=(3, 2), padding=((1, 2), (0, 0))), x)
     back = jnp.swapaxes(w[::-1, ::-1], 2, 3)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from quantised_oracle import KINDS, LEVELS, quantised_case
 
 from capibara import native
@@ -81,7 +82,7 @@ def test_under_vmap_and_in_bfloat16() -> None:
     stacked = jax.vmap(lambda c: quantised_matmul(x, c, scales, group=group))(both)
     ones = x @ np.repeat(scales, group, 1).T
     np.testing.assert_allclose(stacked[0], -ones - stacked[1], rtol=1e-3, atol=1e-2)
-    low = quantised_matmul(jnp.asarray(x, jnp.bfloat16), codes, scales, group=group)
+    low = quantised_matmul(device_array(x, jnp.bfloat16), codes, scales, group=group)
     assert low.dtype == jnp.bfloat16
     expected = x @ weight.T
     np.testing.assert_allclose(low.astype(np.float32), expected, atol=0.03 * np.abs(expected).max())

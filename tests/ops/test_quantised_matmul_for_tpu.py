@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from jax.experimental.pallas import tpu as pltpu
 from quantised_oracle import KINDS, quantised_case
 from tpu_compiler import ask, needs_libtpu
@@ -54,9 +55,9 @@ def test_interpreted_against_numpy(kind, spec):
     assert out.shape == expected.shape
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, expected, atol=2e-5 * np.abs(weight).max() * spec.inner**0.5)
-    narrow = KERNEL(jnp.asarray(x, jnp.bfloat16), codes, scales, levels, group=spec.group)
+    narrow = KERNEL(device_array(x, jnp.bfloat16), codes, scales, levels, group=spec.group)
     assert narrow.dtype == jnp.bfloat16
-    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) @ weight.T
+    rounded = np.asarray(device_array(x, jnp.bfloat16), np.float64) @ weight.T
     np.testing.assert_allclose(np.asarray(narrow, np.float64), rounded, atol=2e-2 * np.abs(rounded).max())
 
 

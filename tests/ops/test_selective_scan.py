@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +64,7 @@ def test_value_and_gradient(spec):
 
     with jax.enable_x64(True):
         found = jax.jit(everything, compiler_options=FAST)(
-            {name: jnp.asarray(v) for name, v in arrays.items()}
+            {name: device_array(v) for name, v in arrays.items()}
         )
     want = oracle(**arrays)
     for name, ((y, state), gradient) in found.items():
@@ -92,7 +93,7 @@ def test_gradient_against_finite_differences_of_numpy():
         return jnp.vdot(weight[0], y) + jnp.vdot(weight[1], state)
 
     with jax.enable_x64(True):
-        gradient = jax.jit(jax.grad(loss))({name: jnp.asarray(v) for name, v in arrays.items()})
+        gradient = jax.jit(jax.grad(loss))({name: device_array(v) for name, v in arrays.items()})
     got = sum(np.vdot(gradient[name], direction[name]) for name in arrays)
     assert got == pytest.approx(want, rel=1e-6)
 
@@ -122,8 +123,8 @@ def test_pieces_join_and_steps_continue():
     step = jax.jit(lambda a: run(a))
     with jax.enable_x64(True):
         for low, high in ((0, 6), (6, 9), (9, 10), (10, 11)):
-            piece = {n: jnp.asarray(v if n == "a" else v[:, low:high]) for n, v in arrays.items()}
-            y, state = step({**piece, "initial_state": jnp.asarray(state)})
+            piece = {n: device_array(v if n == "a" else v[:, low:high]) for n, v in arrays.items()}
+            y, state = step({**piece, "initial_state": device_array(state)})
             ys.append(y)
     np.testing.assert_allclose(np.concatenate(ys, 1), want[0], rtol=1e-9, atol=1e-10)
     np.testing.assert_allclose(state, want[1], rtol=1e-9, atol=1e-10)
@@ -131,7 +132,7 @@ def test_pieces_join_and_steps_continue():
 
 def test_one_position_has_no_loop():
     arrays = make(ScanSpec("", 1, 1, 2, 3, 1, 4, 64))
-    assert "while" not in str(jax.make_jaxpr(run)({n: jnp.asarray(v) for n, v in arrays.items()})).replace(
+    assert "while" not in str(jax.make_jaxpr(run)({n: device_array(v) for n, v in arrays.items()})).replace(
         "scan", "while"
     )
 
@@ -141,7 +142,7 @@ def test_strong_decay_over_a_long_chunk_neither_overflows_nor_loses_its_gradient
     arrays = make(spec)
     arrays["dt"] = np.full_like(arrays["dt"], 3.0)
     arrays["a"] = np.array([-8.0])
-    narrow = {name: jnp.asarray(v, jnp.float32) for name, v in arrays.items()}
+    narrow = {name: device_array(v, jnp.float32) for name, v in arrays.items()}
     y, state = jax.jit(lambda a: run(a, "xla", 128))(narrow)
     want = oracle(**arrays)
     np.testing.assert_allclose(y, want[0], rtol=1e-4, atol=1e-4)
@@ -155,7 +156,7 @@ def test_a_step_that_forgets_everything_costs_no_digits_of_the_later_ones():
     arrays["dt"][:, 3], arrays["dt"][:, 9:12] = 1e7, 1e36
     arrays["x"][:, [3, 9, 10, 11]] *= 1e-36
     arrays["a"] = np.array([-0.5, -300.0])
-    narrow = {name: jnp.asarray(v, jnp.float32) for name, v in arrays.items()}
+    narrow = {name: device_array(v, jnp.float32) for name, v in arrays.items()}
     want = oracle(**arrays)
     for name in ("xla", "reference"):
         y, state = run(narrow, name, 20 if name == "xla" else None)
@@ -166,12 +167,12 @@ def test_a_step_that_forgets_everything_costs_no_digits_of_the_later_ones():
 def test_zero_step_keeps_the_state():
     arrays = make(ScanSpec("", 1, 5, 2, 3, 1, 4, 4))
     arrays["dt"] = np.zeros_like(arrays["dt"])
-    _, state = run({n: jnp.asarray(v, jnp.float32) for n, v in arrays.items()})
+    _, state = run({n: device_array(v, jnp.float32) for n, v in arrays.items()})
     np.testing.assert_array_equal(state, arrays["initial_state"].astype(np.float32))
 
 
 def test_without_an_initial_state_it_is_zero_and_float32():
-    arrays = {n: jnp.asarray(v, jnp.bfloat16) for n, v in make(CHECKED[0]).items()}
+    arrays = {n: device_array(v, jnp.bfloat16) for n, v in make(CHECKED[0]).items()}
     del arrays["initial_state"]
     y, state = run(arrays)
     assert (y.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
@@ -182,7 +183,7 @@ def test_without_an_initial_state_it_is_zero_and_float32():
 
 
 def test_vmap():
-    arrays = {n: jnp.asarray(v, jnp.float32) for n, v in make(CHECKED[1]).items()}
+    arrays = {n: device_array(v, jnp.float32) for n, v in make(CHECKED[1]).items()}
     double = {n: jnp.stack([v, 0.5 * v]) for n, v in arrays.items()}
     got = jax.jit(jax.vmap(run))(double)
     want = jax.jit(run)({n: v[1] for n, v in double.items()})
@@ -191,7 +192,7 @@ def test_vmap():
 
 def test_no_positions():
     arrays = make(ScanSpec("", 2, 0, 2, 3, 1, 4, 4))
-    y, state = run({n: jnp.asarray(v, jnp.float32) for n, v in arrays.items()})
+    y, state = run({n: device_array(v, jnp.float32) for n, v in arrays.items()})
     assert y.shape == (2, 0, 2, 3)
     np.testing.assert_array_equal(state, arrays["initial_state"].astype(np.float32))
 

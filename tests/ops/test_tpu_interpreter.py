@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import make, oracle
+from device_arrays import device_array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -42,7 +43,7 @@ def _fresh() -> Iterator[None]:
 )
 def test_attention_has_no_races_and_is_the_definition(spec, capfd):
     arrays, options = make(spec)
-    given = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    given = {name: device_array(x, jnp.float32) for name, x in arrays.items()}
 
     def value_and_gradient(implementation: str) -> tuple[Any, Any]:
         def run(a: dict[str, jax.Array]) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from operation_calls import CALLS, NEED_AXIS, called, functions
 
 FUNCTIONS = functions()
@@ -77,7 +78,7 @@ def test_compiled_and_mapped_it_is_what_it_is_alone(name):
     alone = [compiled(*arrays), compiled(*other)]
     mapped = jax.jit(jax.vmap(run))(*(np.stack(pair) for pair in zip(arrays, other, strict=True)))
     assert len(mapped) > 0
-    for i, want in enumerate((run(*map(jnp.asarray, arrays)), alone[1])):
+    for i, want in enumerate((run(*map(device_array, arrays)), alone[1])):
         for one, both, told in zip(alone[i], mapped, want, strict=True):
             np.testing.assert_allclose(one, told, rtol=2e-4, atol=2e-4)
             np.testing.assert_allclose(both[i], told, rtol=2e-4, atol=2e-4)
@@ -90,7 +91,7 @@ def test_the_derivative_of_the_gradient_is_what_differences_say(name):
         random = np.random.default_rng(1)
         places = [i for i, x in enumerate(arrays) if is_float(x)]
         start = tuple(arrays[i] for i in places)
-        there, along = (tuple(jnp.asarray(random.normal(size=x.shape)) for x in start) for _ in range(2))
+        there, along = (tuple(device_array(random.normal(size=x.shape)) for x in start) for _ in range(2))
 
         def loss(*floats: Any) -> Any:
             filled = dict(enumerate(arrays)) | dict(zip(places, floats, strict=True))

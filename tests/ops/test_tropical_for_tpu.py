@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -92,7 +93,7 @@ def test_gradient_vmap_bfloat16_and_what_it_refuses():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     several = jax.vmap(KERNEL, (0, None))(np.stack([a, a + 1]), b)
     np.testing.assert_array_equal(several[1], oracle(a + 1, b)[0])
-    narrow = KERNEL(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16))
+    narrow = KERNEL(device_array(a, jnp.bfloat16), device_array(b, jnp.bfloat16))
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(narrow, np.float32), oracle(a, b)[0])
     assert explain(tropical.matmul, a, b, platform="tpu").chosen == "pallas_tpu"

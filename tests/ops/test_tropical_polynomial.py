@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 
 from capibara.ops import tropical
 
@@ -24,17 +25,17 @@ def test_as_the_product_of_powers_and_coefficients(semiring: str) -> None:
         [INF] * 3,
         [-INF] * 3,
     ]
-    points = jnp.asarray([-2.5, -0.0, 0.5, 3.0, INF, -INF, np.nan])
+    points = device_array([-2.5, -0.0, 0.5, 3.0, INF, -INF, np.nan])
     for values in lists:
-        coefficients = jnp.asarray(np.array(values, np.float32))
+        coefficients = device_array(np.array(values, np.float32))
         want = tropical.polyval(coefficients, points, semiring=semiring, implementation="reference")
         np.testing.assert_array_equal(tropical.polyval(coefficients, points, semiring=semiring), want)
 
 
 @pytest.mark.parametrize("semiring", ["max_plus", pytest.param("min_plus", marks=pytest.mark.slow)])
 def test_gradients_go_to_the_lowest_exponent_that_reaches_the_value(semiring: str) -> None:
-    coefficients = jnp.asarray([0.0, 0.0, -2.0, -1.0, -INF])
-    points = jnp.asarray([-1.0, 0.0, 1.0, 2.5, INF])
+    coefficients = device_array([0.0, 0.0, -2.0, -1.0, -INF])
+    points = device_array([-1.0, 0.0, 1.0, 2.5, INF])
 
     def total(c: jax.Array, x: jax.Array, implementation: str) -> jax.Array:
         found = tropical.polyval(c, x, semiring=semiring, implementation=implementation)
@@ -56,7 +57,7 @@ def test_many_coefficients_take_the_product() -> None:
     coefficients = random.integers(-99, 99, 65).astype(np.float32)
     points = random.integers(-9, 9, (3, 4)).astype(np.float32)
     want = (coefficients + np.arange(65) * points[..., None]).max(-1)
-    many, places = jnp.asarray(coefficients), jnp.asarray(points)
+    many, places = device_array(coefficients), device_array(points)
     np.testing.assert_array_equal(tropical.polyval(many, places), want)
     want = (coefficients[:64] + np.arange(64) * points[..., None]).max(-1)
     np.testing.assert_array_equal(tropical.polyval(many[:64], places), want)

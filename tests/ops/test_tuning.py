@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -237,7 +238,7 @@ def test_where_the_folder_is(monkeypatch, tmp_path):
 
 # The look-up.
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 70, 8)), jnp.float32)
+X = device_array(np.random.default_rng(0).normal(size=(1, 2, 70, 8)), jnp.float32)
 
 
 def keep(folder: Path, name: str, entry: Entry, *args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,13 +45,13 @@ def test_blocks_of_any_size(tokens, codes, limit, seed):
         patch.setattr(nearest, "BLOCK_CODES", 1 + limit % 7)
         problem = prepare(x, codebook)[0]
         for best, contiguous in ((nearest._best_column, True), (nearest._best_row, False)):
-            got = nearest._blocked(best, limit, contiguous, problem, jnp.asarray(x), jnp.asarray(codebook))
+            got = nearest._blocked(best, limit, contiguous, problem, device_array(x), device_array(codebook))
             np.testing.assert_array_equal(got, oracle(x, codebook))
 
 
 def test_ties_go_to_the_lowest_index():
-    codebook = jnp.asarray([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    np.testing.assert_array_equal(nearest_code(jnp.asarray([[0.0, 0.0], [1.0, 0.0]]), codebook), [0, 0])
+    codebook = device_array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    np.testing.assert_array_equal(nearest_code(device_array([[0.0, 0.0], [1.0, 0.0]]), codebook), [0, 0])
 
 
 def test_the_table_of_distances_is_never_whole():
@@ -69,7 +70,7 @@ def test_the_table_of_distances_is_never_whole():
 
 def test_nearest_under_transformations():
     rng = np.random.default_rng(1)
-    x, codebook = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 6, 4), (3, 5, 4)))
+    x, codebook = (device_array(rng.normal(size=s), jnp.float32) for s in ((3, 6, 4), (3, 5, 4)))
     got = jax.jit(jax.vmap(nearest_code))(x, codebook)
     for i in range(3):
         np.testing.assert_array_equal(got[i], oracle(np.asarray(x[i]), np.asarray(codebook[i])))
@@ -111,7 +112,7 @@ def test_moving_averages():
         x = rng.normal(size=(4, 5, 3)).astype(np.float32)
         want = numpy_update(state, x, 0.8, 1e-3)
         _, _, _, state = vector_quantise(
-            state, jnp.asarray(x), train=True, decay=0.8, epsilon=1e-3, dead_code_threshold=0.0
+            state, device_array(x), train=True, decay=0.8, epsilon=1e-3, dead_code_threshold=0.0
         )
         for name, value in want.items():
             np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
@@ -119,11 +120,11 @@ def test_moving_averages():
 
 def test_metrics():
     state = {
-        "codebook": jnp.asarray([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [9.0, 9.0]]),
+        "codebook": device_array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [9.0, 9.0]]),
         "cluster_size": jnp.ones(4),
         "codebook_sum": jnp.zeros((4, 2)),
     }
-    x = jnp.asarray([[0.0, 0.1], [0.0, 0.2], [0.8, 0.0], [1.2, 0.0]])
+    x = device_array([[0.0, 0.1], [0.0, 0.2], [0.8, 0.0], [1.2, 0.0]])
     quantized, indices, metrics, after = vector_quantise(state, x, train=False, commitment_weight=0.5)
     np.testing.assert_array_equal(indices, [0, 0, 1, 1])
     np.testing.assert_allclose(quantized, np.asarray(state["codebook"])[[0, 0, 1, 1]])

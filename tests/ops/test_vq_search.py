@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from emulation import emulated
 
 from capibara.ops import OpTypeError, OpValueError, explain
@@ -71,7 +72,7 @@ def test_every_implementation_is_the_definition(spec, metric):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_narrow_types_are_compared_wide(dtype):
     rng = np.random.default_rng(0)
-    x, codebook = (jnp.asarray(rng.normal(size=s), dtype) for s in ((200, 16), (64, 16)))
+    x, codebook = (device_array(rng.normal(size=s), dtype) for s in ((200, 16), (64, 16)))
     want = distances(x, codebook)
     for name in NAMES:
         index, distance = nearest_code(x, codebook, return_distance=True, implementation=name)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 
 from capibara.ops import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.vq import (
@@ -134,7 +135,7 @@ def test_each_codebook_draws_its_own_dead_codes():
 
 
 def test_more_codebooks_leave_less():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(256, 4)), jnp.float32)
+    x = device_array(np.random.default_rng(0).normal(size=(256, 4)), jnp.float32)
     state = initial_codebook_state(jax.random.key(1), 12, 4, codebooks=3)
     state = {name: value * 0.5 if value.ndim == 3 else value for name, value in state.items()}
 
@@ -155,7 +156,7 @@ def test_more_codebooks_leave_less():
 def test_bfloat16_input_keeps_its_type_and_float32_codebooks():
     state, x = setting(width=12)
     for function, given in ((product_quantise, x), (residual_quantise, x[..., :4])):
-        quantized, indices, metrics, after = function(state, jnp.asarray(given, jnp.bfloat16), train=True)
+        quantized, indices, metrics, after = function(state, device_array(given, jnp.bfloat16), train=True)
         assert quantized.dtype == jnp.bfloat16
         assert indices.dtype == jnp.int32
         assert {a.dtype for a in jax.tree.leaves((metrics, after))} == {jnp.dtype("float32")}
@@ -165,10 +166,10 @@ def test_averages_of_given_indices():
     state = initial_codebook_state(jax.random.key(0), 5, 3)
     rng = np.random.default_rng(0)
     x, indices = rng.normal(size=(4, 6, 3)).astype(np.float32), rng.integers(0, 5, (4, 6))
-    after = update_codebook(state, x, jnp.asarray(indices), decay=0.6, epsilon=1e-2, dead_code_threshold=0.0)
+    after = update_codebook(state, x, device_array(indices), decay=0.6, epsilon=1e-2, dead_code_threshold=0.0)
     for name, value in averaged(state, x, indices, 0.6, 1e-2).items():
         np.testing.assert_allclose(after[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
-    slopes = jax.grad(lambda x: jnp.sum(update_codebook(state, x, jnp.asarray(indices))["codebook"]))(x)
+    slopes = jax.grad(lambda x: jnp.sum(update_codebook(state, x, device_array(indices))["codebook"]))(x)
     assert not np.any(slopes)
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from emulation import emulated
 
 from capibara.measure import count_flops
@@ -68,7 +69,7 @@ def test_values_and_gradients_are_the_definition_s(spec):
         found = []
         for name in names(spec):
             y, pull = jax.vjp(partial(winograd_conv2d, implementation=name, **spec.options), x, w)
-            found.append((y, *pull(jnp.asarray(weight))))
+            found.append((y, *pull(device_array(weight))))
         return found
 
     with jax.enable_x64(True):
@@ -88,7 +89,7 @@ def test_values_and_gradients_are_the_definition_s(spec):
     ("dtype", "tile", "tolerance"), [("float32", 4, 3e-5), ("bfloat16", 4, 3e-2), ("float16", 2, 4e-3)]
 )
 def test_narrow_types_sum_wide(dtype, tile, tolerance):
-    x, w = (jnp.asarray(v, dtype) for v in draw(ConvSpec("", 1, 9, 9, 32, 4)))
+    x, w = (device_array(v, dtype) for v in draw(ConvSpec("", 1, 9, 9, 32, 4)))
     want = oracle(np.asarray(x, np.float64), np.asarray(w, np.float64))
     run = partial(winograd_conv2d, tile_size=tile, implementation="winograd")
     got = jax.jit(run, compiler_options=FAST)(x, w)

@@ -73,9 +73,13 @@ def test_a_kernel_for_one_device():
 
 
 _compiled = [0]
-jax.monitoring.register_event_duration_secs_listener(
-    lambda name, _, **__: _compiled.__setitem__(0, _compiled[0] + name.endswith("backend_compile_duration"))
-)
+
+
+def _count(event: str, duration_secs: float, **_: Any) -> None:
+    _compiled[0] += event.endswith("backend_compile_duration")
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def _numbers(*shape: int) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 
 from capibara.errors import CapibaraError
 from capibara.ops import explain, tropical
@@ -223,7 +224,7 @@ def test_an_error_by_name(what: str) -> None:
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_scale_that_is_learned_is_multiplied_into_the_query(implementation: str) -> None:
     """What the error about a traced scale says to do: the value and derivatives of plain attention."""
-    q, k, v = (jnp.asarray(normal(1, 2, 5, 4), jnp.float32) for _ in range(3))
+    q, k, v = (device_array(normal(1, 2, 5, 4), jnp.float32) for _ in range(3))
 
     def learned(scale: Any) -> Any:
         return jnp.sin(flash_attention(q * scale, k, v, scale=1.0, implementation=implementation)).sum()
@@ -248,7 +249,7 @@ def test_numpy_float64_is_taken_as_jax_takes_it() -> None:
 @pytest.mark.parametrize("length", [0, 4])
 def test_numpy_float64_in_attention(length: int) -> None:
     q, k = normal(1, 2, length, 4), normal(1, 2, 4, 4)
-    out = flash_attention(q, k, jnp.asarray(k))  # NumPy's and JAX's beside each other
+    out = flash_attention(q, k, device_array(k))  # NumPy's and JAX's beside each other
     assert (out.shape, out.dtype) == ((1, 2, length, 4), jnp.float32)
     new, cache = normal(1, length, 2, 4), normal(1, 4, 2, 4)
     assert cached_attention(new, cache, cache, 0).dtype == jnp.float32
@@ -272,7 +273,7 @@ def test_a_convolution_without_results() -> None:
 
 
 def test_numpy_whole_numbers_are_whole_numbers() -> None:
-    one, x = np.int64(1), jnp.asarray(normal(3, 8), jnp.float32)
+    one, x = np.int64(1), device_array(normal(3, 8), jnp.float32)
     np.testing.assert_array_equal(tropical.scan(x, x, axis=one), tropical.scan(x, x, axis=1))  # type: ignore[arg-type]
     np.testing.assert_array_equal(semiring_scan(x, axis=one), semiring_scan(x, axis=1))  # type: ignore[arg-type]
     for factors in (np.array([2, 4]), jnp.array([2, 4])):
@@ -287,7 +288,7 @@ def test_forward_mode_has_conv2d() -> None:
 
 
 def test_an_index_outside_moves_no_code() -> None:
-    x = jnp.asarray(normal(3, 2), jnp.float32)
+    x = device_array(normal(3, 2), jnp.float32)
     inside = update_codebook(STATE, x[:2], jnp.array([0, 3]))
     for outside in (4, -5):
         moved = update_codebook(STATE, x, jnp.array([0, -1, outside]))

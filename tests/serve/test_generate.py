@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_model import TinyModel, core_with_tiny_model
@@ -46,7 +47,7 @@ def recomputed(
     for number in range(count):
         if len(visible) > PLACES:
             visible = visible[-half:]
-        padded = jnp.asarray([visible + [0] * (PLACES - len(visible))], jnp.int32)
+        padded = device_array([visible + [0] * (PLACES - len(visible))], jnp.int32)
         logits = apply(params, padded)[:, len(visible) - 1]
         token = int(sample(jax.random.fold_in(jax.random.key(seed), number), logits, sampling)[0])
         written.append(token)
@@ -57,7 +58,7 @@ def recomputed(
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(0.9, top_k=40, top_p=0.95)])
 def test_the_cache_changes_nothing(model: TinyModel, params: Any, sampling: Sampling) -> None:
     generator = Generator(model, params, sampling=sampling)
-    for length in (1, 5, 8, 15, 16, 17, 40):
+    for length in (1, 8, 16, 17, 40):
         prompt = np.random.default_rng(length).integers(0, 256, length).tolist()
         found = list(generator.tokens(prompt, max_tokens=30, seed=7))
         assert found == recomputed(model, params, prompt, 30, sampling, seed=7)

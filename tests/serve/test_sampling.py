@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -31,7 +32,7 @@ def kept(masked: jax.Array) -> np.ndarray:
 @given(logits=LOGITS, k=st.integers(0, 14))
 @settings(deadline=None)
 def test_top_k_keeps_the_k_largest(logits: np.ndarray, k: int) -> None:
-    masked = keep_top_k(jnp.asarray(logits), k)
+    masked = keep_top_k(device_array(logits), k)
     expected = set(sorted(range(12), key=lambda token: (-logits[token], token))[: k or 12])
     assert set(np.flatnonzero(kept(masked)).tolist()) == expected
     np.testing.assert_array_equal(np.asarray(masked)[kept(masked)], logits[kept(masked)])
@@ -40,7 +41,7 @@ def test_top_k_keeps_the_k_largest(logits: np.ndarray, k: int) -> None:
 @given(logits=LOGITS, p=st.floats(0.01, 1.0))
 @settings(deadline=None)
 def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: np.ndarray, p: float) -> None:
-    mask = kept(keep_top_p(jnp.asarray(logits), p))
+    mask = kept(keep_top_p(device_array(logits), p))
     truth = probabilities(logits)
     order = sorted(range(12), key=lambda token: (-logits[token], token))
     count = int(mask.sum())
@@ -53,17 +54,17 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: np.ndarray, p: floa
 
 
 def test_the_likeliest_token_is_always_kept() -> None:
-    assert kept(keep_top_p(jnp.asarray([0.0, 9.0, 0.0]), 1e-30)).tolist() == [False, True, False]
+    assert kept(keep_top_p(device_array([0.0, 9.0, 0.0]), 1e-30)).tolist() == [False, True, False]
 
 
 def test_rows_are_independent() -> None:
-    logits = jnp.asarray([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
+    logits = device_array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
     assert kept(keep_top_k(logits, 1)).tolist() == [[False, False, True], [True, False, False]]
     assert kept(keep_top_p(logits, 0.5)).tolist() == [[False, False, True], [True, False, False]]
 
 
 def test_zero_temperature_takes_the_likeliest_whatever_the_key() -> None:
-    logits = jnp.asarray([[0.0, 5.0, 4.9], [7.0, 0.0, 7.0]])
+    logits = device_array([[0.0, 5.0, 4.9], [7.0, 0.0, 7.0]])
     for seed in range(5):
         assert sample(jax.random.key(seed), logits, Sampling(temperature=0.0)).tolist() == [1, 0]
 
@@ -81,7 +82,7 @@ def test_zero_temperature_takes_the_likeliest_whatever_the_key() -> None:
     ],
 )
 def test_frequencies(sampling: Sampling, expected: Any) -> None:
-    logits = jnp.log(jnp.asarray([4.0, 2.0, 1.0, 1.0]))
+    logits = jnp.log(device_array([4.0, 2.0, 1.0, 1.0]))
     count = 20_000
     drawn = sample(jax.random.key(0), jnp.broadcast_to(logits, (count, 4)), sampling)
     assert drawn.dtype == jnp.int32

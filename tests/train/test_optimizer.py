@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 
 from capibara.config import ModularModelConfig
 from capibara.errors import ConfigError
@@ -53,7 +54,7 @@ def test_ten_steps_against_numpy(name: str, clip: float) -> None:
     rng = np.random.default_rng(0)
     shapes = {"matrix": (3, 4), "scale": (4,)}
     params = {key: rng.normal(size=shape) for key, shape in shapes.items()}
-    theirs = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+    theirs = jax.tree.map(lambda leaf: device_array(leaf, jnp.float32), params)
     optimizer = build_optimizer(settings)
     state = optimizer.init(theirs)
     first = {key: np.zeros(shape) for key, shape in shapes.items()}

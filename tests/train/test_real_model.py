@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import device_array
 from tiny_run import tiny_config, tiny_corpus
 
 from capibara.core import ModularCapibaraModel
@@ -73,7 +74,7 @@ def test_all_kinds_of_block_resume_exactly_and_generate(tmp_path: Path) -> None:
     apply = jax.jit(loaded.model.apply)
     visible = list(prompt)
     for _ in range(12):
-        padded = jnp.asarray([visible + [0] * (16 - len(visible))], jnp.int32)
+        padded = device_array([visible + [0] * (16 - len(visible))], jnp.int32)
         logits, _ = apply(loaded.params, padded, state=loaded.state)
         visible.append(int(jnp.argmax(logits[0, len(visible) - 1])))
     assert found == visible[4:]

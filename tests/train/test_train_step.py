@@ -144,6 +144,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.slow
 def test_four_devices_give_the_losses_of_one() -> None:
     support = Path(__file__).parent.parent / "support"
     done = python(

@@ -267,8 +267,6 @@ class Op:
             choice = self.select(problem, measured.lowering_platform())
             for text in choice.implementation.remarks(problem):
                 remark(self.name, text)
-        # NumPy's float64 becomes JAX's default silently here, as in `jnp` functions; `astype` would warn of it.
-        arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arrays)
         branches = self._branches(entry, problem)
         if recorder is not None or _elsewhere.get() or not self.own_program:
             return _run(branches, *arrays)
@@ -312,6 +310,8 @@ class _Branch:
 
 
 def _run(branches: tuple[tuple[str, _Branch], ...], *arrays: Any) -> Any:
+    # NumPy's float64 becomes JAX's default silently here, as in `jnp` functions; `astype` would warn of it.
+    arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arrays)
     if len(branches) == 1:
         return branches[0][1](*arrays)
     return jax.lax.platform_dependent(*arrays, **dict(branches))
