@@ -174,7 +174,8 @@ def measure(name, vectors, rows, inner, group, bits, dtype, table=False):
         "explain": explain(quantised_matmul, *given, group=group, platform="tpu").chosen,
         "kernel": "capibara_quantised_matmul" in compiled.as_text(),
         "temp": compiled.memory_analysis().temp_size_in_bytes, "numbers": rows * inner * dtype.dtype.itemsize,
-        "result": 4 * vectors * rows,
+        # The compiler may lay scales out anew, which counts where groups are tiny.
+        "others": 4 * vectors * rows + 4 * rows * (inner // group),
     }
 
 
@@ -199,4 +200,4 @@ def test_compiled_for_tpus_the_numbers_are_nowhere(kind):
     found = ask(SCRIPT, *kind.split())
     for name, each in found.items():
         assert (each["explain"], each["kernel"]) == ("pallas_tpu", True), name
-        assert each["temp"] <= each["numbers"] / 4 + each["result"], (name, each)
+        assert each["temp"] <= each["numbers"] / 4 + each["others"], (name, each)
