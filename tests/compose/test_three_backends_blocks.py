@@ -57,6 +57,16 @@ CASES: dict[str, tuple[Callable[[], ml.Block], dict[str, Any]]] = {
         lambda: m.MLP(activations=[m.Gelu(), m.Tanh()], dimensions=[5, 3]),
         {"input": draw(2, 4)},
     ),
+    "GatedMLP": (
+        lambda: m.GatedMLP(6, 4, activation=lambda: ml.Gelu(approximate=False), use_bias=True),
+        {"input": draw(3, 4)},
+    ),
+    "FeedForward": (lambda: m.FeedForward(6, 4), {"input": draw(3, 4)}),
+    "FeedForward without biases": (
+        lambda: m.FeedForward(6, activation=ml.Relu, use_bias=False),
+        {"input": draw(3, 4)},
+    ),
+    "RMSNorm with an offset": (lambda: m.RMSNorm(offset=1.0), {"input": draw(3, 4)}),
     "SwiGLU": (lambda: m.SwiGLU(6, 4), {"input": draw(3, 4)}),
     "ElementWiseAffine": (lambda: m.ElementWiseAffine(), {"input": draw(3, 4)}),
     "Embedding": (lambda: m.Embedding(7, 3), {"input": np.array([[0, 6, 3], [3, 3, 1]], "int32")}),
@@ -114,6 +124,16 @@ CASES: dict[str, tuple[Callable[[], ml.Block], dict[str, Any]]] = {
         {"input0": draw(2, 3), "initial_hidden": draw(2, 4), "decoder_input": draw(2, 3)},
     ),
     "SelfAttention": (lambda: m.SelfAttention(4, 2, num_kv_heads=1), {"input": draw(2, 5, 4), **ROPE}),
+    "SelfAttention with norms and biases": (
+        lambda: m.SelfAttention(
+            4, 2, 1, 4, scale=0.7, use_bias=True, output_bias=True, rotary_dim=2, qk_norm="all", window=3
+        ),
+        {"input": draw(2, 5, 4), **ROPE},
+    ),
+    "SelfAttention without positions": (
+        lambda: m.SelfAttention(4, 2, rotary_dim=0, qk_norm="head", norm_offset=1.0, softcap=2.0),
+        {"input": draw(2, 5, 4)},
+    ),
     "StateSpace": (lambda: m.StateSpace(8, 3, 4, chunk_size=2), {"input": draw(2, 5, 8)}),
     "MixtureOfExperts": (lambda: m.MixtureOfExperts(4, 5, 3), {"input": draw(2, 6, 4)}),
     "VectorQuantiser": (lambda: m.VectorQuantiser(4, 3), {"input": draw(6, 3)}),

@@ -14,7 +14,9 @@ import pytest
 from emulation import emulated
 from small_models import small_config, small_params, small_tokens
 
+from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
+from capibara.core.flops import flops_per_token
 from capibara.measure import count_flops
 
 
@@ -144,3 +146,27 @@ def test_too_few_devices_mean_no_mesh() -> None:
     off = ModularCapibaraModel(small_config())
     assert off.is_tpu_optimized is False
     assert off.mesh is None
+
+
+def test_flops_of_local_blocks_and_of_plain_layers():
+    sizes = [
+        "num_layers=1",
+        "embed_dim=32",
+        "num_heads=4",
+        "num_kv_heads=4",
+        "model.mlp_dim=48",
+        "vocab_size=8",
+    ]
+    local = ModularModelConfig.from_toml("demo", [*sizes, 'model.pattern=["local"]', "model.window=5"]).model
+    plain = ModularModelConfig.from_toml("demo", [*sizes, "model.mlp=plain"]).model
+    usual = ModularModelConfig.from_toml("demo", sizes).model
+    length, width = 12, usual.num_heads * usual.resolved_head_dim
+    pairs = sum(min(i + 1, 5) for i in range(length)), sum(i + 1 for i in range(length))
+    less = 4 * width * (pairs[1] - pairs[0]) / length
+    assert flops_per_token(usual, length, False) - flops_per_token(local, length, False) == pytest.approx(
+        less
+    )
+    less = 2 * 32 * 48
+    assert flops_per_token(usual, length, False) - flops_per_token(plain, length, False) == pytest.approx(
+        less
+    )

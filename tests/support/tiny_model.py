@@ -17,6 +17,8 @@ import jax.numpy as jnp
 class TinyModel:
     """Token and position embedding, one causal attention head, a residual, a tied head."""
 
+    pretrained = None  # not imported from a published folder
+
     def __init__(self, config: Any) -> None:
         self.config = config
         self.vocab = config.model.vocab_size

@@ -27,6 +27,8 @@ __all__ = ["VERBS", "main"]
 VERBS: dict[str, str] = {
     "train": "train a model on text; run again to resume",
     "generate": "write text from a trained model",
+    "import": "make a run of a published model's folder (Hugging Face)",
+    "export": "write a run as a folder that others load (Hugging Face)",
     "compress": "compress a safetensors file or a model folder, losslessly or to a ratio",
     "decompress": "write safetensors files from archives",
     "inspect": "list the tensors of an archive",

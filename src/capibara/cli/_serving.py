@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from capibara.cli._json import print_json
+from capibara.cli._models import named_config
 from capibara.errors import ConfigError
 
 __all__ = ["add_serving_arguments", "check_serving_arguments", "run_serving"]
@@ -57,11 +58,10 @@ def check_serving_arguments(args: argparse.Namespace) -> None:
 
 def run_serving(args: argparse.Namespace) -> int:
     """Plan; return the exit code: 1 where nothing fits, or nothing is fast enough."""
-    from capibara.config import ModularModelConfig
     from capibara.plan.errors import DoesNotFitError
     from capibara.plan.serving import UnreachableTargetError, plan_serving
 
-    config = ModularModelConfig.from_toml(args.config, args.overrides)
+    config, _ = named_config(args)
     topology = None if args.topology is None else [each.strip() for each in args.topology.split(",")]
     try:
         with _progress(quiet=args.json) as progress:

@@ -112,6 +112,11 @@ def run(args: argparse.Namespace) -> int:
                 f"--quantized: no parameter of {args.weights} is stored with int8, int4 or nf4. Remedy: leave it out, "
                 "or compress the model with one of these strategies."
             )
+    if loaded.model.pretrained is not None:
+        raise ConfigError(
+            f"--checkpoint: {args.checkpoint} was imported, and its tokenizer, which makes tokens of texts, is not "
+            "part of it. Remedy: capibara.serve.Generator, which takes numbers of tokens."
+        )
     generator = Generator(
         loaded.model, loaded.params, state=loaded.state, sampling=sampling, vocabulary=BYTE_VALUES
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara.cli._json import print_json
+from capibara.cli._models import named_config
 from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
 from capibara.errors import ConfigError
 
@@ -34,6 +35,7 @@ _LOCKED = (
     *(
         "overrides",
         "config",
+        "model",
         "topology",
         "view",
         "memory_limit",
@@ -53,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--config", default="demo", help="built-in configuration name, or path of a TOML file"
+    )
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="folder of a published model; only its config.json is read"
     )
     parser.add_argument("--topology", help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 … (default: v4-32)")
     parser.add_argument("--view", choices=("chip", "core"), help="what a device is (v4: a chip by default)")
@@ -95,10 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan; return the exit code."""
-    from capibara.config import ModularModelConfig
     from capibara.plan import DoesNotFitError, plan
 
     check_serving_arguments(args)
+    if args.model is not None:
+        _refuse(args, ("config",), "cannot be combined with --model")
     if args.serve:
         _refuse(args, ("explain", "tolerance", "top"), "cannot be combined with --serve")
         return run_serving(args)
@@ -112,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     _check_files(args)
     if not args.no_compile:
         _show_compiler_notes()
-    config = ModularModelConfig.from_toml(args.config, args.overrides)
+    config, name = named_config(args)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
     try:
@@ -132,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
                 workers=args.workers,
                 progress=progress,
             )
-            found = dataclasses.replace(found, config_name=args.config)
+            found = dataclasses.replace(found, config_name=name)  # None: no file that train would take
     except DoesNotFitError as error:
         report = None
         if args.explain:

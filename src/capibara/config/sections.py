@@ -31,6 +31,7 @@ __all__ = [
     "ModelSection",
     "OptimizerSection",
     "PrecisionSection",
+    "RopeSection",
     "SSMSection",
     "Section",
     "TPUSection",
@@ -38,7 +39,7 @@ __all__ = [
     "VQSection",
 ]
 
-BlockKind = Literal["attention", "ssm", "vq"]
+BlockKind = Literal["attention", "local", "ssm", "vq"]
 DTypeName = Literal["bfloat16", "float16", "float32", "float64"]
 
 _Width = Annotated[int, Field(ge=1, le=1_048_576)]
@@ -107,6 +108,56 @@ class SSMSection(Section):
         return {new if (new := FORMER_NAMES.get(k, k)) not in data else k: v for k, v in data.items()}
 
 
+class RopeSection(Section):
+    """``[model.rope]``: rotary positions beyond ``rope_theta``."""
+
+    scaling: Literal["none", "linear", "llama3", "yarn"] = Field(
+        default="none",
+        description="how wavelengths are stretched: not, all (linear), or long ones only (llama3, yarn)",
+    )
+    factor: Annotated[float, Field(ge=1.0, le=1e6)] = Field(
+        default=1.0, description="how far long wavelengths are stretched"
+    )
+    original_length: _Length | None = Field(
+        default=None, description="longest sequence before stretching; llama3 and yarn need it"
+    )
+    low_frequency_factor: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
+        default=1.0, description="llama3: waves that fit less often into original_length are stretched fully"
+    )
+    high_frequency_factor: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
+        default=4.0, description="llama3: waves that fit more often into original_length stay as they are"
+    )
+    beta_fast: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
+        default=32.0, description="yarn: pairs that turn more often in original_length stay as they are"
+    )
+    beta_slow: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
+        default=1.0, description="yarn: pairs that turn less often in original_length are stretched fully"
+    )
+    truncate: bool = Field(default=True, description="yarn: round both bounds to whole pairs")
+    attention_factor: Annotated[float, Field(gt=0.0, le=1e3)] | None = Field(
+        default=None, description="yarn: factor on cosines and sines; default: 0.1 log(factor) + 1"
+    )
+    fraction: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=1.0, description="part of each head that is turned"
+    )
+    local_theta: Annotated[float, Field(gt=1.0, le=1e12)] | None = Field(
+        default=None,
+        description="base of the wavelengths of local blocks, never stretched; default: as the others",
+    )
+
+    def _rules(self) -> Iterator[Problem]:
+        if self.scaling in ("llama3", "yarn") and self.original_length is None:
+            yield Problem(
+                "original_length", f"is missing; scaling={self.scaling!r} needs the length before stretching"
+            )
+        if self.scaling == "llama3" and self.high_frequency_factor <= self.low_frequency_factor:
+            yield Problem(
+                "high_frequency_factor",
+                f"got {self.high_frequency_factor}, expected more than low_frequency_factor = "
+                f"{self.low_frequency_factor}",
+            )
+
+
 class VQSection(Section):
     """``[model.vq]``: the vector-quantised bottleneck."""
 
@@ -141,8 +192,30 @@ class ModelSection(Section):
     head_dim: _Width | None = Field(
         default=None, description="width of a head; default: embed_dim / num_heads"
     )
+    window: _Length | None = Field(
+        default=None, description="positions that a query of a local block sees, its own included"
+    )
+    attention_bias: bool = Field(default=False, description="biases of queries, keys and values")
+    attention_output_bias: bool = Field(default=False, description="a bias after the heads are joined")
+    attention_scale: Annotated[float, Field(gt=0.0, le=1e3)] | None = Field(
+        default=None, description="factor on scores; default: 1 / sqrt(head_dim)"
+    )
+    attention_softcap: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
+        default=None, description="bound on scores, softcap * tanh(score / softcap); default: none"
+    )
+    qk_norm: Literal["none", "head", "all"] = Field(
+        default="none", description="RMSNorm of queries and keys: none, of each head, over all heads"
+    )
+    mlp: Literal["gated", "plain"] = Field(
+        default="gated", description="activation(x gate) * (x up), or activation(x up), times down"
+    )
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = Field(
+        default="silu", description="of the feed-forward layer; gelu is exact, gelu_tanh its approximation"
+    )
+    mlp_bias: bool = Field(default=False, description="biases of the feed-forward layer")
     mlp_dim: _Width | None = Field(
-        default=None, description="hidden width of SwiGLU; default: 8/3 embed_dim rounded up to 64"
+        default=None,
+        description="hidden width of the feed-forward layer; default: 8/3 embed_dim rounded up to 64",
     )
     max_sequence_length: _Length = Field(
         default=256, description="longest sequence, and size of the decoding cache"
@@ -150,11 +223,26 @@ class ModelSection(Section):
     tie_embeddings: bool = Field(
         default=True, description="the output head is the transposed token embedding"
     )
+    embedding_scale: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
+        default=None, description="factor on embeddings before the first block; default: none"
+    )
+    logit_softcap: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
+        default=None, description="bound on logits, softcap * tanh(logit / softcap); default: none"
+    )
+    positions: Literal["rotary", "learned", "none"] = Field(
+        default="rotary",
+        description="how attention knows positions: RoPE, a learned vector each, not at all",
+    )
     rope_theta: Annotated[float, Field(gt=1.0, le=1e12)] = Field(
         default=10000.0, description="base of RoPE's wavelengths"
     )
+    norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm, or LayerNorm with a bias")
+    norm_offset: bool = Field(default=False, description="scales of RMSNorm say how far they are from 1")
+    norm_placement: Literal["before", "after", "both"] = Field(
+        default="before", description="of each layer: x + f(norm(x)), x + norm(f(x)), x + norm(f(norm(x)))"
+    )
     norm_epsilon: Annotated[float, Field(gt=0.0, le=0.1)] = Field(
-        default=1e-5, description="added under RMSNorm's root"
+        default=1e-5, description="added under the norms' root"
     )
     dropout_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         default=0.0, description="after each block, in training"
@@ -165,6 +253,7 @@ class ModelSection(Section):
     scan_layers: Literal["auto", "scan", "unroll"] = Field(
         default="auto", description="whether repeated blocks compile to one loop body"
     )
+    rope: RopeSection = Field(default=RopeSection(), description="rotary positions")
     ssm: SSMSection = Field(default=SSMSection(), description="the state-space block")
     vq: VQSection = Field(default=VQSection(), description="the vector-quantised bottleneck")
 
@@ -183,9 +272,32 @@ class ModelSection(Section):
         """The kind of every block: ``pattern`` cycled to ``num_layers`` entries."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
+    @property
+    def attends(self) -> bool:
+        """Whether a block is attention, so that decoding needs a cache as long as the text."""
+        return not {"attention", "local"}.isdisjoint(self.block_kinds)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that rotary positions turn; 0: there are none."""
+        if self.positions != "rotary":
+            return 0
+        return int(self.resolved_head_dim * self.rope.fraction)
+
     def _rules(self) -> Iterator[Problem]:
         heads, kv_heads, width = self.num_heads, self.num_kv_heads, self.embed_dim
-        if "attention" in self.block_kinds:
+        if "local" in self.block_kinds and self.window is None:
+            yield Problem("window", "is missing; local blocks need the number of positions that a query sees")
+        if "local" not in self.block_kinds:
+            for key, value in (("window", self.window), ("rope.local_theta", self.rope.local_theta)):
+                if value is not None:
+                    yield Problem(
+                        key,
+                        f"got {value}, but no block is local: pattern = {list(self.pattern)!r}. Remove it",
+                    )
+        if self.norm == "layer" and self.norm_offset:
+            yield Problem("norm_offset", f"got {self.norm_offset}, expected false: only RMSNorm has it")
+        if self.attends:
             if heads % kv_heads:
                 fitting = [n for n in range(1, min(heads, 4096) + 1) if heads % n == 0]
                 yield Problem(
@@ -200,7 +312,13 @@ class ModelSection(Section):
                     f"{-(-width // heads) * heads}), because head_dim is not set. "
                     "Change one of them or set head_dim",
                 )
-            elif self.resolved_head_dim % 2:
+            elif self.rotary_dim % 2 and self.rope.fraction < 1:
+                yield Problem(
+                    "rope.fraction",
+                    f"got {self.rope.fraction}, which is {self.rotary_dim} of {self.resolved_head_dim} features of a "
+                    "head, expected an even number: RoPE turns pairs",
+                )
+            elif self.rotary_dim % 2:
                 how = "given" if self.head_dim is not None else f"= embed_dim {width} / num_heads {heads}"
                 yield Problem(
                     "head_dim",

@@ -1,8 +1,9 @@
 """The decoder as a composed model.
 
 Tokens are embedded, pass ``num_layers`` blocks whose kinds follow ``pattern``, are normalised and scored against
-the vocabulary. Every block adds to the residual stream: ``x + f(norm(x))``. The blocks of one period of the pattern
-are one body, which is repeated; if the pattern does not divide ``num_layers``, the remaining blocks follow it.
+the vocabulary. Every block adds to the residual stream: ``x + f(norm(x))``, or with the norm elsewhere
+(``norm_placement``). The blocks of one period of the pattern are one body, which is repeated; if the pattern does not
+divide ``num_layers``, the remaining blocks follow it.
 """
 
 from __future__ import annotations
@@ -12,26 +13,35 @@ from typing import Any
 from capibara.compose import (
     Add,
     Cast,
+    Divide,
     Dropout,
     Embedding,
+    FeedForward,
+    GatedMLP,
+    Gelu,
+    LayerNorm,
     Linear,
     Model,
+    Multiply,
     Positions,
+    Relu,
     Repeat,
     RMSNorm,
     RotaryTable,
     SelfAttention,
+    Silu,
     StateSpace,
     Sum,
-    SwiGLU,
+    Tanh,
     Unembed,
 )
 from capibara.compose.initializers import Constant, Normal, Scaled
 from capibara.compose.logical.shapes import Dim
 from capibara.config.sections import ModelSection
+from capibara.core.rotary import rotary_turns
 from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 
-__all__ = ["build_decoder"]
+__all__ = ["block_places", "build_decoder"]
 
 _METRICS = ("commitment", "perplexity", "usage")
 
@@ -67,19 +77,25 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
     if cached:
         model.add_state("position", (), Constant(0), kind="int", dtype="int32")
     places = model.add(Positions(), "positions", like="tokens", start="position" if cached else 0)
-    if "attention" in kinds:
-        rotary = RotaryTable(config.resolved_head_dim, config.rope_theta)
-        table = model.add(rotary, "rotary", positions=places.output)
-        shared = {"cos": table.cos, "sin": table.sin}
+    if config.attends and config.rotary_dim:
+        shared = _tables(model, config, kinds, places.output)
     if cached:
         shared["position"] = "position"
         model.update_state("position", places.end)
 
     at: Any = embedding.output
+    if config.embedding_scale is not None:
+        at = model.add(Multiply(), "embedding_scaled", left=at, right=config.embedding_scale).output
+    if config.positions == "learned":
+        learned = Embedding(
+            config.max_sequence_length, config.embed_dim, axes=(None, "embed"), init=Normal(0.02)
+        )
+        model.add(learned, "position_embedding", input=places.output)
+        at = model.add(Add(), "embedded", left=at, right=learned.output).output
     sums: dict[str, list[Any]] = {name: [] for name in _METRICS}
 
     def place(block: Any, name: str, at: Any) -> Any:
-        known = {k: v for k, v in shared.items() if k in block.input_keys}
+        known = {key: shared[key] for key in block.input_keys if key in shared}
         model.add(block, name, input=at, **known)
         for metric in _METRICS:
             for key in block.output_keys:
@@ -96,13 +112,20 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
         rest = _turn(config, kinds[turns * turn :], cache)
         at = place(Repeat(rest, 1, mode="unroll", remat=remat), "last_blocks", at)
 
-    norm = model.add(RMSNorm(config.norm_epsilon, axis="embed"), "final_norm", input=at)
+    norm = model.add(_norm(config), "final_norm", input=at)
     if config.tie_embeddings:
         head = model.add(Unembed(), "head", input=norm.output, table=embedding.weight)
     else:
         linear = Linear(config.vocab_size, False, axes=("embed", "vocab"), init=Scaled(1.0))
         head = model.add(linear, "head", input=norm.output)
-    model.add(Cast("accumulate"), "logits_cast", input=head.output, output="logits")
+    if config.logit_softcap is None:
+        model.add(Cast("accumulate"), "logits_cast", input=head.output, output="logits")
+    else:
+        cap = config.logit_softcap
+        wide = model.add(Cast("accumulate"), "logits_cast", input=head.output)
+        small = model.add(Divide(), "logits_divided", left=wide.output, right=cap)
+        bound = model.add(Tanh(), "logits_bound", input=small.output)
+        model.add(Multiply(), "logits_capped", left=bound.output, right=cap, output="logits")
     model.expose("logits")
     for metric, ports in sums.items():
         if not ports:
@@ -116,6 +139,43 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
     return model
 
 
+def block_places(config: ModelSection) -> list[tuple[tuple[str, ...], int]]:
+    """For each block the path of its parameters, and its index in the stacks that they are."""
+    kinds = config.block_kinds
+    turn = min(len(config.pattern), len(kinds))
+    whole = len(kinds) // turn * turn
+    found = []
+    for layer in range(len(kinds)):
+        name, together, at = (
+            ("blocks", turn, layer) if layer < whole else ("last_blocks", len(kinds) - whole, layer - whole)
+        )
+        found.append(((name, *((f"layer_{at % together}",) if together > 1 else ())), at // together))
+    return found
+
+
+def _tables(model: Model, config: ModelSection, kinds: tuple[str, ...], places: Any) -> dict[str, Any]:
+    """The tables of rotary positions that blocks of these kinds read, by the blocks' input keys."""
+    own = config.rope.local_theta is not None  # of local blocks
+    wanted = []
+    if "attention" in kinds or not own:
+        wanted.append(("rotary", "", False))
+    if "local" in kinds and own:
+        wanted.append(("local_rotary", "local_", True))
+    tables = {}
+    for name, prefix, local in wanted:
+        turns = rotary_turns(config, local=local)
+        table = RotaryTable(turns.dim, turns.theta, frequencies=turns.frequencies, factor=turns.factor)
+        model.add(table, name, positions=places)
+        tables |= {f"{prefix}cos": table.cos, f"{prefix}sin": table.sin}
+    return tables
+
+
+def _norm(config: ModelSection) -> Model:
+    if config.norm == "layer":
+        return LayerNorm(config.norm_epsilon, axis="embed")
+    return RMSNorm(config.norm_epsilon, offset=float(config.norm_offset), axis="embed")
+
+
 def _turn(config: ModelSection, kinds: tuple[str, ...], cache: Dim | None) -> Model:
     """The blocks of one turn of the pattern, in a row; ``cache`` is the size of their caches, in the decoding form."""
     blocks = [_BLOCKS[kind](config, cache) for kind in kinds]
@@ -126,7 +186,7 @@ def _turn(config: ModelSection, kinds: tuple[str, ...], cache: Dim | None) -> Mo
     at: Any = "input"
     exposed = []
     for i, block in enumerate(blocks):
-        given = {key: key for key in ("cos", "sin", "position") if key in block.input_keys}
+        given = {key: key for key in block.input_keys if key != "input"}
         metrics = {key: f"{key}_{i}" for key in _METRICS if key in block.output_keys}
         exposed += metrics.values()
         output = {"output": "output"} if i == len(blocks) - 1 else {}
@@ -139,20 +199,34 @@ def _turn(config: ModelSection, kinds: tuple[str, ...], cache: Dim | None) -> Mo
 def _residual(
     model: Model, config: ModelSection, name: str, at: Any, block: Any, output: str, **given: Any
 ) -> Any:
-    """``output = at + dropout(block(norm(at)))``."""
-    norm = model.add(RMSNorm(config.norm_epsilon, axis="embed"), f"{name}_norm", input=at)
-    model.add(block, name, input=norm.output, **given)
+    """``output = at + dropout(block(norm(at)))``, or with the norm after the block, or both."""
+    before = at
+    if config.norm_placement != "after":
+        before = model.add(_norm(config), f"{name}_norm", input=at).output
+    model.add(block, name, input=before, **given)
     branch = block.output
+    if config.norm_placement != "before":
+        branch = model.add(_norm(config), f"{name}_post_norm", input=branch).output
     if config.dropout_rate:
         branch = model.add(Dropout(config.dropout_rate), f"{name}_dropout", input=branch).output
     model.add(Add(), f"{name}_residual", left=at, right=branch, output=output)
 
 
-def _mlp(config: ModelSection) -> SwiGLU:
-    return SwiGLU(config.resolved_mlp_dim, config.embed_dim)
+_ACTIVATIONS = {
+    "silu": Silu,
+    "gelu": lambda: Gelu(approximate=False),
+    "gelu_tanh": Gelu,
+    "relu": Relu,
+}
 
 
-def _attention(config: ModelSection, cache: Dim | None) -> Model:
+def _mlp(config: ModelSection) -> Model:
+    layer = GatedMLP if config.mlp == "gated" else FeedForward
+    activation = _ACTIVATIONS[config.activation]
+    return layer(config.resolved_mlp_dim, config.embed_dim, activation=activation, use_bias=config.mlp_bias)
+
+
+def _attention(config: ModelSection, cache: Dim | None, *, local: bool = False) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     attention = SelfAttention(
@@ -160,14 +234,30 @@ def _attention(config: ModelSection, cache: Dim | None) -> Model:
         config.num_heads,
         config.num_kv_heads,
         config.resolved_head_dim,
+        window=config.window if local else None,
+        softcap=config.attention_softcap,
+        scale=config.attention_scale,
+        use_bias=config.attention_bias,
+        output_bias=config.attention_output_bias,
+        rotary_dim=config.rotary_dim,
+        qk_norm=None if config.qk_norm == "none" else config.qk_norm,
+        norm_epsilon=config.norm_epsilon,
+        norm_offset=float(config.norm_offset),
         cached=cache is not None,
         cache_size=cache,
     )
-    given = {k: k for k in attention.input_keys if k != "input"}
+    own = local and config.rope.local_theta is not None
+    given = {
+        k: f"local_{k}" if own and k in ("cos", "sin") else k for k in attention.input_keys if k != "input"
+    }
     _residual(block, config, "attention", "input", attention, "mixed", **given)
     _residual(block, config, "mlp", "mixed", _mlp(config), "output")
     block.expose("output")
     return block
+
+
+def _local(config: ModelSection, cache: Dim | None) -> Model:
+    return _attention(config, cache, local=True)
 
 
 def _ssm(config: ModelSection, cache: Dim | None) -> Model:
@@ -225,4 +315,4 @@ def _vq(config: ModelSection, cache: Dim | None) -> Model:
     return block
 
 
-_BLOCKS = {"attention": _attention, "ssm": _ssm, "vq": _vq}
+_BLOCKS = {"attention": _attention, "local": _local, "ssm": _ssm, "vq": _vq}

@@ -17,12 +17,21 @@ def flops_per_token(config: ModelSection, sequence_length: int, training: bool =
     """
     m = config
     d, t = m.embed_dim, sequence_length
-    mlp = 3 * d * m.resolved_mlp_dim
+    mlp = (3 if m.mlp == "gated" else 2) * d * m.resolved_mlp_dim
     inner = m.ssm.expand * d
+
+    def attention(window: int) -> float:
+        # Query i sees i + 1 positions, or the window's.
+        seen = (window * t - window * (window - 1) / 2) / t
+        return (
+            2 * (d * (m.num_heads + 2 * m.num_kv_heads) * m.resolved_head_dim)
+            + 2 * m.num_heads * m.resolved_head_dim * d
+            + 4 * m.num_heads * m.resolved_head_dim * seen
+        )
+
     per_kind = {
-        "attention": 2 * (d * (m.num_heads + 2 * m.num_kv_heads) * m.resolved_head_dim)
-        + 2 * m.num_heads * m.resolved_head_dim * d
-        + 4 * m.num_heads * m.resolved_head_dim * (t + 1) / 2,
+        "attention": attention(t),
+        "local": attention(min(t, m.window or t)),
         "ssm": 2 * d * (2 * inner + 2 * m.ssm.state_dim + inner // m.ssm.head_dim)
         + 2 * inner * d
         + 2 * m.ssm.conv_width * (inner + 2 * m.ssm.state_dim)

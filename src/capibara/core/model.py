@@ -7,7 +7,9 @@ works with ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import os
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -64,6 +66,8 @@ class ModularCapibaraModel:
         policy = Precision(p.param_dtype, p.compute_dtype, p.accumulate_dtype)
         self.backend = JaxBackend(policy=policy, device_mesh=self.mesh, platform=platform, rules=rules)
         self.compiled: CompiledModel = compile(build_decoder(config.model), self.backend)
+        # A capibara.families.Pretrained, of a room above this one, if the model was read from a published folder.
+        self.pretrained: Any = None
         self._params: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None
 
@@ -77,6 +81,56 @@ class ModularCapibaraModel:
     def decoder(self) -> CompiledModel:
         """The decoding form with a cache; compiled on first use."""
         return compile(build_decoder(self.config.model, cached=True), self.backend)
+
+    # ---- folders of published models -----------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: str | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        rules: AxisRules | None = None,
+        overrides: Any = (),
+        progress: Callable[[str, int], None] | None = None,
+    ) -> Self:
+        """A published model with its parameters, from a folder in the form of Hugging Face.
+
+        Args:
+            folder: with ``config.json`` and safetensors, in one file or several with an index.
+            dtype: ``"bfloat16"``, ``"float32"`` …, of parameters and arithmetic; by default that of the file.
+            mesh, rules: as for the class: each device gets its part of the parameters.
+            overrides: settings as for :meth:`~capibara.config.ModularModelConfig.from_toml`.
+            progress: called with each tensor's name and bytes.
+
+        Returns:
+            The model; ``pretrained`` says where it came from.
+
+        Raises:
+            FamilyError: (a ``ConfigError``) an unknown family, a setting that Capibara does not do, missing, unknown
+                or damaged tensors, or weights stored as pickle.
+        """
+        load = importlib.import_module("capibara.families").load_pretrained
+        return load(cls, folder, dtype=dtype, mesh=mesh, rules=rules, overrides=overrides, progress=progress)
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, family: str | None = None, dtype: str | None = None
+    ) -> None:
+        """Write the model with its parameters as a folder in the form of Hugging Face.
+
+        Args:
+            folder: appears when it is complete; files of the same names in it are replaced.
+            family: ``"llama"``, ``"qwen3"`` …; by default the one that the model came from, otherwise the first that
+                has such models.
+            dtype: of the tensors; by default as they were stored, otherwise as the parameters are.
+
+        Raises:
+            FamilyError: (a ``ConfigError``) the family, or every one, cannot express the model's settings.
+            OSError: the folder cannot be written; what was there is unchanged.
+        """
+        save = importlib.import_module("capibara.families").save_folder
+        save(self, self.params, folder, family=family, dtype=dtype, source=self.pretrained)
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
@@ -95,6 +149,8 @@ class ModularCapibaraModel:
         return self.compiled.init(key), self.compiled.init_state(jax.random.fold_in(key, 1))
 
     def _own(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self._state is None and not self.compiled.states:
+            self._state = {}  # nothing to be drawn: parameters that were set are not drawn once more for it
         if self._params is None or self._state is None:
             params, state = self.init(self.config.train.seed)
             self._params = params if self._params is None else self._params

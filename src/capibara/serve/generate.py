@@ -94,7 +94,7 @@ class Generator:
         self.sampling = sampling or Sampling()
         self.places: int = settings.max_sequence_length
         # Without attention the cache is a state of fixed size, and a text of any length fits.
-        self.bounded = "attention" in settings.block_kinds
+        self.bounded = settings.attends
         allowed = min(vocabulary or settings.vocab_size, settings.vocab_size)
 
         def advance(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capibara.families import Pretrained
 from capibara.train import (
     Checkpoint,
     CheckpointNotFoundError,
@@ -17,8 +18,11 @@ from capibara.train import (
     open_checkpoint,
     restore_model,
 )
+from capibara.train.rundir import lock_run
 
-__all__ = ["LoadedModel", "build_model", "find_checkpoint", "load_model"]
+__all__ = ["LoadedModel", "build_model", "find_checkpoint", "load_model", "save_pretrained_run"]
+
+_SOURCE = "pretrained"  # in a checkpoint's record
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,29 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
     from capibara.config import ModularModelConfig
 
     model = build_model(ModularModelConfig.from_toml(checkpoint.config_path))
+    if (record := checkpoint.meta.get(_SOURCE)) is not None:
+        model.pretrained = Pretrained.from_json(record, checkpoint.path / "meta.json")
     params, state = restore_model(checkpoint, model)
     return LoadedModel(model, params, state, checkpoint)
+
+
+def save_pretrained_run(model: Any, folder: str | os.PathLike[str]) -> Checkpoint:
+    """Write a model that was read from a published folder as a run: a checkpoint of step 0.
+
+    Args:
+      model: a :class:`capibara.core.ModularCapibaraModel` with ``pretrained``.
+      folder: of the run.
+
+    Raises:
+      RunLockedError: another process writes it; CheckpointWriteError: the disk is full …
+    """
+    with lock_run(Path(folder)):
+        return checkpoint_store(Path(folder)).save(
+            0,
+            {"model": {"params": model.params, "state": model.state}},
+            meta={_SOURCE: model.pretrained.to_json()},
+            config_toml=model.config.to_toml(),
+        )
 
 
 def build_model(config: Any) -> Any:

@@ -181,6 +181,7 @@ def cached_attention(
     position: Tensor,
     window: int | None,
     softcap: float | None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the backend's, but for a cache that is too short: a graph cannot refuse it, and the last rows are lost."""
     new, places = query.shape[1], key_cache.shape[2]
@@ -198,4 +199,4 @@ def cached_attention(
     if window is not None:
         seen = seen & (columns[None, :] > rows - window)
     keys, values = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-    return language._attend(query, keys, values, seen, softcap), key_cache, value_cache
+    return language._attend(query, keys, values, seen, softcap, scale), key_cache, value_cache

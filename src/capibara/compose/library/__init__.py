@@ -15,7 +15,17 @@ from capibara.compose.library.kernels import (
     PolynomialRegression,
     RBFKernel,
 )
-from capibara.compose.library.layers import MLP, Embedding, Layer, LayerNorm, Linear, RMSNorm, SwiGLU
+from capibara.compose.library.layers import (
+    MLP,
+    Embedding,
+    FeedForward,
+    GatedMLP,
+    Layer,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    SwiGLU,
+)
 from capibara.compose.library.metrics import AUC, F1, Accuracy, Metric, Precision, Recall
 from capibara.compose.library.quantiser import VectorQuantiser
 from capibara.compose.library.recurrent import (
@@ -74,9 +84,11 @@ __all__ = [
     "EncoderDecoder",
     "EncoderDecoderInference",
     "EncoderDistanceMatrix",
+    "FeedForward",
     "GPRAlpha",
     "GPRLoss",
     "GPRVOuter",
+    "GatedMLP",
     "GaussProcessRegressionCore",
     "GroupNorm",
     "InstanceNorm",

@@ -6,8 +6,8 @@ from typing import Any
 
 from capibara.compose import primitives as p
 from capibara.compose.errors import WiringError
-from capibara.compose.initializers import Scaled, zeros
-from capibara.compose.logical.arguments import whole
+from capibara.compose.initializers import Scaled, ones, zeros
+from capibara.compose.logical.arguments import choice, flag, whole
 from capibara.compose.logical.model import Model
 
 __all__ = ["SelfAttention"]
@@ -24,6 +24,12 @@ class SelfAttention(Model):
         dimension: size of the input and output. num_heads, num_kv_heads, head_dim: the heads.
         window: how many positions back a query sees; None for all.
         softcap: bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
+        scale: factor on the scores; None for ``1 / sqrt(head_dim)``.
+        use_bias: of the projections to queries, keys and values. output_bias: of the last projection.
+        rotary_dim: features of a head that are turned, an even number; None for all; 0 for no rotary positions, and
+            then there are no inputs ``cos`` and ``sin``.
+        qk_norm: root-mean-square normalisation of queries and keys before they are turned, of each ``"head"`` (Qwen 3,
+            Gemma 3) or over ``"all"`` heads (OLMo 2); None for none. norm_epsilon, norm_offset: of it.
         cached: decode with a key-value cache: adds the states ``key_cache`` and ``value_cache``
             ``[batch, num_kv_heads, cache_size, head_dim]`` and the input ``position``, how many tokens they hold.
         cache_size: a size, a name, or one :class:`~capibara.compose.logical.shapes.Dim` for all layers of a model.
@@ -38,6 +44,13 @@ class SelfAttention(Model):
         *,
         window: int | None = None,
         softcap: float | None = None,
+        scale: float | None = None,
+        use_bias: bool = False,
+        output_bias: bool = False,
+        rotary_dim: int | None = None,
+        qk_norm: str | None = None,
+        norm_epsilon: float = 1e-5,
+        norm_offset: float = 0.0,
         cached: bool = False,
         cache_size: Any = "cache",
         name: str | None = None,
@@ -47,6 +60,10 @@ class SelfAttention(Model):
         whole("num_heads", num_heads)
         whole("num_kv_heads", num_kv_heads, optional=True)
         whole("head_dim", head_dim, optional=True)
+        flag("use_bias", use_bias)
+        flag("output_bias", output_bias)
+        if qk_norm is not None:
+            choice("qk_norm", qk_norm, ("head", "all"))
         kv_heads = num_kv_heads or num_heads
         if num_heads % kv_heads:
             raise WiringError(
@@ -59,33 +76,36 @@ class SelfAttention(Model):
                 "heads"
             )
         size = head_dim or dimension // num_heads
-        if size % 2:
-            raise WiringError(f"head_dim={size} must be even: rotary positions turn pairs of features")
+        turned = _turned(size, rotary_dim)
         self.add_input("input", ("batch", "sequence", dimension), "float", ("batch", "sequence", "embed"))
-        self.add_input("cos", ("sequence", size // 2), "float")
-        self.add_input("sin", ("sequence", size // 2), "float")
+        if turned:
+            self.add_input("cos", ("sequence", turned // 2), "float")
+            self.add_input("sin", ("sequence", turned // 2), "float")
 
-        for key, heads, axis in (
-            ("query", num_heads, "heads"),
-            ("key", kv_heads, "kv_heads"),
-            ("value", kv_heads, "kv_heads"),
-        ):
-            projection = Model()
-            projection.add_input("input", "*b in", "float")
-            projection.add_parameter(
-                "weight", (dimension, heads, size), Scaled(1.0), axes=("embed", axis, "head_dim")
-            )
-            projection.add(p.Project(), "product", input="input", weight="weight", output="output")
-            self.add(projection, key, input="input", output=f"{key}_heads")
-        for key in ("query", "key"):
+        heads_of = {
+            "query": (num_heads, "heads"),
+            "key": (kv_heads, "kv_heads"),
+            "value": (kv_heads, "kv_heads"),
+        }
+        at = {key: f"{key}_heads" for key in heads_of}
+        for key, (heads, axis) in heads_of.items():
+            projection = _projection(dimension, heads, size, axis, use_bias)
+            self.add(projection, key, input="input", output=at[key])
+        for key in ("query", "key") if qk_norm else ():
+            heads, axis = heads_of[key]
+            norm = _HeadNorm(heads, size, axis, qk_norm == "all", norm_epsilon, norm_offset)
+            self.add(norm, f"{key}_norm", input=at[key], output=f"{key}_normed")
+            at[key] = f"{key}_normed"
+        for key in ("query", "key") if turned else ():
             self.add(
-                p.Rotate(),
+                p.Rotate(partial=turned < size),
                 f"{key}_rotated",
-                input=f"{key}_heads",
+                input=at[key],
                 cos="cos",
                 sin="sin",
                 output=f"{key}_turned",
             )
+            at[key] = f"{key}_turned"
         if cached:
             cache = ("batch", kv_heads, cache_size, size)
             axes = ("batch", "kv_heads", None, "head_dim")
@@ -93,11 +113,9 @@ class SelfAttention(Model):
             self.add_state("key_cache", cache, zeros, axes=axes)
             self.add_state("value_cache", cache, zeros, axes=axes)
             attend = self.add(
-                p.CachedAttention(window, softcap),
+                p.CachedAttention(window, softcap, scale=scale),
                 "attend",
-                query="query_turned",
-                key="key_turned",
-                value="value_heads",
+                **at,
                 key_cache="key_cache",
                 value_cache="value_cache",
                 position="position",
@@ -106,19 +124,61 @@ class SelfAttention(Model):
             self.update_state("key_cache", attend.next_key_cache)
             self.update_state("value_cache", attend.next_value_cache)
         else:
-            self.add(
-                p.Attention(True, window, softcap),
-                "attend",
-                query="query_turned",
-                key="key_turned",
-                value="value_heads",
-                output="attended",
-            )
+            self.add(p.Attention(True, window, softcap, scale=scale), "attend", **at, output="attended")
         joined = Model()
         joined.add_input("input", "*b heads dim", "float")
         joined.add_parameter(
             "weight", (num_heads, size, dimension), Scaled(1.0, fan_in=2), axes=("heads", "head_dim", "embed")
         )
-        joined.add(p.Merge(), "product", input="input", weight="weight", output="output")
+        product = "product" if output_bias else "output"
+        joined.add(p.Merge(), "product", input="input", weight="weight", output=product)
+        if output_bias:
+            joined.add_parameter("bias", (dimension,), zeros, axes=("embed",))
+            joined.add(p.Add(), "sum", left="product", right="bias", output="output")
         self.add(joined, "out", input="attended", output="output")
+        self.expose("output")
+
+
+def _turned(size: int, rotary_dim: int | None) -> int:
+    """How many features of a head of ``size`` are turned."""
+    if rotary_dim == 0:
+        return 0
+    whole("rotary_dim", rotary_dim, optional=True)
+    if rotary_dim is None and size % 2:
+        raise WiringError(f"head_dim={size} must be even: rotary positions turn pairs of features")
+    if rotary_dim is not None and (rotary_dim % 2 or rotary_dim > size):
+        raise WiringError(
+            f"rotary_dim={rotary_dim} must be an even number of at most head_dim={size}: rotary positions turn pairs "
+            "of features"
+        )
+    return rotary_dim or size
+
+
+def _projection(dimension: int, heads: int, size: int, axis: str, use_bias: bool) -> Model:
+    """``[*b, dimension]`` → ``[*b, heads, size]``."""
+    projection = Model()
+    projection.add_input("input", "*b in", "float")
+    projection.add_parameter(
+        "weight", (dimension, heads, size), Scaled(1.0), axes=("embed", axis, "head_dim")
+    )
+    product = "product" if use_bias else "output"
+    projection.add(p.Project(), "product", input="input", weight="weight", output=product)
+    if use_bias:
+        projection.add_parameter("bias", (heads, size), zeros, axes=(axis, "head_dim"))
+        projection.add(p.Add(), "sum", left="product", right="bias", output="output")
+    return projection
+
+
+class _HeadNorm(Model):
+    """Root-mean-square normalisation of ``[*b, heads, size]``, of each head or over all."""
+
+    def __init__(
+        self, heads: int, size: int, axis: str, over_all: bool, epsilon: float, offset: float
+    ) -> None:
+        super().__init__()
+        self.add_input("input", ("*b", heads, size), "float")
+        shape, axes = ((heads, size), (axis, "head_dim")) if over_all else ((size,), ("head_dim",))
+        self.add_parameter("scale", shape, zeros if offset else ones, axes=axes, keep_dtype=True)
+        norm = p.Normalise("rms", epsilon, offset=offset, dims=len(shape))
+        self.add(norm, "norm", input="input", scale="scale", output="output")
         self.expose("output")

@@ -11,7 +11,17 @@ from capibara.compose.initializers import Normal, Scaled, ones, zeros
 from capibara.compose.logical.arguments import flag, whole
 from capibara.compose.logical.model import Block, IOKey, Model
 
-__all__ = ["MLP", "Embedding", "Layer", "LayerNorm", "Linear", "RMSNorm", "SwiGLU"]
+__all__ = [
+    "MLP",
+    "Embedding",
+    "FeedForward",
+    "GatedMLP",
+    "Layer",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "SwiGLU",
+]
 
 Axes = tuple[str | None, str | None]
 
@@ -70,13 +80,24 @@ class Embedding(Model):
 
 
 class RMSNorm(Model):
-    """Root-mean-square normalisation with a scale: ``input [*b, d]`` → ``output [*b, d]``."""
+    """Root-mean-square normalisation with a scale: ``input [*b, d]`` → ``output [*b, d]``.
 
-    def __init__(self, epsilon: float = 1e-5, *, axis: str | None = None, name: str | None = None) -> None:
+    ``offset`` is added to the scale; with 1 (Gemma) the parameter starts at zero, otherwise at one.
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1e-5,
+        *,
+        offset: float = 0.0,
+        axis: str | None = None,
+        name: str | None = None,
+    ) -> None:
         super().__init__(name=name)
         self.add_input("input", "*b d", "float")
-        self.add_parameter("scale", ("d",), ones, axes=(axis,), keep_dtype=True)
-        self.add(p.Normalise("rms", epsilon), "norm", input="input", scale="scale", output="output")
+        self.add_parameter("scale", ("d",), zeros if offset else ones, axes=(axis,), keep_dtype=True)
+        norm = p.Normalise("rms", epsilon, offset=offset)
+        self.add(norm, "norm", input="input", scale="scale", output="output")
         self.expose("output")
 
 
@@ -108,23 +129,67 @@ class LayerNorm(Model):
         self.expose("output")
 
 
-class SwiGLU(Model):
-    """Gated feed-forward layer: ``(silu(x W_gate) * (x W_up)) W_down`` (Shazeer, 2020).
+class GatedMLP(Model):
+    """Gated feed-forward layer: ``(activation(x W_gate) * (x W_up)) W_down`` (Shazeer, 2020).
 
-    ``input [*b, d]`` → ``output [*b, d]``; ``hidden`` is the inner size.
+    ``input [*b, d]`` → ``output [*b, d]``; ``hidden`` is the inner size, ``activation`` a block class such as ``Gelu``
+    or a function that makes a block.
     """
 
-    def __init__(self, hidden: int, dimension: int | None = None, *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        dimension: int | None = None,
+        *,
+        activation: Callable[[], Block] = p.Silu,
+        use_bias: bool = False,
+        name: str | None = None,
+    ) -> None:
         super().__init__(name=name)
         whole("hidden", hidden)
         whole("dimension", dimension, optional=True)
+        flag("use_bias", use_bias)
         self.add_input("input", ("*b", dimension or "d"), "float")
         inner, outer = ("embed", "mlp"), ("mlp", "embed")
-        self.add(Linear(hidden, False, axes=inner), "gate", input="input", output="gate_out")
-        self.add(Linear(hidden, False, axes=inner), "up", input="input", output="up_out")
-        self.add(p.Silu(), input="gate_out", output="active")
+        self.add(Linear(hidden, use_bias, axes=inner), "gate", input="input", output="gate_out")
+        self.add(Linear(hidden, use_bias, axes=inner), "up", input="input", output="up_out")
+        self.add(_made("activation", activation), input="gate_out", output="active")
         self.add(p.Multiply(), left="active", right="up_out", output="product")
-        self.add(Linear(dimension, False, axes=outer), "down", input="product", output="output")
+        self.add(Linear(dimension, use_bias, axes=outer), "down", input="product", output="output")
+        self.set_shapes(output=("*b", dimension or "d"))
+        self.expose("output")
+
+
+class SwiGLU(GatedMLP):
+    """:class:`GatedMLP` with ``silu``: ``(silu(x W_gate) * (x W_up)) W_down``."""
+
+    def __init__(self, hidden: int, dimension: int | None = None, *, name: str | None = None) -> None:
+        super().__init__(hidden, dimension, name=name)
+
+
+class FeedForward(Model):
+    """Two linear layers and an activation between them: ``activation(x W_up) W_down``.
+
+    ``input [*b, d]`` → ``output [*b, d]``; ``hidden`` is the inner size, ``activation`` as for :class:`GatedMLP`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        dimension: int | None = None,
+        *,
+        activation: Callable[[], Block] = p.Gelu,
+        use_bias: bool = True,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        whole("hidden", hidden)
+        whole("dimension", dimension, optional=True)
+        flag("use_bias", use_bias)
+        self.add_input("input", ("*b", dimension or "d"), "float")
+        self.add(Linear(hidden, use_bias, axes=("embed", "mlp")), "up", input="input", output="up_out")
+        self.add(_made("activation", activation), input="up_out", output="active")
+        self.add(Linear(dimension, use_bias, axes=("mlp", "embed")), "down", input="active", output="output")
         self.set_shapes(output=("*b", dimension or "d"))
         self.expose("output")
 

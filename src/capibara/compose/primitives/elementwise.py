@@ -425,24 +425,39 @@ def _has_axis(axis: int) -> Any:
 
 
 class Normalise(Primitive):
-    """Root-mean-square or layer normalisation over the last dimension, computed in the accumulation dtype.
+    """Root-mean-square or layer normalisation over the last dimension (with ``dims=2`` over the last two together),
+    computed in the accumulation dtype.
 
     ``kind="rms"``: ``x / sqrt(mean(x²) + epsilon) * scale`` (Zhang and Sennrich, 2019).
     ``kind="layer"``: the mean is taken off first (Ba et al., 2016); add a bias after it for the affine form.
-    ``use_scale=False``: without the input ``scale``.
+    ``use_scale=False``: without the input ``scale``. ``offset`` is added to the scale: 1 where weights say how far it
+    is from 1.
     """
 
     def __init__(
-        self, kind: str = "rms", epsilon: float = 1e-5, use_scale: bool = True, *, name: str | None = None
+        self,
+        kind: str = "rms",
+        epsilon: float = 1e-5,
+        use_scale: bool = True,
+        *,
+        offset: float = 0.0,
+        dims: int = 1,
+        name: str | None = None,
     ) -> None:
         choice("kind", kind, ("rms", "layer"))
         number("epsilon", epsilon)
         flag("use_scale", use_scale)
+        number("offset", offset)
+        if dims not in (1, 2):
+            raise WiringError(f"dims={dims!r} must be 1 or 2: the last dimension, or the last two together")
+        last = "d" if dims == 1 else "e d"
         super().__init__(
             f"{kind}_norm",
-            {"input": ("*b d", "float")} | ({"scale": ("d", "float")} if use_scale else {}),
-            {"output": ("*b d", "float")},
-            {"epsilon": float(epsilon)},
+            {"input": (f"*b {last}", "float")} | ({"scale": (last, "float")} if use_scale else {}),
+            {"output": (f"*b {last}", "float")},
+            {"epsilon": float(epsilon)}
+            | ({"offset": float(offset)} if offset else {})
+            | ({"dims": dims} if dims > 1 else {}),
             accumulates=True,
             name=name,
         )

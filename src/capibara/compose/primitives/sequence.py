@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
 from capibara.compose.errors import ShapeError
-from capibara.compose.logical.arguments import number, whole
+from capibara.compose.logical.arguments import flag, number, whole
 from capibara.compose.logical.block import Primitive
 from capibara.compose.logical.shapes import Shape, set_size
 
@@ -51,19 +52,50 @@ def _half(whole: Shape, half: Shape) -> bool:
     return False
 
 
-class RotaryTable(Primitive):
-    """Cosines and sines for rotary positions (Su et al., 2021): ``positions int [*p]`` → ``[*p, dim / 2]`` each."""
+def _part(whole: Shape, half: Shape) -> bool:
+    a, b = whole.dims(), half.dims()
+    if not a or not b or a[-1].size is None or b[-1].size is None:
+        return False
+    if 2 * b[-1].size > a[-1].size:
+        raise ShapeError(
+            f"rotary tables of {b[-1].size} turn {2 * b[-1].size} features, a head has {a[-1].size}"
+        )
+    return True
 
-    def __init__(self, dim: int, theta: float = 10000.0, *, name: str | None = None) -> None:
+
+class RotaryTable(Primitive):
+    """Cosines and sines for rotary positions (Su et al., 2021): ``positions int [*p]`` → ``[*p, dim / 2]`` each.
+
+    Args:
+        dim: features of a head that are turned. theta: base of the wavelengths: pair ``i`` turns by
+            ``theta ** (-2 i / dim)`` a position.
+        frequencies: those turns, ``dim / 2`` numbers, where they are others. factor: on both tables.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        theta: float = 10000.0,
+        *,
+        frequencies: Sequence[float] | None = None,
+        factor: float = 1.0,
+        name: str | None = None,
+    ) -> None:
         whole("dim", dim)
         number("theta", theta, above=True)
+        number("factor", factor, above=True)
         if dim % 2:
             raise ShapeError(f"dim={dim!r}: rotary positions need an even head size of at least 2")
+        turns = None if frequencies is None else tuple(float(turn) for turn in frequencies)
+        if turns is not None and len(turns) != dim // 2:
+            raise ShapeError(f"frequencies has {len(turns)} numbers, expected dim / 2 = {dim // 2}")
         super().__init__(
             "rotary_table",
             {"positions": ("*p", "int")},
             {"cos": (("*p", dim // 2), "float"), "sin": (("*p", dim // 2), "float")},
-            {"dim": int(dim), "theta": float(theta)},
+            {"dim": int(dim), "theta": float(theta)}
+            | ({} if turns is None else {"frequencies": turns})
+            | ({} if factor == 1.0 else {"factor": float(factor)}),
             accumulates=True,
             name=name,
         )
@@ -72,10 +104,12 @@ class RotaryTable(Primitive):
 class Rotate(Primitive):
     """Rotary positions: turn the two halves of each head by its position's angles.
 
-    ``input [*b, sequence, heads, dim]``, ``cos``/``sin [sequence, dim / 2]`` → the same shape as ``input``.
+    ``input [*b, sequence, heads, dim]``, ``cos``/``sin [sequence, dim / 2]`` → the same shape as ``input``. With
+    ``partial=True`` the tables may be narrower: ``[sequence, part / 2]`` turn the first ``part`` features of a head.
     """
 
-    def __init__(self, *, name: str | None = None) -> None:
+    def __init__(self, *, partial: bool = False, name: str | None = None) -> None:
+        flag("partial", partial)
         super().__init__(
             "rotate",
             {
@@ -84,7 +118,7 @@ class Rotate(Primitive):
                 "sin": ("sequence half", "float"),
             },
             {"output": ("*b sequence heads dim", "float")},
-            constraints=[(_half, ("input", "cos"))],
+            constraints=[(_part if partial else _half, ("input", "cos"))],
             name=name,
         )
 
@@ -98,11 +132,16 @@ def _grouped(query: Shape, key: Shape) -> bool:
     return True
 
 
+def _given(scale: float | None) -> dict[str, float]:
+    return {} if scale is None else {"scale": float(scale)}
+
+
 class Attention(Primitive):
     """Scaled dot-product attention through :func:`capibara.ops.attention.flash_attention`.
 
     ``query [batch, sequence, heads, dim]``, ``key``/``value [batch, sequence, kv_heads, dim]`` → like ``query``;
-    each key head serves ``heads / kv_heads`` query heads (Ainslie et al., 2023).
+    each key head serves ``heads / kv_heads`` query heads (Ainslie et al., 2023). ``scale`` is the factor on the scores,
+    by default ``1 / sqrt(dim)``.
     """
 
     def __init__(
@@ -111,10 +150,12 @@ class Attention(Primitive):
         window: int | None = None,
         softcap: float | None = None,
         *,
+        scale: float | None = None,
         name: str | None = None,
     ) -> None:
         whole("window", window, optional=True)
         number("softcap", softcap, above=True, optional=True)
+        number("scale", scale, above=True, optional=True)
         super().__init__(
             "attention",
             {
@@ -123,7 +164,7 @@ class Attention(Primitive):
                 "value": ("batch context kv_heads dim", "float"),
             },
             {"output": ("batch sequence heads dim", "float")},
-            {"causal": bool(causal), "window": window, "softcap": softcap},
+            {"causal": bool(causal), "window": window, "softcap": softcap} | _given(scale),
             constraints=[(_grouped, ("query", "key"))],
             name=name,
         )
@@ -145,8 +186,14 @@ class CachedAttention(Primitive):
     in_place = MappingProxyType({"key_cache": "next_key_cache", "value_cache": "next_value_cache"})
 
     def __init__(
-        self, window: int | None = None, softcap: float | None = None, *, name: str | None = None
+        self,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        scale: float | None = None,
+        name: str | None = None,
     ) -> None:
+        number("scale", scale, above=True, optional=True)
         cache = "batch kv_heads cache dim"
         whole("window", window, optional=True)
         number("softcap", softcap, above=True, optional=True)
@@ -165,7 +212,7 @@ class CachedAttention(Primitive):
                 "next_key_cache": (cache, "float"),
                 "next_value_cache": (cache, "float"),
             },
-            {"window": window, "softcap": softcap},
+            {"window": window, "softcap": softcap} | _given(scale),
             constraints=[(_grouped, ("query", "key"))],
             name=name,
         )

@@ -18,6 +18,8 @@ from capibara.files import naming
 
 __all__ = ["FileBytes", "FileNumbers"]
 
+_ALIGNMENT = 64  # bytes
+
 
 class FileBytes:
     """A file open for reading from several threads; use it as a context manager, or close it.
@@ -127,6 +129,9 @@ class FileNumbers:
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        out = np.empty(self.size, self.dtype)
+        # Aligned, so that a device that is this machine can use the memory as it is.
+        room = np.empty(self.nbytes + _ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % _ALIGNMENT
+        out = room[start : start + self.nbytes].view(self.dtype)
         self._file.read_into(out, self._offset)
         return out if dtype is None else out.astype(dtype, copy=False)

@@ -224,7 +224,7 @@ def _kept(kind: str, remat: str, w: _Widths) -> int:
     stream, inner = w.values(w.stream), w.values(w.inner)
     if remat == "full":
         return stream
-    if kind == "attention":
+    if kind in ("attention", "local"):
         if remat == "dots":
             return 2 * stream + w.values(w.queries + 2 * w.keys) + 2 * inner
         wide = -(-w.head // _TILE) * _TILE / w.head

@@ -58,7 +58,7 @@ def serving_task(config: ModularModelConfig, prompt: int, output: int, dtype: st
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LONGEST:
             raise PlanError(f"{name}={value!r} must be a number of tokens from 1 to {_LONGEST}")
     most = config.model.max_sequence_length
-    if "attention" in config.model.block_kinds and prompt + output > most:
+    if config.model.attends and prompt + output > most:
         raise PlanError(
             f"prompt_length={prompt} and output_length={output} are {prompt + output} tokens, but the model reads at "
             f"most model.max_sequence_length={most}: shorten one of them, or plan for a model that reads further"

@@ -115,7 +115,7 @@ class ServingTask:
         m = self.config.model
         devices = target.num_devices
         for model in range(1, devices + 1):
-            heads = m.num_kv_heads if "attention" in m.block_kinds and m.num_kv_heads else m.num_heads
+            heads = m.num_kv_heads if m.attends and m.num_kv_heads else m.num_heads
             if devices % model == 0 and heads % model == 0:
                 yield (("data", devices // model), ("model", model))
 

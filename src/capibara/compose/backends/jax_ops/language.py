@@ -79,19 +79,43 @@ def lookup(table: Array, indices: Array) -> Array:
     return jnp.take(table, indices, axis=0, mode="clip")
 
 
-def rms_norm(x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str) -> Array:
-    wide = x.astype(accumulate)
-    inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    out = wide * inverse
-    return (out if scale is None else out * scale.astype(accumulate)).astype(x.dtype)
+def _scaled(x: Array, scale: Array | None, offset: float) -> Array:
+    """``x * (scale + offset)`` in x's dtype."""
+    if scale is None:
+        return x
+    wide = scale.astype(x.dtype)
+    return x * (wide + offset if offset else wide)
 
 
-def layer_norm(x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str) -> Array:
-    wide = x.astype(accumulate)
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+def rms_norm(
+    x: Array,
+    scale: Array | None = None,
+    *,
+    epsilon: float,
+    accumulate: str,
+    offset: float = 0.0,
+    dims: int = 1,
+) -> Array:
+    wide, axes = x.astype(accumulate), tuple(range(-dims, 0))
+    inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + epsilon)
     out = wide * inverse
-    return (out if scale is None else out * scale.astype(accumulate)).astype(x.dtype)
+    return _scaled(out, scale, offset).astype(x.dtype)
+
+
+def layer_norm(
+    x: Array,
+    scale: Array | None = None,
+    *,
+    epsilon: float,
+    accumulate: str,
+    offset: float = 0.0,
+    dims: int = 1,
+) -> Array:
+    wide, axes = x.astype(accumulate), tuple(range(-dims, 0))
+    wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
+    inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + epsilon)
+    out = wide * inverse
+    return _scaled(out, scale, offset).astype(x.dtype)
 
 
 def positions(like: Array, start: Array) -> tuple[Array, Array]:
@@ -100,26 +124,47 @@ def positions(like: Array, start: Array) -> tuple[Array, Array]:
     return start + jnp.arange(count, dtype=jnp.int32), start + count
 
 
-def rotary_table(positions: Array, dim: int, theta: float, accumulate: str) -> tuple[Array, Array]:
-    inverse = jnp.asarray(theta, accumulate) ** (-jnp.arange(0, dim, 2, dtype=accumulate) / dim)
+def rotary_table(
+    positions: Array,
+    dim: int,
+    theta: float,
+    accumulate: str,
+    frequencies: tuple[float, ...] | None = None,
+    factor: float = 1.0,
+) -> tuple[Array, Array]:
+    if frequencies is None:
+        inverse = jnp.asarray(theta, accumulate) ** (-jnp.arange(0, dim, 2, dtype=accumulate) / dim)
+    else:
+        inverse = jnp.asarray(frequencies, accumulate)
     angle = positions[..., None].astype(accumulate) * inverse
-    return jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     # cos and sin stay in the accumulation dtype: positions past 256 are not exact in bfloat16.
-    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    turned, wide = 2 * cos.shape[-1], x.astype(cos.dtype)
+    a, b = jnp.split(wide if turned == x.shape[-1] else wide[..., :turned], 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    if turned < x.shape[-1]:
+        parts.append(wide[..., turned:])
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
 
 def attention(
-    query: Array, key: Array, value: Array, causal: bool, window: int | None, softcap: float | None
+    query: Array,
+    key: Array,
+    value: Array,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None = None,
 ) -> Array:
     from capibara.ops.attention import flash_attention
 
     return flash_attention(
-        query, key, value, use_causal_mask=causal, window=window, softcap=softcap, layout="bshd"
+        query, key, value, use_causal_mask=causal, window=window, softcap=softcap, scale=scale, layout="bshd"
     )
 
 
@@ -132,6 +177,7 @@ def cached_attention(
     position: Array,
     window: int | None,
     softcap: float | None,
+    scale: float | None = None,
 ) -> tuple[Array, Array, Array]:
     from capibara.ops.attention import cached_attention as attend
 
@@ -150,7 +196,7 @@ def cached_attention(
     at = jnp.broadcast_to(position + jnp.arange(new, dtype=jnp.int32), query.shape[:2])
     # No copies: the products of attention take their operands in any order of dimensions.
     keys, values = (jnp.swapaxes(read(cache), 1, 2) for cache in (key_cache, value_cache))
-    out = attend(query, keys, values, at, window=window, softcap=softcap)
+    out = attend(query, keys, values, at, window=window, softcap=softcap, scale=scale)
     return out, key_cache, value_cache
 
 

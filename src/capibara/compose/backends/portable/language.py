@@ -7,7 +7,6 @@ from typing import Any
 
 from capibara.compose.backends.portable.indexing import one_hot
 from capibara.compose.backends.portable.linalg import masked_softmax
-from capibara.compose.backends.portable.shaping import split
 from capibara.compose.backends.portable.space import space
 from capibara.compose.errors import InputError
 
@@ -46,21 +45,55 @@ def lookup(table: Array, indices: Array) -> Array:
     return space(table).take(table, indices, 0)
 
 
-def rms_norm(x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str) -> Array:
+def _scaled(x: Array, scale: Array | None, offset: float, accumulate: str) -> Array:
+    """``x * (scale + offset)``, where x is in the accumulation dtype."""
+    if scale is None:
+        return x
+    wide = space(x).astype(scale, accumulate)
+    return x * (wide + offset if offset else wide)
+
+
+def rms_norm(
+    x: Array,
+    scale: Array | None = None,
+    *,
+    epsilon: float,
+    accumulate: str,
+    offset: float = 0.0,
+    dims: int = 1,
+) -> Array:
+    if dims > 1:
+        flat = None if scale is None else joined(scale, 0)
+        out = rms_norm(joined(x, x.ndim - dims), flat, epsilon=epsilon, accumulate=accumulate, offset=offset)
+        return space(x).reshape(out, tuple(x.shape))
     xp = space(x)
     wide = xp.astype(x, accumulate)
     inverse = 1 / xp.sqrt(xp.sum(wide * wide, -1, True) / x.shape[-1] + epsilon)
     out = wide * inverse
-    return xp.astype(out if scale is None else out * xp.astype(scale, accumulate), xp.dtype_of(x))
+    return xp.astype(_scaled(out, scale, offset, accumulate), xp.dtype_of(x))
 
 
-def layer_norm(x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str) -> Array:
+def layer_norm(
+    x: Array,
+    scale: Array | None = None,
+    *,
+    epsilon: float,
+    accumulate: str,
+    offset: float = 0.0,
+    dims: int = 1,
+) -> Array:
+    if dims > 1:
+        flat = None if scale is None else joined(scale, 0)
+        out = layer_norm(
+            joined(x, x.ndim - dims), flat, epsilon=epsilon, accumulate=accumulate, offset=offset
+        )
+        return space(x).reshape(out, tuple(x.shape))
     xp = space(x)
     wide = xp.astype(x, accumulate)
     wide = wide - xp.sum(wide, -1, True) / x.shape[-1]
     inverse = 1 / xp.sqrt(xp.sum(wide * wide, -1, True) / x.shape[-1] + epsilon)
     out = wide * inverse
-    return xp.astype(out if scale is None else out * xp.astype(scale, accumulate), xp.dtype_of(x))
+    return xp.astype(_scaled(out, scale, offset, accumulate), xp.dtype_of(x))
 
 
 def positions(like: Array, start: Array) -> tuple[Array, Array]:
@@ -70,18 +103,35 @@ def positions(like: Array, start: Array) -> tuple[Array, Array]:
     return start + xp.arange(0, count, 1, "int32", like), start + count
 
 
-def rotary_table(positions: Array, dim: int, theta: float, accumulate: str) -> tuple[Array, Array]:
+def rotary_table(
+    positions: Array,
+    dim: int,
+    theta: float,
+    accumulate: str,
+    frequencies: tuple[float, ...] | None = None,
+    factor: float = 1.0,
+) -> tuple[Array, Array]:
     xp = space(positions)
-    places = xp.arange(0, dim, 2, accumulate, positions)
-    angle = xp.astype(positions, accumulate)[..., None] * xp.power(xp.constant(theta, places), -places / dim)
-    return xp.cos(angle), xp.sin(angle)
+    if frequencies is None:
+        places = xp.arange(0, dim, 2, accumulate, positions)
+        inverse = xp.power(xp.constant(theta, places), -places / dim)
+    else:
+        inverse = xp.asarray(frequencies, accumulate, positions)
+    angle = xp.astype(positions, accumulate)[..., None] * inverse
+    cos, sin = xp.cos(angle), xp.sin(angle)
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     xp = space(x)
-    a, b = split(xp.astype(x, xp.dtype_of(cos)), 2, -1)
+    half = cos.shape[-1]
+    wide = xp.astype(x, xp.dtype_of(cos))
+    a, b = wide[..., :half], wide[..., half : 2 * half]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return xp.astype(xp.concatenate([a * cos - b * sin, b * cos + a * sin], -1), xp.dtype_of(x))
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    if x.shape[-1] > 2 * half:
+        turned.append(wide[..., 2 * half :])
+    return xp.astype(xp.concatenate(turned, -1), xp.dtype_of(x))
 
 
 def _heads_first(x: Array, groups: int, accumulate: str) -> Array:
@@ -91,14 +141,22 @@ def _heads_first(x: Array, groups: int, accumulate: str) -> Array:
     return xp.transpose(xp.reshape(xp.astype(x, accumulate), (b, s, groups, h // groups, d)), (0, 2, 3, 1, 4))
 
 
-def _attend(query: Array, key: Array, value: Array, seen: Array, softcap: float | None) -> Array:
+def _attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    seen: Array,
+    softcap: float | None,
+    scale: float | None = None,
+) -> Array:
     """Attention in [batch, sequence, heads, dim]; ``seen`` broadcasts to [batch, query, key]."""
     xp = space(query)
     wide = xp.wide(query)
     groups = key.shape[2]
     q = _heads_first(query, groups, wide)
     k, v = (_heads_first(x, groups, wide) for x in (key, value))
-    scores = xp.matmul(q, xp.swapaxes(k, -1, -2)) / math.sqrt(query.shape[-1])
+    scores = xp.matmul(q, xp.swapaxes(k, -1, -2))
+    scores = scores / math.sqrt(query.shape[-1]) if scale is None else scores * scale
     if softcap is not None:
         scores = softcap * xp.tanh(scores / softcap)
     if seen.ndim == 3:
@@ -108,7 +166,13 @@ def _attend(query: Array, key: Array, value: Array, seen: Array, softcap: float 
 
 
 def attention(
-    query: Array, key: Array, value: Array, causal: bool, window: int | None, softcap: float | None
+    query: Array,
+    key: Array,
+    value: Array,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None = None,
 ) -> Array:
     xp = space(query)
     rows = xp.arange(0, query.shape[1], 1, "int32", query)[:, None]
@@ -119,7 +183,7 @@ def attention(
         seen = seen & (columns > rows - window)
         if not causal:
             seen = seen & (columns < rows + window)
-    return _attend(query, key, value, seen, softcap)
+    return _attend(query, key, value, seen, softcap, scale)
 
 
 def cached_attention(
@@ -131,6 +195,7 @@ def cached_attention(
     position: Array,
     window: int | None,
     softcap: float | None,
+    scale: float | None = None,
 ) -> tuple[Array, Array, Array]:
     xp = space(query)
     new, places = query.shape[1], key_cache.shape[2]
@@ -153,7 +218,7 @@ def cached_attention(
     if window is not None:
         seen = seen & (columns > rows - window)
     keys, values = (xp.swapaxes(cache[:, :, : at + new], 1, 2) for cache in (key_cache, value_cache))
-    return _attend(query, keys, values, seen, softcap), key_cache, value_cache
+    return _attend(query, keys, values, seen, softcap, scale), key_cache, value_cache
 
 
 def _convolved(x: Array, weight: Array, bias: Array, before: Array) -> tuple[Array, Array]:

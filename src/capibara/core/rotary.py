@@ -1,0 +1,80 @@
+"""How fast the pairs of a head turn: RoPE (Su et al., 2021) and the ways of stretching it to longer texts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from capibara.config.sections import ModelSection, RopeSection
+
+__all__ = ["Turns", "rotary_turns"]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a table of rotary positions is made of.
+
+    Attributes:
+      dim: features of a head that are turned.
+      theta: base of the wavelengths.
+      frequencies: radians a position, one for each of ``dim / 2`` pairs; ``None``: ``theta ** (-2 i / dim)``.
+      factor: on cosines and sines.
+    """
+
+    dim: int
+    theta: float
+    frequencies: tuple[float, ...] | None
+    factor: float
+
+
+def rotary_turns(config: ModelSection, *, local: bool = False) -> Turns:
+    """How the rotary positions of a configuration turn.
+
+    Args:
+      config: the ``[model]`` section.
+      local: of local blocks, which may have a base of their own.
+    """
+    rope, dim = config.rope, config.rotary_dim
+    if local and rope.local_theta is not None:
+        return Turns(dim, rope.local_theta, None, 1.0)
+    theta = config.rope_theta
+    if rope.scaling == "none":
+        return Turns(dim, theta, None, 1.0)
+    plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    if rope.scaling == "linear":
+        return Turns(dim, theta, tuple(turn / rope.factor for turn in plain), 1.0)
+    if rope.scaling == "llama3":
+        return Turns(dim, theta, tuple(_llama3(turn, rope) for turn in plain), 1.0)
+    factor = rope.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(rope.factor) + 1.0
+    return Turns(dim, theta, _yarn(plain, theta, rope), factor)
+
+
+def _llama3(turn: float, rope: RopeSection) -> float:
+    """Llama 3.1: by how often the wave fits into the original length; between the bounds a straight mixture."""
+    assert rope.original_length is not None
+    fits = rope.original_length * turn / (2 * math.pi)
+    low, high = rope.low_frequency_factor, rope.high_frequency_factor
+    kept = min(max((fits - low) / (high - low), 0.0), 1.0)
+    return kept * turn + (1 - kept) * turn / rope.factor
+
+
+def _yarn(plain: list[float], theta: float, rope: RopeSection) -> tuple[float, ...]:
+    """YaRN (Peng et al., 2023, arXiv:2309.00071): as :func:`_llama3`, but the mixture is straight in the index."""
+    assert rope.original_length is not None
+    pairs = len(plain)
+
+    def index(turns: float) -> float:
+        """The pair that turns so often in the original length."""
+        return pairs * math.log(rope.original_length / (2 * math.pi * turns)) / math.log(theta)  # type: ignore[operator]
+
+    first, last = index(rope.beta_fast), index(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first or 0.001
+    stretched = [min(max((i - first) / width, 0.0), 1.0) for i in range(pairs)]
+    return tuple(
+        turn * (1 - part) + turn / rope.factor * part for turn, part in zip(plain, stretched, strict=True)
+    )

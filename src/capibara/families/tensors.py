@@ -1,0 +1,147 @@
+"""Which tensors of a folder are which parameters, and how their numbers lie.
+
+A :class:`Rule` says it in the notation of einops: ``"(heads dim) embed -> embed heads dim"`` is a matrix whose rows
+are the features of the heads, one head after the other, and whose transpose in three dimensions is the parameter. A
+tensor may hold several parameters, one after the other along an axis.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from capibara.families.errors import FamilyError
+
+__all__ = ["Piece", "Placed", "Rule", "places"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter in a tensor.
+
+    Attributes:
+      path: of the parameter in its block (or, outside of blocks, in the model): ``"attention.query.weight"``.
+      form: how it lies in the tensor → how the parameter is: ``"(heads dim) embed -> embed heads dim"``.
+    """
+
+    path: str
+    form: str
+
+    @cached_property
+    def _groups(self) -> tuple[list[list[str]], list[str]]:
+        before, after = self.form.split("->")
+        groups = [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\S+", before)]
+        names = after.split()
+        if sorted(names) != sorted(name for group in groups for name in group):
+            raise ValueError(f"{self.path}: {self.form!r} has other names before the arrow than after it")
+        return groups, names
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimension of the taken-apart tensor that each dimension of the parameter is."""
+        groups, names = self._groups
+        flat = [name for group in groups for name in group]
+        return tuple(flat.index(name) for name in names)
+
+    def apart(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensor's shape with every group taken apart, for a parameter of this shape."""
+        groups, names = self._groups
+        sizes = dict(zip(names, shape, strict=True))
+        return tuple(sizes[name] for group in groups for name in group)
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensor's shape, for a parameter of this shape."""
+        groups, names = self._groups
+        sizes = dict(zip(names, shape, strict=True))
+        return tuple(math.prod(sizes[name] for name in group) for group in groups)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A tensor's name and what is in it.
+
+    Attributes:
+      name: in the folder; ``{layer}`` stands for the number of the block.
+      pieces: the parameters in it, in order. axis: along which they lie one after the other.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    axis: int = 0
+
+    @classmethod
+    def of(cls, name: str, *pieces: tuple[str, str], axis: int = 0) -> Rule:
+        """``Rule.of("…q_proj.weight", ("attention.query.weight", "(heads dim) embed -> embed heads dim"))``."""
+        return cls(name, tuple(Piece(path, form) for path, form in pieces), axis)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rule for one tensor of one model.
+
+    Attributes:
+      name: the tensor's. shape: its shape.
+      axis: along which several parameters lie.
+      parts: for each parameter its piece, path, index in a stack of blocks (``None``: it is none), its shape (of one
+        block) and where it starts along ``axis``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+    parts: tuple[tuple[Piece, tuple[str, ...], int | None, tuple[int, ...], int], ...]
+
+
+def places(
+    outside: tuple[Rule, ...],
+    inside: tuple[Rule, ...],
+    blocks: list[tuple[tuple[str, ...], int]],
+    shapes: Mapping[tuple[str, ...], tuple[int, ...]],
+) -> Iterator[Placed]:
+    """The tensors of a model.
+
+    Args:
+      outside, inside: rules for what stands outside of blocks and in each block. A rule whose parameters the model
+        does not have is left out.
+      blocks: for each block the path of its parameters and its index in their stacks.
+      shapes: of the parameters, by path.
+
+    Raises:
+      FamilyError: a parameter has no tensor.
+    """
+    left = {
+        path: (shape[0] if any(path[: len(p)] == p for p, _ in blocks) else 1)
+        for path, shape in shapes.items()
+    }
+
+    def one(rule: Rule, prefix: tuple[str, ...], index: int | None, layer: int) -> Placed | None:
+        paths = [(*prefix, *piece.path.split(".")) for piece in rule.pieces]
+        if not any(path in shapes for path in paths):
+            return None
+        parts, at, stored = [], 0, ()
+        for piece, path in zip(rule.pieces, paths, strict=True):
+            if path not in shapes:
+                raise FamilyError(f"{rule.name}: the model has no parameter {'.'.join(path)}")
+            shape = shapes[path] if index is None else shapes[path][1:]
+            stored = piece.stored(shape)
+            parts.append((piece, path, index, shape, at))
+            at += stored[rule.axis]
+            left[path] -= 1
+        whole = (*stored[: rule.axis], at, *stored[rule.axis + 1 :])
+        return Placed(rule.name.format(layer=layer), whole, rule.axis, tuple(parts))
+
+    for rule in outside:
+        if (placed := one(rule, (), None, 0)) is not None:
+            yield placed
+    for layer, (prefix, index) in enumerate(blocks):
+        for rule in inside:
+            if (placed := one(rule, prefix, index, layer)) is not None:
+                yield placed
+    if rest := [".".join(path) for path, count in left.items() if count]:
+        raise FamilyError(
+            f"this family has no tensor for {rest[0]}{f' and {len(rest) - 1} others' if rest[1:] else ''}. Remedy: "
+            "other settings of [model], or another family"
+        )

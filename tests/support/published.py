@@ -1,0 +1,128 @@
+"""Small random models of published families: their ``config.json``, and weights that need no framework to be drawn.
+
+Of each family there are several: one key head and several, tied heads and untied ones, windows shorter than the texts.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 96,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_ONE_KEY_HEAD = {"num_key_value_heads": 1}
+_TIED = {"tie_word_embeddings": True}
+_WIDE = {"num_key_value_heads": 4, "head_dim": 16}
+_LLAMA3 = {
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 24,
+    },
+}
+_YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}}
+_LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+_GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96} | dict.fromkeys(
+    ("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0
+)
+_NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES},
+    "llama 3.1, one key head, tied": {**SIZES, **_LLAMA3, **_ONE_KEY_HEAD, **_TIED},
+    "llama with biases": {**SIZES, **_WIDE, **_YARN, "attention_bias": True, "mlp_bias": True},
+    "mistral, a window": {**SIZES, "sliding_window": 5, "head_dim": 16},
+    "mistral, no window": {**SIZES, **_ONE_KEY_HEAD, "sliding_window": None},
+    "mistral, tied": {**SIZES, **_TIED, "sliding_window": 9, "rms_norm_eps": 1e-5},
+    "qwen2": {**SIZES},
+    "qwen2, tied, one key head": {**SIZES, **_TIED, **_ONE_KEY_HEAD, **_YARN},
+    "qwen2, windows": {**SIZES, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {**SIZES, "head_dim": 16},
+    "qwen3, tied, one key head": {**SIZES, **_TIED, **_ONE_KEY_HEAD, "head_dim": 8},
+    "qwen3 with biases": {**SIZES, **_WIDE, **_LINEAR, "attention_bias": True},
+    "gemma2": {**SIZES, "head_dim": 8, "sliding_window": 5},
+    "gemma2, one key head": {**SIZES, **_ONE_KEY_HEAD, "head_dim": 16, "query_pre_attn_scalar": 24},
+    "gemma2, untied": {
+        **SIZES,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3": {**SIZES, "num_hidden_layers": 8, "head_dim": 8, "sliding_window": 5},
+    "gemma3, all seen": {
+        **SIZES,
+        **_ONE_KEY_HEAD,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "full_attention"],
+    },
+    "gemma3, stretched": {
+        **SIZES,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "phi3": {**SIZES},
+    "phi3, a window": {**SIZES, **_ONE_KEY_HEAD, "sliding_window": 5},
+    "phi3, heads turned in part": {**SIZES, **_TIED, "partial_rotary_factor": 0.5},
+    "olmo2": {**SIZES},
+    "olmo2, tied, one key head": {**SIZES, **_TIED, **_ONE_KEY_HEAD},
+    "olmo2, stretched": {**SIZES, **_YARN, "num_key_value_heads": 4},
+    "gpt2": {**_GPT2, **_NO_IDS},
+    "gpt2, untied": {**_GPT2, **_NO_IDS, "tie_word_embeddings": False, "n_inner": 48},
+    "gpt2, another activation": {**_GPT2, **_NO_IDS, "activation_function": "relu", "n_head": 2},
+}
+
+
+def model_type(name: str) -> str:
+    """The ``model_type`` of one of :data:`CONFIGS`."""
+    first = name.partition(" ")[0].rstrip(",")
+    return {"gemma3": "gemma3_text"}.get(first, first)
+
+
+def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor's numbers, from its name: large enough for scores and logits that differ."""
+    numbers = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
+    if len(shape) > 1:
+        return numbers * np.float32(2.0 * shape[-1] ** -0.5 if "wte" not in name else 0.5)
+    is_scale = "norm" in name or ".ln_" in name
+    return (1 if is_scale and name.endswith("weight") else 0) + 0.3 * numbers
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Path:
+    """A folder as its users have it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: draw(name, shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
+def tokens(rows: int = 2, length: int = 24, vocab: int = 61) -> np.ndarray:
+    """Texts to compare on."""
+    return np.random.default_rng(7).integers(0, vocab, (rows, length))
