@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.data import ByteTokenizer
+
 
 class TinyModel:
     """Token and position embedding, one causal attention head, a residual, a tied head."""
 
-    pretrained = None  # not imported from a published folder
+    tokenizer = ByteTokenizer()
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -5,13 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from capibara.cli._json import print_json
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from capibara.data import Tokenizer
+    from capibara.serve.generate import Generator
+    from capibara.serve.load import LoadedModel
+    from capibara.serve.sampling import Sampling
+
 HELP = """Write text with a trained model: the newest complete checkpoint of the run that --config or
---checkpoint names, or the compressed parameters that --weights names. Defaults come from the
-[generate] settings of the configuration. Once a text exceeds the model's max_sequence_length, the model
+--checkpoint names, the published model in the folder that --model names, or the compressed parameters that --weights
+names. Defaults come from the [generate] settings of the configuration. Once a text exceeds the model's max_sequence_length, the model
 reads the last half window again and continues from there."""
 
 
@@ -20,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--config", help="use the run of this TOML file or packaged name (default: demo)")
     where.add_argument("--checkpoint", metavar="DIR", help="folder of a run, or of one checkpoint")
+    where.add_argument("--model", metavar="FOLDER", help="folder of a published model (Hugging Face)")
     parser.add_argument(
         "--weights",
         metavar="FILE",
@@ -32,14 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --weights: multiply by 8-bit and 4-bit parameters without decoding them, so that they take as "
         "much memory as the file",
     )
-    parser.add_argument("--prompt", default="", help="start of the text")
+    parser.add_argument("--prompt", help="start of the text; with --chat: the message")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="talk to a model with a chat template: answer --prompt, or else each line of standard input",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: instructions before the conversation")
     parser.add_argument(
         "--length",
         "--max-tokens",
         dest="max_tokens",
         type=int,
         metavar="N",
-        help="tokens (bytes) to generate",
+        help="tokens to generate at most (bytes, if the model has no tokenizer)",
     )
     parser.add_argument(
         "--temperature", type=float, help="0: always the likeliest token; 1: the model's probabilities"
@@ -79,19 +96,25 @@ def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; return 0."""
-    from jax.tree_util import tree_leaves
-
-    from capibara.cli._archives import reason
-    from capibara.compress.jax_codes import is_coded
     from capibara.errors import ConfigError
-    from capibara.serve.generate import BYTE_VALUES, Generator, decode_bytes, encode_text
-    from capibara.serve.load import load_model
     from capibara.serve.sampling import Sampling
-    from capibara.serve.weights import load_compressed
 
     if args.quantized and args.weights is None:
         raise ConfigError("--quantized: a checkpoint has no codes. Remedy: --weights FILE.capi.")
-    config, checkpoint = _settings(args)
+    if args.model is not None and args.weights is not None:
+        raise ConfigError(
+            "--weights cannot be combined with --model. Remedy: --checkpoint, the run that was imported."
+        )
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system is for conversations. Remedy: --chat.")
+    if args.json and args.chat and args.prompt is None:
+        raise ConfigError("--json answers one message. Remedy: --prompt.")
+    if args.model is None:
+        config, checkpoint = _settings(args)
+    else:
+        from capibara.families import read_config
+
+        config, checkpoint = read_config(args.model)[0], None
 
     def chosen(name: str) -> Any:
         given = getattr(args, name)
@@ -99,47 +122,31 @@ def run(args: argparse.Namespace) -> int:
 
     # Checked before the model is loaded: a typo should not cost seconds.
     sampling = Sampling(chosen("temperature"), chosen("top_k"), chosen("top_p"))
-    if args.weights is None:
-        loaded = load_model(checkpoint)
+    writer = _Writer(_load(args, config, checkpoint), sampling, chosen("max_tokens"), chosen("seed"))
+    if args.chat and args.prompt is None:
+        return _converse(writer, args.system)
+    prompt = "" if args.prompt is None else args.prompt
+    if args.chat:
+        tokens = writer.of_messages([*_system(args.system), {"role": "user", "content": _clean(prompt)}])
     else:
-        try:
-            decode = "auto" if args.quantized else True
-            loaded = load_compressed(args.weights, config, checkpoint=checkpoint, decode=decode)
-        except OSError as error:
-            raise ConfigError(f"--weights: {reason(error)}. Remedy: a .capi file that can be read.") from None
-        if args.quantized and not any(map(is_coded, tree_leaves(loaded.params, is_leaf=is_coded))):
-            raise ConfigError(
-                f"--quantized: no parameter of {args.weights} is stored with int8, int4 or nf4. Remedy: leave it out, "
-                "or compress the model with one of these strategies."
-            )
-    if loaded.model.pretrained is not None:
-        raise ConfigError(
-            f"--checkpoint: {args.checkpoint} was imported, and its tokenizer, which makes tokens of texts, is not "
-            "part of it. Remedy: capibara.serve.Generator, which takes numbers of tokens."
-        )
-    generator = Generator(
-        loaded.model, loaded.params, state=loaded.state, sampling=sampling, vocabulary=BYTE_VALUES
-    )
-    numbers = generator.tokens(encode_text(args.prompt), max_tokens=chosen("max_tokens"), seed=chosen("seed"))
+        tokens = writer.tokenizer.encode(prompt)
     if not args.json:
-        # A lone surrogate stands for a byte of the command line that was not UTF-8.
-        sys.stdout.write(args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
-        sys.stdout.flush()
-        for piece in decode_bytes(numbers):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+        if not args.chat:
+            _write(_clean(prompt))
+        writer.stream(tokens)
         return 0
     begun = time.perf_counter()
-    generated = list(numbers)
+    generated = list(writer.tokens(tokens))
     seconds = time.perf_counter() - begun
     result = {
-        "prompt": args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
-        "text": "".join(decode_bytes(generated)),
+        "prompt": _clean(prompt),
+        "text": "".join(writer.decode(generated)),
         "tokens": len(generated),
+        "finish": "length" if len(generated) == writer.max_tokens else "stop",
         "seconds": seconds,
         "checkpoint": None if checkpoint is None else str(checkpoint.path),
         "step": None if checkpoint is None else checkpoint.step,
+        "model": args.model,
         "weights": args.weights,
         "quantized": args.quantized,
         "temperature": sampling.temperature,
@@ -149,3 +156,121 @@ def run(args: argparse.Namespace) -> int:
     }
     print_json(result)
     return 0
+
+
+def _load(args: argparse.Namespace, config: Any, checkpoint: Any) -> LoadedModel:
+    from jax.tree_util import tree_leaves
+
+    from capibara.cli._archives import progress_bar, reason
+    from capibara.compress.jax_codes import is_coded
+    from capibara.core import ModularCapibaraModel
+    from capibara.errors import ConfigError
+    from capibara.serve.load import LoadedModel, load_model
+    from capibara.serve.weights import load_compressed
+
+    if args.model is not None:
+        total = sum(path.stat().st_size for path in Path(args.model).glob("*.safetensors"))
+        with progress_bar("loading", total, quiet=args.json) as progress:
+            model = ModularCapibaraModel.from_pretrained(args.model, progress=progress)
+        return LoadedModel(model, model.params, model.state, None)
+    if args.weights is None:
+        return load_model(checkpoint)
+    try:
+        decode = "auto" if args.quantized else True
+        loaded = load_compressed(args.weights, config, checkpoint=checkpoint, decode=decode)
+    except OSError as error:
+        raise ConfigError(f"--weights: {reason(error)}. Remedy: a .capi file that can be read.") from None
+    if args.quantized and not any(map(is_coded, tree_leaves(loaded.params, is_leaf=is_coded))):
+        raise ConfigError(
+            f"--quantized: no parameter of {args.weights} is stored with int8, int4 or nf4. Remedy: leave it out, "
+            "or compress the model with one of these strategies."
+        )
+    return loaded
+
+
+# A cache for fewer positions would not save time.
+_LEAST_PLACES = 256
+
+
+class _Writer:
+    """A model that continues texts, with one kind of sampling."""
+
+    def __init__(self, loaded: LoadedModel, sampling: Sampling, max_tokens: int, seed: int) -> None:
+        self.loaded, self.sampling = loaded, sampling
+        self.max_tokens, self.seed = max_tokens, seed
+        self.tokenizer: Tokenizer = loaded.model.tokenizer
+        self._generator: Generator | None = None
+
+    def tokens(self, prompt: np.ndarray) -> Iterator[int]:
+        """The token ids that continue a prompt."""
+        generator = self._for(len(prompt) + self.max_tokens)
+        stop = self.tokenizer.stop_tokens
+        return generator.tokens(prompt, max_tokens=self.max_tokens, seed=self.seed, stop=stop)
+
+    def of_messages(self, messages: list[dict[str, str]]) -> np.ndarray:
+        """The prompt that asks for the next message."""
+        return self.tokenizer.encode(self.tokenizer.chat(messages), special=False)
+
+    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of tokens, in whole characters."""
+        from capibara.data import decode_stream
+
+        return decode_stream(self.tokenizer, tokens)
+
+    def stream(self, prompt: np.ndarray) -> str:
+        """Write what continues a prompt to standard output, as it is generated, and return it."""
+        pieces = []
+        for piece in self.decode(self.tokens(prompt)):
+            pieces.append(piece)
+            _write(piece)
+        _write("\n")
+        return "".join(pieces)
+
+    def _for(self, length: int) -> Generator:
+        """A generator with a cache for ``length`` tokens: a model for long texts would take the memory of the longest."""
+        from capibara.serve.generate import Generator
+
+        most = self.loaded.model.config.model.max_sequence_length
+        places = min(most, max(_LEAST_PLACES, 1 << (max(length, 1) - 1).bit_length()))
+        if self._generator is None or self._generator.places < places:
+            self._generator = Generator(
+                self.loaded.model,
+                self.loaded.params,
+                state=self.loaded.state,
+                sampling=self.sampling,
+                vocabulary=self.tokenizer.vocab_size,
+                tokenizer=self.tokenizer,
+                places=places,
+            )
+        return self._generator
+
+
+def _converse(writer: _Writer, system: str | None) -> int:
+    """Answer each line of standard input; end with the input."""
+    messages = _system(system)
+    asked = sys.stdin.isatty()
+    while True:
+        if asked:
+            _write("> ")
+        line = sys.stdin.readline()
+        if not line:
+            return 0
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": _clean(line.rstrip("\n"))})
+        answer = writer.stream(writer.of_messages(messages))
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _system(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": _clean(text)}]
+
+
+def _clean(text: str) -> str:
+    """A lone surrogate stands for a byte of the command line that was not UTF-8."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -20,6 +20,7 @@ from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
 from capibara.core.decoder import build_decoder
 from capibara.core.flops import flops_per_token
+from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
     import jax
@@ -68,6 +69,7 @@ class ModularCapibaraModel:
         self.compiled: CompiledModel = compile(build_decoder(config.model), self.backend)
         # A capibara.families.Pretrained, of a room above this one, if the model was read from a published folder.
         self.pretrained: Any = None
+        self.tokenizer_files: Mapping[str, bytes] = {}
         self._params: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None
 
@@ -81,6 +83,23 @@ class ModularCapibaraModel:
     def decoder(self) -> CompiledModel:
         """The decoding form with a cache; compiled on first use."""
         return compile(build_decoder(self.config.model, cached=True), self.backend)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the model came with; bytes if it is not a published one.
+
+        Raises:
+            TokenizerError: it was published without a ``tokenizer.json``, or with a damaged one.
+            MissingExtraError: the package ``tokenizers`` is not installed.
+        """
+        if self.tokenizer_files:
+            return FileTokenizer(self.tokenizer_files)
+        if self.pretrained is not None:
+            raise TokenizerError(
+                "the model was published without a tokenizer.json. Use token ids (capibara.serve.Generator.tokens), or "
+                "add tokenizer.json to its folder and import it again"
+            )
+        return ByteTokenizer()
 
     # ---- folders of published models -----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from capibara.data import read_tokenizer_files
 from capibara.families.errors import FamilyError
 from capibara.families.family import Family
 from capibara.families.folder import Pretrained, TensorFiles, read_config
@@ -52,4 +53,5 @@ def load_pretrained(
         model = kind(config, mesh=mesh, rules=rules)
         model.params, dtypes = load_params(files, source.family, model, progress=progress)
     model.pretrained = dataclasses.replace(source, dtypes=dtypes)
+    model.tokenizer_files = read_tokenizer_files(folder)
     return model

@@ -16,6 +16,8 @@ from capibara.compress.models.numbers import numpy_dtype
 from capibara.compress.output_folder import OutputFolder
 from capibara.compress.safetensors_file import write_safetensors
 from capibara.config.sections import ModelSection
+from capibara.data import BYTE_VALUES
+from capibara.data.tokenizer_file import TOKENIZER_FILES, byte_tokenizer_files
 from capibara.families.errors import FamilyError
 from capibara.families.family import Family
 from capibara.families.folder import CONFIG, INDEX, WEIGHTS, Pretrained
@@ -179,11 +181,25 @@ def save_folder(
         for name, value in texts.items():
             text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
             replace_file(output.place(root / name)[0], text)
-    # Weights of an earlier model would be read with these, or instead of them.
-    for path in root.glob("model*"):
-        if path.name not in {*index.values(), *texts} and _WEIGHTS.fullmatch(path.name):
+        tokenizer = _tokenizer(model)
+        for name, content in tokenizer.items():
+            replace_file(output.place(root / name)[0], content)
+    # Files of an earlier model would be read with these, or instead of them.
+    written = {*index.values(), *texts, *tokenizer}
+    for path in root.glob("*"):
+        stale = _WEIGHTS.fullmatch(path.name) or (tokenizer and path.name in TOKENIZER_FILES)
+        if stale and path.name not in written:
             path.unlink()
     return values
+
+
+def _tokenizer(model: ModularCapibaraModel) -> dict[str, bytes]:
+    """The files of a model's tokenizer, but for ``config.json``."""
+    if model.tokenizer_files:
+        return {name: content for name, content in model.tokenizer_files.items() if name != CONFIG}
+    if model.pretrained is None and model.config.model.vocab_size >= BYTE_VALUES:
+        return byte_tokenizer_files()
+    return {}
 
 
 def _dtype_of(params: Mapping[str, Any], one: Placed) -> str:

@@ -10,7 +10,8 @@ from capibara.jax_versions import require_supported_jax
 
 require_supported_jax()  # first: an old JAX would fail below, less clearly
 
-from capibara.serve.generate import Generator, Utf8Stream
+from capibara.data import Utf8Stream
+from capibara.serve.generate import Generator
 from capibara.serve.load import LoadedModel, find_checkpoint, load_model
 from capibara.serve.sampling import Sampling, keep_top_k, keep_top_p, sample
 from capibara.serve.weights import load_compressed

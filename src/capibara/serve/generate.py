@@ -12,9 +12,8 @@ is cut to its last half window in the same way. A model without attention has no
 
 from __future__ import annotations
 
-import codecs
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,46 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.compress.jax_codes import is_coded, quantized
+from capibara.data import ByteTokenizer, Tokenizer, decode_stream
 from capibara.errors import ConfigError
 from capibara.serve.sampling import Sampling, sample
 
-__all__ = ["BYTE_VALUES", "Generator", "Utf8Stream", "decode_bytes", "encode_text"]
+__all__ = ["Generator"]
 
-BYTE_VALUES = 256
 _MAX_SEED = 2**32
-
-
-class Utf8Stream:
-    """Decodes bytes incrementally, holding back a character until all its bytes have arrived.
-
-    Invalid UTF-8 becomes U+FFFD, as in ``bytes.decode(errors="replace")``.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, data: bytes) -> str:
-        """Add bytes; return the characters that are now complete."""
-        return self._decoder.decode(data)
-
-    def finish(self) -> str:
-        """Return the remainder: U+FFFD if the text ended within a character, otherwise an empty string."""
-        return self._decoder.decode(b"", final=True)
-
-
-def encode_text(prompt: str) -> np.ndarray:
-    """The token ids of a text, one per UTF-8 byte: uint8 ``[bytes]``. An empty text becomes a line break."""
-    return np.frombuffer(prompt.encode("utf-8", "surrogateescape") or b"\n", np.uint8)
-
-
-def decode_bytes(numbers: Iterable[int]) -> Iterator[str]:
-    """Yield the text of token ids below 256 incrementally, in whole characters."""
-    stream = Utf8Stream()
-    for number in numbers:
-        if piece := stream.push(bytes([number])):
-            yield piece
-    if piece := stream.finish():
-        yield piece
+# Compiling a step for so many tokens takes about as long as reading them singly.
+_LEAST_CHUNK = 64
 
 
 class Generator:
@@ -74,6 +42,8 @@ class Generator:
       state: its non-trained state, if it has any.
       sampling: how tokens are chosen.
       vocabulary: only token ids below this are chosen; by default all.
+      tokenizer: for :meth:`text`; by default bytes.
+      places: positions of the cache; by default ``max_sequence_length``, which is also the most.
 
     Attributes:
       decoded: quantized parameters that the compiled step has to decode, and for which operation; known once it is
@@ -88,11 +58,18 @@ class Generator:
         state: Any | None = None,
         sampling: Sampling | None = None,
         vocabulary: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        places: int | None = None,
     ) -> None:
         settings = model.config.model
+        if places is not None and not 1 <= places <= settings.max_sequence_length:
+            raise ConfigError(
+                f"places={places!r} must be from 1 to model.max_sequence_length={settings.max_sequence_length}."
+            )
         self.model, self.params, self.state = model, params, state
         self.sampling = sampling or Sampling()
-        self.places: int = settings.max_sequence_length
+        self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+        self.places: int = places or settings.max_sequence_length
         # Without attention the cache is a state of fixed size, and a text of any length fits.
         self.bounded = settings.attends
         allowed = min(vocabulary or settings.vocab_size, settings.vocab_size)
@@ -110,8 +87,15 @@ class Generator:
             advance = quantized(advance, decoded=self.decoded.__setitem__)
         self._advance = jax.jit(advance, donate_argnums=3)
 
-    def tokens(self, prompt: Sequence[int] | np.ndarray, *, max_tokens: int, seed: int = 0) -> Iterator[int]:
-        """Yield ``max_tokens`` token ids that continue ``prompt``.
+    def tokens(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        *,
+        max_tokens: int,
+        seed: int = 0,
+        stop: Collection[int] = (),
+    ) -> Iterator[int]:
+        """Yield at most ``max_tokens`` token ids that continue ``prompt``.
 
         The same model, prompt, sampling and seed give the same tokens; the requested number does not change the first
         ones.
@@ -120,6 +104,7 @@ class Generator:
           prompt: at least one token id.
           max_tokens: how many to generate, at least 1.
           seed: 0 to 2^32 − 1.
+          stop: token ids that end the text; they are not yielded.
 
         Raises:
           ConfigError: an argument is out of range. Raised by this call, not by the first token.
@@ -140,16 +125,23 @@ class Generator:
             raise ConfigError(f"max_tokens={max_tokens!r} must be at least 1.")
         if not 0 <= seed < _MAX_SEED:
             raise ConfigError(f"seed={seed!r} must be an integer from 0 to {_MAX_SEED - 1}.")
-        return self._tokens([int(token) for token in history], max_tokens, jax.random.key(seed))
+        return self._tokens(
+            [int(token) for token in history], max_tokens, jax.random.key(seed), frozenset(stop)
+        )
 
     def text(self, prompt: str, *, max_tokens: int, seed: int = 0) -> Iterator[str]:
-        """Yield the text that continues ``prompt`` (byte-level models), in pieces of whole characters.
+        """Yield the text that continues ``prompt``, in pieces of whole characters, until a token that ends it.
 
-        An empty prompt starts after a line break, like a document. Arguments and errors as :meth:`tokens`.
+        An empty prompt of a byte-level model starts after a line break, like a document. Arguments and errors as
+        :meth:`tokens`.
         """
-        return decode_bytes(self.tokens(encode_text(prompt), max_tokens=max_tokens, seed=seed))
+        stop = self.tokenizer.stop_tokens
+        tokens = self.tokens(self.tokenizer.encode(prompt), max_tokens=max_tokens, seed=seed, stop=stop)
+        return decode_stream(self.tokenizer, tokens)
 
-    def _tokens(self, prompt: list[int], max_tokens: int, key: jax.Array) -> Iterator[int]:
+    def _tokens(
+        self, prompt: list[int], max_tokens: int, key: jax.Array, stop: frozenset[int]
+    ) -> Iterator[int]:
         half = max(1, self.places // 2)
         history = deque(prompt, maxlen=half if self.bounded else 1)
         fits = not self.bounded or len(prompt) <= self.places
@@ -160,6 +152,8 @@ class Generator:
             if number < max_tokens and room:
                 following, cache, used = self._read(token[:, None], cache, used, key, number)
             value = int(token[0])
+            if value in stop:
+                return
             history.append(value)
             yield value
             if following is None and number < max_tokens:
@@ -170,17 +164,21 @@ class Generator:
     def _prefill(self, prompt: list[int], key: jax.Array, number: int) -> tuple[jax.Array, Any, int]:
         """Read ``prompt`` into an empty cache; return the next token, the cache and the places used."""
         cache, used = self.model.init_cache(1, self.places), 0
-        # A power of two at once and the rest singly: every prompt length would otherwise compile anew.
-        first = 1 << (len(prompt).bit_length() - 1)
-        if self.bounded and len(prompt) == max(1, self.places // 2):
-            first = len(prompt)
-        chunks = [prompt[:first], *([token] for token in prompt[first:])]
-        token = None
-        for chunk in chunks:
-            tokens = jnp.asarray([chunk], jnp.int32)
+        at, token = 0, None
+        while at < len(prompt):
+            size = self._chunk(len(prompt) - at, first=at == 0)
+            tokens = jnp.asarray([prompt[at : at + size]], jnp.int32)
             token, cache, used = self._read(tokens, cache, used, key, number)
+            at += size
         assert token is not None
         return token, cache, used
+
+    def _chunk(self, left: int, *, first: bool) -> int:
+        """How many tokens are read at once: every number would otherwise compile anew."""
+        if first and self.bounded and left == max(1, self.places // 2):
+            return left
+        power = 1 << (left.bit_length() - 1)
+        return power if first or power >= _LEAST_CHUNK else 1
 
     def _read(
         self, tokens: jax.Array, cache: Any, used: int, key: jax.Array, number: int

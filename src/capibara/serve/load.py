@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capibara.data import read_tokenizer_files
 from capibara.families import Pretrained
 from capibara.train import (
     Checkpoint,
@@ -20,7 +21,14 @@ from capibara.train import (
 )
 from capibara.train.rundir import lock_run
 
-__all__ = ["LoadedModel", "build_model", "find_checkpoint", "load_model", "save_pretrained_run"]
+__all__ = [
+    "LoadedModel",
+    "build_model",
+    "find_checkpoint",
+    "load_model",
+    "save_pretrained_run",
+    "take_tokenizer",
+]
 
 _SOURCE = "pretrained"  # in a checkpoint's record
 
@@ -93,8 +101,19 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
     model = build_model(ModularModelConfig.from_toml(checkpoint.config_path))
     if (record := checkpoint.meta.get(_SOURCE)) is not None:
         model.pretrained = Pretrained.from_json(record, checkpoint.path / "meta.json")
+    take_tokenizer(model, checkpoint.tokenizer_path)
     params, state = restore_model(checkpoint, model)
     return LoadedModel(model, params, state, checkpoint)
+
+
+def take_tokenizer(model: Any, folder: Path) -> None:
+    """Give a model the tokenizer of a folder, if there is one.
+
+    Raises:
+      TokenizerError: a file is too large, or cannot be read.
+    """
+    if files := read_tokenizer_files(folder):
+        model.tokenizer_files = files
 
 
 def save_pretrained_run(model: Any, folder: str | os.PathLike[str]) -> Checkpoint:
@@ -113,6 +132,7 @@ def save_pretrained_run(model: Any, folder: str | os.PathLike[str]) -> Checkpoin
             {"model": {"params": model.params, "state": model.state}},
             meta={_SOURCE: model.pretrained.to_json()},
             config_toml=model.config.to_toml(),
+            tokenizer=model.tokenizer_files,
         )
 
 

@@ -11,7 +11,7 @@ from capibara.compress.errors import CompressError
 from capibara.compress.loading import load_sharded
 from capibara.compress.models.numbers import numpy_dtype
 from capibara.compress.running import check_decode, refuse
-from capibara.serve.load import LoadedModel, build_model
+from capibara.serve.load import LoadedModel, build_model, take_tokenizer
 
 if TYPE_CHECKING:
     from capibara.train import Checkpoint
@@ -57,6 +57,7 @@ def load_compressed(
         beside = settings_beside(path) if checkpoint is None else checkpoint.config_path
         config = ModularModelConfig.from_toml(beside)
     model = build_model(config)
+    take_tokenizer(model, path.parent / "tokenizer" if checkpoint is None else checkpoint.tokenizer_path)
     expected, state = jax.eval_shape(lambda: model.init(0))
     if checkpoint is not None:
         _, state = restore_model(checkpoint, model)

@@ -11,6 +11,7 @@ which case the previous checkpoint is used::
         model/          Orbax: params, state
         training/       Orbax: what only training needs (optimizer state, step, key)
         config.toml     the settings
+        tokenizer/      tokenizer.json …, if tokens are not bytes
         meta.json       step, seconds trained, fingerprint of the text
         manifest.json   {"files": {"model/…": [bytes, sha256], …}}
       600/ …
@@ -52,6 +53,7 @@ _MAX_JSON = 64 << 20
 _MAX_FILES = 1_000_000
 _TEMPORARY = ".tmp-"
 _DAMAGED = "damaged-"
+_TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Checkpoint:
     def config_path(self) -> Path:
         """The settings it was trained with, as TOML."""
         return self.path / "config.toml"
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The folder of its tokenizer's files; there is none if tokens are bytes."""
+        return self.path / _TOKENIZER
 
     def restore(self, item: str, target: Any) -> Any:
         """Read one item.
@@ -161,7 +168,13 @@ class CheckpointStore:
         return None
 
     def save(
-        self, step: int, items: Mapping[str, Any], *, meta: Mapping[str, Any], config_toml: str
+        self,
+        step: int,
+        items: Mapping[str, Any],
+        *,
+        meta: Mapping[str, Any],
+        config_toml: str,
+        tokenizer: Mapping[str, bytes] | None = None,
     ) -> Checkpoint:
         """Write a checkpoint and, once it is complete, remove all but the ``keep`` newest.
 
@@ -170,6 +183,7 @@ class CheckpointStore:
           items: name → pytree of arrays; each becomes an Orbax folder.
           meta: JSON values.
           config_toml: the settings as TOML text.
+          tokenizer: name → content of the tokenizer's files, if it is not bytes.
 
         Raises:
           CheckpointWriteError: the disk is full, a file may not be written …; earlier checkpoints are unchanged.
@@ -187,6 +201,10 @@ class CheckpointStore:
             content = {"format": _FORMAT, "step": step, **meta}
             (temporary / "meta.json").write_text(json.dumps(content, indent=1) + "\n")
             (temporary / "config.toml").write_text(config_toml)
+            if tokenizer:
+                (temporary / _TOKENIZER).mkdir()
+            for name, file in (tokenizer or {}).items():
+                (temporary / _TOKENIZER / name).write_bytes(file)
             files = {name: list(_sync_and_digest(temporary / name)) for name in _relative_files(temporary)}
             manifest = json.dumps({"format": _FORMAT, "files": files}, indent=1) + "\n"
             atomic_write(temporary / "manifest.json", manifest.encode())

@@ -1,0 +1,15 @@
+"""What can be wrong with text, and with what turns it into tokens."""
+
+from __future__ import annotations
+
+from capibara.errors import ConfigError
+
+__all__ = ["ChatTemplateError", "TokenizerError"]
+
+
+class TokenizerError(ConfigError):
+    """A tokenizer's files are missing, damaged or too large, or text cannot be encoded with it."""
+
+
+class ChatTemplateError(ConfigError):
+    """A chat template refuses the messages, is invalid, or exceeds its limits of time, memory or output."""
