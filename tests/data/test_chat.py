@@ -18,7 +18,7 @@ TEMPLATE = """{%- if tools %}
     {{- '<tools>' + tools | tojson + '</tools>\\n' }}
 {%- endif %}
 {%- for message in messages %}
-    {%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role ' + message.role) }}{% endif %}
+    {%- if message.role == 'tool' %}{{ raise_exception('unknown role ' + message.role) }}{% endif %}
     {%- if loop.first and message.role == 'system' %}
         {{- bos_token + '<<' + message.content | trim + '>>\\n' }}
         {%- continue %}

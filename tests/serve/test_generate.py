@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tiny_model import TinyModel, core_with_tiny_model
 from tiny_run import tiny_config, tiny_corpus
 
-from capibara.errors import ConfigError
 from capibara.data import Utf8Stream
+from capibara.errors import ConfigError
 from capibara.serve.generate import Generator
 from capibara.serve.load import find_checkpoint, load_model
 from capibara.serve.sampling import Sampling, sample

@@ -29,6 +29,7 @@ VERBS: dict[str, str] = {
     "generate": "write text from a trained model",
     "import": "make a run of a published model's folder (Hugging Face)",
     "export": "write a run as a folder that others load (Hugging Face)",
+    "tokenizer": "learn a tokenizer from text",
     "compress": "compress a safetensors file or a model folder, losslessly or to a ratio",
     "decompress": "write safetensors files from archives",
     "inspect": "list the tensors of an archive",

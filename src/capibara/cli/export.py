@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 HELP = """Write the newest checkpoint of a run as a folder in the form of Hugging Face (config.json, safetensors), which
 transformers, vLLM and others load. A model that was imported leaves with the names, dtypes and config.json that it
@@ -23,14 +22,12 @@ def run(args: argparse.Namespace) -> int:
     """Export; return 0."""
     from capibara.cli._archives import reason
     from capibara.cli._json import print_json
+    from capibara.cli._models import warn_on_stderr
     from capibara.errors import ConfigError
     from capibara.families import save_folder
     from capibara.serve.load import find_checkpoint, load_model
 
-    def warn(text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr)
-
-    loaded = load_model(find_checkpoint(args.run, warn=warn))
+    loaded = load_model(find_checkpoint(args.run, warn=warn_on_stderr))
     source = loaded.model.pretrained
     try:
         values = save_folder(

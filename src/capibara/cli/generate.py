@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara.cli._json import print_json
+from capibara.cli._models import warn_on_stderr
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 HELP = """Write text with a trained model: the newest complete checkpoint of the run that --config or
 --checkpoint names, the published model in the folder that --model names, or the compressed parameters that --weights
-names. Defaults come from the [generate] settings of the configuration. Once a text exceeds the model's max_sequence_length, the model
-reads the last half window again and continues from there."""
+names. Defaults come from the [generate] settings of the configuration. Once a text exceeds the model's
+max_sequence_length, the model reads the last half window again and continues from there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,10 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
-
-
 def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
     """The settings of the model, and the checkpoint, or ``None`` where only ``--weights`` says what to read."""
     from capibara.config import ModularModelConfig
@@ -85,13 +82,13 @@ def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
     from capibara.serve.weights import settings_beside
 
     if args.checkpoint is not None:
-        checkpoint = find_checkpoint(args.checkpoint, warn=_warn)
+        checkpoint = find_checkpoint(args.checkpoint, warn=warn_on_stderr)
         return ModularModelConfig.from_toml(checkpoint.config_path), checkpoint
     if args.weights is not None:
         where = settings_beside(args.weights) if args.config is None else args.config
         return ModularModelConfig.from_toml(where), None
     config = ModularModelConfig.from_toml("demo" if args.config is None else args.config)
-    return config, find_checkpoint(config.checkpoint.directory, warn=_warn)
+    return config, find_checkpoint(config.checkpoint.directory, warn=warn_on_stderr)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -227,7 +224,7 @@ class _Writer:
         return "".join(pieces)
 
     def _for(self, length: int) -> Generator:
-        """A generator with a cache for ``length`` tokens: a model for long texts would take the memory of the longest."""
+        """A generator with a cache for ``length`` tokens; that of the longest texts may not fit into memory."""
         from capibara.serve.generate import Generator
 
         most = self.loaded.model.config.model.max_sequence_length

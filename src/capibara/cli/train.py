@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="train with the layout of a plan: a lockfile (capibara plan --lock) or output of capibara plan --json",
     )
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="train a model further: the folder of a published one (Hugging Face), or of a run",
+    )
     parser.add_argument("--directory", help="folder of the run (default: checkpoint.directory)")
     parser.add_argument("--fresh", action="store_true", help="remove the run in the folder and start over")
     parser.add_argument("--allow-new-text", action="store_true", help="continue a run on different text")
@@ -88,7 +93,10 @@ def of_plan(planned: Planned, path: str) -> ModularModelConfig:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return 0, or 128 + n if signal n stopped it."""
+    from capibara.cli._models import start_from
     from capibara.config import ModularModelConfig
+    from capibara.data import load_tokenizer
+    from capibara.errors import ConfigError
     from capibara.train.compilation_cache import keep_compiled
     from capibara.train.data import load_corpus
     from capibara.train.float64 import check_float64
@@ -99,8 +107,13 @@ def run(args: argparse.Namespace) -> int:
 
     keep_freed_memory()
     texts, settings = split_items(args.items)
-    planned = None
-    if args.plan is None:
+    planned = origin = tokenizer = None
+    if args.model is not None:
+        for name in ("config", "plan"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--{name} cannot be combined with --model. Remedy: settings, key=value.")
+        config, tokenizer, origin = start_from(args.model, settings)
+    elif args.plan is None:
         config = ModularModelConfig.from_toml("demo" if args.config is None else args.config, settings)
     else:
         from capibara.plan.planned import read_planned
@@ -127,7 +140,11 @@ def run(args: argparse.Namespace) -> int:
                 f"the plan is for other settings, so that its memory and time do not hold: {'; '.join(different[:8])}"
                 + (" …" if len(different) > 8 else "")
             )
-    corpus = load_corpus(config.data.paths, validation_fraction=config.data.validation_fraction)
+    if tokenizer is None and config.data.tokenizer != "bytes":
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    corpus = load_corpus(
+        config.data.paths, validation_fraction=config.data.validation_fraction, tokenizer=tokenizer
+    )
     reporter.note(str(corpus))
 
     with stop_on_signals() as stop, keep_compiled(reporter.note):
@@ -144,6 +161,7 @@ def run(args: argparse.Namespace) -> int:
             allow_new_text=args.allow_new_text,
             reporter=reporter,
             stop=stop,
+            origin=origin,
         )
     if report.reason != "already trained":
         reporter.note(str(report))

@@ -484,6 +484,9 @@ class DataSection(Section):
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         default=0.05, description="part held out"
     )
+    tokenizer: _Path = Field(
+        default="bytes", description="bytes, or a folder with a tokenizer.json; with --model: the model's"
+    )
 
 
 class CheckpointSection(Section):

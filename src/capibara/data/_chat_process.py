@@ -1,4 +1,4 @@
-"""The process in which a chat template is rendered. It imports nothing of Capibara: it starts in a twentieth of a second."""
+"""The process in which a chat template is rendered. It imports nothing of Capibara, so that it starts fast."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def render(request: dict) -> str:
     class Generation(Extension):
         """``{% generation %}`` marks what the model wrote; it does not change the text."""
 
-        tags = {"generation"}
+        tags = frozenset({"generation"})
 
         def parse(self, parser: object) -> object:
             line = next(parser.stream).lineno  # pyright: ignore[reportAttributeAccessIssue]

@@ -71,8 +71,8 @@ def render_chat(template: str, variables: Mapping[str, Any], *, seconds: float =
         answer = json.loads(done.stdout)
     except ValueError:
         raise ChatTemplateError(
-            f"chat template: exceeded {_MEMORY >> 20} MiB of memory or {seconds:g} s of processor time. Remedy: another "
-            "template"
+            f"chat template: exceeded {_MEMORY >> 20} MiB of memory or {seconds:g} s of processor time. Remedy: "
+            "another template"
         ) from None
     if "error" in answer:
         raise ChatTemplateError(f"chat template: {answer['error']}")

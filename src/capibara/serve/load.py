@@ -19,6 +19,7 @@ from capibara.train import (
     open_checkpoint,
     restore_model,
 )
+from capibara.train.checkpoint import SOURCE
 from capibara.train.rundir import lock_run
 
 __all__ = [
@@ -29,8 +30,6 @@ __all__ = [
     "save_pretrained_run",
     "take_tokenizer",
 ]
-
-_SOURCE = "pretrained"  # in a checkpoint's record
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
     from capibara.config import ModularModelConfig
 
     model = build_model(ModularModelConfig.from_toml(checkpoint.config_path))
-    if (record := checkpoint.meta.get(_SOURCE)) is not None:
+    if (record := checkpoint.meta.get(SOURCE)) is not None:
         model.pretrained = Pretrained.from_json(record, checkpoint.path / "meta.json")
     take_tokenizer(model, checkpoint.tokenizer_path)
     params, state = restore_model(checkpoint, model)
@@ -130,7 +129,7 @@ def save_pretrained_run(model: Any, folder: str | os.PathLike[str]) -> Checkpoin
         return checkpoint_store(Path(folder)).save(
             0,
             {"model": {"params": model.params, "state": model.state}},
-            meta={_SOURCE: model.pretrained.to_json()},
+            meta={SOURCE: model.pretrained.to_json()},
             config_toml=model.config.to_toml(),
             tokenizer=model.tokenizer_files,
         )

@@ -40,7 +40,7 @@ from capibara.train.plot import plot_losses
 from capibara.train.resume import restore_model
 from capibara.train.state import TrainState
 from capibara.train.step import make_eval_step, make_train_step
-from capibara.train.trainer import TrainReport, checkpoint_store, train
+from capibara.train.trainer import Origin, TrainReport, checkpoint_store, train
 
 __all__ = [
     "BatchSampler",
@@ -53,6 +53,7 @@ __all__ = [
     "DataError",
     "DivergedError",
     "MetricsLog",
+    "Origin",
     "Placement",
     "ResumeMismatchError",
     "RunLockedError",

@@ -46,7 +46,11 @@ from capibara.train.errors import (
 )
 from capibara.train.rundir import atomic_write, prepare_folder
 
-__all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
+__all__ = ["SOURCE", "Checkpoint", "CheckpointStore", "open_checkpoint"]
+
+SOURCE = "pretrained"
+"""In ``meta``: where the model came from, if it was published (:class:`capibara.families.Pretrained`)."""
+
 
 _FORMAT = 1
 _MAX_JSON = 64 << 20
@@ -79,6 +83,11 @@ class Checkpoint:
     def tokenizer_path(self) -> Path:
         """The folder of its tokenizer's files; there is none if tokens are bytes."""
         return self.path / _TOKENIZER
+
+    @property
+    def is_import(self) -> bool:
+        """Whether it holds a model that was not trained here: there is no state of training."""
+        return not (self.path / "training").is_dir()
 
     def restore(self, item: str, target: Any) -> Any:
         """Read one item.

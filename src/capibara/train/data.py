@@ -1,8 +1,8 @@
-"""Text in, one array of bytes out.
+"""Text in, one array of tokens out.
 
-Capibara's demonstration model reads bytes: the vocabulary is the 256 byte values, so any UTF-8 text is data
-and no tokeniser has to be trained, shipped or matched with a checkpoint. A corpus is one uint8 array: the
-documents one after the other, a blank line between them; its last part is held out for validation.
+By default tokens are bytes: the vocabulary is the 256 byte values, so any UTF-8 text is data and no tokenizer has to
+be trained, shipped or matched with a checkpoint. A corpus is one array: the documents one after the other, a blank line
+between them; its last part is held out for validation. With a tokenizer each document ends with its end token instead.
 
 By default, the corpus is CPython's own documentation of the language, which every CPython includes as the module
 ``pydoc_data.topics`` (what ``help("with")`` prints). Two steps make its held-out part meaningful: the topics are
@@ -13,18 +13,21 @@ several topics is kept only once, because otherwise a fifth of the held-out text
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import hashlib
+import itertools
 import os
 import platform
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from capibara.data import ByteTokenizer, Tokenizer
 from capibara.train.errors import DataError, TextNotFoundError
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "load_corpus",
     "python_documentation",
     "split_corpus",
+    "text_pieces",
 ]
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
@@ -43,6 +47,7 @@ MAX_CORPUS_BYTES = 2 * 1024**3
 """The largest text that is read: it is held in memory, one byte per byte."""
 
 _CHUNK = 1 << 20
+_PIECE = 1 << 20  # bytes that are made tokens of at once; a tokenizer takes a multiple of its text in memory
 _SEPARATOR = b"\n\n"
 _SHARED_PARAGRAPH = 40
 
@@ -53,10 +58,12 @@ class Corpus:
 
     Attributes:
       name: a readable name of the source.
-      train: uint8 ``[n]``.
-      validation: uint8 ``[m]``; empty when the fraction was 0.
+      train: token ids ``[n]``, uint8 for bytes.
+      validation: token ids ``[m]``; empty when the fraction was 0.
       documents: number of files or topics.
-      fingerprint: SHA-256 over the split and every byte, in hexadecimal. A resumed run compares it.
+      fingerprint: SHA-256 over the split, every byte and the tokenizer, in hexadecimal. A resumed run compares it.
+      tokenizer: what made tokens of the text.
+      bytes_per_token: of the held-out text, or of all if there is none.
     """
 
     name: str
@@ -64,10 +71,17 @@ class Corpus:
     validation: np.ndarray
     documents: int
     fingerprint: str
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    bytes_per_token: float = 1.0
+
+    @property
+    def unit(self) -> str:
+        """What a token is: ``"byte"`` or ``"token"``."""
+        return "token" if self.tokenizer.files else "byte"
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.train.size + self.validation.size:,} bytes in {self.documents:,} "
+            f"{self.name}: {self.train.size + self.validation.size:,} {self.unit}s in {self.documents:,} "
             f"document{'' if self.documents == 1 else 's'}; {self.train.size:,} to train on, "
             f"{self.validation.size:,} held out"
         )
@@ -79,6 +93,8 @@ def load_corpus(
     validation_fraction: float = 0.05,
     max_bytes: int = MAX_CORPUS_BYTES,
     stdin: BinaryIO | None = None,
+    tokenizer: Tokenizer | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Corpus:
     """Read text from files, folders and standard input, or CPython's documentation if none is given.
 
@@ -89,6 +105,8 @@ def load_corpus(
       validation_fraction: the fraction of bytes at the end to hold out; 0 ≤ fraction < 1.
       max_bytes: refuse more text than this.
       stdin: the stream that ``"-"`` reads; ``sys.stdin.buffer`` by default.
+      tokenizer: makes tokens of the text; by default bytes.
+      progress: called with the number of bytes of each part that was made tokens of.
 
     Raises:
       TextNotFoundError: a path does not exist, or a folder contains no text file.
@@ -97,14 +115,17 @@ def load_corpus(
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     text = bytearray()
+    starts: set[int] = set()  # of documents
     documents = 0
     if not paths:
         for document in python_documentation():
+            starts.add(len(text) + len(_SEPARATOR) * bool(text))
             _append(text, [document.encode()], "pydoc_data.topics", max_bytes)
             documents += 1
         name = f"CPython {platform.python_version()} documentation (pydoc_data.topics)"
     else:
         for path in _text_files(paths):
+            starts.add(len(text) + len(_SEPARATOR) * bool(text))
             if path == "-":
                 stream = sys.stdin.buffer if stdin is None else stdin
                 documents += _append(text, _checked(stream, "standard input"), "standard input", max_bytes)
@@ -112,7 +133,10 @@ def load_corpus(
                 documents += _append_file(text, path, max_bytes)
         shown = ", ".join(str(path) for path in paths[:3]) + (", …" if len(paths) > 3 else "")
         name = shown.replace("-", "standard input") if shown == "-" else shown
-    return split_corpus(text, name=name, documents=documents, validation_fraction=validation_fraction)
+    corpus = split_corpus(text, name=name, documents=documents, validation_fraction=validation_fraction)
+    if tokenizer is None or not tokenizer.files:
+        return corpus
+    return _of_tokens(corpus, memoryview(text), starts, tokenizer, progress or (lambda count: None))
 
 
 def split_corpus(
@@ -140,6 +164,84 @@ def split_corpus(
     digest = hashlib.sha256(f"{cut}/{tokens.size}:".encode())
     digest.update(text)
     return Corpus(name, tokens[:cut], tokens[cut:], documents, digest.hexdigest())
+
+
+def _of_tokens(
+    corpus: Corpus,
+    text: memoryview,
+    starts: Set[int],
+    tokenizer: Tokenizer,
+    progress: Callable[[int], None],
+) -> Corpus:
+    """The same corpus in tokens."""
+    cut = len(corpus.train)
+    while cut < len(text) and text[cut] & 0xC0 == 0x80:  # not within a character
+        cut += 1
+    digest = hashlib.sha256(corpus.fingerprint.encode())
+    for name, content in sorted(tokenizer.files.items()):
+        digest.update(f"{name}:{hashlib.sha256(content).hexdigest()}".encode())
+    parts = [
+        _encode(text, first, last, starts, tokenizer, progress)
+        for first, last in ((0, cut), (cut, len(text)))
+    ]
+    train, validation = parts
+    count = len(text) - cut if validation.size else cut
+    return dataclasses.replace(
+        corpus,
+        train=train,
+        validation=validation,
+        fingerprint=digest.hexdigest(),
+        tokenizer=tokenizer,
+        bytes_per_token=count / max(1, (validation if validation.size else train).size),
+    )
+
+
+def _encode(
+    text: memoryview,
+    first: int,
+    last: int,
+    starts: Set[int],
+    tokenizer: Tokenizer,
+    progress: Callable[[int], None],
+) -> np.ndarray:
+    """The tokens of ``text[first:last]``: of each document, and its end token."""
+    small = tokenizer.vocab_size <= 1 << 16
+    found = [np.zeros(0, np.uint16 if small else np.uint32)]
+    bounds = [first, *sorted(start for start in starts if first < start < last), last]
+    for begin, end in itertools.pairwise(bounds):
+        whole = end == len(text) or end != last  # the document is not cut here
+        stop = end if end == len(text) or not whole else end - len(_SEPARATOR)
+        special = begin in starts
+        for piece in text_pieces(text[begin:stop]):
+            found.append(tokenizer.encode(piece.decode(), special=special).astype(found[0].dtype))
+            special = False
+            progress(len(piece))
+        if whole and tokenizer.end_token is not None:
+            found.append(np.asarray([tokenizer.end_token], found[0].dtype))
+    joined = np.concatenate(found)
+    joined.flags.writeable = False
+    return joined
+
+
+def text_pieces(text: memoryview) -> Iterator[bytes]:
+    """Cut a text into pieces of about a mebibyte, each of whole lines if possible, of whole characters always."""
+    at = 0
+    while at < len(text):
+        piece = bytes(text[at : at + _PIECE])
+        if at + len(piece) < len(text):
+            piece = piece[: _line_end(piece)]
+        yield piece
+        at += len(piece)
+
+
+def _line_end(piece: bytes) -> int:
+    """Where a piece of text can be cut: after its last line, or else before its last character."""
+    if (end := piece.rfind(b"\n") + 1) > 0:
+        return end
+    end = len(piece) - 1
+    while piece[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
 
 
 def python_documentation() -> Iterator[str]:

@@ -90,6 +90,7 @@ class Loop:
     reporter: Reporter
     stop: StopFlag
     utilisation: Utilisation | None = None
+    bytes_per_token: float = 1.0
     seconds_before: float = 0.0
     last_loss: float | None = None
     last_bits: float | None = None
@@ -190,7 +191,7 @@ class Loop:
             "kind": "train",
             "step": step,
             "losses": [values["loss"] for values in self._line],
-            "bits_per_byte": means["cross_entropy"] / math.log(2),
+            "bits_per_byte": self._bits(means["cross_entropy"]),
             **{name: value for name, value in means.items() if math.isfinite(value)},
             "learning_rate": self._line[-1]["learning_rate"],
             "tokens_per_second": rate,
@@ -211,7 +212,7 @@ class Loop:
             self.eval_step(state.params, state.model_state, self.placement.put_batch(tokens))
             for tokens in self.validation
         ]
-        bits = float(np.mean([np.float64(value) for value in jax.device_get(results)])) / math.log(2)
+        bits = self._bits(float(np.mean([np.float64(value) for value in jax.device_get(results)])))
         if not math.isfinite(bits):
             raise DivergedError(
                 f"the validation loss became {bits} at step {step}. Lower optimizer.learning_rate."
@@ -219,6 +220,10 @@ class Loop:
         self.last_bits = bits
         self.log.write({"kind": "validation", "step": step, "bits_per_byte": bits, "seconds": self.seconds})
         self.after_evaluation(step, bits)
+
+    def _bits(self, nats: float) -> float:
+        """Bits per byte of a loss in nats per token."""
+        return nats / math.log(2) / self.bytes_per_token
 
     def _save(self, state: TrainState, step: int) -> None:
         self._write_line(step)

@@ -184,15 +184,22 @@ class Placement:
             pieces += np.split(batch[: count * rows], count) if count else [batch]
         return pieces
 
-    def make_state(self, model: Any, optimizer: Any, *, seed: int) -> TrainState:
-        """The state before the first step, on the devices."""
+    def make_state(self, model: Any, optimizer: Any, *, seed: int, params: Any = None) -> TrainState:
+        """The state before the first step, on the devices.
+
+        Args:
+          params: the parameters, which nothing else may use: the first step donates them. By default drawn from the
+            seed.
+        """
         make = first_state(model, optimizer, seed)
         if self.layout is not None:
             # Every device makes its own part: the whole state need not fit on any.
             where = jax.tree.map(lambda leaf: leaf.sharding, self.describe_state(model, optimizer))
-            return jax.jit(make, out_shardings=where)()
+            return jax.jit(make, out_shardings=where)(params)
+        if params is not None:
+            return self.put_state(make(params))
         # A copy: the step donates its state, and the model may still hold the arrays it was initialised with.
-        return self.put_state(jax.tree.map(jnp.copy, make()))
+        return self.put_state(jax.tree.map(jnp.copy, make(None)))
 
     def describe_state(self, model: Any, optimizer: Any) -> TrainState:
         """The state of a run as ``jax.ShapeDtypeStruct`` with shardings.
@@ -205,7 +212,7 @@ class Placement:
         Raises:
           ConfigError: the layout shards parameters, but the model does not name their dimensions.
         """
-        shapes = jax.eval_shape(first_state(model, optimizer, 0))
+        shapes = jax.eval_shape(first_state(model, optimizer, 0), None)
         whole = self.replicated
 
         def placed(leaf: Any, where: Sharding) -> Any:
@@ -245,11 +252,14 @@ class Placement:
         )
 
 
-def first_state(model: Any, optimizer: Any, seed: int) -> Callable[[], TrainState]:
-    """A function without arguments that creates the state before the first step."""
+def first_state(model: Any, optimizer: Any, seed: int) -> Callable[[Any], TrainState]:
+    """A function of the parameters, or of ``None`` to draw them, that creates the state before the first step."""
 
-    def make() -> TrainState:
-        params, model_state = model.init(seed)
+    def make(params: Any) -> TrainState:
+        if params is None:
+            params, model_state = model.init(seed)
+        else:
+            model_state = jax.jit(lambda: model.init(seed)[1])()  # does not draw parameters
         return TrainState.create(params, model_state, optimizer.init(params), seed=seed)
 
     return make

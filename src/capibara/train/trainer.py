@@ -28,8 +28,9 @@ import numpy as np
 from capibara.errors import ConfigError
 from capibara.train import extras
 from capibara.train.batches import BatchSampler, validation_batches
-from capibara.train.checkpoint import Checkpoint, CheckpointStore
+from capibara.train.checkpoint import SOURCE, Checkpoint, CheckpointStore
 from capibara.train.data import Corpus
+from capibara.train.errors import ResumeMismatchError
 from capibara.train.float64 import check_float64
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog
@@ -43,7 +44,20 @@ from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
 from capibara.train.step import make_eval_step, make_train_step
 
-__all__ = ["TrainReport", "checkpoint_store", "train"]
+__all__ = ["Origin", "TrainReport", "checkpoint_store", "train"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run's first parameters come from.
+
+    Attributes:
+      load: gives them, nested as the model's, for the model as it is placed on the run's devices.
+      record: afterwards: plain values for checkpoints that say where the model came from; None: nothing to say.
+    """
+
+    load: Callable[[Any], Any]
+    record: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -55,13 +69,14 @@ class TrainReport:
       trained".
       step: optimizer steps taken in the whole run.
       start_step: steps that were already taken when this process began.
-      loss: training loss of the last step in nats per byte, None if no step was run.
+      loss: training loss of the last step in nats per token, None if no step was run.
       validation_bits_per_byte: on the held-out text at the end; None if not measured.
       tokens_per_second: mean over the steps of this process, without compilation, validation and checkpoints.
       utilisation: that rate times the model's FLOP per token, over ``matmul_flops``.
       matmul_flops: FLOP/s of a matrix multiply, measured at the start.
       seconds: training time of the whole run; compile_seconds: what this process compiled before.
       num_params: parameters of the model; devices: number of devices used.
+      unit: what a token is, "byte" or "token".
     """
 
     reason: str
@@ -78,6 +93,7 @@ class TrainReport:
     num_params: int
     devices: int
     signal: int | None = None
+    unit: str = "byte"
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -88,7 +104,7 @@ class TrainReport:
         reason = words.get(self.reason, self.reason)
         lines = [f"{reason}: {self.step:,} steps in {self.seconds:,.1f} s of training"]
         if self.loss is not None:
-            lines.append(f"training loss      {self.loss:.4f} nats per byte (last step)")
+            lines.append(f"training loss      {self.loss:.4f} nats per {self.unit} (last step)")
         if self.validation_bits_per_byte is not None:
             lines.append(f"validation         {self.validation_bits_per_byte:.4f} bits per byte")
         if self.tokens_per_second is not None:
@@ -117,6 +133,7 @@ def train(
     stop: StopFlag | None = None,
     devices: Sequence[Any] | None = None,
     measure_utilisation: bool = True,
+    origin: Origin | None = None,
 ) -> TrainReport:
     """Train ``model`` on ``corpus`` according to ``config``, in the folder ``config.checkpoint.directory``.
 
@@ -133,6 +150,7 @@ def train(
       devices: devices to train on, by default all local ones. With ``tpu.enabled`` the mesh of ``[tpu]`` uses the
         first of them; the state is sharded over it according to those settings.
       measure_utilisation: measure the matrix-multiply rate first.
+      origin: a published model, whose parameters a new run begins with; by default they are drawn.
 
     Raises:
       MissingExtraError: a package of the extra ``train`` is not installed.
@@ -158,9 +176,17 @@ def train(
             for name in ("metrics.jsonl", "loss.png"):
                 (folder / name).unlink(missing_ok=True)
         checkpoint = store.newest(warn=reporter.warn)
+        source: Any = None
         if checkpoint is None:
-            state, start, seconds = setup.initial_state(), 0, 0.0
+            state, start, seconds = setup.initial_state(origin), 0, 0.0
+            source = None if origin is None else origin.record()
         else:
+            if checkpoint.is_import:
+                raise ResumeMismatchError(
+                    f"{str(folder)!r} holds an imported model, which training does not overwrite. Pass "
+                    f"--model {folder}, and another folder with --directory."
+                )
+            source = checkpoint.meta.get(SOURCE)
             check_resumable(config, corpus, checkpoint, reporter, allow_new_text=allow_new_text)
             store.set_aside(after=checkpoint.step)
             start, seconds = checkpoint.step, seconds_trained(checkpoint)
@@ -175,7 +201,7 @@ def train(
             utilisation = _measure(setup)
             reporter.note(f"a matrix multiply here reaches {utilisation.device_flops / 1e9:,.0f} GFLOP/s")
             reporter.note(_forecast(setup, utilisation, start))
-        return _run(setup, store, state, start, seconds, utilisation, reporter, stop or StopFlag())
+        return _run(setup, store, state, start, seconds, source, utilisation, reporter, stop or StopFlag())
 
 
 # Training reaches about this part of the rate of a matrix multiply.
@@ -248,8 +274,11 @@ class _Setup:
             return None
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
-    def initial_state(self) -> TrainState:
-        return self.placement.make_state(self.model, self.optimizer, seed=self.config.train.seed)
+    def initial_state(self, origin: Origin | None) -> TrainState:
+        params = None if origin is None else origin.load(self.model)
+        return self.placement.make_state(
+            self.model, self.optimizer, seed=self.config.train.seed, params=params
+        )
 
     def restore(self, checkpoint: Checkpoint) -> TrainState:
         return restore_state(checkpoint, self.state)
@@ -261,6 +290,7 @@ def _run(
     state: TrainState,
     start: int,
     seconds: float,
+    source: Any,
     utilisation: Utilisation | None,
     reporter: Reporter,
     stop: StopFlag,
@@ -279,7 +309,9 @@ def _run(
             },
         }
         meta = {"seconds": seconds, "text": corpus.name, "fingerprint": corpus.fingerprint}
-        store.save(step, items, meta=meta, config_toml=config_toml)
+        if source is not None:
+            meta[SOURCE] = source
+        store.save(step, items, meta=meta, config_toml=config_toml, tokenizer=corpus.tokenizer.files)
 
     def after_evaluation(step: int, bits: float) -> None:
         reporter.note(f"step {step}: validation {bits:.4f} bits per byte")
@@ -304,6 +336,7 @@ def _run(
             reporter=reporter,
             stop=stop,
             utilisation=utilisation,
+            bytes_per_token=corpus.bytes_per_token,
             seconds_before=seconds,
         )
         options = setup.placement.compiler_options or None
@@ -339,6 +372,7 @@ def _run(
         num_params=num_params,
         devices=len(setup.placement.devices),
         signal=stop.signal,
+        unit=corpus.unit,
     )
 
 
@@ -377,13 +411,15 @@ def _already_trained(
         compile_seconds=0.0,
         num_params=int(setup.model.num_params),
         devices=len(setup.placement.devices),
+        unit=setup.corpus.unit,
     )
 
 
 def _check_vocabulary(config: Any, corpus: Corpus) -> None:
     highest = int(max(part.max() for part in (corpus.train, corpus.validation) if part.size))
     if highest >= config.model.vocab_size:
+        needed = max(256, corpus.tokenizer.vocab_size)
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is too small for this text: it has the byte "
-            f"{highest}. Use model.vocab_size=256, which holds every byte."
+            f"model.vocab_size={config.model.vocab_size} is too small for this text: it has the {corpus.unit} "
+            f"{highest}. Use model.vocab_size={needed}, which holds every {corpus.unit}."
         )
