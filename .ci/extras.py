@@ -139,12 +139,19 @@ def onnx(e: Environment) -> None:
     e.blocks("docs/compose/interchange.md", "ml.from_jax(lambda a, b", "ml.export_onnx(")
 
 
+def text(e: Environment) -> None:
+    (e.work / "notes").mkdir()
+    (e.work / "notes" / "a.txt").write_text("Capibaras swim. " * 400)
+    e.page("docs/tokenizers.md", "capibara tokenizer train notes/ --vocab-size 8192 --output tokenizer")
+    e.blocks("docs/tokenizers.md", "render_chat")
+
+
 def serve(e: Environment) -> None:
     e.page("docs/hardware.md", "capibara doctor")
 
 
 EXTRAS: dict[str, Callable[[Environment], None]] = {
-    each.__name__: each for each in (base, train, plan, torch, export, onnx, serve)
+    each.__name__: each for each in (base, train, plan, text, torch, export, onnx, serve)
 }
 
 

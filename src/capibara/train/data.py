@@ -208,7 +208,7 @@ def _encode(
     small = tokenizer.vocab_size <= 1 << 16
     found = [np.zeros(0, np.uint16 if small else np.uint32)]
     bounds = [first, *sorted(start for start in starts if first < start < last), last]
-    for begin, end in itertools.pairwise(bounds):
+    for begin, end in itertools.pairwise(bounds if first < last else []):
         whole = end == len(text) or end != last  # the document is not cut here
         stop = end if end == len(text) or not whole else end - len(_SEPARATOR)
         special = begin in starts
