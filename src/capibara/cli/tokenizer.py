@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("learning", text.size, quiet=args.json) as progress:
 
         def pieces() -> Iterator[str]:
-            for piece in text_pieces(memoryview(text)):
+            for piece in text_pieces(text.data):
                 yield piece.decode()
                 progress("", len(piece))
 
@@ -61,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
             replace_file(folder / name, content)
     except OSError as error:
         raise ConfigError(f"--output: {reason(error)}. Remedy: a folder that can be written") from None
-    tokens = sum(
-        tokenizer.encode(piece.decode(), special=False).size for piece in text_pieces(memoryview(text))
-    )
+    tokens = sum(tokenizer.encode(piece.decode(), special=False).size for piece in text_pieces(text.data))
     ratio = text.size / tokens
     if args.json:
         print_json({"folder": args.output, "tokens": tokenizer.vocab_size, "bytes_per_token": ratio})

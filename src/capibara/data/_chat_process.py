@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 
 def main() -> None:
@@ -30,11 +31,13 @@ def render(request: dict) -> str:
     class Generation(Extension):
         """``{% generation %}`` marks what the model wrote; it does not change the text."""
 
-        tags = frozenset({"generation"})
+        def __init__(self, environment: Any) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
 
-        def parse(self, parser: object) -> object:
-            line = next(parser.stream).lineno  # pyright: ignore[reportAttributeAccessIssue]
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)  # pyright: ignore[reportAttributeAccessIssue]
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
             return nodes.Scope(body).set_lineno(line)
 
     def raise_exception(message: str) -> None:

@@ -244,8 +244,9 @@ class FileTokenizer:
         for name in (_GENERATION, CONFIG_FILE):
             given = self._json(name).get("eos_token_id")
             ids = given if isinstance(given, list) else [given]
-            if ids and all(type(one) is int and 0 <= one < _MAX_ID for one in ids):
-                return frozenset(ids)
+            valid = [one for one in ids if isinstance(one, int) and 0 <= one < _MAX_ID]
+            if valid and valid == ids:
+                return frozenset(valid)
         return frozenset() if self.end_token is None else frozenset({self.end_token})
 
 
