@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 from tiny_run import TEXT, TINY
 
 import capibara.measure
@@ -85,6 +86,23 @@ def test_from_text_to_a_model_that_is_trained_further(
         assert found is not None
         assert (found.tokenizer_path / "tokenizer.json").is_file()
     assert (found.meta.get("pretrained") is None) == (source == run)
+
+    # With adapters; an export has them in its weights.
+    low = [*further, "finetune.method=lora", "finetune.rank=2", "optimizer.learning_rate=0.01"]
+    adapted, merged = str(tmp_path / "adapted"), str(tmp_path / "merged")
+    assert main(["train", text, "--model", out, *low, "--directory", adapted, "--json"]) == 0
+    assert main(["export", adapted, merged]) == 0
+    capsys.readouterr()
+    before, after = (load_file(Path(path) / "model.safetensors") for path in (out, merged))
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert before.keys() == after.keys()
+    assert all("proj" in name for name in changed)
+    assert len(changed) == 7
+    texts = []
+    for where in (["--checkpoint", adapted], ["--model", merged]):
+        assert main(["generate", *where, *ask[3:], "--prompt", "Sentence 1"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
 
 
 def test_what_cannot_be_combined_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

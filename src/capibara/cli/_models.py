@@ -65,21 +65,24 @@ def start_from(path: str, settings: Sequence[str]) -> tuple[ModularModelConfig, 
     if not (folder / CONFIG).is_file():
         checkpoint = find_checkpoint(folder, warn=warn_on_stderr)
         loaded = load_model(checkpoint)
-        config = settled(loaded.model.config)
+        config = settled(loaded.model.config.with_overrides({"finetune.method": "full"}))
 
         def cast(model: Any) -> Any:
             kind = model.config.precision.param_dtype
-            return jax.tree.map(lambda leaf: leaf.astype(kind), loaded.params)
+            merged = loaded.model.merged(loaded.params).params
+            return model.with_adapters(jax.tree.map(lambda leaf: leaf.astype(kind), merged))
 
         return config, loaded.model.tokenizer, Origin(cast, lambda: checkpoint.meta.get(SOURCE))
 
     read, source = read_config(folder)
 
     def load(model: Any) -> Any:
+        plain = model.config.with_overrides({"finetune.method": "full"})
+        base = ModularCapibaraModel(plain, mesh=model.mesh, rules=model.backend.rules)
         with TensorFiles(folder) as files:
-            params, dtypes = load_params(files, source.family, model)
+            params, dtypes = load_params(files, source.family, base)
         record[0] = Pretrained(source.family, source.values, dtypes).to_json()
-        return params
+        return model.with_adapters(params)
 
     published = ModularCapibaraModel(read)
     published.pretrained = source

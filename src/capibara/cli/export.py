@@ -29,10 +29,12 @@ def run(args: argparse.Namespace) -> int:
 
     loaded = load_model(find_checkpoint(args.run, warn=warn_on_stderr))
     source = loaded.model.pretrained
+    model, params = loaded.model, loaded.params
+    if model.trainable is not None:
+        model = model.merged(params)
+        params = model.params
     try:
-        values = save_folder(
-            loaded.model, loaded.params, args.folder, family=args.family, dtype=args.dtype, source=source
-        )
+        values = save_folder(model, params, args.folder, family=args.family, dtype=args.dtype, source=source)
     except OSError as error:
         raise ConfigError(f"FOLDER: {reason(error)}. Remedy: a place that can be written") from None
     if args.json:

@@ -24,6 +24,7 @@ from capibara.config.problems import Problem, SettingsError
 from capibara.config.sections import (
     CheckpointSection,
     DataSection,
+    FinetuneSection,
     GenerateSection,
     ModelSection,
     OptimizerSection,
@@ -52,6 +53,7 @@ class ModularModelConfig(Section):
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
     data: DataSection = Field(default=DataSection(), description="the text")
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="saved states")
+    finetune: FinetuneSection = Field(default=FinetuneSection(), description="which parameters are trained")
     generate: GenerateSection = Field(default=GenerateSection(), description="sampling")
 
     def _rules(self) -> Iterator[Problem]:

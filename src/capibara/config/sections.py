@@ -27,6 +27,7 @@ __all__ = [
     "CheckpointSection",
     "DTypeName",
     "DataSection",
+    "FinetuneSection",
     "GenerateSection",
     "ModelSection",
     "OptimizerSection",
@@ -498,6 +499,32 @@ class CheckpointSection(Section):
         default=2, description="newest checkpoints that stay"
     )
     resume: bool = Field(default=True, description="go on from the newest checkpoint in the folder")
+
+
+AdapterTarget = Literal["query", "key", "value", "out", "gate", "up", "down"]
+
+
+class FinetuneSection(Section):
+    """``[finetune]``: which parameters are trained."""
+
+    method: Literal["full", "lora"] = Field(
+        default="full", description="full: all; lora: low-rank products beside the weights (arXiv:2106.09685)"
+    )
+    rank: Annotated[int, Field(ge=1, le=65_536)] = Field(default=8, description="of the products")
+    alpha: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
+        default=16.0, description="their factor is alpha / rank"
+    )
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.0, description="of their inputs, in training"
+    )
+    targets: Annotated[tuple[AdapterTarget, ...], _listed(min_length=1, max_length=7)] = Field(
+        default=("query", "key", "value", "out", "gate", "up", "down"),
+        description="the weights: of attention query, key, value, out; of the feed-forward layer gate, up, down",
+    )
+
+    def _rules(self) -> Iterator[Problem]:
+        if len(set(self.targets)) != len(self.targets):
+            yield Problem("targets", f"got {list(self.targets)!r}, expected each once")
 
 
 class GenerateSection(Section):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.compose import (
+    Adapter,
     Add,
     Cast,
     Divide,
@@ -37,7 +38,7 @@ from capibara.compose import (
 )
 from capibara.compose.initializers import Constant, Normal, Scaled
 from capibara.compose.logical.shapes import Dim
-from capibara.config.sections import ModelSection
+from capibara.config.sections import FinetuneSection, ModelSection
 from capibara.core.rotary import rotary_turns
 from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 
@@ -46,7 +47,9 @@ __all__ = ["block_places", "build_decoder"]
 _METRICS = ("commitment", "perplexity", "usage")
 
 
-def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
+def build_decoder(
+    config: ModelSection, *, cached: bool = False, finetune: FinetuneSection | None = None
+) -> Model:
     """The logical model of a configuration.
 
     Input ``tokens int [batch, sequence]``, output ``logits [batch, sequence, vocab]`` in the accumulation dtype;
@@ -56,7 +59,9 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
         config: the ``[model]`` section.
         cached: build the decoding form, which reads and writes caches, recurrent states and ``position`` as states.
             Its parameters are those of the other form, under the same paths.
+        finetune: the ``[finetune]`` section; by default all parameters are trained, and there are no adapters.
     """
+    low = _adapters(finetune)
     cache = Dim(name="cache") if cached else None
     kinds = config.block_kinds
     turn = min(len(config.pattern), len(kinds))
@@ -106,10 +111,10 @@ def build_decoder(config: ModelSection, *, cached: bool = False) -> Model:
                     sums[metric].append(port)
         return block.output
 
-    body = _turn(config, kinds[:turn], cache)
+    body = _turn(config, kinds[:turn], cache, low)
     at = place(Repeat(body, turns, mode=config.scan_layers, remat=remat), "blocks", at)
     if left:
-        rest = _turn(config, kinds[turns * turn :], cache)
+        rest = _turn(config, kinds[turns * turn :], cache, low)
         at = place(Repeat(rest, 1, mode="unroll", remat=remat), "last_blocks", at)
 
     norm = model.add(_norm(config), "final_norm", input=at)
@@ -176,9 +181,17 @@ def _norm(config: ModelSection) -> Model:
     return RMSNorm(config.norm_epsilon, offset=float(config.norm_offset), axis="embed")
 
 
-def _turn(config: ModelSection, kinds: tuple[str, ...], cache: Dim | None) -> Model:
+def _adapters(finetune: FinetuneSection | None) -> dict[str, Adapter]:
+    """The adapter of each target."""
+    if finetune is None or finetune.method == "full":
+        return {}
+    adapter = Adapter(finetune.rank, finetune.alpha / finetune.rank, finetune.dropout)
+    return dict.fromkeys(finetune.targets, adapter)
+
+
+def _turn(config: ModelSection, kinds: tuple[str, ...], cache: Dim | None, low: dict[str, Adapter]) -> Model:
     """The blocks of one turn of the pattern, in a row; ``cache`` is the size of their caches, in the decoding form."""
-    blocks = [_BLOCKS[kind](config, cache) for kind in kinds]
+    blocks = [_BLOCKS[kind](config, cache, low) for kind in kinds]
     if len(blocks) == 1:
         return blocks[0]
     turn = Model()
@@ -220,13 +233,22 @@ _ACTIVATIONS = {
 }
 
 
-def _mlp(config: ModelSection) -> Model:
-    layer = GatedMLP if config.mlp == "gated" else FeedForward
-    activation = _ACTIVATIONS[config.activation]
-    return layer(config.resolved_mlp_dim, config.embed_dim, activation=activation, use_bias=config.mlp_bias)
+def _mlp(config: ModelSection, low: dict[str, Adapter]) -> Model:
+    layer, parts = (
+        (GatedMLP, ("gate", "up", "down")) if config.mlp == "gated" else (FeedForward, ("up", "down"))
+    )
+    return layer(
+        config.resolved_mlp_dim,
+        config.embed_dim,
+        activation=_ACTIVATIONS[config.activation],
+        use_bias=config.mlp_bias,
+        adapters={part: low[part] for part in parts if part in low},
+    )
 
 
-def _attention(config: ModelSection, cache: Dim | None, *, local: bool = False) -> Model:
+def _attention(
+    config: ModelSection, cache: Dim | None, low: dict[str, Adapter], *, local: bool = False
+) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     attention = SelfAttention(
@@ -243,6 +265,7 @@ def _attention(config: ModelSection, cache: Dim | None, *, local: bool = False) 
         qk_norm=None if config.qk_norm == "none" else config.qk_norm,
         norm_epsilon=config.norm_epsilon,
         norm_offset=float(config.norm_offset),
+        adapters={part: low[part] for part in ("query", "key", "value", "out") if part in low},
         cached=cache is not None,
         cache_size=cache,
     )
@@ -251,16 +274,16 @@ def _attention(config: ModelSection, cache: Dim | None, *, local: bool = False) 
         k: f"local_{k}" if own and k in ("cos", "sin") else k for k in attention.input_keys if k != "input"
     }
     _residual(block, config, "attention", "input", attention, "mixed", **given)
-    _residual(block, config, "mlp", "mixed", _mlp(config), "output")
+    _residual(block, config, "mlp", "mixed", _mlp(config, low), "output")
     block.expose("output")
     return block
 
 
-def _local(config: ModelSection, cache: Dim | None) -> Model:
-    return _attention(config, cache, local=True)
+def _local(config: ModelSection, cache: Dim | None, low: dict[str, Adapter]) -> Model:
+    return _attention(config, cache, low, local=True)
 
 
-def _ssm(config: ModelSection, cache: Dim | None) -> Model:
+def _ssm(config: ModelSection, cache: Dim | None, low: dict[str, Adapter]) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     s = config.ssm
@@ -275,7 +298,7 @@ def _ssm(config: ModelSection, cache: Dim | None) -> Model:
         cached=cache is not None,
     )
     _residual(block, config, "ssm", "input", ssm, "mixed")
-    _residual(block, config, "mlp", "mixed", _mlp(config), "output")
+    _residual(block, config, "mlp", "mixed", _mlp(config, low), "output")
     block.expose("output")
     return block
 
@@ -305,12 +328,12 @@ class _Bottleneck(Model):
         self.expose("output", *_METRICS)
 
 
-def _vq(config: ModelSection, cache: Dim | None) -> Model:
+def _vq(config: ModelSection, cache: Dim | None, low: dict[str, Adapter]) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     named = {key: key for key in _METRICS}
     _residual(block, config, "vq", "input", _Bottleneck(config), "mixed", **named)
-    _residual(block, config, "mlp", "mixed", _mlp(config), "output")
+    _residual(block, config, "mlp", "mixed", _mlp(config, low), "output")
     block.expose("output", *_METRICS)
     return block
 

@@ -7,9 +7,14 @@ from capibara.config.sections import ModelSection
 __all__ = ["flops_per_token"]
 
 
-def flops_per_token(config: ModelSection, sequence_length: int, training: bool = True) -> float:
+def flops_per_token(
+    config: ModelSection, sequence_length: int, training: bool = True, *, adapters: int | None = None
+) -> float:
     """Floating-point operations per token of a sequence of this length: 2 per multiply-add, 3× forward in training
     (the search for the nearest code only once).
+
+    With ``adapters``, a number of parameters, only these are trained: products with other weights count 2× forward in
+    training.
 
     Matrix products with parameters, causal attention over visible pairs only (half the square), and the recurrence of
     state-space blocks in its sequential form. Normalisations, activations and the embedding lookup are not counted,
@@ -29,6 +34,10 @@ def flops_per_token(config: ModelSection, sequence_length: int, training: bool =
             + 4 * m.num_heads * m.resolved_head_dim * seen
         )
 
+    def scored(window: int) -> float:
+        return attention(window) - attention(0)
+
+    scores = {"attention": scored(t), "local": scored(min(t, m.window or t))}
     per_kind = {
         "attention": attention(t),
         "local": attention(min(t, m.window or t)),
@@ -39,7 +48,13 @@ def flops_per_token(config: ModelSection, sequence_length: int, training: bool =
         "vq": 2 * d * d + 2 * d * m.vq.codebook_size,
     }
     total = float(sum(per_kind[kind] + 2 * mlp for kind in m.block_kinds) + 2 * d * m.vocab_size)
+    if adapters is not None:
+        total += 2 * adapters
     if not training:
         return total
+    if adapters is not None:
+        products = {kind: per_kind[kind] - scores.get(kind, 0) + 2 * mlp for kind in per_kind}
+        frozen = sum(products[kind] for kind in m.block_kinds) + 2 * d * m.vocab_size
+        return 3 * total - frozen
     # The search for the nearest code has no derivative.
     return 3 * total - 2 * m.block_kinds.count("vq") * 2 * d * m.vq.codebook_size

@@ -8,6 +8,7 @@ works with ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -18,6 +19,7 @@ from capibara.compose.errors import InputError
 from capibara.compose.physical.randomness import as_key
 from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
+from capibara.core.adapters import adapter_mask, add_adapters, is_adapter, merge_adapters, only_adapters
 from capibara.core.decoder import build_decoder
 from capibara.core.flops import flops_per_token
 from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
@@ -66,7 +68,9 @@ class ModularCapibaraModel:
         p = config.precision
         policy = Precision(p.param_dtype, p.compute_dtype, p.accumulate_dtype)
         self.backend = JaxBackend(policy=policy, device_mesh=self.mesh, platform=platform, rules=rules)
-        self.compiled: CompiledModel = compile(build_decoder(config.model), self.backend)
+        self.compiled: CompiledModel = compile(
+            build_decoder(config.model, finetune=config.finetune), self.backend
+        )
         # A capibara.families.Pretrained, of a room above this one, if the model was read from a published folder.
         self.pretrained: Any = None
         self.tokenizer_files: Mapping[str, bytes] = {}
@@ -82,7 +86,9 @@ class ModularCapibaraModel:
     @cached_property
     def decoder(self) -> CompiledModel:
         """The decoding form with a cache; compiled on first use."""
-        return compile(build_decoder(self.config.model, cached=True), self.backend)
+        return compile(
+            build_decoder(self.config.model, cached=True, finetune=self.config.finetune), self.backend
+        )
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -149,7 +155,8 @@ class ModularCapibaraModel:
             OSError: the folder cannot be written; what was there is unchanged.
         """
         save = importlib.import_module("capibara.families").save_folder
-        save(self, self.params, folder, family=family, dtype=dtype, source=self.pretrained)
+        model = self if self.trainable is None else self.merged()
+        save(model, model.params, folder, family=family, dtype=dtype, source=self.pretrained)
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
@@ -203,6 +210,43 @@ class ModularCapibaraModel:
     def state_axes(self) -> dict[str, Any]:
         """Logical axis names of the non-trained state, nested like ``state``."""
         return self.compiled.state_axes
+
+    @cached_property
+    def trainable(self) -> dict[str, Any] | None:
+        """A boolean for each parameter, nested like ``params``; ``None`` if all are trained."""
+        if self.config.finetune.method == "full":
+            return None
+        return adapter_mask(self.param_axes)
+
+    def merged(self, params: Mapping[str, Any] | None = None) -> Self:
+        """The same model without adapters, with their products in the weights.
+
+        Args:
+            params: as ``model.params``, which is the default.
+        """
+        config = self.config.with_overrides({"finetune.method": "full"})
+        model = type(self)(config, mesh=self.mesh, rules=self.backend.rules)
+        finetune = self.config.finetune
+        model.params = merge_adapters(
+            self.params if params is None else params, finetune.alpha / finetune.rank
+        )
+        model.pretrained, model.tokenizer_files = self.pretrained, self.tokenizer_files
+        return model
+
+    def with_adapters(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters of this model: those given, and fresh adapters, which change nothing yet.
+
+        Args:
+            params: of the same model without adapters.
+        """
+        import jax
+
+        if self.trainable is None:
+            return dict(params)
+        # Compiled, so that the parameters that are not used are not drawn.
+        fresh = jax.jit(lambda: only_adapters(self.init(self.config.train.seed)[0]))
+        with self.backend.scope():
+            return add_adapters(params, fresh())
 
     @property
     def num_params(self) -> int:
@@ -345,7 +389,13 @@ class ModularCapibaraModel:
 
     def flops_per_token(self, sequence_length: int, training: bool = True) -> float:
         """See :func:`flops_per_token`, for this model."""
-        return flops_per_token(self.config.model, sequence_length, training)
+        adapters = None
+        if self.trainable is not None:
+            specs = self.compiled.params.items()
+            adapters = sum(
+                math.prod(spec.sizes({}, "a parameter")) for path, spec in specs if is_adapter(path)
+            )
+        return flops_per_token(self.config.model, sequence_length, training, adapters=adapters)
 
     @property
     def is_tpu_optimized(self) -> bool:

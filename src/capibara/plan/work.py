@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from capibara.config import ModularModelConfig
+from capibara.errors import ConfigError
 from capibara.plan.compiler import Job
 from capibara.plan.layout import Layout
 from capibara.plan.memory import estimate_memory
@@ -79,6 +80,13 @@ class TrainWork:
     """The train step of a configuration."""
 
     config: ModularModelConfig
+
+    def __post_init__(self) -> None:
+        if self.config.finetune.method != "full":
+            raise ConfigError(
+                f"finetune.method={self.config.finetune.method!r}: estimates are for training all parameters. Plan "
+                "with finetune.method=full; adapters need less"
+            )
 
     @property
     def title(self) -> str:

@@ -57,14 +57,16 @@ def decay_mask(params: Any, param_axes: Any | None = None) -> Any:
     so the norms of a scanned model are treated like those of an unrolled one.
     """
 
-    def decayed(path: Any, leaf: Any, axes: tuple[str | None, ...] = ()) -> bool:
+    def decayed(path: Any, leaf: Any, axes: tuple[str | None, ...] = ()) -> bool | None:
+        if leaf is None:  # not trained
+            return None
         name = jax.tree_util.keystr(path[-1:], simple=True)
         stacked = sum(axis in STACKING_AXES for axis in axes)
         return leaf.ndim - stacked > 1 and not name.endswith(UNDECAYED_NAMES)
 
     if param_axes is None:
         return jax.tree_util.tree_map_with_path(decayed, params)
-    return jax.tree_util.tree_map_with_path(decayed, params, param_axes)
+    return jax.tree_util.tree_map_with_path(decayed, params, param_axes, is_leaf=lambda leaf: leaf is None)
 
 
 def build_optimizer(config: Any, *, param_axes: Any | None = None) -> optax.GradientTransformation:

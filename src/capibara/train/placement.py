@@ -26,6 +26,7 @@ from capibara.plan.compiler.devices import arrange_devices
 from capibara.plan.layout import Layout
 from capibara.train import extras
 from capibara.train.state import TrainState
+from capibara.train.trainable import trained_part
 
 __all__ = ["HOST_MEMORY", "Placement", "axes_shardings", "first_state"]
 
@@ -230,7 +231,9 @@ class Placement:
                 "param_axes. Give it some, or pass tpu.parameters=replicated and 'tpu.optimizer=as parameters'"
             )
         params = axes_shardings(shapes.params, axes, self.mesh, self.layout.rules)
-        moments = axes_shardings(shapes.params, axes, self.mesh, self.layout.optimizer_rules)
+        moments = trained_part(
+            model, axes_shardings(shapes.params, axes, self.mesh, self.layout.optimizer_rules)
+        )
         states = axes_shardings(
             shapes.model_state, getattr(model, "state_axes", None), self.mesh, self.layout.rules
         )
@@ -260,7 +263,7 @@ def first_state(model: Any, optimizer: Any, seed: int) -> Callable[[Any], TrainS
             params, model_state = model.init(seed)
         else:
             model_state = jax.jit(lambda: model.init(seed)[1])()  # does not draw parameters
-        return TrainState.create(params, model_state, optimizer.init(params), seed=seed)
+        return TrainState.create(params, model_state, optimizer.init(trained_part(model, params)), seed=seed)
 
     return make
 

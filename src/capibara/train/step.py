@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from capibara.errors import ConfigError
 from capibara.train.placement import HOST_MEMORY
 from capibara.train.state import TrainState
+from capibara.train.trainable import joined, trained_part
 
 __all__ = ["make_eval_step", "make_train_step", "train_step"]
 
@@ -49,16 +50,20 @@ def train_step(
     """
 
     def loss_and_grad(params: Any, model_state: Any, tokens: jax.Array, key: jax.Array) -> Any:
-        def loss(params: Any) -> Any:
-            return model.loss(params, {"tokens": tokens}, state=model_state, key=key, train=True)
+        def loss(part: Any) -> Any:
+            whole = joined(part, params)
+            return model.loss(whole, {"tokens": tokens}, state=model_state, key=key, train=True)
 
-        (value, (new_state, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        (value, (new_state, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(
+            trained_part(model, params)
+        )
         return grads, new_state, {**metrics, "loss": value}
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         tokens = batch["tokens"]
         count = tokens.shape[0]
         key = jax.random.fold_in(state.key, state.step)
+        trained = trained_part(model, state.params)
         if count == 1:
             grads, model_state, metrics = loss_and_grad(state.params, state.model_state, tokens[0], key)
         else:
@@ -73,15 +78,16 @@ def train_step(
 
             # Sums of many small numbers: at least float32, whatever the parameters are stored in.
             zeros = jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), state.params
+                lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained
             )
             (sums, model_state), per_microbatch = jax.lax.scan(
                 body, (zeros, state.model_state), (tokens, jnp.arange(count))
             )
-            grads = jax.tree.map(lambda leaf, param: (leaf / count).astype(param.dtype), sums, state.params)
+            grads = jax.tree.map(lambda leaf, param: (leaf / count).astype(param.dtype), sums, trained)
             metrics = jax.tree.map(lambda leaf: leaf.mean(axis=0), per_microbatch)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda param, update: param + update.astype(param.dtype), state.params, updates)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        trained = jax.tree.map(lambda param, update: param + update.astype(param.dtype), trained, updates)
+        params = joined(trained, state.params)
         squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(grads)]
         metrics = {**metrics, "grad_norm": jnp.sqrt(sum(squares))}
         if schedule is not None:

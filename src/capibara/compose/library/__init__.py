@@ -1,5 +1,6 @@
 """Ready-made blocks, from single layers to the blocks of a language model."""
 
+from capibara.compose.library.adapters import Adapter
 from capibara.compose.library.attention import SelfAttention
 from capibara.compose.library.distances import MDS, PCA, TSNE, EncoderDistanceMatrix, MDSCore, TSNECore
 from capibara.compose.library.experts import MixtureOfExperts
@@ -72,6 +73,7 @@ __all__ = [
     "RNN",
     "TSNE",
     "Accuracy",
+    "Adapter",
     "AvgPool1D",
     "AvgPool2D",
     "BatchNorm1D",

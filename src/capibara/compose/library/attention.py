@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from capibara.compose import primitives as p
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Scaled, ones, zeros
+from capibara.compose.library.adapters import Adapter, part_adapters
 from capibara.compose.logical.arguments import choice, flag, whole
 from capibara.compose.logical.model import Model
 
@@ -30,6 +32,7 @@ class SelfAttention(Model):
             then there are no inputs ``cos`` and ``sin``.
         qk_norm: root-mean-square normalisation of queries and keys before they are turned, of each ``"head"`` (Qwen 3,
             Gemma 3) or over ``"all"`` heads (OLMo 2); None for none. norm_epsilon, norm_offset: of it.
+        adapters: low-rank products added to ``"query"``, ``"key"``, ``"value"`` and ``"out"``.
         cached: decode with a key-value cache: adds the states ``key_cache`` and ``value_cache``
             ``[batch, num_kv_heads, cache_size, head_dim]`` and the input ``position``, how many tokens they hold.
         cache_size: a size, a name, or one :class:`~capibara.compose.logical.shapes.Dim` for all layers of a model.
@@ -51,6 +54,7 @@ class SelfAttention(Model):
         qk_norm: str | None = None,
         norm_epsilon: float = 1e-5,
         norm_offset: float = 0.0,
+        adapters: Mapping[str, Adapter] | None = None,
         cached: bool = False,
         cache_size: Any = "cache",
         name: str | None = None,
@@ -62,6 +66,7 @@ class SelfAttention(Model):
         whole("head_dim", head_dim, optional=True)
         flag("use_bias", use_bias)
         flag("output_bias", output_bias)
+        low = part_adapters(adapters, ("query", "key", "value", "out"))
         if qk_norm is not None:
             choice("qk_norm", qk_norm, ("head", "all"))
         kv_heads = num_kv_heads or num_heads
@@ -89,7 +94,7 @@ class SelfAttention(Model):
         }
         at = {key: f"{key}_heads" for key in heads_of}
         for key, (heads, axis) in heads_of.items():
-            projection = _projection(dimension, heads, size, axis, use_bias)
+            projection = _projection(dimension, heads, size, axis, use_bias, low[key])
             self.add(projection, key, input="input", output=at[key])
         for key in ("query", "key") if qk_norm else ():
             heads, axis = heads_of[key]
@@ -131,7 +136,12 @@ class SelfAttention(Model):
             "weight", (num_heads, size, dimension), Scaled(1.0, fan_in=2), axes=("heads", "head_dim", "embed")
         )
         product = "product" if output_bias else "output"
-        joined.add(p.Merge(), "product", input="input", weight="weight", output=product)
+        own = "own_product" if low["out"] else product
+        joined.add(p.Merge(), "product", input="input", weight="weight", output=own)
+        if low["out"]:
+            of = {"ins": (num_heads, size), "outs": (dimension,), "out_axes": ("embed",)}
+            of["in_axes"] = ("heads", "head_dim")
+            low["out"].join(joined, own, product, **of, down=p.Merge(), up=p.Dense())
         if output_bias:
             joined.add_parameter("bias", (dimension,), zeros, axes=("embed",))
             joined.add(p.Add(), "sum", left="product", right="bias", output="output")
@@ -154,7 +164,9 @@ def _turned(size: int, rotary_dim: int | None) -> int:
     return rotary_dim or size
 
 
-def _projection(dimension: int, heads: int, size: int, axis: str, use_bias: bool) -> Model:
+def _projection(
+    dimension: int, heads: int, size: int, axis: str, use_bias: bool, adapter: Adapter | None
+) -> Model:
     """``[*b, dimension]`` → ``[*b, heads, size]``."""
     projection = Model()
     projection.add_input("input", "*b in", "float")
@@ -162,7 +174,16 @@ def _projection(dimension: int, heads: int, size: int, axis: str, use_bias: bool
         "weight", (dimension, heads, size), Scaled(1.0), axes=("embed", axis, "head_dim")
     )
     product = "product" if use_bias else "output"
-    projection.add(p.Project(), "product", input="input", weight="weight", output=product)
+    own = "own_product" if adapter else product
+    projection.add(p.Project(), "product", input="input", weight="weight", output=own)
+    if adapter:
+        of = {
+            "ins": (dimension,),
+            "outs": (heads, size),
+            "in_axes": ("embed",),
+            "out_axes": (axis, "head_dim"),
+        }
+        adapter.join(projection, own, product, **of, down=p.Dense(), up=p.Project())
     if use_bias:
         projection.add_parameter("bias", (heads, size), zeros, axes=(axis, "head_dim"))
         projection.add(p.Add(), "sum", left="product", right="bias", output="output")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from capibara.compose import primitives as p
 from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Normal, Scaled, ones, zeros
+from capibara.compose.library.adapters import Adapter, part_adapters
 from capibara.compose.logical.arguments import flag, whole
 from capibara.compose.logical.model import Block, IOKey, Model
 
@@ -34,6 +35,7 @@ class Linear(Model):
         use_bias: add a bias.
         axes: logical axis names of the weight.
         init: initialiser of the weight; by default variance 1/in.
+        adapter: a low-rank product that is added; None for none.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Linear(Model):
         *,
         axes: Axes = (None, None),
         init: Callable[..., Any] | None = None,
+        adapter: Adapter | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -51,7 +54,12 @@ class Linear(Model):
         self.add_input("input", "*b in", "float")
         self.add_parameter("weight", ("in", out), init or Scaled(1.0), axes=axes)
         product = "product" if use_bias else "output"
-        self.add(p.Dense(), "product", input="input", weight="weight", output=product)
+        own = "own_product" if adapter else product
+        self.add(p.Dense(), "product", input="input", weight="weight", output=own)
+        if adapter:
+            axis, other = axes
+            of = {"ins": ("in",), "outs": (out,), "in_axes": (axis,), "out_axes": (other,)}
+            adapter.join(self, own, product, **of, down=p.Dense(), up=p.Dense())
         if use_bias:
             self.add_parameter("bias", (out,), zeros, axes=axes[1:])
             self.add(p.Add(), "sum", left="product", right="bias", output="output")
@@ -133,7 +141,7 @@ class GatedMLP(Model):
     """Gated feed-forward layer: ``(activation(x W_gate) * (x W_up)) W_down`` (Shazeer, 2020).
 
     ``input [*b, d]`` → ``output [*b, d]``; ``hidden`` is the inner size, ``activation`` a block class such as ``Gelu``
-    or a function that makes a block.
+    or a function that makes a block; ``adapters``: those of ``"gate"``, ``"up"`` and ``"down"``.
     """
 
     def __init__(
@@ -143,19 +151,29 @@ class GatedMLP(Model):
         *,
         activation: Callable[[], Block] = p.Silu,
         use_bias: bool = False,
+        adapters: Mapping[str, Adapter] | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
+        low = part_adapters(adapters, ("gate", "up", "down"))
         whole("hidden", hidden)
         whole("dimension", dimension, optional=True)
         flag("use_bias", use_bias)
         self.add_input("input", ("*b", dimension or "d"), "float")
         inner, outer = ("embed", "mlp"), ("mlp", "embed")
-        self.add(Linear(hidden, use_bias, axes=inner), "gate", input="input", output="gate_out")
-        self.add(Linear(hidden, use_bias, axes=inner), "up", input="input", output="up_out")
+        self.add(
+            Linear(hidden, use_bias, axes=inner, adapter=low["gate"]),
+            "gate",
+            input="input",
+            output="gate_out",
+        )
+        self.add(
+            Linear(hidden, use_bias, axes=inner, adapter=low["up"]), "up", input="input", output="up_out"
+        )
         self.add(_made("activation", activation), input="gate_out", output="active")
         self.add(p.Multiply(), left="active", right="up_out", output="product")
-        self.add(Linear(dimension, use_bias, axes=outer), "down", input="product", output="output")
+        down = Linear(dimension, use_bias, axes=outer, adapter=low["down"])
+        self.add(down, "down", input="product", output="output")
         self.set_shapes(output=("*b", dimension or "d"))
         self.expose("output")
 
@@ -170,7 +188,8 @@ class SwiGLU(GatedMLP):
 class FeedForward(Model):
     """Two linear layers and an activation between them: ``activation(x W_up) W_down``.
 
-    ``input [*b, d]`` → ``output [*b, d]``; ``hidden`` is the inner size, ``activation`` as for :class:`GatedMLP`.
+    ``input [*b, d]`` → ``output [*b, d]``; ``hidden`` is the inner size, ``activation`` and ``adapters`` as for
+    :class:`GatedMLP`.
     """
 
     def __init__(
@@ -180,16 +199,20 @@ class FeedForward(Model):
         *,
         activation: Callable[[], Block] = p.Gelu,
         use_bias: bool = True,
+        adapters: Mapping[str, Adapter] | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
+        low = part_adapters(adapters, ("up", "down"))
         whole("hidden", hidden)
         whole("dimension", dimension, optional=True)
         flag("use_bias", use_bias)
         self.add_input("input", ("*b", dimension or "d"), "float")
-        self.add(Linear(hidden, use_bias, axes=("embed", "mlp")), "up", input="input", output="up_out")
+        up = Linear(hidden, use_bias, axes=("embed", "mlp"), adapter=low["up"])
+        self.add(up, "up", input="input", output="up_out")
         self.add(_made("activation", activation), input="up_out", output="active")
-        self.add(Linear(dimension, use_bias, axes=("mlp", "embed")), "down", input="active", output="output")
+        down = Linear(dimension, use_bias, axes=("mlp", "embed"), adapter=low["down"])
+        self.add(down, "down", input="active", output="output")
         self.set_shapes(output=("*b", dimension or "d"))
         self.expose("output")
 
