@@ -153,7 +153,7 @@ def test_targets_choose_the_weights() -> None:
 
 
 def test_moments_of_a_mesh_are_those_of_adapters() -> None:
-    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    mesh: Any = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
     layout = Layout(mesh=(("data", 2), ("model", 4)))
     placement = Placement(tuple(jax.devices()[:1]), mesh, layout)
     optimizer = build_optimizer(ADAPTED.config, param_axes=ADAPTED.param_axes)

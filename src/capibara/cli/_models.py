@@ -77,10 +77,8 @@ def start_from(path: str, settings: Sequence[str]) -> tuple[ModularModelConfig, 
     read, source = read_config(folder)
 
     def load(model: Any) -> Any:
-        plain = model.config.with_overrides({"finetune.method": "full"})
-        base = ModularCapibaraModel(plain, mesh=model.mesh, rules=model.backend.rules)
         with TensorFiles(folder) as files:
-            params, dtypes = load_params(files, source.family, base)
+            params, dtypes = load_params(files, source.family, model)
         record[0] = Pretrained(source.family, source.values, dtypes).to_json()
         return model.with_adapters(params)
 

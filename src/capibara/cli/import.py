@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", help="of the parameters: bfloat16, float32 … (default: as they are stored)"
     )
+    parser.add_argument("--adapter", metavar="FOLDER", help="of a low-rank adapter (PEFT) of this model")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
             args.folder,
             dtype=args.dtype,
             overrides=[*args.overrides, f"checkpoint.directory={args.run}"],
+            adapter=args.adapter,
             progress=progress,
         )
     checkpoint = save_pretrained_run(model, args.run)

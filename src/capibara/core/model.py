@@ -118,6 +118,7 @@ class ModularCapibaraModel:
         mesh: jax.sharding.Mesh | None = None,
         rules: AxisRules | None = None,
         overrides: Any = (),
+        adapter: str | os.PathLike[str] | None = None,
         progress: Callable[[str, int], None] | None = None,
     ) -> Self:
         """A published model with its parameters, from a folder in the form of Hugging Face.
@@ -127,6 +128,7 @@ class ModularCapibaraModel:
             dtype: ``"bfloat16"``, ``"float32"`` …, of parameters and arithmetic; by default that of the file.
             mesh, rules: as for the class: each device gets its part of the parameters.
             overrides: settings as for :meth:`~capibara.config.ModularModelConfig.from_toml`.
+            adapter: the folder of a low-rank adapter (PEFT); it stays beside the weights, see :meth:`merged`.
             progress: called with each tensor's name and bytes.
 
         Returns:
@@ -137,12 +139,13 @@ class ModularCapibaraModel:
                 or damaged tensors, or weights stored as pickle.
         """
         load = importlib.import_module("capibara.families").load_pretrained
-        return load(cls, folder, dtype=dtype, mesh=mesh, rules=rules, overrides=overrides, progress=progress)
+        given = {"dtype": dtype, "mesh": mesh, "rules": rules, "overrides": overrides}
+        return load(cls, folder, **given, adapter=adapter, progress=progress)
 
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, family: str | None = None, dtype: str | None = None
     ) -> None:
-        """Write the model with its parameters as a folder in the form of Hugging Face.
+        """Write the model with its parameters as a folder in the form of Hugging Face; adapters are merged.
 
         Args:
             folder: appears when it is complete; files of the same names in it are replaced.
@@ -155,8 +158,7 @@ class ModularCapibaraModel:
             OSError: the folder cannot be written; what was there is unchanged.
         """
         save = importlib.import_module("capibara.families").save_folder
-        model = self if self.trainable is None else self.merged()
-        save(model, model.params, folder, family=family, dtype=dtype, source=self.pretrained)
+        save(self, self.params, folder, family=family, dtype=dtype, source=self.pretrained)
 
     # ---- parameters ---------------------------------------------------------------------------------------
 

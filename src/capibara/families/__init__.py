@@ -16,6 +16,7 @@ from capibara.families.family import Family
 from capibara.families.folder import Pretrained, TensorFiles, read_config
 from capibara.families.known import FAMILIES
 from capibara.families.loading import load_params
+from capibara.families.peft import adapter_settings, load_adapter, save_adapter
 from capibara.families.saving import config_values, save_folder
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "load_params",
     "load_pretrained",
     "read_config",
+    "save_adapter",
     "save_folder",
 ]
 
@@ -43,15 +45,20 @@ def load_pretrained(
     mesh: Any = None,
     rules: Any = None,
     overrides: Any = (),
+    adapter: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> ModularCapibaraModel:
     """See :meth:`capibara.core.ModularCapibaraModel.from_pretrained`; ``kind`` is the class of the model."""
     import dataclasses
 
     config, source = read_config(folder, dtype=dtype, overrides=overrides)
+    if adapter is not None:
+        config = config.with_overrides(adapter_settings(adapter, source.family))
     with TensorFiles(folder) as files:
         model = kind(config, mesh=mesh, rules=rules)
-        model.params, dtypes = load_params(files, source.family, model, progress=progress)
+        params, dtypes = load_params(files, source.family, model, progress=progress)
+    params = model.with_adapters(params)
+    model.params = params if adapter is None else load_adapter(adapter, source.family, model, params)
     model.pretrained = dataclasses.replace(source, dtypes=dtypes)
     model.tokenizer_files = read_tokenizer_files(folder)
     return model

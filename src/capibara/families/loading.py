@@ -31,14 +31,19 @@ Path = tuple[str, ...]
 
 
 def placed_tensors(family: Family, model: ModularCapibaraModel) -> list[Placed]:
-    """The tensors of a family that a model's parameters are.
+    """The tensors of a family that a model's parameters are, but for adapters.
 
     Raises:
       FamilyError: the family has no tensor for a parameter.
     """
+    from capibara.core.adapters import is_adapter
     from capibara.core.decoder import block_places
 
-    shapes = {path: tuple(spec.sizes({}, "a parameter")) for path, spec in model.compiled.params.items()}
+    shapes = {
+        path: tuple(spec.sizes({}, "a parameter"))
+        for path, spec in model.compiled.params.items()
+        if not is_adapter(path)
+    }
     return list(places(family.outside, family.inside, block_places(model.config.model), shapes))
 
 
@@ -49,7 +54,7 @@ def load_params(
     *,
     progress: Callable[[str, int], None] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The parameters of a model, nested as ``model.params``, and the stored dtypes of its tensors.
+    """The parameters of a model but for adapters, nested as ``model.params``, and the stored dtypes of its tensors.
 
     Args:
       files: the folder's. family: its. model: says shapes, dtypes and shardings.

@@ -132,6 +132,8 @@ def save_folder(
 ) -> dict[str, Any]:
     """Write ``config.json`` and safetensors as the family's models have them; the folder appears when it is complete.
 
+    Adapters are merged into the weights.
+
     Args:
       model: its settings. params: its parameters.
       folder: to write.
@@ -149,6 +151,9 @@ def save_folder(
     """
     if dtype is not None and dtype not in _NAMES:
         raise FamilyError(f"dtype={dtype!r:.80} must be one of {', '.join(_NAMES)}")
+    if model.trainable is not None:
+        model = model.merged(params)
+        params = model.params
     chosen, values = _chosen(model.config.model, family, source)
     wanted = placed_tensors(chosen, model)
     stored = source.dtypes if source is not None and source.family is chosen else {}

@@ -1,0 +1,249 @@
+"""Low-rank adapters in the form of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from capibara.compress.errors import ArchiveError
+from capibara.compress.formats import FORMATS
+from capibara.compress.models.numbers import numpy_dtype
+from capibara.compress.output_folder import OutputFolder
+from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
+from capibara.families.errors import FamilyError
+from capibara.families.family import Family
+from capibara.families.folder import read_json
+from capibara.families.loading import placed_tensors
+from capibara.files import replace_file
+
+if TYPE_CHECKING:
+    from capibara.core import ModularCapibaraModel
+
+__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "adapter_settings", "load_adapter", "save_adapter"]
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MOST_CONFIG = 1 << 20
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+_READ = frozenset({"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias"})
+# What says nothing about the numbers that come out, or nothing more than the tensors do.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "peft_version"),
+        *("revision", "task_type", "runtime_config", "megatron_core", "loftq_config", "eva_config"),
+        *("corda_config", "qalora_group_size", "lora_ga_config", "ensure_weight_tying", "fan_in_fan_out"),
+    }
+)
+
+Path_ = tuple[str, ...]
+
+
+def save_adapter(
+    model: ModularCapibaraModel,
+    params: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    family: Family,
+    *,
+    base: str | None = None,
+) -> dict[str, Any]:
+    """Write a model's adapters as PEFT reads them.
+
+    Args:
+      model: one with ``finetune.method=lora``. params: its parameters.
+      folder: to write.
+      family: whose names of tensors are used.
+      base: ``base_model_name_or_path``, the model that the adapter belongs to.
+
+    Returns:
+      What ``adapter_config.json`` says.
+
+    Raises:
+      FamilyError: there are no adapters, or the family stores several adapted weights in one tensor.
+      OSError: the folder cannot be written; what was there is unchanged.
+    """
+    if model.trainable is None:
+        raise FamilyError(
+            "adapter: the model has none (finetune.method='full'). Remedy: export the whole model"
+        )
+    finetune = model.config.finetune
+    tensors: dict[str, np.ndarray] = {}
+    modules = set()
+    for module, path, index, _, _ in _adapted(family, model):
+        down, up = (np.asarray(_at(params, path, name, index)) for name in ("lora_a", "lora_b"))
+        rank = down.shape[-1]
+        tensors[f"base_model.model.{module}.lora_A.weight"] = down.reshape(-1, rank).T
+        tensors[f"base_model.model.{module}.lora_B.weight"] = up.reshape(rank, -1).T
+        modules.add(module.rpartition(".")[2])
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": finetune.rank,
+        "lora_alpha": finetune.alpha,
+        "lora_dropout": finetune.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    kinds = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+    form = FORMATS[kinds[model.config.precision.param_dtype]]
+    root = Path(folder)
+    with OutputFolder(root, values) as output:
+        write_safetensors(
+            output.place(root / ADAPTER_WEIGHTS)[0],
+            {name: (form, tensor.shape) for name, tensor in tensors.items()},
+            lambda name: np.ascontiguousarray(tensors[name]).reshape(-1).view(form.unsigned),
+            {"format": "pt"},
+        )
+        text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+        replace_file(output.place(root / ADAPTER_CONFIG)[0], text)
+    return values
+
+
+def adapter_settings(folder: str | os.PathLike[str], family: Family) -> dict[str, Any]:
+    """The ``[finetune]`` settings of an adapter's folder, as overrides.
+
+    Raises:
+      FamilyError: no adapter, a damaged one, or one that asks for what Capibara does not do; the message names the key.
+    """
+    path = Path(folder) / ADAPTER_CONFIG
+    try:
+        values = read_json(path, _MOST_CONFIG)
+    except OSError as error:
+        raise FamilyError(
+            f"{path}: {error.strerror or error}. Expected the folder of an adapter (PEFT)"
+        ) from None
+    if values.get("peft_type") != "LORA":
+        raise FamilyError(f"{path}: peft_type: got {values.get('peft_type')!r:.80}, expected 'LORA'")
+    if values.get("bias", "none") != "none":
+        raise FamilyError(f"{path}: bias: got {values['bias']!r:.80}, expected 'none'")
+    for key, value in values.items():
+        if key not in _READ and key not in _WITHOUT_EFFECT and value:
+            raise FamilyError(
+                f"{path}: {key}: got {value!r:.80}, which Capibara does not do. Remedy: merge the adapter with PEFT "
+                "(merge_and_unload), and import the merged folder"
+            )
+    rank, alpha, names = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+        raise FamilyError(
+            f"{path}: r, lora_alpha: got {rank!r:.40}, {alpha!r:.40}, expected positive numbers"
+        )
+    known = {
+        rule.name.removesuffix(".weight").rpartition(".")[2]: piece.path.split(".")[-2]
+        for rule in family.inside
+        for piece in rule.pieces
+        if piece.path.endswith(".weight")
+    }
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) and n in known for n in names):
+        raise FamilyError(
+            f"{path}: target_modules: got {names!r:.200}, expected some of {', '.join(known)}: weights of "
+            f"{family.name}'s blocks"
+        )
+    if values.get("use_rslora"):  # alpha / sqrt(rank) (arXiv:2312.03732)
+        alpha = alpha * rank**0.5
+    return {
+        "finetune.method": "lora",
+        "finetune.rank": rank,
+        "finetune.alpha": float(alpha),
+        "finetune.dropout": float(values.get("lora_dropout") or 0.0),
+        "finetune.targets": list(dict.fromkeys(known[name] for name in names)),
+    }
+
+
+def load_adapter(
+    folder: str | os.PathLike[str], family: Family, model: ModularCapibaraModel, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A model's parameters with the adapters of a folder.
+
+    Args:
+      folder: of the adapter. family: of the model.
+      model: made with :func:`adapter_settings`. params: all of it; the adapters are replaced.
+
+    Raises:
+      FamilyError: tensors are missing, unknown or of another shape.
+    """
+    import jax
+
+    path = Path(folder) / ADAPTER_WEIGHTS
+    try:
+        file = SafetensorsFile(path)
+    except ArchiveError as error:
+        raise FamilyError(f"{error}. Remedy: get the file again") from None
+    except OSError as error:
+        raise FamilyError(
+            f"{path}: {error.strerror or error}. Pickled adapters (.bin) are not read"
+        ) from None
+    with file:
+        given: dict[tuple[str, str], str] = {}
+        for name in file.tensors:
+            found = _NAME.fullmatch(name)
+            if found is None:
+                raise FamilyError(
+                    f"{path}: unknown tensor {name!r:.200}, expected base_model.model.….lora_A.weight"
+                )
+            given[found[1], found[2]] = name
+        flat = {name: np.array(leaf) for name, leaf in _adapters(params)}
+        for module, place, index, ins, outs in _adapted(family, model):
+            rank = model.config.finetune.rank
+            for part, shape, name in (("A", (rank, ins), "lora_a"), ("B", (outs, rank), "lora_b")):
+                if (stored := given.pop((module, part), None)) is None:
+                    raise FamilyError(f"{path}: has no lora_{part} of {module}")
+                form, found_shape, _, _ = file.tensors[stored]
+                if found_shape != shape or not form.is_float or form.bits < 16:
+                    raise FamilyError(
+                        f"{path}: {stored} is {form.name} {found_shape}, expected floating-point numbers {shape}"
+                    )
+                target = flat[(*place, name)]
+                values = file.read(stored).view(numpy_dtype(form)).reshape(shape).T
+                target[index] = values.astype(target.dtype).reshape(target[index].shape)
+        if given:
+            raise FamilyError(
+                f"{path}: {next(iter(given))[0]} has no adapter in this model: see target_modules"
+            )
+
+    def replaced(at: Any, leaf: Any) -> Any:
+        key = tuple(jax.tree_util.keystr((one,), simple=True) for one in at)
+        return jax.device_put(flat[key], leaf.sharding) if key in flat else leaf
+
+    return jax.tree_util.tree_map_with_path(replaced, dict(params))
+
+
+def _adapters(params: Mapping[str, Any], path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    from capibara.core.adapters import is_adapter
+
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            yield from _adapters(value, (*path, key))
+        elif is_adapter((key,)):
+            yield (*path, key), value
+
+
+def _adapted(family: Family, model: ModularCapibaraModel) -> Iterator[tuple[str, Path_, Any, int, int]]:
+    """For each adapted weight of each block its module in the family, its path, its index in a stack, its sizes."""
+    specs = model.compiled.params
+    for placed in placed_tensors(family, model):
+        for _, path, index, _, _ in placed.parts:
+            if path[-1] != "weight" or (*path[:-1], "lora_a") not in specs:
+                continue
+            if len(placed.parts) > 1:
+                raise FamilyError(
+                    f"family={family.name!r}: {placed.name} holds several adapted weights, which PEFT has one adapter "
+                    "for. Remedy: export the merged model, without --adapter"
+                )
+            ins, outs = (specs[(*path[:-1], name)].sizes({}, "a parameter") for name in ("lora_a", "lora_b"))
+            stacked = 0 if index is None else 1
+            sizes = int(np.prod(ins[stacked:-1])), int(np.prod(outs[stacked + 1 :]))
+            yield placed.name.removesuffix(".weight"), path[:-1], ... if index is None else index, *sizes
+
+
+def _at(params: Mapping[str, Any], path: Path_, name: str, index: Any) -> Any:
+    value: Any = params
+    for key in path:
+        value = value[key]
+    return value[name][index]
