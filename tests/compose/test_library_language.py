@@ -192,6 +192,16 @@ CASES = {
         {"input": draw(3, 4), "scale": draw(4)},
         lambda input, scale: F.layer_norm(input, (4,), scale, None, 0.01),
     ),
+    "layer_norm_of_two_dimensions": Case(
+        lambda: p.Normalise("layer", 0.01, offset=1.0, dims=2),
+        {"input": draw(3, 2, 4), "scale": draw(2, 4)},
+        lambda input, scale: F.layer_norm(input, (2, 4), scale + 1, None, 0.01),
+    ),
+    "rms_norm_of_two_dimensions": Case(
+        lambda: p.Normalise("rms", 0.01, offset=1.0, dims=2),
+        {"input": draw(3, 2, 4), "scale": draw(2, 4)},
+        lambda input, scale: F.rms_norm(input, (2, 4), scale + 1, 0.01),
+    ),
     "rows": Case(p.Rows, {"input": draw(3, 4, 2)}, lambda input: input.reshape(-1, 2)),
     "zero_state": Case(
         lambda: p.ZeroState(5),
