@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "items",
         nargs="*",
         metavar="TEXT|key=value",
-        help="text files, folders (searched for .txt .md .py .rst), '-' for standard input; settings",
+        help="text files, .jsonl or .jsonl.gz with a 'text' in each line, folders (searched for .txt .md .py .rst), "
+        "'-' for standard input; settings",
     )
     parser.add_argument(
         "--config",

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from capibara.errors import ConfigError
 
-__all__ = ["ChatTemplateError", "TokenizerError"]
+__all__ = ["ChatTemplateError", "DocumentError", "TokenizerError"]
+
+
+class DocumentError(ConfigError):
+    """A file of documents is damaged, or its lines are not documents."""
 
 
 class TokenizerError(ConfigError):

@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from capibara.data import ByteTokenizer, Tokenizer
+from capibara.data import JSONL_SUFFIXES, ByteTokenizer, DocumentError, Tokenizer, read_jsonl
 from capibara.train.errors import DataError, TextNotFoundError
 
 __all__ = [
@@ -60,7 +60,7 @@ class Corpus:
       name: a readable name of the source.
       train: token ids ``[n]``, uint8 for bytes.
       validation: token ids ``[m]``; empty when the fraction was 0.
-      documents: number of files or topics.
+      documents: number of files, of lines in JSON Lines, or of topics.
       fingerprint: SHA-256 over the split, every byte and the tokenizer, in hexadecimal. A resumed run compares it.
       tokenizer: what made tokens of the text.
       bytes_per_token: of the held-out text, or of all if there is none.
@@ -99,9 +99,9 @@ def load_corpus(
     """Read text from files, folders and standard input, or CPython's documentation if none is given.
 
     Args:
-      paths: files of any suffix; folders, searched recursively for :data:`TEXT_SUFFIXES` in sorted order
-      (hidden
-        folders and ``__pycache__`` left out, links to folders not followed); ``"-"`` for standard input.
+      paths: files of any suffix, those of JSON Lines (:data:`capibara.data.JSONL_SUFFIXES`) by document; folders,
+        searched recursively for :data:`TEXT_SUFFIXES` in sorted order (hidden folders and ``__pycache__`` left out,
+        links to folders not followed); ``"-"`` for standard input.
       validation_fraction: the fraction of bytes at the end to hold out; 0 ≤ fraction < 1.
       max_bytes: refuse more text than this.
       stdin: the stream that ``"-"`` reads; ``sys.stdin.buffer`` by default.
@@ -125,6 +125,11 @@ def load_corpus(
         name = f"CPython {platform.python_version()} documentation (pydoc_data.topics)"
     else:
         for path in _text_files(paths):
+            if str(path).endswith(JSONL_SUFFIXES):
+                for document in _documents(path):
+                    starts.add(len(text) + len(_SEPARATOR) * bool(text))
+                    documents += _append(text, [document.encode()], str(path), max_bytes)
+                continue
             starts.add(len(text) + len(_SEPARATOR) * bool(text))
             if path == "-":
                 stream = sys.stdin.buffer if stdin is None else stdin
@@ -301,6 +306,15 @@ def _folder_files(folder: Path) -> list[Path]:
             f"{', '.join('*' + suffix for suffix in TEXT_SUFFIXES)}. Name files of other suffixes one by one."
         )
     return found
+
+
+def _documents(path: Path | str) -> Iterator[str]:
+    try:
+        yield from read_jsonl(path)
+    except DocumentError as error:
+        raise DataError(str(error)) from None
+    except OSError as error:
+        raise DataError(f"could not read {str(path)!r}: {error.strerror}. Check its permissions.") from error
 
 
 def _append_file(text: bytearray, path: Path | str, max_bytes: int) -> bool:
