@@ -288,7 +288,7 @@ def fft_cases() -> list[Case]:
 
 
 def loss_cases() -> list[Case]:
-    hidden, head, weights = draw(32, 3, 4), draw(4, 24), positive(32, 3)
+    hidden, head, weights = draw(32, 3, 4), draw(4, 24), 0.05 * positive(32, 3)
     labels = jnp.asarray(RANDOM.integers(-1, 24, size=(32, 3)), jnp.int32)
 
     def loss(hidden: Any, head: Any, labels: Any, weights: Any, **options: Any) -> Any:

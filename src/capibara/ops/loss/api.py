@@ -20,7 +20,8 @@ FEW_LOGITS = 1 << 24
 
 
 def _check(problem: LossProblem) -> None:
-    if problem.implementation == "auto" and problem.tokens * problem.vocab < FEW_LOGITS:
+    # Of a sharded vocabulary the whole logits would have to be gathered.
+    if problem.implementation == "auto" and not problem.axes and problem.tokens * problem.vocab < FEW_LOGITS:
         raise NotImplementedError(
             f"{problem.tokens} × {problem.vocab} logits are few enough to be computed as a whole"
         )
