@@ -34,10 +34,10 @@ from capibara.ops.one_device import alike, on_one_device
 
 __all__ = ["chunks", "forward", "vocab_block"]
 
-# A chunk's logits are a sixteenth of all, at most 512 MiB as float32. Of fewer tokens products are slow.
-_PARTS = 16
+# A chunk has a 32nd of the tokens, and at most 512 MiB of logits as float32. Products with fewer tokens are slow.
+_PARTS = 32
 _LARGEST = 1 << 27
-_FEWEST = 64
+_FEWEST = 128
 # Elements of a block: 2 MiB as float32, unless it had fewer entries of the vocabulary than are worth a product.
 _BLOCK = 1 << 19
 _NARROWEST = 2048
