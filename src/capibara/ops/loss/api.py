@@ -39,6 +39,8 @@ OP = Op(
 
 def _reduced(problem: LossProblem, hidden: Any, head: Any, labels: Any, weights: Any) -> jax.Array:
     hidden, head = hidden.astype(problem.dtype), head.astype(problem.dtype)
+    if labels.dtype.itemsize < 8:  # an unsigned or a narrow kind cannot count from a device's first entry
+        labels = labels.astype(jnp.int32)
     counted = labels != problem.ignore_index
     factors = counted.astype(problem.wide)
     if weights is not None:
@@ -124,11 +126,6 @@ def cross_entropy(
         chunk_size=chunk_size,
         implementation=implementation,
     )
-    hidden, head, labels, weights = (None if a is None else jnp.asarray(a) for a in arrays)
-    if (
-        labels.dtype.itemsize < 8
-    ):  # of fewer bits, an unsigned kind could not count from a device's first entry
-        labels = labels.astype(jnp.int32)
-    arrays = (hidden, head, labels, weights)
+    given = tuple(None if a is None else jnp.asarray(a) for a in arrays)
     kept = len(problem.batch) if reduction == "none" else 0
-    return on_any_mesh(partial(_reduced, problem), arrays, kept)
+    return on_any_mesh(partial(_reduced, problem), given, kept)

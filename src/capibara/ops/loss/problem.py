@@ -77,9 +77,10 @@ def _float(name: str, array: Any) -> None:
 def _fraction(name: str, value: Any, high: float, says: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise OpTypeError(f"{OP}: {name} must be a Python number, got {value!r}")
-    if not 0 <= value < high:
+    number = float(value)
+    if not 0 <= number < high:
         raise OpValueError(f"{OP}: {name} must be {says}, got {value!r}")
-    return float(value)
+    return number
 
 
 def _word(name: str, value: Any, options: tuple[str, ...]) -> str:

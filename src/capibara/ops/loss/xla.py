@@ -290,7 +290,8 @@ def _losses_forward(problem: LossProblem, *arrays: Any) -> Any:
 def _losses_backward(problem: LossProblem, arrays: Any, factors: Any) -> Any:
     # The losses' gradient with these factors is that of their sum with these weights.
     hidden, head, labels = arrays
-    _, by_hidden, by_head = _graded(problem, hidden, head, labels, factors)
+    graded: Any = _graded(problem, hidden, head, labels, factors)
+    _, by_hidden, by_head = graded
     return by_hidden, by_head.astype(head.dtype), _no_tangent(labels)
 
 
@@ -303,7 +304,8 @@ def _total(problem: LossProblem, hidden: Any, head: Any, labels: Any, weights: A
 
 
 def _total_forward(problem: LossProblem, hidden: Any, head: Any, labels: Any, weights: Any) -> Any:
-    losses, by_hidden, by_head = _graded(problem, hidden, head, labels, weights)
+    graded: Any = _graded(problem, hidden, head, labels, weights)
+    losses, by_hidden, by_head = graded
     # Of the arguments only their types are of use in the backward pass.
     kinds = jnp.zeros((), head.dtype), jnp.zeros((), weights.dtype)
     return jnp.sum(losses * weights), (losses, by_hidden, by_head, labels, kinds)
@@ -331,6 +333,7 @@ def _varying(*arrays: Any) -> list[Any]:
 
 def forward(problem: LossProblem, hidden: Any, head: Any, labels: Any, weights: Any) -> jax.Array:
     """The loss of each token, ``[*batch]``; or the sum of all, each times its weight."""
+    loss: Any
     if problem.reduction == "none":
         loss = _losses_of(problem, *_varying(hidden, head, labels))
     else:
