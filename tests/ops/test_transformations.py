@@ -29,6 +29,7 @@ SMOOTH = (
     "linalg.cholesky_update",
     "linalg.optimized_gemm",
     "linalg.qr",
+    "loss.cross_entropy",
     "scan.selective_scan",
     "scan.semiring_scan",
     "tropical.polyval",

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_runs import ALL, BOTH, EACH, RANDOM, SECOND, Case, draw, over, positive, run, same, simple
 
 from capibara.ops import attention, collective, conv, fft, linalg, scan, tropical, vq
+from capibara.ops import loss as loss_ops
 
 
 def attention_cases() -> list[Case]:
@@ -286,6 +287,42 @@ def fft_cases() -> list[Case]:
     ]
 
 
+def loss_cases() -> list[Case]:
+    hidden, head, weights = draw(32, 3, 4), draw(4, 24), 0.05 * positive(32, 3)
+    labels = jnp.asarray(RANDOM.integers(-1, 24, size=(32, 3)), jnp.int32)
+
+    def loss(hidden: Any, head: Any, labels: Any, weights: Any, **options: Any) -> Any:
+        more = {"ignore_index": -1, "chunk_size": 2, "implementation": "xla"} | options
+        return loss_ops.cross_entropy(hidden, head, labels, weights=weights, **more)
+
+    def summed(axis_name: Any, *arrays: Any, **options: Any) -> Any:
+        # Each device has a row of tokens and an eighth of the vocabulary.
+        found = loss(
+            *arrays, reduction="sum", axis_name=axis_name, z_loss=0.1, label_smoothing=0.2, **options
+        )
+        return found if axis_name is None else lax.psum(found, "data")
+
+    given = (hidden, head, labels, weights)
+    split = (P("data"), P(None, "model"), P("data"), P("data"))
+    return [
+        simple("cross_entropy", partial(loss, reduction="none", softcap=2.0), given, (ALL, EACH, ALL, ALL)),
+        *(
+            Case(
+                f"cross_entropy over a sharded vocabulary, {name}",
+                partial(summed, "model", implementation=name),
+                partial(summed, None, implementation="reference"),
+                given,
+                split,
+                EACH,
+                own=True,
+                whole=partial(summed, None),
+            )
+            for name in ("xla", "reference")
+        ),
+        over("cross_entropy of all", partial(loss, softcap=2.0), given, split),
+    ]
+
+
 def vq_cases() -> list[Case]:
     x, codebook = draw(64, 4), draw(8, 4)
     state = vq.initial_codebook_state(jax.random.key(0), 8, 4)
@@ -479,6 +516,7 @@ CATEGORIES: dict[str, Callable[[], list[Case]]] = {
     "conv": conv_cases,
     "fft": fft_cases,
     "linalg": linalg_cases,
+    "loss": loss_cases,
     "scan": scan_cases,
     "tropical": tropical_cases,
     "vq": vq_cases,

@@ -48,7 +48,11 @@ _METRICS = ("commitment", "perplexity", "usage")
 
 
 def build_decoder(
-    config: ModelSection, *, cached: bool = False, finetune: FinetuneSection | None = None
+    config: ModelSection,
+    *,
+    cached: bool = False,
+    head: bool = True,
+    finetune: FinetuneSection | None = None,
 ) -> Model:
     """The logical model of a configuration.
 
@@ -59,6 +63,8 @@ def build_decoder(
         config: the ``[model]`` section.
         cached: build the decoding form, which reads and writes caches, recurrent states and ``position`` as states.
             Its parameters are those of the other form, under the same paths.
+        head: score against the vocabulary. Without it the output is ``hidden [batch, sequence, embed]``, what the
+            head is given, in the compute dtype.
         finetune: the ``[finetune]`` section; by default all parameters are trained, and there are no adapters.
     """
     low = _adapters(finetune)
@@ -117,21 +123,11 @@ def build_decoder(
         rest = _turn(config, kinds[turns * turn :], cache, low)
         at = place(Repeat(rest, 1, mode="unroll", remat=remat), "last_blocks", at)
 
-    norm = model.add(_norm(config), "final_norm", input=at)
-    if config.tie_embeddings:
-        head = model.add(Unembed(), "head", input=norm.output, table=embedding.weight)
+    if head:
+        _score(model, config, model.add(_norm(config), "final_norm", input=at).output, embedding.weight)
     else:
-        linear = Linear(config.vocab_size, False, axes=("embed", "vocab"), init=Scaled(1.0))
-        head = model.add(linear, "head", input=norm.output)
-    if config.logit_softcap is None:
-        model.add(Cast("accumulate"), "logits_cast", input=head.output, output="logits")
-    else:
-        cap = config.logit_softcap
-        wide = model.add(Cast("accumulate"), "logits_cast", input=head.output)
-        small = model.add(Divide(), "logits_divided", left=wide.output, right=cap)
-        bound = model.add(Tanh(), "logits_bound", input=small.output)
-        model.add(Multiply(), "logits_capped", left=bound.output, right=cap, output="logits")
-    model.expose("logits")
+        model.add(_norm(config), "final_norm", input=at, output="hidden")
+        model.expose("hidden")
     for metric, ports in sums.items():
         if not ports:
             continue
@@ -142,6 +138,24 @@ def build_decoder(
         model.add(Sum(), f"{metric}_total", input=total, output=name)
         model.expose(name)
     return model
+
+
+def _score(model: Model, config: ModelSection, hidden: Any, table: Any) -> None:
+    """The output ``logits``: the hidden states against every entry of the vocabulary."""
+    if config.tie_embeddings:
+        head = model.add(Unembed(), "head", input=hidden, table=table)
+    else:
+        linear = Linear(config.vocab_size, False, axes=("embed", "vocab"), init=Scaled(1.0))
+        head = model.add(linear, "head", input=hidden)
+    if config.logit_softcap is None:
+        model.add(Cast("accumulate"), "logits_cast", input=head.output, output="logits")
+    else:
+        cap = config.logit_softcap
+        wide = model.add(Cast("accumulate"), "logits_cast", input=head.output)
+        small = model.add(Divide(), "logits_divided", left=wide.output, right=cap)
+        bound = model.add(Tanh(), "logits_bound", input=small.output)
+        model.add(Multiply(), "logits_capped", left=bound.output, right=cap, output="logits")
+    model.expose("logits")
 
 
 def block_places(config: ModelSection) -> list[tuple[tuple[str, ...], int]]:

@@ -85,6 +85,10 @@ TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] =
         (_array(64, 512), _array(512, 512, dtype=jnp.int8), _array(512, 16)),
         {"group": 32},
     ),
+    "cross_entropy": lambda: (
+        (_array(2048, 512), _array(512, 32768), _array(2048, dtype=jnp.int32)),
+        {},
+    ),
     "qr": lambda: ((_array(1024, 64),), {}),
     "cholesky_update": lambda: ((_array(256, 256), _array(256)), {}),
     "winograd_conv2d": lambda: ((_array(8, 28, 28, 128), _array(3, 3, 128, 128)), {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fuzz_ops import attention, collective, conv, fft, linalg, scan, tropical, vq
+from fuzz_ops import attention, collective, conv, fft, linalg, loss, scan, tropical, vq
 
 __all__ = ["OPERATIONS"]
 
@@ -15,6 +15,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **conv.OPERATIONS,
     **fft.OPERATIONS,
     **linalg.OPERATIONS,
+    **loss.OPERATIONS,
     **scan.OPERATIONS,
     **tropical.OPERATIONS,
     **vq.OPERATIONS,

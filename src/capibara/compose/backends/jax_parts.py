@@ -26,7 +26,7 @@ from capibara.config.axes import AxisRules
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = ["LAYOUTS", "Division", "Layout", "describe", "divide", "on_parts"]
+__all__ = ["LAYOUTS", "Division", "Layout", "describe", "divide", "is_free", "on_parts"]
 
 _Names = tuple[str, ...]
 
@@ -135,7 +135,7 @@ def _on_parts(op: Callable[..., Any], layout: Layout, mesh: Any, rules: AxisRule
 
     @wraps(op)
     def run(*arrays: Any, **options: Any) -> Any:
-        if not any(isinstance(x, Tracer) for x in arrays) or not _is_free(mesh):
+        if not any(isinstance(x, Tracer) for x in arrays) or not is_free(mesh):
             return op(*arrays, **options)
         division = divide(layout, [x.shape for x in arrays], mesh, rules)
         if isinstance(division, str):
@@ -153,7 +153,7 @@ def _on_parts(op: Callable[..., Any], layout: Layout, mesh: Any, rules: AxisRule
     return run
 
 
-def _is_free(mesh: Any) -> bool:
+def is_free(mesh: Any) -> bool:
     """Whether ``mesh`` can be taken here: nothing is around, or the same axes, all of them automatic."""
     import jax
 
