@@ -18,6 +18,10 @@ def flops_per_token(config: ModelSection, sequence_length: int, training: bool =
     m = config
     d, t = m.embed_dim, sequence_length
     mlp = (3 if m.mlp == "gated" else 2) * d * m.resolved_mlp_dim
+    # Of a mixture the router, and the experts that a token uses.
+    e = m.experts
+    experts = d * e.count + 3 * d * (e.per_token * m.resolved_expert_dim + (e.shared_dim or 0))
+    mlps = m.dense_blocks * mlp + (m.num_layers - m.dense_blocks) * experts
     inner = m.ssm.expand * d
 
     def attention(window: int) -> float:
@@ -38,7 +42,7 @@ def flops_per_token(config: ModelSection, sequence_length: int, training: bool =
         + 6 * inner * m.ssm.state_dim,
         "vq": 2 * d * d + 2 * d * m.vq.codebook_size,
     }
-    total = float(sum(per_kind[kind] + 2 * mlp for kind in m.block_kinds) + 2 * d * m.vocab_size)
+    total = float(sum(per_kind[kind] for kind in m.block_kinds) + 2 * mlps + 2 * d * m.vocab_size)
     if not training:
         return total
     # The search for the nearest code has no derivative.

@@ -1,13 +1,84 @@
-"""A mixture of experts: feed-forward layers of which each token uses a few."""
+"""Mixtures of experts: feed-forward layers of which each token uses a few."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from capibara.compose import primitives as p
 from capibara.compose.initializers import Scaled
+from capibara.compose.library.layers import GatedMLP, made
 from capibara.compose.logical.arguments import whole
-from capibara.compose.logical.model import Model
+from capibara.compose.logical.model import Block, Model
 
-__all__ = ["MixtureOfExperts"]
+__all__ = ["Experts", "MixtureOfExperts"]
+
+
+class Experts(Model):
+    """Each token goes to the ``top`` experts that a router chooses; none is dropped (Gale et al., 2022).
+
+    ``input [*b, dimension]`` → ``output`` of the same shape: the sum of the experts' outputs, with the router's
+    weights. Each expert is a gated feed-forward layer. The router computes in the accumulation dtype.
+
+    Args:
+        dimension, hidden: sizes of the input and of the inner layer.
+        count: experts; their weights have the logical axis "experts", to be spread over a mesh.
+        top: experts a token. router, normalise, scale: see :class:`~capibara.compose.primitives.ChooseExperts`.
+        shared: inner size of a feed-forward layer that every token uses besides; None: there is none.
+        activation: a block class such as ``Gelu`` or a function that makes a block.
+    """
+
+    def __init__(
+        self,
+        dimension: int,
+        hidden: int,
+        count: int,
+        top: int = 2,
+        *,
+        router: str = "softmax",
+        normalise: bool = True,
+        scale: float = 1.0,
+        shared: int | None = None,
+        activation: Callable[[], Block] = p.Silu,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        for key, value in (("dimension", dimension), ("hidden", hidden), ("count", count)):
+            whole(key, value)
+        whole("shared", shared, optional=True)
+        choose = p.ChooseExperts(top, router, normalise, scale)
+        self.add_input("input", ("*b", dimension), "float")
+        self.add_parameter("router", (dimension, count), Scaled(), axes=("embed", None), keep_dtype=True)
+        inner, outer = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
+        self.add_parameter("gate", (count, dimension, hidden), Scaled(skip=1), axes=inner)
+        self.add_parameter("up", (count, dimension, hidden), Scaled(skip=1), axes=inner)
+        self.add_parameter("down", (count, hidden, dimension), Scaled(skip=1), axes=outer)
+        self.add(p.Rows(), "rows", input="input", output="tokens")
+        self.add(p.Cast("accumulate"), "wide", input="tokens", output="wide_tokens")
+        self.add(p.Dense(), "scores", input="wide_tokens", weight="router", output="logits")
+        self.add(choose, "choose", input="logits", weights="weights", experts="experts")
+        self.add(
+            p.SortByExpert(count),
+            "sort",
+            input="tokens",
+            experts="experts",
+            output="sorted",
+            order="order",
+            sizes="sizes",
+        )
+        self.add(p.GroupedDense(), "gated", input="sorted", weight="gate", sizes="sizes", output="gates")
+        self.add(made("activation", activation), "active", input="gates", output="opened")
+        self.add(p.GroupedDense(), "raised", input="sorted", weight="up", sizes="sizes", output="ups")
+        self.add(p.Multiply(), "product", left="opened", right="ups", output="inner")
+        self.add(p.GroupedDense(), "lowered", input="inner", weight="down", sizes="sizes", output="downs")
+        self.add(p.SumExperts(), "sum", input="downs", order="order", weights="weights", output="mixed")
+        output = "output" if shared is None else "routed"
+        self.add(p.Unflatten(), "restore", input="mixed", like="input", output=output)
+        if shared is not None:
+            always = GatedMLP(shared, dimension, activation=activation)
+            self.add(always, "shared", input="input", output="shared_out")
+            self.add(p.Add(), "total", left="routed", right="shared_out", output="output")
+        self.set_shapes(output=("*b", dimension))
+        self.expose("output")
 
 
 class MixtureOfExperts(Model):
@@ -19,7 +90,7 @@ class MixtureOfExperts(Model):
 
     Args:
         dimension, hidden: sizes of the input and of the inner layer.
-        num_experts: their weights have the logical axis "expert", to be spread over a mesh.
+        num_experts: their weights have the logical axis "experts", to be spread over a mesh.
         top: experts a token. capacity_factor, normalise: see :class:`~capibara.compose.primitives.Route`.
     """
 
@@ -39,7 +110,7 @@ class MixtureOfExperts(Model):
             whole(key, value)
         self.add_input("input", ("*b", dimension), "float")
         self.add_parameter("router", (dimension, num_experts), Scaled(), axes=("embed", None))
-        inner, outer = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+        inner, outer = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
         self.add_parameter("gate", (num_experts, dimension, hidden), Scaled(skip=1), axes=inner)
         self.add_parameter("up", (num_experts, dimension, hidden), Scaled(skip=1), axes=inner)
         self.add_parameter("down", (num_experts, hidden, dimension), Scaled(skip=1), axes=outer)

@@ -62,7 +62,18 @@ from capibara.compose.primitives.elementwise import (
     Tanh,
     Where,
 )
-from capibara.compose.primitives.experts import Dispatch, ExpertCombine, ExpertDense, Route, Rows, Unflatten
+from capibara.compose.primitives.experts import (
+    ChooseExperts,
+    Dispatch,
+    ExpertCombine,
+    ExpertDense,
+    GroupedDense,
+    Route,
+    Rows,
+    SortByExpert,
+    SumExperts,
+    Unflatten,
+)
 from capibara.compose.primitives.indexing import (
     Arange,
     Eye,
@@ -202,6 +213,7 @@ __all__ = [
     "ChannelAdd",
     "ChannelMultiply",
     "Cholesky",
+    "ChooseExperts",
     "ClassScore",
     "Clip",
     "Concat",
@@ -235,6 +247,7 @@ __all__ = [
     "GreaterEqual",
     "GroupMerge",
     "GroupNormalise",
+    "GroupedDense",
     "GruScan",
     "HingeLoss",
     "HuberLoss",
@@ -315,6 +328,7 @@ __all__ = [
     "Softmax",
     "Softplus",
     "SolveTriangular",
+    "SortByExpert",
     "Split",
     "SplitLike",
     "Sqrt",
@@ -326,6 +340,7 @@ __all__ = [
     "StopGradient",
     "Subtract",
     "Sum",
+    "SumExperts",
     "SwapAxes",
     "Take",
     "TakeAlongAxis",

@@ -1,16 +1,31 @@
-"""Mixtures of experts: routing tokens to experts and back. ``e`` experts with ``c`` places each."""
+"""Mixtures of experts: routing tokens to experts and back.
+
+With places, ``e`` experts have ``c`` each, and a token that finds none is dropped (``Route`` to ``ExpertDense``).
+Without, rows are sorted by expert, and each expert takes all of its own (``ChooseExperts`` to ``SumExperts``).
+"""
 
 from __future__ import annotations
 
 import math
 
 from capibara.compose.errors import ShapeError, WiringError
-from capibara.compose.logical.arguments import number, whole
+from capibara.compose.logical.arguments import choice, flag, number, whole
 from capibara.compose.logical.block import Primitive
 from capibara.compose.logical.shapes import Shape, set_size
 from capibara.compose.primitives.rules import fix, product
 
-__all__ = ["Dispatch", "ExpertCombine", "ExpertDense", "Route", "Rows", "Unflatten"]
+__all__ = [
+    "ChooseExperts",
+    "Dispatch",
+    "ExpertCombine",
+    "ExpertDense",
+    "GroupedDense",
+    "Route",
+    "Rows",
+    "SortByExpert",
+    "SumExperts",
+    "Unflatten",
+]
 
 
 class Route(Primitive):
@@ -103,6 +118,113 @@ class ExpertDense(Primitive):
             {"output": ("e c out", "float")},
             accumulates=True,
             constrain_output=True,
+            name=name,
+        )
+
+
+class ChooseExperts(Primitive):
+    """The experts of each token, and their weights: ``input [n, e]`` → ``weights [n, k]``, ``experts int [n, k]``.
+
+    Args:
+        top: ``k``, experts a token: those with the highest scores.
+        router: scores are ``"softmax"`` over all experts, or the ``"sigmoid"`` of each.
+        normalise: the weights of a token sum to 1.
+        scale: factor on the weights, after that.
+    """
+
+    def __init__(
+        self,
+        top: int = 2,
+        router: str = "softmax",
+        normalise: bool = True,
+        scale: float = 1.0,
+        *,
+        name: str | None = None,
+    ) -> None:
+        whole("top", top)
+        choice("router", router, ("softmax", "sigmoid"))
+        flag("normalise", normalise)
+        number("scale", scale, above=True)
+
+        def rule(logits: Shape, weights: Shape, experts: Shape) -> bool:
+            rows, found, numbers = logits.dims(), weights.dims(), experts.dims()
+            assert rows is not None
+            assert found is not None
+            assert numbers is not None
+            count = rows[1].find().size
+            if count is not None and count < top:
+                raise ShapeError(f"top={top} of {count} experts")
+            set_size(found[1], top)
+            return fix(numbers[1], top)
+
+        super().__init__(
+            "choose_experts",
+            {"input": ("n e", "float")},
+            {"weights": ("n k", "float"), "experts": ("n k", "int")},
+            {"top": top, "router": router, "normalise": normalise, "scale": float(scale)},
+            constraints=[(rule, ("input", "weights", "experts"))],
+            accumulates=True,
+            name=name,
+        )
+
+
+class SortByExpert(Primitive):
+    """A row for each token and each of its experts, those of one expert together, in the order of the experts.
+
+    ``input [n, d]``, ``experts int [n, k]`` → ``output [n k, d]``, ``order int [n k]``, which of ``n k`` choices
+    (token by token) each row is, and ``sizes int [count]``, the number of rows of each expert.
+
+    Args:
+        count: experts that there are.
+    """
+
+    def __init__(self, count: int, *, name: str | None = None) -> None:
+        whole("count", count)
+
+        def rule(experts: Shape, output: Shape, order: Shape, sizes: Shape) -> bool:
+            chosen, rows, places, each = (s.dims() for s in (experts, output, order, sizes))
+            assert each is not None
+            set_size(each[0], count)
+            if chosen is None or rows is None or places is None:
+                return False
+            total = product(chosen)
+            return fix(rows[0], total) and fix(places[0], total)
+
+        super().__init__(
+            "sort_by_expert",
+            {"input": ("n d", "float"), "experts": ("n k", "int")},
+            {"output": ("m d", "float"), "order": ("m", "int"), "sizes": ("e", "int")},
+            {"count": count},
+            constraints=[(rule, ("experts", "output", "order", "sizes"))],
+            name=name,
+        )
+
+
+class GroupedDense(Primitive):
+    """Rows sorted by expert, each times the matrix of its own.
+
+    ``input [m, in]``, ``weight [e, in, out]``, ``sizes int [e]`` → ``output [m, out]``.
+    """
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "grouped_dense",
+            {"input": ("m in", "float"), "weight": ("e in out", "float"), "sizes": ("e", "int")},
+            {"output": ("m out", "float")},
+            accumulates=True,
+            name=name,
+        )
+
+
+class SumExperts(Primitive):
+    """Rows of :class:`SortByExpert` back to tokens: ``input [n k, d]``, ``order``, ``weights [n, k]`` → ``[n, d]``."""
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "sum_experts",
+            {"input": ("m d", "float"), "order": ("m", "int"), "weights": ("n k", "float")},
+            {"output": ("n d", "float")},
+            accumulates=True,
             name=name,
         )
 

@@ -63,11 +63,15 @@ from capibara.compose.backends.jax_ops.elementwise import (
     where,
 )
 from capibara.compose.backends.jax_ops.experts import (
+    choose_experts,
     expert_dense,
+    grouped_dense,
     moe_combine,
     moe_dispatch,
     moe_route,
     rows,
+    sort_by_expert,
+    sum_experts,
     unflatten,
 )
 from capibara.compose.backends.jax_ops.indexing import (
@@ -216,6 +220,7 @@ __all__ = [
     "channel_multiply",
     "checkpointed",
     "cholesky",
+    "choose_experts",
     "class_score",
     "clip",
     "concat",
@@ -251,6 +256,7 @@ __all__ = [
     "greater_equal",
     "group_merge",
     "group_norm",
+    "grouped_dense",
     "gru_scan",
     "hinge_loss",
     "huber_loss",
@@ -329,6 +335,7 @@ __all__ = [
     "softmax",
     "softplus",
     "solve_triangular",
+    "sort_by_expert",
     "split",
     "split_like",
     "sqrt",
@@ -340,6 +347,7 @@ __all__ = [
     "stop_gradient",
     "subtract",
     "sum",
+    "sum_experts",
     "swap_axes",
     "take",
     "take_along_axis",

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["expert_dense", "moe_combine", "moe_dispatch", "moe_route", "rows", "unflatten"]
+__all__ = [
+    "choose_experts",
+    "expert_dense",
+    "grouped_dense",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_route",
+    "rows",
+    "sort_by_expert",
+    "sum_experts",
+    "unflatten",
+]
 
 Array = jax.Array
 
@@ -48,6 +60,55 @@ def moe_combine(x: Array, combine: Array) -> Array:
 def expert_dense(x: Array, weight: Array, accumulate: str) -> Array:
     wide = jnp.dtype(accumulate)
     return jnp.einsum("eci,eio->eco", x, weight, preferred_element_type=wide).astype(x.dtype)
+
+
+def choose_experts(
+    logits: Array, top: int, router: str, normalise: bool, scale: float, accumulate: str
+) -> tuple[Array, Array]:
+    wide = logits.astype(accumulate)
+    scores = jax.nn.softmax(wide, axis=-1) if router == "softmax" else jax.nn.sigmoid(wide)
+    weights, experts = jax.lax.top_k(scores, top)
+    if normalise:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights * scale, experts
+
+
+@jax.custom_vjp
+def _permuted(x: Array, order: Array, back: Array) -> Array:
+    """``x[order]``, whose gradient is a look-up too: in ``back``, the inverse."""
+    return jnp.take(x, order, axis=0, mode="clip")
+
+
+def _permuted_forward(x: Array, order: Array, back: Array) -> tuple[Array, Any]:
+    return _permuted(x, order, back), (order, back)
+
+
+def _permuted_backward(kept: Any, slope: Array) -> tuple[Any, ...]:
+    order, back = kept
+    return _permuted(slope, back, order), None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
+
+
+def sort_by_expert(x: Array, experts: Array, count: int) -> tuple[Array, Array, Array]:
+    flat = experts.reshape(math.prod(experts.shape))
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    sizes = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0)
+    each = jnp.repeat(x, experts.shape[1], axis=0)
+    return _permuted(each, order, jnp.argsort(order)), order, sizes
+
+
+def grouped_dense(x: Array, weight: Array, sizes: Array, accumulate: str) -> Array:
+    from capibara.ops.linalg import grouped_matmul
+
+    return grouped_matmul(x, weight, sizes, accumulate_dtype=accumulate)
+
+
+def sum_experts(x: Array, order: Array, weights: Array, accumulate: str) -> Array:
+    each = _permuted(x, jnp.argsort(order), order).reshape(*weights.shape, x.shape[-1])
+    wide = jnp.dtype(accumulate)
+    return jnp.einsum("nkd,nk->nd", each, weights, preferred_element_type=wide).astype(x.dtype)
 
 
 def rows(x: Array) -> Array:

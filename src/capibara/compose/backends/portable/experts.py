@@ -58,6 +58,49 @@ def expert_dense(x: Array, weight: Array, accumulate: str) -> Array:
     return xp.astype(xp.matmul(xp.astype(x, wide), xp.astype(weight, wide)), xp.dtype_of(x))
 
 
+def choose_experts(
+    logits: Array, top: int, router: str, normalise: bool, scale: float, accumulate: str
+) -> tuple[Array, Array]:
+    xp = space(logits)
+    wide = xp.astype(logits, accumulate)
+    scores = softmax(wide, -1) if router == "softmax" else xp.sigmoid(wide)
+    experts = xp.argsort(xp.stop(scores), -1, True)[:, :top]
+    weights = xp.take_along_axis(scores, experts, -1)
+    if normalise:
+        weights = weights / xp.sum(weights, -1, True)
+    return weights * scale, experts
+
+
+def sort_by_expert(x: Array, experts: Array, count: int) -> tuple[Array, Array, Array]:
+    xp = space(x)
+    flat = xp.reshape(experts, (-1,))
+    order = xp.argsort(flat, -1)
+    sizes = xp.astype(xp.bincount(flat, count), "int32")
+    return xp.take(x, order // experts.shape[1], 0), order, sizes
+
+
+def grouped_dense(x: Array, weight: Array, sizes: Array, accumulate: str) -> Array:
+    xp = space(x)
+    wide = xp.wide(x, accumulate)
+    parts, start = [], 0
+    for expert, size in enumerate(xp.to_numpy(xp.stop(sizes)).tolist()):
+        if size:
+            rows = xp.astype(x[start : start + size], wide)
+            parts.append(xp.matmul(rows, xp.astype(weight[expert], wide)))
+            start += size
+    if not parts:
+        return xp.full((0, weight.shape[2]), 0, xp.dtype_of(x), x)
+    return xp.astype(xp.concatenate(parts, 0), xp.dtype_of(x))
+
+
+def sum_experts(x: Array, order: Array, weights: Array, accumulate: str) -> Array:
+    xp = space(x)
+    each = xp.take(x, xp.argsort(order, -1), 0)
+    each = xp.reshape(xp.astype(each, accumulate), (*weights.shape, x.shape[-1]))
+    weights = xp.reshape(xp.astype(weights, accumulate), (*weights.shape, 1))
+    return xp.astype(xp.sum(each * weights, 1), xp.dtype_of(x))
+
+
 def rows(x: Array) -> Array:
     return space(x).reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 

@@ -62,11 +62,15 @@ from capibara.compose.backends.portable.elementwise import (
     where,
 )
 from capibara.compose.backends.portable.experts import (
+    choose_experts,
     expert_dense,
+    grouped_dense,
     moe_combine,
     moe_dispatch,
     moe_route,
     rows,
+    sort_by_expert,
+    sum_experts,
     unflatten,
 )
 from capibara.compose.backends.portable.indexing import (
@@ -204,6 +208,7 @@ __all__ = [
     "channel_multiply",
     "checkpointed",
     "cholesky",
+    "choose_experts",
     "class_score",
     "clip",
     "concat",
@@ -236,6 +241,7 @@ __all__ = [
     "greater_equal",
     "group_merge",
     "group_norm",
+    "grouped_dense",
     "gru_scan",
     "hinge_loss",
     "huber_loss",
@@ -311,6 +317,7 @@ __all__ = [
     "softmax",
     "softplus",
     "solve_triangular",
+    "sort_by_expert",
     "split",
     "split_like",
     "sqrt",
@@ -322,6 +329,7 @@ __all__ = [
     "stop_gradient",
     "subtract",
     "sum",
+    "sum_experts",
     "swap_axes",
     "take",
     "take_along_axis",
