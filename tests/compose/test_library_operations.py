@@ -38,6 +38,11 @@ def cross(x: torch.Tensor, target: torch.Tensor, weights: Any = None) -> torch.T
     return -terms.sum(1)
 
 
+def chosen(logits: torch.Tensor, top: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, experts = logits.softmax(-1).topk(top)
+    return scale * weights / weights.sum(-1, keepdim=True), experts
+
+
 def balanced(target: torch.Tensor) -> torch.Tensor:
     counts = torch.bincount(target.long(), minlength=3)
     return torch.where(counts > 0, len(target) / (3 * counts.double()), 0.0)
@@ -312,6 +317,30 @@ CASES = {
     ),
     "expert_dense": Case(
         p.ExpertDense, {"input": draw(2, 5, 3), "weight": draw(2, 3, 4)}, lambda input, weight: input @ weight
+    ),
+    "choose_experts": Case(
+        lambda: p.ChooseExperts(2, scale=1.5), {"input": draw(6, 5)}, lambda input: chosen(input, 2, 1.5)
+    ),
+    "sort_by_expert": Case(
+        lambda: p.SortByExpert(4),
+        {"input": draw(3, 2), "experts": np.array([[2, 0], [0, 3], [2, 3]])},
+        lambda input, experts: (
+            input[[0, 1, 0, 2, 1, 2]],
+            torch.tensor([1, 2, 0, 4, 3, 5]),
+            torch.tensor([2, 0, 2, 2]),
+        ),
+    ),
+    "grouped_dense": Case(
+        p.GroupedDense,
+        {"input": draw(6, 3), "weight": draw(3, 3, 4), "sizes": np.array([2, 0, 4])},
+        lambda input, weight, sizes: torch.cat([input[:2] @ weight[0], input[2:] @ weight[2]]),
+    ),
+    "sum_experts": Case(
+        p.SumExperts,
+        {"input": draw(6, 2), "order": np.array([1, 2, 0, 4, 3, 5]), "weights": draw(3, 2)},
+        lambda input, order, weights: (input[[2, 0, 1, 4, 3, 5]].reshape(3, 2, 2) * weights[..., None]).sum(
+            1
+        ),
     ),
     "confusion": Case(
         lambda: p.Confusion(3),

@@ -70,7 +70,7 @@ def choose_experts(
     weights, experts = jax.lax.top_k(scores, top)
     if normalise:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights * scale, experts
+    return (weights * scale).astype(logits.dtype), experts
 
 
 @jax.custom_vjp
@@ -94,7 +94,7 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 def sort_by_expert(x: Array, experts: Array, count: int) -> tuple[Array, Array, Array]:
     flat = experts.reshape(math.prod(experts.shape))
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    sizes = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0)
+    sizes = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     each = jnp.repeat(x, experts.shape[1], axis=0)
     return _permuted(each, order, jnp.argsort(order)), order, sizes
 

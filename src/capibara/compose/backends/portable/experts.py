@@ -68,7 +68,7 @@ def choose_experts(
     weights = xp.take_along_axis(scores, experts, -1)
     if normalise:
         weights = weights / xp.sum(weights, -1, True)
-    return weights * scale, experts
+    return xp.astype(weights * scale, xp.dtype_of(logits)), experts
 
 
 def sort_by_expert(x: Array, experts: Array, count: int) -> tuple[Array, Array, Array]:
