@@ -321,25 +321,24 @@ CASES = {
     "choose_experts": Case(
         lambda: p.ChooseExperts(2, scale=1.5), {"input": draw(6, 5)}, lambda input: chosen(input, 2, 1.5)
     ),
-    "sort_by_expert": Case(
-        lambda: p.SortByExpert(4),
-        {"input": draw(3, 2), "experts": np.array([[2, 0], [0, 3], [2, 3]])},
-        lambda input, experts: (
-            input[[0, 1, 0, 2, 1, 2]],
-            torch.tensor([1, 2, 0, 4, 3, 5]),
-            torch.tensor([2, 0, 2, 2]),
-        ),
-    ),
-    "grouped_dense": Case(
-        p.GroupedDense,
-        {"input": draw(6, 3), "weight": draw(3, 3, 4), "sizes": np.array([2, 0, 4])},
-        lambda input, weight, sizes: torch.cat([input[:2] @ weight[0], input[2:] @ weight[2]]),
-    ),
-    "sum_experts": Case(
-        p.SumExperts,
-        {"input": draw(6, 2), "order": np.array([1, 2, 0, 4, 3, 5]), "weights": draw(3, 2)},
-        lambda input, order, weights: (input[[2, 0, 1, 4, 3, 5]].reshape(3, 2, 2) * weights[..., None]).sum(
-            1
+    "expert_mlp": Case(
+        lambda: p.ExpertMLP("gelu_tanh"),
+        {
+            "input": draw(3, 2),
+            "weights": draw(3, 2, seed=1),
+            "experts": np.array([[2, 0], [0, 3], [2, 3]]),
+            "gate": draw(4, 2, 3),
+            "up": draw(4, 2, 3, seed=1),
+            "down": draw(4, 3, 2),
+        },
+        lambda input, weights, experts, gate, up, down: torch.stack(
+            [
+                sum(
+                    weights[i, j] * ((F.gelu(x @ gate[e], approximate="tanh") * (x @ up[e])) @ down[e])
+                    for j, e in enumerate(experts[i])
+                )
+                for i, x in enumerate(input)
+            ]
         ),
     ),
     "confusion": Case(

@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Callable[[], ml.Block], dict[str, Any]]] = {
     "Experts": (lambda: m.Experts(4, 5, 3), {"input": draw(2, 6, 4)}),
     "Experts beside a shared one": (
         lambda: m.Experts(
-            4, 5, 6, 1, router="sigmoid", normalise=False, scale=2.5, shared=3, activation=m.Gelu
+            4, 5, 6, 1, router="sigmoid", normalise=False, scale=2.5, shared=3, activation="gelu"
         ),
         {"input": draw(2, 6, 4)},
     ),

@@ -263,7 +263,7 @@ def _experts(config: ModelSection) -> Model:
         normalise=e.normalise,
         scale=e.scale,
         shared=e.shared_dim,
-        activation=_ACTIVATIONS[config.activation],
+        activation=config.activation,
     )
 
 

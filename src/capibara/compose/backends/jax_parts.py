@@ -21,6 +21,8 @@ from functools import partial, wraps
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from capibara.compose.backends.jax_expert_parts import experts_on_parts
+from capibara.compose.backends.meshes import is_free
 from capibara.config.axes import AxisRules
 
 if TYPE_CHECKING:
@@ -126,6 +128,7 @@ def on_parts(ops: Any, mesh: Mesh, rules: AxisRules) -> Any:
         ops: :mod:`capibara.compose.backends.jax_ops`. mesh: with automatic axes. rules: which axis goes where.
     """
     own = {name: _on_parts(getattr(ops, name), layout, mesh, rules) for name, layout in LAYOUTS.items()}
+    own["expert_mlp"] = experts_on_parts(ops.expert_mlp, mesh, rules)
     return SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__} | own)
 
 
@@ -135,7 +138,7 @@ def _on_parts(op: Callable[..., Any], layout: Layout, mesh: Any, rules: AxisRule
 
     @wraps(op)
     def run(*arrays: Any, **options: Any) -> Any:
-        if not any(isinstance(x, Tracer) for x in arrays) or not _is_free(mesh):
+        if not any(isinstance(x, Tracer) for x in arrays) or not is_free(mesh):
             return op(*arrays, **options)
         division = divide(layout, [x.shape for x in arrays], mesh, rules)
         if isinstance(division, str):
@@ -151,17 +154,6 @@ def _on_parts(op: Callable[..., Any], layout: Layout, mesh: Any, rules: AxisRule
         return jax.jit(part, inline=True)(*arrays)
 
     return run
-
-
-def _is_free(mesh: Any) -> bool:
-    """Whether ``mesh`` can be taken here: nothing is around, or the same axes, all of them automatic."""
-    import jax
-
-    around = jax.sharding.get_abstract_mesh()
-    if around.empty:
-        return True
-    automatic = all(kind == jax.sharding.AxisType.Auto for kind in around.axis_types)
-    return automatic and around.axis_names == mesh.axis_names and around.axis_sizes == mesh.axis_sizes
 
 
 def _part(

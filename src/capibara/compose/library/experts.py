@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from capibara.compose import primitives as p
 from capibara.compose.initializers import Scaled
-from capibara.compose.library.layers import GatedMLP, made
+from capibara.compose.library.layers import GatedMLP
 from capibara.compose.logical.arguments import whole
-from capibara.compose.logical.model import Block, Model
+from capibara.compose.logical.model import Model
 
 __all__ = ["Experts", "MixtureOfExperts"]
+
+
+_ACTIVATIONS = {
+    "silu": p.Silu,
+    "gelu": lambda: p.Gelu(approximate=False),
+    "gelu_tanh": p.Gelu,
+    "relu": p.Relu,
+}
 
 
 class Experts(Model):
@@ -24,7 +30,7 @@ class Experts(Model):
         count: experts; their weights have the logical axis "experts", to be spread over a mesh.
         top: experts a token. router, normalise, scale: see :class:`~capibara.compose.primitives.ChooseExperts`.
         shared: inner size of a feed-forward layer that every token uses besides; None: there is none.
-        activation: a block class such as ``Gelu`` or a function that makes a block.
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class Experts(Model):
         normalise: bool = True,
         scale: float = 1.0,
         shared: int | None = None,
-        activation: Callable[[], Block] = p.Silu,
+        activation: str = "silu",
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -57,24 +63,20 @@ class Experts(Model):
         self.add(p.Dense(), "scores", input="wide_tokens", weight="router", output="logits")
         self.add(choose, "choose", input="logits", weights="weights", experts="experts")
         self.add(
-            p.SortByExpert(count),
-            "sort",
+            p.ExpertMLP(activation),
+            "mixture",
             input="tokens",
+            weights="weights",
             experts="experts",
-            output="sorted",
-            order="order",
-            sizes="sizes",
+            gate="gate",
+            up="up",
+            down="down",
+            output="mixed",
         )
-        self.add(p.GroupedDense(), "gated", input="sorted", weight="gate", sizes="sizes", output="gates")
-        self.add(made("activation", activation), "active", input="gates", output="opened")
-        self.add(p.GroupedDense(), "raised", input="sorted", weight="up", sizes="sizes", output="ups")
-        self.add(p.Multiply(), "product", left="opened", right="ups", output="inner")
-        self.add(p.GroupedDense(), "lowered", input="inner", weight="down", sizes="sizes", output="downs")
-        self.add(p.SumExperts(), "sum", input="downs", order="order", weights="weights", output="mixed")
         output = "output" if shared is None else "routed"
         self.add(p.Unflatten(), "restore", input="mixed", like="input", output=output)
         if shared is not None:
-            always = GatedMLP(shared, dimension, activation=activation)
+            always = GatedMLP(shared, dimension, activation=_ACTIVATIONS[activation])
             self.add(always, "shared", input="input", output="shared_out")
             self.add(p.Add(), "total", left="routed", right="shared_out", output="output")
         self.set_shapes(output=("*b", dimension))

@@ -21,7 +21,6 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "SwiGLU",
-    "made",
 ]
 
 Axes = tuple[str | None, str | None]
@@ -154,7 +153,7 @@ class GatedMLP(Model):
         inner, outer = ("embed", "mlp"), ("mlp", "embed")
         self.add(Linear(hidden, use_bias, axes=inner), "gate", input="input", output="gate_out")
         self.add(Linear(hidden, use_bias, axes=inner), "up", input="input", output="up_out")
-        self.add(made("activation", activation), input="gate_out", output="active")
+        self.add(_made("activation", activation), input="gate_out", output="active")
         self.add(p.Multiply(), left="active", right="up_out", output="product")
         self.add(Linear(dimension, use_bias, axes=outer), "down", input="product", output="output")
         self.set_shapes(output=("*b", dimension or "d"))
@@ -189,7 +188,7 @@ class FeedForward(Model):
         flag("use_bias", use_bias)
         self.add_input("input", ("*b", dimension or "d"), "float")
         self.add(Linear(hidden, use_bias, axes=("embed", "mlp")), "up", input="input", output="up_out")
-        self.add(made("activation", activation), input="up_out", output="active")
+        self.add(_made("activation", activation), input="up_out", output="active")
         self.add(Linear(dimension, use_bias, axes=("mlp", "embed")), "down", input="active", output="output")
         self.set_shapes(output=("*b", dimension or "d"))
         self.expose("output")
@@ -213,7 +212,7 @@ class Layer(Model):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        after = activation if isinstance(activation, Block) else made("activation", activation)
+        after = activation if isinstance(activation, Block) else _made("activation", activation)
         self.add_input("input", "*b in", "float")
         linear = Linear(dimension, axes=axes, init=init)
         self.add(linear, "linear", input="input", weight="weight", bias="bias", output="raw")
@@ -227,7 +226,7 @@ def _listed(name: str, value: Any) -> list[Any]:
     return list(value)
 
 
-def made(name: str, make: Any) -> Block:
+def _made(name: str, make: Any) -> Block:
     """A fresh block from a class or a function; a ready block cannot be used in several layers."""
     made = make() if callable(make) and not isinstance(make, Block) else make
     if not isinstance(made, Block) or made is make:
@@ -266,11 +265,11 @@ class MLP(Model):
         if guide:
             hidden = _listed("hidden_sizes", hidden_sizes or ())
             sizes: list[int | None] = [*hidden, output_size]
-            after = [*(made("activation", activation) for _ in hidden), None]
+            after = [*(_made("activation", activation) for _ in hidden), None]
         else:
             sizes = _listed("dimensions", dimensions)
             given = _listed("activations", (None,) * len(sizes) if activations is None else activations)
-            after = [a if a is None or isinstance(a, Block) else made("activations", a) for a in given]
+            after = [a if a is None or isinstance(a, Block) else _made("activations", a) for a in given]
             if len(after) != len(sizes):
                 raise WiringError(
                     f"activations has {len(after)} entries, dimensions has {len(sizes)}: give one each"

@@ -1,7 +1,7 @@
 """Mixtures of experts: routing tokens to experts and back.
 
 With places, ``e`` experts have ``c`` each, and a token that finds none is dropped (``Route`` to ``ExpertDense``).
-Without, rows are sorted by expert, and each expert takes all of its own (``ChooseExperts`` to ``SumExperts``).
+Without, each expert takes all of its own tokens (``ChooseExperts``, ``ExpertMLP``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ __all__ = [
     "Dispatch",
     "ExpertCombine",
     "ExpertDense",
-    "GroupedDense",
+    "ExpertMLP",
     "Route",
     "Rows",
-    "SortByExpert",
-    "SumExperts",
     "Unflatten",
 ]
 
@@ -168,62 +166,31 @@ class ChooseExperts(Primitive):
         )
 
 
-class SortByExpert(Primitive):
-    """A row for each token and each of its experts, those of one expert together, in the order of the experts.
+class ExpertMLP(Primitive):
+    """Gated feed-forward layers, each for the tokens that chose it; none is dropped (Gale et al., 2022).
 
-    ``input [n, d]``, ``experts int [n, k]`` → ``output [n k, d]``, ``order int [n k]``, which of ``n k`` choices
-    (token by token) each row is, and ``sizes int [count]``, the number of rows of each expert.
+    ``input [n, d]``, ``weights [n, k]`` and ``experts int [n, k]`` of :class:`ChooseExperts`, ``gate`` and ``up [e, d,
+    h]``, ``down [e, h, d]`` → ``output [n, d]``, the sum over a token's experts of ``weight · (activation(x gate) * (x
+    up)) down``.
 
     Args:
-        count: experts that there are.
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
     """
 
-    def __init__(self, count: int, *, name: str | None = None) -> None:
-        whole("count", count)
-
-        def rule(experts: Shape, output: Shape, order: Shape, sizes: Shape) -> bool:
-            chosen, rows, places, each = (s.dims() for s in (experts, output, order, sizes))
-            assert each is not None
-            set_size(each[0], count)
-            if chosen is None or rows is None or places is None:
-                return False
-            total = product(chosen)
-            return fix(rows[0], total) and fix(places[0], total)
-
+    def __init__(self, activation: str = "silu", *, name: str | None = None) -> None:
+        choice("activation", activation, ("silu", "gelu", "gelu_tanh", "relu"))
         super().__init__(
-            "sort_by_expert",
-            {"input": ("n d", "float"), "experts": ("n k", "int")},
-            {"output": ("m d", "float"), "order": ("m", "int"), "sizes": ("e", "int")},
-            {"count": count},
-            constraints=[(rule, ("experts", "output", "order", "sizes"))],
-            name=name,
-        )
-
-
-class GroupedDense(Primitive):
-    """Rows sorted by expert, each times the matrix of its own.
-
-    ``input [m, in]``, ``weight [e, in, out]``, ``sizes int [e]`` → ``output [m, out]``.
-    """
-
-    def __init__(self, *, name: str | None = None) -> None:
-        super().__init__(
-            "grouped_dense",
-            {"input": ("m in", "float"), "weight": ("e in out", "float"), "sizes": ("e", "int")},
-            {"output": ("m out", "float")},
-            accumulates=True,
-            name=name,
-        )
-
-
-class SumExperts(Primitive):
-    """Rows of :class:`SortByExpert` back to tokens: ``input [n k, d]``, ``order``, ``weights [n, k]`` → ``[n, d]``."""
-
-    def __init__(self, *, name: str | None = None) -> None:
-        super().__init__(
-            "sum_experts",
-            {"input": ("m d", "float"), "order": ("m", "int"), "weights": ("n k", "float")},
+            "expert_mlp",
+            {
+                "input": ("n d", "float"),
+                "weights": ("n k", "float"),
+                "experts": ("n k", "int"),
+                "gate": ("e d h", "float"),
+                "up": ("e d h", "float"),
+                "down": ("e h d", "float"),
+            },
             {"output": ("n d", "float")},
+            {"activation": activation},
             accumulates=True,
             name=name,
         )

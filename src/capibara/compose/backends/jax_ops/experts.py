@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,13 +13,11 @@ import jax.numpy as jnp
 __all__ = [
     "choose_experts",
     "expert_dense",
-    "grouped_dense",
+    "expert_mlp",
     "moe_combine",
     "moe_dispatch",
     "moe_route",
     "rows",
-    "sort_by_expert",
-    "sum_experts",
     "unflatten",
 ]
 
@@ -91,22 +91,40 @@ def _permuted_backward(kept: Any, slope: Array) -> tuple[Any, ...]:
 _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
-def sort_by_expert(x: Array, experts: Array, count: int) -> tuple[Array, Array, Array]:
-    flat = experts.reshape(math.prod(experts.shape))
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    sizes = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0, dtype=jnp.int32)
-    each = jnp.repeat(x, experts.shape[1], axis=0)
-    return _permuted(each, order, jnp.argsort(order)), order, sizes
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
 
 
-def grouped_dense(x: Array, weight: Array, sizes: Array, accumulate: str) -> Array:
+def expert_mlp(
+    x: Array,
+    weights: Array,
+    experts: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    activation: str,
+    accumulate: str,
+    first: Array | None = None,
+) -> Array:
+    """With ``first``, the matrices are those of the experts from this one on; other experts give 0."""
     from capibara.ops.linalg import grouped_matmul
 
-    return grouped_matmul(x, weight, sizes, accumulate_dtype=accumulate)
-
-
-def sum_experts(x: Array, order: Array, weights: Array, accumulate: str) -> Array:
-    each = _permuted(x, jnp.argsort(order), order).reshape(*weights.shape, x.shape[-1])
+    count, top = gate.shape[0], experts.shape[1]
+    if first is not None:
+        experts = experts - first
+        experts = jnp.where((experts >= 0) & (experts < count), experts, count)
+    flat = experts.reshape(math.prod(experts.shape))
+    order = jnp.argsort(flat, stable=True)
+    back = jnp.argsort(order)
+    sizes = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+    product = partial(grouped_matmul, group_sizes=sizes, accumulate_dtype=accumulate)
+    rows = _permuted(jnp.repeat(x, top, axis=0), order, back)
+    inner = _ACTIVATIONS[activation](product(rows, gate)) * product(rows, up)
+    each = _permuted(product(inner, down), back, order).reshape(*weights.shape, x.shape[-1])
     wide = jnp.dtype(accumulate)
     return jnp.einsum("nkd,nk->nd", each, weights, preferred_element_type=wide).astype(x.dtype)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
-from capibara.compose.backends.portable.elementwise import softmax
+from capibara.compose.backends.portable.elementwise import gelu, silu, softmax
 from capibara.compose.backends.portable.indexing import one_hot
 from capibara.compose.backends.portable.space import space
 
@@ -71,34 +72,44 @@ def choose_experts(
     return xp.astype(weights * scale, xp.dtype_of(logits)), experts
 
 
-def sort_by_expert(x: Array, experts: Array, count: int) -> tuple[Array, Array, Array]:
+_ACTIVATIONS = {
+    "silu": silu,
+    "gelu": partial(gelu, approximate=False),
+    "gelu_tanh": partial(gelu, approximate=True),
+    "relu": lambda x: space(x).relu(x),
+}
+
+
+def expert_mlp(
+    x: Array,
+    weights: Array,
+    experts: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    activation: str,
+    accumulate: str,
+) -> Array:
     xp = space(x)
+    wide, own, top = xp.wide(x, accumulate), xp.dtype_of(x), experts.shape[1]
+
+    def product(rows: Array, matrix: Array) -> Array:
+        return xp.astype(xp.matmul(xp.astype(rows, wide), xp.astype(matrix, wide)), own)
+
     flat = xp.reshape(experts, (-1,))
     order = xp.argsort(flat, -1)
-    sizes = xp.astype(xp.bincount(flat, count), "int32")
-    return xp.take(x, order // experts.shape[1], 0), order, sizes
-
-
-def grouped_dense(x: Array, weight: Array, sizes: Array, accumulate: str) -> Array:
-    xp = space(x)
-    wide = xp.wide(x, accumulate)
-    parts, start = [], 0
-    for expert, size in enumerate(xp.to_numpy(xp.stop(sizes)).tolist()):
+    rows = xp.take(x, order // top, 0)
+    parts, start = [xp.full((0, x.shape[-1]), 0, own, x)], 0
+    for expert, size in enumerate(xp.to_numpy(xp.bincount(flat, gate.shape[0])).tolist()):
         if size:
-            rows = xp.astype(x[start : start + size], wide)
-            parts.append(xp.matmul(rows, xp.astype(weight[expert], wide)))
+            mine = rows[start : start + size]
+            inner = _ACTIVATIONS[activation](product(mine, gate[expert])) * product(mine, up[expert])
+            parts.append(product(inner, down[expert]))
             start += size
-    if not parts:
-        return xp.full((0, weight.shape[2]), 0, xp.dtype_of(x), x)
-    return xp.astype(xp.concatenate(parts, 0), xp.dtype_of(x))
-
-
-def sum_experts(x: Array, order: Array, weights: Array, accumulate: str) -> Array:
-    xp = space(x)
-    each = xp.take(x, xp.argsort(order, -1), 0)
-    each = xp.reshape(xp.astype(each, accumulate), (*weights.shape, x.shape[-1]))
-    weights = xp.reshape(xp.astype(weights, accumulate), (*weights.shape, 1))
-    return xp.astype(xp.sum(each * weights, 1), xp.dtype_of(x))
+    each = xp.take(xp.concatenate(parts, 0), xp.argsort(order, -1), 0)
+    each = xp.reshape(xp.astype(each, wide), (*weights.shape, x.shape[-1]))
+    weights = xp.reshape(xp.astype(weights, wide), (*weights.shape, 1))
+    return xp.astype(xp.sum(each * weights, 1), own)
 
 
 def rows(x: Array) -> Array:
