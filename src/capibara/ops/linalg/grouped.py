@@ -142,43 +142,23 @@ def _reference_outer(
 # ---- XLA's own operation, which jax.vmap cannot map over everything ----------------------------------------------
 
 
-def _ragged(
-    problem: GroupedProblem,
-    dims: tuple[tuple[int, int], ...],
-    matrices: bool,
-    left: jax.Array,
-    right: jax.Array,
-    sizes: jax.Array,
-) -> jax.Array:
-    (inner_left,), (inner_right,) = dims
-    numbers = lax.RaggedDotDimensionNumbers(
-        (((inner_left,), (inner_right,)), ((), ())), [0], [0] if matrices else []
-    )
+@grouped_blocks.one_by_one
+def _xla(problem: GroupedProblem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    inner = 2 if problem.transpose_rhs else 1
     starts, ends = grouped_blocks.bounds(problem, sizes)
     # On explicit axes it wants to be told; what is sharded over some has been made automatic before.
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return lax.ragged_dot_general(
-        left,
-        right,
+    out = lax.ragged_dot_general(
+        lhs,
+        rhs,
         ends - starts,
-        numbers,
+        lax.RaggedDotDimensionNumbers((((1,), (inner,)), ((), ())), [0], [0]),
         precision=problem.precision,
         preferred_element_type=jnp.dtype(problem.accumulate_dtype),
         out_sharding=PartitionSpec() if explicit else None,
-    ).astype(problem.dtype)
-
-
-@grouped_blocks.one_by_one
-def _xla(problem: GroupedProblem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-    out = _ragged(problem, ((1,), (2 if problem.transpose_rhs else 1,)), True, lhs, rhs, sizes)
+    )
     # What it leaves in rows of no group is not specified everywhere.
-    return grouped_blocks.without_rest(problem, sizes, out)
-
-
-@grouped_blocks.one_by_one
-def _xla_outer(problem: GroupedProblem, lhs: jax.Array, other: jax.Array, sizes: jax.Array) -> jax.Array:
-    lhs, other = (grouped_blocks.without_rest(problem, sizes, x) for x in (lhs, other))
-    return _ragged(problem, ((0,), (0,)), False, lhs, other, sizes)
+    return grouped_blocks.without_rest(problem, sizes, out.astype(problem.dtype))
 
 
 OP = Op(
@@ -188,7 +168,8 @@ OP = Op(
         Implementation(
             "cpu", {"forward": grouped_blocks.forward, "outer": grouped_blocks.outer}, platforms=("cpu",)
         ),
-        Implementation("xla", {"forward": _xla, "outer": _xla_outer}),
+        # XLA's own product of columns multiplies all rows for every group, on TPUs too.
+        Implementation("xla", {"forward": _xla, "outer": grouped_blocks.outer}),
         Implementation("reference", {"forward": _reference, "outer": _reference_outer}),
     ],
 )

@@ -99,7 +99,7 @@ GEMMS: tuple[GemmSpec, ...] = (
 GROUPED: tuple[GroupedSpec, ...] = (
     GroupedSpec("plain", 40, 5, 7, (9, 17, 14)),
     GroupedSpec("empty groups", 37, 8, 3, (0, 20, 0, 0, 17, 0), ("small", "odd")),
-    GroupedSpec("one group has all", 40, 4, 6, (0, 40, 0)),
+    GroupedSpec("one group has all", 40, 4, 6, (0, 40, 0), ("small", "odd")),
     GroupedSpec("rows of no group", 40, 4, 6, (3, 0, 18), ("small", "odd")),
     GroupedSpec("no rows in any group", 20, 4, 6, (0, 0), ("small", "odd")),
     GroupedSpec("one row", 1, 3, 2, (0, 1, 0), ("small", "odd")),
