@@ -441,12 +441,38 @@ def test_mixture_of_experts() -> None:
             want[i] += gate[i, e] / gate[i, chosen].sum() * (inner @ p["down"][e])
     close(out["output"], want.reshape(x.shape))
     model = ml.compile(m.MixtureOfExperts(4, 6, 3), shapes={"input": x.shape})
-    assert model.params[("gate",)].axes == ("expert", "embed", "mlp")
+    assert model.params[("gate",)].axes == ("experts", "embed", "mlp")
     weights = np.asarray(model.randomize_params(0)["down"])
     assert weights.shape == (3, 6, 4)
     # With a place for one token only, nearly all are dropped and give 0.
     _, out, _ = run(m.MixtureOfExperts(4, 6, 3, top=1, capacity_factor=0.01), input=x)
     assert (out["output"] != 0).any(-1).sum() <= 3
+
+
+@pytest.mark.parametrize(
+    ("router", "normalise", "scale", "shared"), [("softmax", True, 1.0, None), ("sigmoid", False, 1.5, 5)]
+)
+def test_experts_drop_nothing(router: str, normalise: bool, scale: float, shared: int | None) -> None:
+    x = draw(2, 9, 4)
+    block = m.Experts(4, 6, 5, 3, router=router, normalise=normalise, scale=scale, shared=shared)
+    p, out, _ = run(block, input=x)
+    rows = x.reshape(-1, 4)
+    scores = rows @ p["router"]
+    if router == "softmax":
+        scores = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    else:
+        scores = sigmoid(scores)
+    want = np.zeros((18, 4))
+    for i, row in enumerate(rows):
+        chosen = np.argsort(-scores[i])[:3]
+        for e in chosen:
+            a = row @ p["gate"][e]
+            weight = scale * scores[i, e] / (scores[i, chosen].sum() if normalise else 1)
+            want[i] += weight * ((a * sigmoid(a) * (row @ p["up"][e])) @ p["down"][e])
+        if shared is not None:
+            a, b = (row @ p["shared"][key]["weight"] for key in ("gate", "up"))
+            want[i] += (a * sigmoid(a) * b) @ p["shared"]["down"]["weight"]
+    close(out["output"], want.reshape(x.shape))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------
@@ -466,6 +492,8 @@ BAD: list[tuple[Any, str]] = [
     (lambda: m.Accuracy(is_binary=True, is_pred_one_hot=False), r"needs a threshold"),
     (lambda: m.Accuracy(threshold=0.5), r"threshold=0\.5 is only used"),
     (lambda: m.MixtureOfExperts(4, 6, 0), r"num_experts=0"),
+    (lambda: m.Experts(4, 6, 0), r"count=0"),
+    (lambda: m.Experts(4, 6, 2, router="hash"), r"router='hash'"),
     (lambda: m.Layer(3), r"activation=3"),
 ]
 

@@ -38,6 +38,11 @@ def cross(x: torch.Tensor, target: torch.Tensor, weights: Any = None) -> torch.T
     return -terms.sum(1)
 
 
+def chosen(logits: torch.Tensor, top: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, experts = logits.softmax(-1).topk(top)
+    return scale * weights / weights.sum(-1, keepdim=True), experts
+
+
 def balanced(target: torch.Tensor) -> torch.Tensor:
     counts = torch.bincount(target.long(), minlength=3)
     return torch.where(counts > 0, len(target) / (3 * counts.double()), 0.0)
@@ -312,6 +317,29 @@ CASES = {
     ),
     "expert_dense": Case(
         p.ExpertDense, {"input": draw(2, 5, 3), "weight": draw(2, 3, 4)}, lambda input, weight: input @ weight
+    ),
+    "choose_experts": Case(
+        lambda: p.ChooseExperts(2, scale=1.5), {"input": draw(6, 5)}, lambda input: chosen(input, 2, 1.5)
+    ),
+    "expert_mlp": Case(
+        lambda: p.ExpertMLP("gelu_tanh"),
+        {
+            "input": draw(3, 2),
+            "weights": draw(3, 2, seed=1),
+            "experts": np.array([[2, 0], [0, 3], [2, 3]]),
+            "gate": draw(4, 2, 3),
+            "up": draw(4, 2, 3, seed=1),
+            "down": draw(4, 3, 2),
+        },
+        lambda input, weights, experts, gate, up, down: torch.stack(
+            [
+                sum(
+                    weights[i, j] * ((F.gelu(x @ gate[e], approximate="tanh") * (x @ up[e])) @ down[e])
+                    for j, e in enumerate(experts[i])
+                )
+                for i, x in enumerate(input)
+            ]
+        ),
     ),
     "confusion": Case(
         lambda: p.Confusion(3),

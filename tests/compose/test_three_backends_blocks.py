@@ -136,6 +136,13 @@ CASES: dict[str, tuple[Callable[[], ml.Block], dict[str, Any]]] = {
     ),
     "StateSpace": (lambda: m.StateSpace(8, 3, 4, chunk_size=2), {"input": draw(2, 5, 8)}),
     "MixtureOfExperts": (lambda: m.MixtureOfExperts(4, 5, 3), {"input": draw(2, 6, 4)}),
+    "Experts": (lambda: m.Experts(4, 5, 3), {"input": draw(2, 6, 4)}),
+    "Experts beside a shared one": (
+        lambda: m.Experts(
+            4, 5, 6, 1, router="sigmoid", normalise=False, scale=2.5, shared=3, activation="gelu"
+        ),
+        {"input": draw(2, 6, 4)},
+    ),
     "VectorQuantiser": (lambda: m.VectorQuantiser(4, 3), {"input": draw(6, 3)}),
     "LinearSVM": (lambda: m.LinearSVM(), {"input": draw(4, 3)}),
     "LogisticRegression": (lambda: m.LogisticRegression(), {"input": draw(4, 3)}),

@@ -66,6 +66,30 @@ def test_state_space_flops_are_products_convolutions_and_the_recurrence() -> Non
     assert model.flops_per_token(1) == model.flops_per_token(1000)
 
 
+def test_a_token_pays_for_its_own_experts_and_the_router() -> None:
+    wide = {"model.mlp_dim": 24}
+    dense = ModularCapibaraModel(small_config("attention", **wide)).config.model
+    m = ModularCapibaraModel(
+        small_config(
+            "attention",
+            **wide,
+            **{
+                "model.num_layers": dense.num_layers + 1,
+                "model.experts.count": 7,
+                "model.experts.per_token": 2,
+                "model.experts.dim": 5,
+                "model.experts.shared_dim": 3,
+                "model.experts.first_dense": dense.num_layers,
+            },
+        )
+    ).config.model
+    longer = dense.replace(num_layers=dense.num_layers + 1)
+    d = m.embed_dim
+    mixture = d * 7 + 3 * d * (2 * 5 + 3)
+    expected = flops_per_token(longer, 9, training=False) + 2 * (mixture - 3 * d * 24)
+    assert flops_per_token(m, 9, training=False) == expected
+
+
 PROGRAM = textwrap.dedent(
     """
     import json, sys

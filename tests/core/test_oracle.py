@@ -32,7 +32,9 @@ def test_loss_equals_numpy_in_float32(kind: str) -> None:
         assert min(oracle.commitments) > 0.01
 
 
-@pytest.mark.parametrize("kind", ["grouped", "ssm", "vq", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["grouped", "ssm", "vq", "experts", pytest.param("mixed", marks=pytest.mark.slow)]
+)
 def test_logits_and_gradients_equal_numpy_in_float64(kind: str) -> None:
     untied = {"model.tie_embeddings": False} if kind == "grouped" else {}
     config = small_config(kind, model__scan_layers="scan", **untied, **FLOAT64)

@@ -47,7 +47,7 @@ print("RESULT", json.dumps(out))
 @pytest.mark.parametrize(
     "names",
     [
-        ["gemma3, stretched", "gpt2"],
+        ["gemma3, stretched", "mixtral", "gpt2"],
         pytest.param(["phi3", "olmo2", "qwen3 with biases"], marks=pytest.mark.slow),
     ],
 )

@@ -23,8 +23,10 @@ FACTS: dict[str, Any] = json.loads((GOLDEN / "facts.json").read_text())
 ONE_EACH = {
     "llama with biases",
     "mistral, a window",
+    "mixtral, a window, tied",
     "qwen2, windows",
     "qwen3, tied, one key head",
+    "qwen3_moe, a dense layer, a window",
     "gemma2",
     "gemma3, stretched",
     "phi3, heads turned in part",
@@ -82,7 +84,7 @@ def test_logits_and_a_folder_that_comes_back(name: str, tmp_path: Path, recorded
     assert read_config(tmp_path / "again")[0].model == read_config(source)[0].model
 
 
-@pytest.mark.parametrize("name", quick({"llama with biases", "gemma3, stretched", "gpt2"}))
+@pytest.mark.parametrize("name", quick({"llama with biases", "qwen3_moe", "gemma3, stretched", "gpt2"}))
 def test_loss_and_gradients(name: str, tmp_path: Path) -> None:
     model = ModularCapibaraModel.from_pretrained(folder_of(name, tmp_path))
     batch = {"tokens": tokens(rows=1)}
@@ -103,7 +105,7 @@ def test_loss_and_gradients(name: str, tmp_path: Path) -> None:
         assert abs(seen - projected) < 1e-4 * max(1.0, float(np.abs(gradient).sum())), tensor
 
 
-@pytest.mark.parametrize("name", quick({"qwen2, windows", "gemma2", "gpt2"}))
+@pytest.mark.parametrize("name", quick({"qwen2, windows", "mixtral", "gemma2", "gpt2"}))
 def test_greedy_continuations_with_a_cache(name: str, tmp_path: Path) -> None:
     model = ModularCapibaraModel.from_pretrained(folder_of(name, tmp_path))
     generator = Generator(model, model.params, sampling=Sampling(temperature=0.0))

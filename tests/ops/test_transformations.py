@@ -27,6 +27,7 @@ SMOOTH = (
     "conv.conv2d",
     "conv.conv_transpose2d",
     "linalg.cholesky_update",
+    "linalg.grouped_matmul",
     "linalg.optimized_gemm",
     "linalg.qr",
     "loss.cross_entropy",
@@ -40,6 +41,7 @@ LONG = {"tropical.scan", "vq.product_quantise", "vq.residual_quantise"}
 FIT: dict[str, dict[int, Callable[[Any], Any]]] = {
     "attention.paged_attention": {4: lambda lengths: lengths + 9},
     "linalg.cholesky_update": {0: lambda x: np.tril(x) + 5 * np.eye(len(x))},
+    "linalg.grouped_matmul": {2: lambda sizes: 2 * sizes + 1},
     "scan.selective_scan": {1: np.abs, 2: lambda x: -np.abs(x)},
     "tropical.closure": {0: lambda x: -np.abs(x)},
     "tropical.shortest_paths": {0: np.abs},

@@ -234,6 +234,11 @@ def linalg_cases() -> list[Case]:
         codes = jnp.arange(-15, 15, dtype=jnp.int8).reshape(5, 6)
         return linalg.quantised_matmul(x, codes, scales, group=3, **options)
 
+    sizes = jnp.asarray(RANDOM.integers(0, 9, size=(32, 2)), jnp.int32)
+
+    def grouped(x: Any, matrices: Any, sizes: Any, **options: Any) -> Any:
+        return jax.vmap(partial(linalg.grouped_matmul, **options), (0, None, 0))(x, matrices, sizes)
+
     codes = jnp.asarray(RANDOM.integers(-127, 128, size=(5, 6)), jnp.int8)
     quantized = (a, codes, positive(5, 3))
     return [
@@ -248,6 +253,13 @@ def linalg_cases() -> list[Case]:
         simple("qr gram", partial(linalg.qr, implementation="gram"), (draw(32, 8, 2),), (ALL,), (ALL, ALL)),
         simple("fast_svd", low_rank, (draw(32, 8, 6),), (ALL,), (ALL, ALL)),
         simple("cholesky_update", linalg.cholesky_update, (lower, draw(32, 3)), (ALL, ALL)),
+        simple("grouped_matmul", grouped, (draw(32, 12, 6), draw(2, 6, 5), sizes), (ALL, EACH, ALL)),
+        over(
+            "grouped_matmul rows",
+            linalg.grouped_matmul,
+            (draw(32, 6), draw(2, 6, 5), 2 * sizes[0]),
+            (ALL, EACH, EACH),
+        ),
         simple("quantised_matmul", quantised, (a, draw(5, 2)), (ALL, EACH)),
     ]
 

@@ -3,8 +3,8 @@
 An oracle: slow, plain and sequential. Attention goes position by position (Vaswani et al., 2017; grouped heads:
 Ainslie et al., 2023), rotary positions are complex numbers (Su et al., 2021), the state-space recurrence runs
 one position after another (Dao and Gu, 2024, equation 1), the quantiser compares all distances (van den Oord et
-al., 2017). Settings are read from any object with the attributes of the ``[model]`` table; parameters and state are
-nested dicts of arrays under the model's own paths.
+al., 2017), and each token asks its experts one by one (Shazeer et al., 2017). Settings are read from any object with
+the attributes of the ``[model]`` table; parameters and state are nested dicts of arrays under the model's own paths.
 
 The quantiser's straight-through gradient is not the derivative of its output. With ``surrogate`` the oracle computes
 the function whose derivative it is: codes stay those of an earlier call, and ``x + (code - x)`` keeps its bracket.
@@ -44,6 +44,21 @@ def layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
 
 def swiglu(x: Array, p: Mapping[str, Any]) -> Array:
     return (silu(x @ p["gate"]["weight"]) * (x @ p["up"]["weight"])) @ p["down"]["weight"]
+
+
+def mixture(x: Array, p: Mapping[str, Any], settings: Any) -> Array:
+    """Each token through the experts with its highest scores, one token and one expert after another."""
+    rows = x.reshape(-1, x.shape[-1])
+    scores = rows @ p["router"]
+    scores = softmax(scores) if settings.router == "softmax" else 1 / (1 + np.exp(-scores))
+    out = swiglu(rows, p["shared"]) if settings.shared_dim else np.zeros_like(rows)
+    for i, row in enumerate(rows):
+        chosen = np.argsort(-scores[i])[: settings.per_token]
+        weights = scores[i, chosen] / (scores[i, chosen].sum() if settings.normalise else 1) * settings.scale
+        for weight, expert in zip(weights, chosen, strict=True):
+            matrices = {key: {"weight": p[key][expert]} for key in ("gate", "up", "down")}
+            out[i] += weight * swiglu(row, matrices)
+    return out.reshape(x.shape)
 
 
 def turned(x: Array, theta: float) -> Array:
@@ -144,7 +159,9 @@ class Decoder:
                 x = x + state_space(normed, p[kind], s.norm_epsilon)
             else:
                 x = x + self._quantise(normed, v["vq"]["quantiser"]["codebook"]) @ p["vq"]["out"]["weight"]
-            x = x + swiglu(rms_norm(x, p["mlp_norm"]["scale"], s.norm_epsilon), p["mlp"])
+            normed = rms_norm(x, p["mlp_norm"]["scale"], s.norm_epsilon)
+            has_experts = "router" in p["mlp"]
+            x = x + (mixture(normed, p["mlp"], s.experts) if has_experts else swiglu(normed, p["mlp"]))
         x = rms_norm(x, params["final_norm"]["scale"], s.norm_epsilon)
         return x @ (table.T if s.tie_embeddings else params["head"]["weight"])
 
@@ -170,13 +187,22 @@ class Decoder:
     def _layers(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         """``(kind, parameters, state)`` of every block, in order, out of the stacked ones."""
         s = self.s
-        turn = min(len(s.pattern), s.num_layers)
-        full = s.num_layers // turn
-        for i in range(s.num_layers):
+        first = s.experts.first_dense
+        kinds = [s.pattern[i % len(s.pattern)] for i in range(s.num_layers)]
+        alike = (
+            len(set(kinds[:first])) == 1
+        )  # dense blocks of one kind are repeated, others are a turn of their own
+        for i, kind in enumerate(kinds[:first]):
+            path, row = (("first_blocks",), i) if alike else (("first_blocks", f"layer_{i}"), 0)
+            yield kind, *(rows(tree, path, row) for tree in (params, state))
+        count = s.num_layers - first
+        turn = min(len(s.pattern), count)
+        full = count // turn
+        for i, kind in enumerate(kinds[first:]):
             group, row = ("blocks", i // turn) if i < full * turn else ("last_blocks", 0)
-            members = turn if group == "blocks" else s.num_layers - full * turn
+            members = turn if group == "blocks" else count - full * turn
             path = (group,) if members == 1 else (group, f"layer_{i % turn}")
-            yield s.pattern[i % len(s.pattern)], *(rows(tree, path, row) for tree in (params, state))
+            yield kind, *(rows(tree, path, row) for tree in (params, state))
 
 
 def rows(tree: Mapping[str, Any], path: tuple[str, ...], row: int) -> Any:

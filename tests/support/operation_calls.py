@@ -67,6 +67,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "conv.conv_transpose3d": _call(f(1, 4, 4, 4, 2), f(3, 3, 3, 2, 2)),
     "fft.radix_optimized_fft": _call(f(2, 64)),
     "linalg.optimized_gemm": _call(f(16, 16), f(16, 16)),
+    "linalg.grouped_matmul": _call(f(16, 8), f(4, 8, 6), f(4, dtype=jnp.int32)),
     "linalg.fast_svd": _call(f(96, 80), 4),
     "linalg.qr": _call(f(64, 8)),
     "linalg.quantised_matmul": _call(f(4, 64), f(32, 64, dtype=jnp.int8), f(32, 2), group=32),

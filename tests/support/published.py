@@ -41,6 +41,8 @@ _LLAMA3 = {
 }
 _YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}}
 _LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+_QWEN3_MOE = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96} | dict.fromkeys(
     ("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0
 )
@@ -53,12 +55,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral, a window": {**SIZES, "sliding_window": 5, "head_dim": 16},
     "mistral, no window": {**SIZES, **_ONE_KEY_HEAD, "sliding_window": None},
     "mistral, tied": {**SIZES, **_TIED, "sliding_window": 9, "rms_norm_eps": 1e-5},
+    "mixtral": {**SIZES, **_MIXTRAL},
+    "mixtral, a window, tied": {**SIZES, **_MIXTRAL, **_TIED, "sliding_window": 5},
+    "mixtral, one key head": {**SIZES, **_MIXTRAL, **_ONE_KEY_HEAD, "num_experts_per_tok": 1},
     "qwen2": {**SIZES},
     "qwen2, tied, one key head": {**SIZES, **_TIED, **_ONE_KEY_HEAD, **_YARN},
     "qwen2, windows": {**SIZES, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "qwen3": {**SIZES, "head_dim": 16},
     "qwen3, tied, one key head": {**SIZES, **_TIED, **_ONE_KEY_HEAD, "head_dim": 8},
     "qwen3 with biases": {**SIZES, **_WIDE, **_LINEAR, "attention_bias": True},
+    "qwen3_moe": {**SIZES, **_QWEN3_MOE, "norm_topk_prob": True},
+    "qwen3_moe, weights as they are, tied": {**SIZES, **_QWEN3_MOE, **_TIED, **_ONE_KEY_HEAD},
+    "qwen3_moe, a dense layer, a window": {
+        **SIZES,
+        **_QWEN3_MOE,
+        "mlp_only_layers": [0],
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "attention_bias": True,
+    },
     "gemma2": {**SIZES, "head_dim": 8, "sliding_window": 5},
     "gemma2, one key head": {**SIZES, **_ONE_KEY_HEAD, "head_dim": 16, "query_pre_attn_scalar": 24},
     "gemma2, untied": {

@@ -33,6 +33,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixed": {"model.pattern": ["attention", "ssm", "vq"], "model.num_layers": 4, "model.num_kv_heads": 2},
     "remainder": {"model.pattern": ["attention", "ssm", "vq"], "model.num_layers": 5},
     "short": {"model.pattern": ["vq", "attention", "ssm"], "model.num_layers": 2},
+    "experts": {"model.pattern": ["attention"], "model.experts.count": 4, "model.experts.dim": 5},
+    "first dense": {
+        "model.pattern": ["attention", "ssm"],
+        "model.num_layers": 7,
+        "model.experts.count": 5,
+        "model.experts.per_token": 3,
+        "model.experts.router": "sigmoid",
+        "model.experts.normalise": False,
+        "model.experts.scale": 1.5,
+        "model.experts.shared_dim": 6,
+        "model.experts.first_dense": 2,
+    },
     "untied": {"model.pattern": ["attention"], "model.tie_embeddings": False},
 }
 

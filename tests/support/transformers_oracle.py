@@ -28,9 +28,30 @@ def build(name: str) -> Any:
     config = AutoConfig.for_model(published.model_type(name), **published.CONFIGS[name])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
-        for tensor, parameter in model.named_parameters():
+        for tensor, parameter in stored(model).items():
             parameter.copy_(torch.from_numpy(published.draw(tensor, tuple(parameter.shape))))
     return model
+
+
+def stored(model: Any, *, gradients: bool = False) -> dict[str, Any]:
+    """The model's parameters (or their gradients) by their names in files, where each matrix of an expert has one."""
+    old = model.config.model_type == "mixtral"
+    names = (
+        {"gate": "w1", "up": "w3", "down": "w2"} if old else {k: f"{k}_proj" for k in ("gate", "up", "down")}
+    )
+    found = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.grad if gradients else parameter
+        name = name.replace(".mlp.", ".block_sparse_moe.") if old else name
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = value
+            continue
+        prefix, _, parts = name.rpartition(".")
+        for expert, one in enumerate(value):
+            keys = parts.removesuffix("_proj").split("_")
+            for key, matrix in zip(keys, one.chunk(len(keys)), strict=True):
+                found[f"{prefix}.{expert}.{names[key]}.weight"] = matrix
+    return found
 
 
 def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
@@ -49,7 +70,7 @@ def gradients(model: Any, tokens: np.ndarray) -> tuple[float, dict[str, np.ndarr
     found = model(given[:, :-1], use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), given[:, 1:].flatten())
     loss.backward()
-    return loss.item(), {name: one.grad.numpy().copy() for name, one in model.named_parameters()}
+    return loss.item(), {name: one.numpy().copy() for name, one in stored(model, gradients=True).items()}
 
 
 def greedy(model: Any, tokens: np.ndarray, count: int) -> np.ndarray:
@@ -73,7 +94,7 @@ def record() -> None:
         arrays[f"{name}: logits"] = logits(model, text)[0]
         facts[name] = {
             "config": json.loads(model.config.to_json_string(use_diff=False)),
-            "shapes": {tensor: list(one.shape) for tensor, one in model.named_parameters()},
+            "shapes": {tensor: list(one.shape) for tensor, one in stored(model).items()},
             "loss": loss,
             "gradients": {
                 tensor: [

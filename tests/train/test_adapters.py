@@ -148,6 +148,8 @@ def test_targets_choose_the_weights() -> None:
     }
     with pytest.raises(ValueError, match="expected each once"):
         model_with('finetune.targets=["value", "value"]')
+    with pytest.raises(ValueError, match="experts have no adapters"):
+        model_with("finetune.method=lora", "experts.count=4")
     with pytest.raises(ValueError, match=r"finetune\.targets"):
         model_with('finetune.targets=["lm_head"]')
 

@@ -63,6 +63,13 @@ class ModularModelConfig(Section):
                 f"got {self.train.sequence_length}, expected at most model.max_sequence_length = "
                 f"{self.model.max_sequence_length}. Shorten the one or raise the other",
             )
+        experts = [name for name in self.finetune.targets if name in ("gate", "up", "down")]
+        if self.finetune.method == "lora" and self.model.experts.count and experts:
+            rest = [name for name in self.finetune.targets if name not in experts] or ["query", "value"]
+            yield Problem(
+                "finetune.targets",
+                f"got {experts[0]!r}, but experts have no adapters. Give weights of attention, such as {rest!r}",
+            )
 
     @classmethod
     def from_toml(

@@ -27,6 +27,7 @@ __all__ = [
     "CheckpointSection",
     "DTypeName",
     "DataSection",
+    "ExpertsSection",
     "FinetuneSection",
     "GenerateSection",
     "ModelSection",
@@ -159,6 +160,38 @@ class RopeSection(Section):
             )
 
 
+class ExpertsSection(Section):
+    """``[model.experts]``: feed-forward layers of which each token uses a few."""
+
+    count: Annotated[int, Field(ge=0, le=65_536)] = Field(
+        default=0, description="experts of a block; 0: blocks have one feed-forward layer"
+    )
+    per_token: Annotated[int, Field(ge=1, le=65_536)] = Field(
+        default=2, description="experts that a token uses"
+    )
+    dim: _Width | None = Field(default=None, description="hidden width of an expert; default: mlp_dim")
+    router: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="scores: softmax over all experts, or the sigmoid of each"
+    )
+    normalise: bool = Field(default=True, description="the weights of a token's experts sum to 1")
+    scale: Annotated[float, Field(gt=0.0, le=1e3)] = Field(
+        default=1.0, description="factor on the weights, after that"
+    )
+    shared_dim: _Width | None = Field(
+        default=None, description="hidden width of a layer that every token uses besides; default: none"
+    )
+    first_dense: Annotated[int, Field(ge=0, le=4096)] = Field(
+        default=0, description="blocks before the first one with experts"
+    )
+
+    def _rules(self) -> Iterator[Problem]:
+        if self.count and self.per_token > self.count:
+            yield Problem("per_token", f"got {self.per_token}, expected at most count = {self.count}")
+        for key in ("shared_dim", "first_dense", "dim"):
+            if not self.count and (value := getattr(self, key)):
+                yield Problem(key, f"got {value}, but there are no experts. Set count, or remove it")
+
+
 class VQSection(Section):
     """``[model.vq]``: the vector-quantised bottleneck."""
 
@@ -255,6 +288,7 @@ class ModelSection(Section):
         default="auto", description="whether repeated blocks compile to one loop body"
     )
     rope: RopeSection = Field(default=RopeSection(), description="rotary positions")
+    experts: ExpertsSection = Field(default=ExpertsSection(), description="mixtures of experts")
     ssm: SSMSection = Field(default=SSMSection(), description="the state-space block")
     vq: VQSection = Field(default=VQSection(), description="the vector-quantised bottleneck")
 
@@ -267,6 +301,16 @@ class ModelSection(Section):
     def resolved_mlp_dim(self) -> int:
         """``mlp_dim``, or ``8/3 * embed_dim`` rounded up to a multiple of 64 if omitted."""
         return self.mlp_dim if self.mlp_dim is not None else -(-8 * self.embed_dim // (3 * 64)) * 64
+
+    @property
+    def resolved_expert_dim(self) -> int:
+        """``experts.dim``, or :attr:`resolved_mlp_dim` if omitted."""
+        return self.experts.dim if self.experts.dim is not None else self.resolved_mlp_dim
+
+    @property
+    def dense_blocks(self) -> int:
+        """How many blocks, from the first on, have one feed-forward layer and no experts."""
+        return self.experts.first_dense if self.experts.count else self.num_layers
 
     @property
     def block_kinds(self) -> tuple[BlockKind, ...]:
@@ -298,6 +342,17 @@ class ModelSection(Section):
                     )
         if self.norm == "layer" and self.norm_offset:
             yield Problem("norm_offset", f"got {self.norm_offset}, expected false: only RMSNorm has it")
+        if self.experts.count:
+            if self.experts.first_dense >= self.num_layers:
+                yield Problem(
+                    "experts.first_dense",
+                    f"got {self.experts.first_dense}, expected less than num_layers = {self.num_layers}",
+                )
+            for key, only in (("mlp", "gated"), ("mlp_bias", False)):
+                if (value := getattr(self, key)) != only:
+                    yield Problem(
+                        key, f"got {value!r}, expected {only!r}: experts are gated and have no biases"
+                    )
         if self.attends:
             if heads % kv_heads:
                 fitting = [n for n in range(1, min(heads, 4096) + 1) if heads % n == 0]

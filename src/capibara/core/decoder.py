@@ -3,11 +3,14 @@
 Tokens are embedded, pass ``num_layers`` blocks whose kinds follow ``pattern``, are normalised and scored against
 the vocabulary. Every block adds to the residual stream: ``x + f(norm(x))``, or with the norm elsewhere
 (``norm_placement``). The blocks of one period of the pattern are one body, which is repeated; if the pattern does not
-divide ``num_layers``, the remaining blocks follow it.
+divide ``num_layers``, the remaining blocks follow it. Blocks before the first one with experts stand before them all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from capibara.compose import (
@@ -17,6 +20,7 @@ from capibara.compose import (
     Divide,
     Dropout,
     Embedding,
+    Experts,
     FeedForward,
     GatedMLP,
     Gelu,
@@ -69,9 +73,6 @@ def build_decoder(
     """
     low = _adapters(finetune)
     cache = Dim(name="cache") if cached else None
-    kinds = config.block_kinds
-    turn = min(len(config.pattern), len(kinds))
-    turns, left = divmod(len(kinds), turn)
     # Nothing is differentiated in decoding, and a rematerialised block hides from the cache where it stands.
     remat = "none" if cached else config.remat
 
@@ -89,7 +90,7 @@ def build_decoder(
         model.add_state("position", (), Constant(0), kind="int", dtype="int32")
     places = model.add(Positions(), "positions", like="tokens", start="position" if cached else 0)
     if config.attends and config.rotary_dim:
-        shared = _tables(model, config, kinds, places.output)
+        shared = _tables(model, config, config.block_kinds, places.output)
     if cached:
         shared["position"] = "position"
         model.update_state("position", places.end)
@@ -117,11 +118,10 @@ def build_decoder(
                     sums[metric].append(port)
         return block.output
 
-    body = _turn(config, kinds[:turn], cache, low)
-    at = place(Repeat(body, turns, mode=config.scan_layers, remat=remat), "blocks", at)
-    if left:
-        rest = _turn(config, kinds[turns * turn :], cache, low)
-        at = place(Repeat(rest, 1, mode="unroll", remat=remat), "last_blocks", at)
+    for group in _groups(config):
+        body = _turn(config, group.kinds, cache, low, group.dense)
+        mode = config.scan_layers if group.turns > 1 or group.name == "blocks" else "unroll"
+        at = place(Repeat(body, group.turns, mode=mode, remat=remat), group.name, at)
 
     if head:
         _score(model, config, model.add(_norm(config), "final_norm", input=at).output, embedding.weight)
@@ -158,18 +158,41 @@ def _score(model: Model, config: ModelSection, hidden: Any, table: Any) -> None:
     model.expose("logits")
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Blocks that are repeated together: ``turns`` times those of ``kinds``, with or without experts."""
+
+    name: str
+    kinds: tuple[str, ...]
+    turns: int
+    dense: bool
+
+
+def _groups(config: ModelSection) -> list[_Group]:
+    """All blocks, in order."""
+    kinds, first = config.block_kinds, config.experts.first_dense
+    dense = not config.experts.count
+    groups = []
+    if first:
+        turn, turns = (kinds[:1], first) if len(set(kinds[:first])) == 1 else (kinds[:first], 1)
+        groups.append(_Group("first_blocks", turn, turns, True))
+    rest = kinds[first:]
+    period = min(len(config.pattern), len(rest))
+    turns = len(rest) // period
+    groups.append(_Group("blocks", rest[:period], turns, dense))
+    if left := rest[turns * period :]:
+        groups.append(_Group("last_blocks", left, 1, dense))
+    return groups
+
+
 def block_places(config: ModelSection) -> list[tuple[tuple[str, ...], int]]:
     """For each block the path of its parameters, and its index in the stacks that they are."""
-    kinds = config.block_kinds
-    turn = min(len(config.pattern), len(kinds))
-    whole = len(kinds) // turn * turn
-    found = []
-    for layer in range(len(kinds)):
-        name, together, at = (
-            ("blocks", turn, layer) if layer < whole else ("last_blocks", len(kinds) - whole, layer - whole)
-        )
-        found.append(((name, *((f"layer_{at % together}",) if together > 1 else ())), at // together))
-    return found
+    return [
+        ((group.name, *((f"layer_{i}",) if len(group.kinds) > 1 else ())), turn)
+        for group in _groups(config)
+        for turn in range(group.turns)
+        for i in range(len(group.kinds))
+    ]
 
 
 def _tables(model: Model, config: ModelSection, kinds: tuple[str, ...], places: Any) -> dict[str, Any]:
@@ -203,9 +226,16 @@ def _adapters(finetune: FinetuneSection | None) -> dict[str, Adapter]:
     return dict.fromkeys(finetune.targets, adapter)
 
 
-def _turn(config: ModelSection, kinds: tuple[str, ...], cache: Dim | None, low: dict[str, Adapter]) -> Model:
-    """The blocks of one turn of the pattern, in a row; ``cache`` is the size of their caches, in the decoding form."""
-    blocks = [_BLOCKS[kind](config, cache, low) for kind in kinds]
+def _turn(
+    config: ModelSection, kinds: tuple[str, ...], cache: Dim | None, low: dict[str, Adapter], dense: bool
+) -> Model:
+    """The blocks of one turn of the pattern, in a row.
+
+    ``cache`` is the size of their caches, in the decoding form; ``low`` are the adapters of their weights; ``dense``
+    blocks have no experts.
+    """
+    mlp = partial(_mlp, low=low) if dense else _experts
+    blocks = [_BLOCKS[kind](config, cache, low, mlp) for kind in kinds]
     if len(blocks) == 1:
         return blocks[0]
     turn = Model()
@@ -260,8 +290,27 @@ def _mlp(config: ModelSection, low: dict[str, Adapter]) -> Model:
     )
 
 
+def _experts(config: ModelSection) -> Model:
+    e = config.experts
+    return Experts(
+        config.embed_dim,
+        config.resolved_expert_dim,
+        e.count,
+        e.per_token,
+        router=e.router,
+        normalise=e.normalise,
+        scale=e.scale,
+        shared=e.shared_dim,
+        activation=config.activation,
+    )
+
+
+# What makes the feed-forward layer of a block.
+_MakeMLP = Callable[[ModelSection], Model]
+
+
 def _attention(
-    config: ModelSection, cache: Dim | None, low: dict[str, Adapter], *, local: bool = False
+    config: ModelSection, cache: Dim | None, low: dict[str, Adapter], mlp: _MakeMLP, *, local: bool = False
 ) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
@@ -288,16 +337,16 @@ def _attention(
         k: f"local_{k}" if own and k in ("cos", "sin") else k for k in attention.input_keys if k != "input"
     }
     _residual(block, config, "attention", "input", attention, "mixed", **given)
-    _residual(block, config, "mlp", "mixed", _mlp(config, low), "output")
+    _residual(block, config, "mlp", "mixed", mlp(config), "output")
     block.expose("output")
     return block
 
 
-def _local(config: ModelSection, cache: Dim | None, low: dict[str, Adapter]) -> Model:
-    return _attention(config, cache, low, local=True)
+def _local(config: ModelSection, cache: Dim | None, low: dict[str, Adapter], mlp: _MakeMLP) -> Model:
+    return _attention(config, cache, low, mlp, local=True)
 
 
-def _ssm(config: ModelSection, cache: Dim | None, low: dict[str, Adapter]) -> Model:
+def _ssm(config: ModelSection, cache: Dim | None, low: dict[str, Adapter], mlp: _MakeMLP) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     s = config.ssm
@@ -312,7 +361,7 @@ def _ssm(config: ModelSection, cache: Dim | None, low: dict[str, Adapter]) -> Mo
         cached=cache is not None,
     )
     _residual(block, config, "ssm", "input", ssm, "mixed")
-    _residual(block, config, "mlp", "mixed", _mlp(config, low), "output")
+    _residual(block, config, "mlp", "mixed", mlp(config), "output")
     block.expose("output")
     return block
 
@@ -342,12 +391,12 @@ class _Bottleneck(Model):
         self.expose("output", *_METRICS)
 
 
-def _vq(config: ModelSection, cache: Dim | None, low: dict[str, Adapter]) -> Model:
+def _vq(config: ModelSection, cache: Dim | None, low: dict[str, Adapter], mlp: _MakeMLP) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     named = {key: key for key in _METRICS}
     _residual(block, config, "vq", "input", _Bottleneck(config), "mixed", **named)
-    _residual(block, config, "mlp", "mixed", _mlp(config, low), "output")
+    _residual(block, config, "mlp", "mixed", mlp(config), "output")
     block.expose("output", *_METRICS)
     return block
 

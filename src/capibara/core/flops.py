@@ -23,6 +23,10 @@ def flops_per_token(
     m = config
     d, t = m.embed_dim, sequence_length
     mlp = (3 if m.mlp == "gated" else 2) * d * m.resolved_mlp_dim
+    # Of a mixture the router, and the experts that a token uses.
+    e = m.experts
+    experts = d * e.count + 3 * d * (e.per_token * m.resolved_expert_dim + (e.shared_dim or 0))
+    mlps = m.dense_blocks * mlp + (m.num_layers - m.dense_blocks) * experts
     inner = m.ssm.expand * d
 
     def attention(window: int) -> float:
@@ -47,14 +51,13 @@ def flops_per_token(
         + 6 * inner * m.ssm.state_dim,
         "vq": 2 * d * d + 2 * d * m.vq.codebook_size,
     }
-    total = float(sum(per_kind[kind] + 2 * mlp for kind in m.block_kinds) + 2 * d * m.vocab_size)
+    total = float(sum(per_kind[kind] for kind in m.block_kinds) + 2 * mlps + 2 * d * m.vocab_size)
     if adapters is not None:
         total += 2 * adapters
     if not training:
         return total
     if adapters is not None:
-        products = {kind: per_kind[kind] - scores.get(kind, 0) + 2 * mlp for kind in per_kind}
-        frozen = sum(products[kind] for kind in m.block_kinds) + 2 * d * m.vocab_size
-        return 3 * total - frozen
+        frozen = sum(per_kind[kind] - scores.get(kind, 0) for kind in m.block_kinds)
+        return 3 * total - (frozen + 2 * mlps + 2 * d * m.vocab_size)
     # The search for the nearest code has no derivative.
     return 3 * total - 2 * m.block_kinds.count("vq") * 2 * d * m.vq.codebook_size

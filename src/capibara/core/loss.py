@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from capibara.compose.backends.jax_parts import is_free
+from capibara.compose.backends.meshes import is_free
 from capibara.compose.physical.explicit import automatic_mesh
 from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules

@@ -9,7 +9,7 @@ from typing import Any
 from capibara.families.keys import Keys
 from capibara.families.tensors import Rule
 
-__all__ = ["ACTIVATIONS", "DECODER", "GATED", "HEADS", "Family", "joined", "norms"]
+__all__ = ["ACTIVATIONS", "DECODER", "GATED", "HEADS", "Family", "experts", "joined", "norms"]
 
 # Names of activation functions, as settings.
 ACTIVATIONS = {
@@ -68,6 +68,17 @@ def norms(**names: str) -> tuple[Rule, ...]:
     """Rules for scales: ``norms(input_layernorm="attention_norm")``."""
     return tuple(
         Rule.of(f"{_BLOCK}{theirs}.weight", (f"{ours}.scale", _VECTOR)) for theirs, ours in names.items()
+    )
+
+
+def experts(layer: str, **names: str) -> tuple[Rule, ...]:
+    """Rules for a mixture: its router, and for each matrix of an expert a tensor: ``experts("mlp", gate="w1")``."""
+    return (
+        Rule.of(f"{_BLOCK}{layer}.gate.weight", ("mlp.router", "experts embed -> embed experts")),
+        *(
+            Rule.of(f"{_BLOCK}{layer}.experts.{{expert}}.{theirs}.weight", (f"mlp.{ours}", _MATRIX))
+            for ours, theirs in names.items()
+        ),
     )
 
 

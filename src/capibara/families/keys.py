@@ -43,6 +43,7 @@ WITHOUT_EFFECT = frozenset(
         "n_ctx",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
@@ -62,8 +63,18 @@ WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-# Dropout, which acts in training only; Capibara has its own, model.dropout_rate.
-_TRAINING_ONLY = frozenset({"attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop"})
+# What acts in training only: dropout, of which Capibara has its own, model.dropout_rate, and what evens routers out.
+_TRAINING_ONLY = frozenset(
+    {
+        "attention_dropout",
+        "attn_pdrop",
+        "embd_pdrop",
+        "hidden_dropout",
+        "resid_pdrop",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+    }
+)
 
 
 class Keys:

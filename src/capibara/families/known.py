@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from capibara.errors import did_you_mean
-from capibara.families import gemma2, gemma3, gpt2, llama, mistral, olmo2, phi3, qwen2, qwen3
+from capibara.families import (
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from capibara.families.errors import FamilyError
 from capibara.families.family import Family
 
@@ -11,7 +23,7 @@ __all__ = ["FAMILIES", "find_family"]
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, gpt2)
+    for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, phi3, olmo2, gpt2)
 }
 
 

@@ -65,7 +65,7 @@ def load_params(
     """
     wanted = placed_tensors(family, model)
     names = _checked(files, family, wanted, tied=model.config.model.tie_embeddings)
-    stacks = {path for placed in wanted for _, path, index, _, _ in placed.parts if index is not None}
+    stacks = {path for placed in wanted for _, path, index, _, _ in placed.parts if index}
     shardings, targets = _empty(model, stacks)
     dtypes = {}
     for placed in wanted:
@@ -151,7 +151,7 @@ class _Tensor:
         start: int,
         end: int,
         sharding: jax.sharding.Sharding,
-        index: int | None,
+        index: tuple[int, ...],
     ) -> jax.Array:
         """A parameter's numbers in the tensor's order, dimensions taken apart, where the parameter's parts will lie."""
         import jax
@@ -190,13 +190,13 @@ def _whole(cut: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
     return all(one.indices(size)[:2] == (0, size) for one, size in zip(cut, shape, strict=True))
 
 
-def _turned(sharding: Any, order: tuple[int, ...], index: int | None) -> Any:
+def _turned(sharding: Any, order: tuple[int, ...], index: tuple[int, ...]) -> Any:
     """The sharding of a parameter, for its dimensions in the tensor's order."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     if not isinstance(sharding, NamedSharding):
         return sharding
-    own = list(sharding.spec)[0 if index is None else 1 :]
+    own = list(sharding.spec)[len(index) :]
     own += [None] * (len(order) - len(own))
     spec = [None] * len(order)
     for mine, theirs in enumerate(order):
@@ -208,7 +208,7 @@ def _put(
     target: jax.Array | None,
     raw: jax.Array,
     order: tuple[int, ...],
-    index: int | None,
+    index: tuple[int, ...],
     dtype: Any,
     sharding: Any,
 ) -> jax.Array:
@@ -224,9 +224,11 @@ def _put(
 def _putting(order: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
     import jax
 
-    def put(target: jax.Array, raw: jax.Array, index: jax.Array) -> jax.Array:
+    def put(target: jax.Array, raw: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+        entry = raw.transpose(order).astype(dtype)
+        entry = entry.reshape((1,) * len(index) + entry.shape)
         # Not ``target.at[index].set``: a scatter, which makes a copy of a stack of bfloat16 on a CPU.
-        return jax.lax.dynamic_update_index_in_dim(target, raw.transpose(order).astype(dtype), index, 0)
+        return jax.lax.dynamic_update_slice(target, entry, (*index, *[0] * raw.ndim))
 
     return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 

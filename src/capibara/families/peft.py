@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from capibara.compress.formats import FORMATS
 from capibara.compress.models.numbers import numpy_dtype
 from capibara.compress.output_folder import OutputFolder
 from capibara.compress.safetensors_file import SafetensorsFile, write_safetensors
+from capibara.config.sections import AdapterTarget
 from capibara.families.errors import FamilyError
 from capibara.families.family import Family
 from capibara.families.folder import read_json
@@ -138,7 +139,7 @@ def adapter_settings(folder: str | os.PathLike[str], family: Family) -> dict[str
         rule.name.removesuffix(".weight").rpartition(".")[2]: piece.path.split(".")[-2]
         for rule in family.inside
         for piece in rule.pieces
-        if piece.path.endswith(".weight")
+        if piece.path.endswith(".weight") and piece.path.split(".")[-2] in get_args(AdapterTarget)
     }
     if not isinstance(names, list) or not names or not all(isinstance(n, str) and n in known for n in names):
         raise FamilyError(

@@ -56,13 +56,15 @@ def config_values(model: ModelSection, family: Family) -> dict[str, Any]:
 
 
 def _without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
-    from capibara.config.sections import RopeSection
+    from capibara.config.sections import ExpertsSection, RopeSection
 
     found = {key: value for key, value in settings.items() if value is not None}
     if "pattern" in found:
         found["pattern"] = tuple(found["pattern"])
     if "rope" in found:
         found["rope"] = RopeSection(**found["rope"])
+    if "experts" in found:
+        found["experts"] = ExpertsSection(**found["experts"])
     return found
 
 
@@ -78,7 +80,9 @@ def _meaning(model: ModelSection, key: str) -> Any:
     if key == "head_dim":
         return model.resolved_head_dim
     if key == "mlp_dim":
-        return model.resolved_mlp_dim
+        return model.resolved_mlp_dim if model.dense_blocks else None
+    if key == "experts" and model.experts.count:
+        return model.experts.replace(dim=model.resolved_expert_dim)
     if key == "attention_scale":
         return np.float32(model.attention_scale or model.resolved_head_dim**-0.5)
     if key in ("rope_theta", "rope") and model.positions != "rotary":
@@ -223,7 +227,7 @@ def _gathered(params: Mapping[str, Any], one: Placed) -> np.ndarray:
     found = []
     for piece, path, index, shape, _ in one.parts:
         value = _at(params, path)
-        array = np.asarray(value if index is None else value[index])
+        array = np.asarray(value[index] if index else value)
         back = np.argsort(piece.order)
         found.append(array.transpose(tuple(back)).reshape(piece.stored(shape)))
     return found[0] if len(found) == 1 else np.concatenate(found, axis=one.axis)

@@ -64,7 +64,8 @@ class Rule:
     """A tensor's name and what is in it.
 
     Attributes:
-      name: in the folder; ``{layer}`` stands for the number of the block.
+      name: in the folder; ``{layer}`` stands for the number of the block. With ``{expert}`` there is a tensor for each
+        entry of the parameters' first dimension, and pieces say how one entry lies in it.
       pieces: the parameters in it, in order. axis: along which they lie one after the other.
     """
 
@@ -85,14 +86,14 @@ class Placed:
     Attributes:
       name: the tensor's. shape: its shape.
       axis: along which several parameters lie.
-      parts: for each parameter its piece, path, index in a stack of blocks (``None``: it is none), its shape (of one
-        block) and where it starts along ``axis``.
+      parts: for each parameter its piece, path, index in stacks (of blocks, of experts; ``()``: in none), its shape
+        (of one entry) and where it starts along ``axis``.
     """
 
     name: str
     shape: tuple[int, ...]
     axis: int
-    parts: tuple[tuple[Piece, tuple[str, ...], int | None, tuple[int, ...], int], ...]
+    parts: tuple[tuple[Piece, tuple[str, ...], tuple[int, ...], tuple[int, ...], int], ...]
 
 
 def places(
@@ -117,29 +118,35 @@ def places(
         for path, shape in shapes.items()
     }
 
-    def one(rule: Rule, prefix: tuple[str, ...], index: int | None, layer: int) -> Placed | None:
+    def each(rule: Rule, prefix: tuple[str, ...], index: tuple[int, ...], layer: int) -> Iterator[Placed]:
         paths = [(*prefix, *piece.path.split(".")) for piece in rule.pieces]
         if not any(path in shapes for path in paths):
-            return None
-        parts, at, stored = [], 0, ()
-        for piece, path in zip(rule.pieces, paths, strict=True):
+            return
+        for path in paths:
             if path not in shapes:
                 raise FamilyError(f"{rule.name}: the model has no parameter {'.'.join(path)}")
-            shape = shapes[path] if index is None else shapes[path][1:]
-            stored = piece.stored(shape)
-            parts.append((piece, path, index, shape, at))
-            at += stored[rule.axis]
+        if "{expert}" not in rule.name:
+            entries = [index]
+        else:
+            entries = [(*index, expert) for expert in range(shapes[paths[0]][len(index)])]
+        for path in paths:
             left[path] -= 1
-        whole = (*stored[: rule.axis], at, *stored[rule.axis + 1 :])
-        return Placed(rule.name.format(layer=layer), whole, rule.axis, tuple(parts))
+        for entry in entries:
+            parts, at, stored = [], 0, ()
+            for piece, path in zip(rule.pieces, paths, strict=True):
+                shape = shapes[path][len(entry) :]
+                stored = piece.stored(shape)
+                parts.append((piece, path, entry, shape, at))
+                at += stored[rule.axis]
+            whole = (*stored[: rule.axis], at, *stored[rule.axis + 1 :])
+            name = rule.name.format(layer=layer, expert=entry[-1] if entry else 0)
+            yield Placed(name, whole, rule.axis, tuple(parts))
 
     for rule in outside:
-        if (placed := one(rule, (), None, 0)) is not None:
-            yield placed
+        yield from each(rule, (), (), 0)
     for layer, (prefix, index) in enumerate(blocks):
         for rule in inside:
-            if (placed := one(rule, prefix, index, layer)) is not None:
-                yield placed
+            yield from each(rule, prefix, (index,), layer)
     if rest := [".".join(path) for path, count in left.items() if count]:
         raise FamilyError(
             f"this family has no tensor for {rest[0]}{f' and {len(rest) - 1} others' if rest[1:] else ''}. Remedy: "

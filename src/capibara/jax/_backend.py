@@ -81,6 +81,10 @@ TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] =
     "async_all_reduce": lambda: ((_array(1024, 1024),), {}),
     "optimized_gemm": lambda: ((_array(512, 512), _array(512, 512)), {}),
     "fast_svd": lambda: ((_array(1024, 1024), 32), {}),
+    "grouped_matmul": lambda: (
+        (_array(512, 256), _array(8, 256, 512), _array(8, dtype=jnp.int32)),
+        {},
+    ),
     "quantised_matmul": lambda: (
         (_array(64, 512), _array(512, 512, dtype=jnp.int8), _array(512, 16)),
         {"group": 32},

@@ -178,6 +178,37 @@ def quantised(rng: Generator) -> Family:
     )
 
 
+def grouped(rng: Generator) -> Family:
+    rows, inner, columns, groups = (
+        pick(rng, *each) for each in ((1, 4, 40), (1, 3, 8), (1, 2, 4), (1, 2, 4))
+    )
+    dtype, turned = floats(rng), bool(rng.random() < 0.5)
+    name = pick(rng, "auto", "auto", "cpu", "xla", "reference")
+    shape = (groups, columns, inner) if turned else (groups, inner, columns)
+
+    def oracle(lhs: Any, rhs: Any, sizes: Any) -> list[np.ndarray]:
+        out, at = np.zeros((rows, columns)), 0
+        for matrix, size in zip(rhs.swapaxes(1, 2) if turned else rhs, sizes, strict=True):
+            end = min(at + max(int(size), 0), rows)
+            out[at:end] = lhs[at:end] @ matrix
+            at = end
+        return [out]
+
+    return Family(
+        f"grouped_matmul({dtype}{(rows, inner)}, {shape}, transpose_rhs={turned}, implementation={name!r})",
+        lambda *arrays: linalg.grouped_matmul(*arrays, transpose_rhs=turned, implementation=name),
+        oracle,
+        (Arg((rows, inner), dtype), Arg(shape, dtype), Arg((groups,), "int32", range(-1, rows + 1))),
+        moods=("normal", "normal", "zeros", "ties"),
+        x64=dtype == "float64",
+        tolerance=4 * EPS[dtype] + 8 * EPS["float64" if dtype == "float64" else "float32"],
+        magnitude=lambda lhs, rhs, sizes: oracle(abs(lhs), abs(rhs), sizes),
+        differentiable=(0, 1),
+        twice=dtype in ("float32", "float64"),
+        dtypes=(dtype,),
+    )
+
+
 def _qr(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     q, r = np.linalg.qr(matrix)
     sign = np.where(np.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
@@ -324,6 +355,7 @@ def svd(rng: Generator) -> Family:
 OPERATIONS = {
     "linalg.optimized_gemm": gemm,
     "linalg.quantised_matmul": quantised,
+    "linalg.grouped_matmul": grouped,
     "linalg.qr": qr,
     "linalg.cholesky_update": cholesky,
     "linalg.fast_svd": svd,

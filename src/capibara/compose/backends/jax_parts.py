@@ -21,12 +21,14 @@ from functools import partial, wraps
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from capibara.compose.backends.jax_expert_parts import experts_on_parts
+from capibara.compose.backends.meshes import is_free
 from capibara.config.axes import AxisRules
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = ["LAYOUTS", "Division", "Layout", "describe", "divide", "is_free", "on_parts"]
+__all__ = ["LAYOUTS", "Division", "Layout", "describe", "divide", "on_parts"]
 
 _Names = tuple[str, ...]
 
@@ -126,6 +128,7 @@ def on_parts(ops: Any, mesh: Mesh, rules: AxisRules) -> Any:
         ops: :mod:`capibara.compose.backends.jax_ops`. mesh: with automatic axes. rules: which axis goes where.
     """
     own = {name: _on_parts(getattr(ops, name), layout, mesh, rules) for name, layout in LAYOUTS.items()}
+    own["expert_mlp"] = experts_on_parts(ops.expert_mlp, mesh, rules)
     return SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__} | own)
 
 
@@ -151,17 +154,6 @@ def _on_parts(op: Callable[..., Any], layout: Layout, mesh: Any, rules: AxisRule
         return jax.jit(part, inline=True)(*arrays)
 
     return run
-
-
-def is_free(mesh: Any) -> bool:
-    """Whether ``mesh`` can be taken here: nothing is around, or the same axes, all of them automatic."""
-    import jax
-
-    around = jax.sharding.get_abstract_mesh()
-    if around.empty:
-        return True
-    automatic = all(kind == jax.sharding.AxisType.Auto for kind in around.axis_types)
-    return automatic and around.axis_names == mesh.axis_names and around.axis_sizes == mesh.axis_sizes
 
 
 def _part(

@@ -7,7 +7,7 @@ from typing import Any
 
 from capibara.compose.errors import InputError
 
-__all__ = ["split_over"]
+__all__ = ["is_free", "split_over"]
 
 
 def split_over(
@@ -62,3 +62,14 @@ def split_over(
             )
         spec[place] = axis
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+
+def is_free(mesh: Any) -> bool:
+    """Whether ``mesh`` can be taken here: nothing is around, or the same axes, all of them automatic."""
+    import jax
+
+    around = jax.sharding.get_abstract_mesh()
+    if around.empty:
+        return True
+    automatic = all(kind == jax.sharding.AxisType.Auto for kind in around.axis_types)
+    return automatic and around.axis_names == mesh.axis_names and around.axis_sizes == mesh.axis_sizes

@@ -3,7 +3,7 @@
 from capibara.compose.library.adapters import Adapter
 from capibara.compose.library.attention import SelfAttention
 from capibara.compose.library.distances import MDS, PCA, TSNE, EncoderDistanceMatrix, MDSCore, TSNECore
-from capibara.compose.library.experts import MixtureOfExperts
+from capibara.compose.library.experts import Experts, MixtureOfExperts
 from capibara.compose.library.kernels import (
     GaussProcessRegressionCore,
     GPRAlpha,
@@ -86,6 +86,7 @@ __all__ = [
     "EncoderDecoder",
     "EncoderDecoderInference",
     "EncoderDistanceMatrix",
+    "Experts",
     "FeedForward",
     "GPRAlpha",
     "GPRLoss",

@@ -62,7 +62,16 @@ from capibara.compose.primitives.elementwise import (
     Tanh,
     Where,
 )
-from capibara.compose.primitives.experts import Dispatch, ExpertCombine, ExpertDense, Route, Rows, Unflatten
+from capibara.compose.primitives.experts import (
+    ChooseExperts,
+    Dispatch,
+    ExpertCombine,
+    ExpertDense,
+    ExpertMLP,
+    Route,
+    Rows,
+    Unflatten,
+)
 from capibara.compose.primitives.indexing import (
     Arange,
     Eye,
@@ -202,6 +211,7 @@ __all__ = [
     "ChannelAdd",
     "ChannelMultiply",
     "Cholesky",
+    "ChooseExperts",
     "ClassScore",
     "Clip",
     "Concat",
@@ -223,6 +233,7 @@ __all__ = [
     "ExpandDims",
     "ExpertCombine",
     "ExpertDense",
+    "ExpertMLP",
     "Eye",
     "EyeComplement",
     "Flatten",

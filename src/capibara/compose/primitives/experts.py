@@ -1,16 +1,29 @@
-"""Mixtures of experts: routing tokens to experts and back. ``e`` experts with ``c`` places each."""
+"""Mixtures of experts: routing tokens to experts and back.
+
+With places, ``e`` experts have ``c`` each, and a token that finds none is dropped (``Route`` to ``ExpertDense``).
+Without, each expert takes all of its own tokens (``ChooseExperts``, ``ExpertMLP``).
+"""
 
 from __future__ import annotations
 
 import math
 
 from capibara.compose.errors import ShapeError, WiringError
-from capibara.compose.logical.arguments import number, whole
+from capibara.compose.logical.arguments import choice, flag, number, whole
 from capibara.compose.logical.block import Primitive
 from capibara.compose.logical.shapes import Shape, set_size
 from capibara.compose.primitives.rules import fix, product
 
-__all__ = ["Dispatch", "ExpertCombine", "ExpertDense", "Route", "Rows", "Unflatten"]
+__all__ = [
+    "ChooseExperts",
+    "Dispatch",
+    "ExpertCombine",
+    "ExpertDense",
+    "ExpertMLP",
+    "Route",
+    "Rows",
+    "Unflatten",
+]
 
 
 class Route(Primitive):
@@ -103,6 +116,82 @@ class ExpertDense(Primitive):
             {"output": ("e c out", "float")},
             accumulates=True,
             constrain_output=True,
+            name=name,
+        )
+
+
+class ChooseExperts(Primitive):
+    """The experts of each token, and their weights: ``input [n, e]`` → ``weights [n, k]``, ``experts int [n, k]``.
+
+    Args:
+        top: ``k``, experts a token: those with the highest scores.
+        router: scores are ``"softmax"`` over all experts, or the ``"sigmoid"`` of each.
+        normalise: the weights of a token sum to 1.
+        scale: factor on the weights, after that.
+    """
+
+    def __init__(
+        self,
+        top: int = 2,
+        router: str = "softmax",
+        normalise: bool = True,
+        scale: float = 1.0,
+        *,
+        name: str | None = None,
+    ) -> None:
+        whole("top", top)
+        choice("router", router, ("softmax", "sigmoid"))
+        flag("normalise", normalise)
+        number("scale", scale, above=True)
+
+        def rule(logits: Shape, weights: Shape, experts: Shape) -> bool:
+            rows, found, numbers = logits.dims(), weights.dims(), experts.dims()
+            assert rows is not None
+            assert found is not None
+            assert numbers is not None
+            count = rows[1].find().size
+            if count is not None and count < top:
+                raise ShapeError(f"top={top} of {count} experts")
+            set_size(found[1], top)
+            return fix(numbers[1], top)
+
+        super().__init__(
+            "choose_experts",
+            {"input": ("n e", "float")},
+            {"weights": ("n k", "float"), "experts": ("n k", "int")},
+            {"top": top, "router": router, "normalise": normalise, "scale": float(scale)},
+            constraints=[(rule, ("input", "weights", "experts"))],
+            accumulates=True,
+            name=name,
+        )
+
+
+class ExpertMLP(Primitive):
+    """Gated feed-forward layers, each for the tokens that chose it; none is dropped (Gale et al., 2022).
+
+    ``input [n, d]``, ``weights [n, k]`` and ``experts int [n, k]`` of :class:`ChooseExperts`, ``gate`` and ``up [e, d,
+    h]``, ``down [e, h, d]`` → ``output [n, d]``, the sum over a token's experts of ``weight · (activation(x gate) * (x
+    up)) down``.
+
+    Args:
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+    """
+
+    def __init__(self, activation: str = "silu", *, name: str | None = None) -> None:
+        choice("activation", activation, ("silu", "gelu", "gelu_tanh", "relu"))
+        super().__init__(
+            "expert_mlp",
+            {
+                "input": ("n d", "float"),
+                "weights": ("n k", "float"),
+                "experts": ("n k", "int"),
+                "gate": ("e d h", "float"),
+                "up": ("e d h", "float"),
+                "down": ("e h d", "float"),
+            },
+            {"output": ("n d", "float")},
+            {"activation": activation},
+            accumulates=True,
             name=name,
         )
 

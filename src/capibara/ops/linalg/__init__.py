@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from capibara.ops.linalg.cholesky import cholesky_update
 from capibara.ops.linalg.gemm import optimized_gemm
+from capibara.ops.linalg.grouped import grouped_matmul
 from capibara.ops.linalg.qr import qr
 from capibara.ops.linalg.quantised import quantised_matmul
 from capibara.ops.linalg.svd import fast_svd
@@ -11,6 +12,7 @@ from capibara.ops.linalg.svd import fast_svd
 __all__ = [
     "cholesky_update",
     "fast_svd",
+    "grouped_matmul",
     "optimized_gemm",
     "qr",
     "quantised_matmul",

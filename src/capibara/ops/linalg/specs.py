@@ -10,13 +10,16 @@ import numpy as np
 __all__ = [
     "FACTORS",
     "GEMMS",
+    "GROUPED",
     "MATRICES",
     "QUANTISED",
     "FactorSpec",
     "GemmSpec",
+    "GroupedSpec",
     "MatrixSpec",
     "QuantisedSpec",
     "gemm_arguments",
+    "grouped_arguments",
 ]
 
 
@@ -30,6 +33,18 @@ class GemmSpec:
     transpose_a: bool = False
     transpose_b: bool = False
     chunk_size: int | None = None
+    tags: tuple[str, ...] = ("small",)
+
+
+@dataclass(frozen=True)
+class GroupedSpec:
+    """``grouped_matmul`` of ``[rows, inner]`` and a matrix ``[inner, columns]`` for each of the sizes."""
+
+    name: str
+    rows: int
+    inner: int
+    columns: int
+    sizes: tuple[int, ...]
     tags: tuple[str, ...] = ("small",)
 
 
@@ -81,6 +96,18 @@ GEMMS: tuple[GemmSpec, ...] = (
     GemmSpec("square", (1024, 1024), (1024, 1024), chunk_size=256, tags=("large",)),
 )
 
+GROUPED: tuple[GroupedSpec, ...] = (
+    GroupedSpec("plain", 40, 5, 7, (9, 17, 14)),
+    GroupedSpec("empty groups", 37, 8, 3, (0, 20, 0, 0, 17, 0), ("small", "odd")),
+    GroupedSpec("one group has all", 40, 4, 6, (0, 40, 0), ("small", "odd")),
+    GroupedSpec("rows of no group", 40, 4, 6, (3, 0, 18), ("small", "odd")),
+    GroupedSpec("no rows in any group", 20, 4, 6, (0, 0), ("small", "odd")),
+    GroupedSpec("one row", 1, 3, 2, (0, 1, 0), ("small", "odd")),
+    GroupedSpec("large blocks", 700, 3, 4, (330, 0, 290, 5)),
+    GroupedSpec("more than there is", 20, 4, 3, (18, -3, 9, 4), ("small", "odd")),
+    GroupedSpec("large", 4096, 1024, 2048, (512,) * 8, ("large",)),
+)
+
 MATRICES: tuple[MatrixSpec, ...] = (
     MatrixSpec("tall", (40, 8), 4),
     MatrixSpec("wide", (8, 31), 3, ("small", "odd")),
@@ -111,6 +138,15 @@ QUANTISED: tuple[QuantisedSpec, ...] = (
     QuantisedSpec("token", (1,), 2048, 2048, 64, ("large",)),
     QuantisedSpec("prompt", (1024,), 2048, 2048, 64, ("large",)),
 )
+
+
+def grouped_arguments(spec: GroupedSpec, random: np.random.Generator) -> tuple[Any, ...]:
+    """The arguments of a call: normal numbers, and the sizes."""
+    groups = len(spec.sizes)
+    lhs, rhs = (
+        random.normal(size=shape) for shape in ((spec.rows, spec.inner), (groups, spec.inner, spec.columns))
+    )
+    return lhs, rhs, np.array(spec.sizes, np.int32)
 
 
 def gemm_arguments(spec: GemmSpec, random: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:

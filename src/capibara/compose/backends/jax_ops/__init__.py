@@ -63,7 +63,9 @@ from capibara.compose.backends.jax_ops.elementwise import (
     where,
 )
 from capibara.compose.backends.jax_ops.experts import (
+    choose_experts,
     expert_dense,
+    expert_mlp,
     moe_combine,
     moe_dispatch,
     moe_route,
@@ -216,6 +218,7 @@ __all__ = [
     "channel_multiply",
     "checkpointed",
     "cholesky",
+    "choose_experts",
     "class_score",
     "clip",
     "concat",
@@ -238,6 +241,7 @@ __all__ = [
     "exp",
     "expand_dims",
     "expert_dense",
+    "expert_mlp",
     "eye",
     "eye_complement",
     "flatten",

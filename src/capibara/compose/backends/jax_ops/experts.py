@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["expert_dense", "moe_combine", "moe_dispatch", "moe_route", "rows", "unflatten"]
+__all__ = [
+    "choose_experts",
+    "expert_dense",
+    "expert_mlp",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_route",
+    "rows",
+    "unflatten",
+]
 
 Array = jax.Array
 
@@ -48,6 +60,73 @@ def moe_combine(x: Array, combine: Array) -> Array:
 def expert_dense(x: Array, weight: Array, accumulate: str) -> Array:
     wide = jnp.dtype(accumulate)
     return jnp.einsum("eci,eio->eco", x, weight, preferred_element_type=wide).astype(x.dtype)
+
+
+def choose_experts(
+    logits: Array, top: int, router: str, normalise: bool, scale: float, accumulate: str
+) -> tuple[Array, Array]:
+    wide = logits.astype(accumulate)
+    scores = jax.nn.softmax(wide, axis=-1) if router == "softmax" else jax.nn.sigmoid(wide)
+    weights, experts = jax.lax.top_k(scores, top)
+    if normalise:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return (weights * scale).astype(logits.dtype), experts
+
+
+@jax.custom_vjp
+def _permuted(x: Array, order: Array, back: Array) -> Array:
+    """``x[order]``, whose gradient is a look-up too: in ``back``, the inverse."""
+    return jnp.take(x, order, axis=0, mode="clip")
+
+
+def _permuted_forward(x: Array, order: Array, back: Array) -> tuple[Array, Any]:
+    return _permuted(x, order, back), (order, back)
+
+
+def _permuted_backward(kept: Any, slope: Array) -> tuple[Any, ...]:
+    order, back = kept
+    return _permuted(slope, back, order), None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
+
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+def expert_mlp(
+    x: Array,
+    weights: Array,
+    experts: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    activation: str,
+    accumulate: str,
+    first: Array | None = None,
+) -> Array:
+    """With ``first``, the matrices are those of the experts from this one on; other experts give 0."""
+    from capibara.ops.linalg import grouped_matmul
+
+    count, top = gate.shape[0], experts.shape[1]
+    if first is not None:
+        experts = experts - first
+        experts = jnp.where((experts >= 0) & (experts < count), experts, count)
+    flat = experts.reshape(math.prod(experts.shape))
+    order = jnp.argsort(flat, stable=True)
+    back = jnp.argsort(order)
+    sizes = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+    product = partial(grouped_matmul, group_sizes=sizes, accumulate_dtype=accumulate)
+    rows = _permuted(jnp.repeat(x, top, axis=0), order, back)
+    inner = _ACTIVATIONS[activation](product(rows, gate)) * product(rows, up)
+    each = _permuted(product(inner, down), back, order).reshape(*weights.shape, x.shape[-1])
+    wide = jnp.dtype(accumulate)
+    return jnp.einsum("nkd,nk->nd", each, weights, preferred_element_type=wide).astype(x.dtype)
 
 
 def rows(x: Array) -> Array:

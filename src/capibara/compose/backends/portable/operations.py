@@ -62,7 +62,9 @@ from capibara.compose.backends.portable.elementwise import (
     where,
 )
 from capibara.compose.backends.portable.experts import (
+    choose_experts,
     expert_dense,
+    expert_mlp,
     moe_combine,
     moe_dispatch,
     moe_route,
@@ -204,6 +206,7 @@ __all__ = [
     "channel_multiply",
     "checkpointed",
     "cholesky",
+    "choose_experts",
     "class_score",
     "clip",
     "concat",
@@ -226,6 +229,7 @@ __all__ = [
     "exp",
     "expand_dims",
     "expert_dense",
+    "expert_mlp",
     "flatten",
     "floor",
     "floor_divide",

@@ -14,6 +14,7 @@ class TpuV4LinalgOps:
     """
 
     optimized_gemm = staticmethod(linalg.optimized_gemm)
+    grouped_matmul = staticmethod(linalg.grouped_matmul)
     quantised_matmul = staticmethod(linalg.quantised_matmul)
     fast_svd = staticmethod(linalg.fast_svd)
     cholesky_update = staticmethod(linalg.cholesky_update)

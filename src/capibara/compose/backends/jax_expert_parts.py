@@ -1,0 +1,93 @@
+"""Mixtures of experts over a mesh: every device multiplies with the experts, and the part of each, that it holds.
+
+The table of logical axes says where things are: tokens over the axes of "batch", experts over those of "experts", the
+inner features of each over those of "mlp". A device sorts its tokens by the experts that it has, and the sum over
+devices is a token's result. Where experts are over an axis of the batch, its tokens are gathered before, and the sum is
+scattered back to where they were. Nothing is dropped, however uneven the choice is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+from capibara.compose.backends.meshes import is_free
+from capibara.config.axes import AxisRules
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+__all__ = ["experts_on_parts"]
+
+_Names = tuple[str, ...]
+
+
+def experts_on_parts(op: Callable[..., Any], mesh: Mesh, rules: AxisRules) -> Callable[..., Any]:
+    """``expert_mlp`` with each device's part of its arrays. What cannot be divided is left to XLA.
+
+    Args:
+        op: of :mod:`capibara.compose.backends.jax_ops`. mesh: with automatic axes. rules: which axis goes where.
+    """
+    import jax
+    from jax.core import Tracer
+    from jax.sharding import PartitionSpec
+
+    @wraps(op)
+    def run(*arrays: Any, **options: Any) -> Any:
+        if not any(isinstance(x, Tracer) for x in arrays) or not is_free(mesh):
+            return op(*arrays, **options)
+        x, gate = arrays[0], arrays[3]
+        tokens = _axes(rules.spec(("batch",), mesh, x.shape[:1], "activations"), 0)
+        matrix = rules.spec(("experts", "embed", "mlp"), mesh, gate.shape)
+        experts, inner = _axes(matrix, 0), _axes(matrix, 2)
+        if not experts and not inner and not tokens:
+            return op(*arrays, **options)
+        inner = tuple(axis for axis in inner if axis not in tokens)
+        rows = PartitionSpec(tokens or None)
+        there, back = (
+            PartitionSpec(experts or None, *pair) for pair in ((None, inner or None), (inner or None, None))
+        )
+        part = jax.shard_map(
+            partial(_part, op, tokens, experts, inner, options),
+            mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+            in_specs=(rows, rows, rows, there, there, back),
+            out_specs=rows,
+        )
+        # Compiled also where gradients are taken outside of `jax.jit`, and not one primitive at a time.
+        return jax.jit(part, inline=True)(*arrays)
+
+    return run
+
+
+def _axes(spec: Any, place: int) -> _Names:
+    """The mesh axes of one dimension."""
+    found = spec[place] if place < len(spec) else None
+    return () if found is None else (found,) if isinstance(found, str) else tuple(found)
+
+
+def _part(
+    op: Callable[..., Any],
+    tokens: _Names,
+    experts: _Names,
+    inner: _Names,
+    options: dict[str, Any],
+    *arrays: Any,
+) -> Any:
+    """The mixture on a device's part, inside of ``jax.shard_map``."""
+    from jax import lax
+
+    from capibara.ops.one_device import alike
+
+    rows, matrices = arrays[:3], arrays[3:]
+    shared = tuple(axis for axis in tokens if axis in experts)
+    if shared:
+        rows = [lax.all_gather(x, shared, axis=0, tiled=True) for x in rows]
+    # Devices differ in what they compute of the same tokens; the gradient of those is the sum over them.
+    rows = alike(tuple(rows), arrays)
+    # Without parts of the experts all of them are here.
+    first = lax.axis_index(experts) * matrices[0].shape[0] if experts else None
+    out = op(*rows, *matrices, **options, first=first)
+    if others := tuple(axis for axis in (*experts, *inner) if axis not in shared):
+        out = lax.psum(out, others)
+    return lax.psum_scatter(out, shared, scatter_dimension=0, tiled=True) if shared else out

@@ -1,0 +1,175 @@
+"""Grouped products as a loop over groups, and over blocks of each group's rows.
+
+How many rows a group has is known only when the program runs, and XLA's products have fixed sizes. So each group is
+cut into blocks of a few fixed sizes, the largest first, and only its last block may reach into the rows of the next
+group. Those are computed again by their own group, which comes later and overwrites them. Groups without rows are
+skipped, so their matrices are not read. Under ``jax.vmap`` the problems are computed one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.ops.explicit import automatic, explicit_sharding
+from capibara.ops.one_device import alike
+
+if TYPE_CHECKING:
+    from capibara.ops.linalg.grouped import GroupedProblem
+
+__all__ = ["bounds", "forward", "one_by_one", "outer", "outer_product", "product", "without_rest"]
+
+# Rows of a block. Large ones multiply fastest; small ones leave little of the last block unused.
+_ROWS = (256, 64, 16)
+# A block's product of columns is added to a whole matrix: fewer, larger blocks.
+_OUTER_ROWS = (512, 128, 32)
+
+
+def _dot(problem: GroupedProblem, a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    return lax.dot_general(
+        a,
+        b,
+        (((dims[0],), (dims[1],)), ((), ())),
+        precision=problem.precision,
+        preferred_element_type=jnp.dtype(problem.accumulate_dtype),
+    )
+
+
+def product(problem: GroupedProblem, rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Some rows times one matrix."""
+    return _dot(problem, rows, matrix, (1, 1 if problem.transpose_rhs else 0)).astype(problem.dtype)
+
+
+def outer_product(problem: GroupedProblem, left: jax.Array, right: jax.Array) -> jax.Array:
+    """``left.T @ right``, in the dtype of sums."""
+    return _dot(problem, left, right, (0, 0))
+
+
+def bounds(problem: GroupedProblem, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first row of each group, and the row after its last one."""
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0).astype(jnp.int32)), problem.rows)
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+
+
+def without_rest(problem: GroupedProblem, sizes: jax.Array, x: jax.Array) -> jax.Array:
+    """0 in rows of no group."""
+    _, ends = bounds(problem, sizes)
+    return jnp.where((jnp.arange(problem.rows) < ends[-1])[:, None], x, jnp.zeros((), x.dtype))
+
+
+def _over_groups(
+    problem: GroupedProblem,
+    blocks: tuple[int, ...],
+    sizes: jax.Array,
+    carry: Any,
+    group: Callable[[Any, Any, Callable[..., Any]], Any],
+) -> Any:
+    """``group(carry, number, over)`` for each group with rows; ``over(block, carry)`` goes through its blocks.
+
+    ``block(rows, carry, start, end)`` sees ``rows`` rows from ``start`` on, of which those from ``end`` on are not
+    the group's.
+    """
+    starts, ends = bounds(problem, sizes)
+    filled = ends > starts
+    order = jnp.argsort(~filled, stable=True)  # groups with rows first
+    count = jnp.sum(filled, dtype=jnp.int32)
+
+    def step(state: Any) -> Any:
+        at, carry = state
+        number = order[at]
+        end = ends[number]
+
+        def over(block: Callable[..., Any], carry: Any) -> Any:
+            state = starts[number], carry
+            for size in blocks:
+                least = 1 if size == blocks[-1] else size
+
+                def more(state: Any, least: int = least) -> Any:
+                    return state[0] + least <= end
+
+                def one(state: Any, size: int = size) -> Any:
+                    return state[0] + size, block(size, state[1], state[0], end)
+
+                state = lax.while_loop(more, one, state)
+            return state[1]
+
+        return at + 1, group(carry, number, over)
+
+    zero = jnp.zeros((), jnp.int32)
+    return lax.while_loop(lambda state: state[0] < count, step, (alike(zero, sizes), carry))[1]
+
+
+def _fitting(problem: GroupedProblem, blocks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in blocks if size <= problem.rows) or (problem.rows,)
+
+
+def one_by_one(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``function(problem, *arrays)``, which under ``jax.vmap`` computes one problem after another."""
+
+    def run(problem: GroupedProblem, *arrays: jax.Array) -> jax.Array:
+        one = jax.custom_batching.custom_vmap(partial(function, problem))
+
+        @one.def_vmap
+        def _several(_: int, mapped: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+            places = sorted(range(len(arrays)), key=lambda i: not mapped[i])  # those that are mapped first
+
+            def each(*given: jax.Array) -> jax.Array:
+                def now(row: tuple[jax.Array, ...]) -> jax.Array:
+                    filled = dict(zip(places, (*row, *given[len(row) :]), strict=True))
+                    return run(problem, *(filled[i] for i in range(len(given))))
+
+                return lax.map(now, given[: sum(mapped)])
+
+            given = [arrays[i] for i in places]
+            # A loop over what is sharded over explicit axes is an error.
+            return (each(*given) if explicit_sharding(*given) is None else automatic(each, given, 1)), True
+
+        return one(*arrays)
+
+    return run
+
+
+@one_by_one
+def forward(problem: GroupedProblem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    blocks = _fitting(problem, _ROWS)
+    # The last block may begin in the last row.
+    padded = jnp.pad(lhs, ((0, blocks[0]), (0, 0)))
+    out = jnp.zeros((problem.rows + blocks[0], problem.columns), problem.dtype)
+
+    def group(out: jax.Array, number: jax.Array, over: Callable[..., Any]) -> jax.Array:
+        matrix = lax.dynamic_index_in_dim(rhs, number, keepdims=False)
+
+        def block(size: int, out: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+            rows = lax.dynamic_slice_in_dim(padded, start, size)
+            return lax.dynamic_update_slice_in_dim(out, product(problem, rows, matrix), start, 0)
+
+        return over(block, out)
+
+    out = _over_groups(problem, blocks, sizes, alike(out, lhs, rhs, sizes), group)
+    return without_rest(problem, sizes, out[: problem.rows])
+
+
+@one_by_one
+def outer(problem: GroupedProblem, left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
+    blocks = _fitting(problem, _OUTER_ROWS)
+    padded = [jnp.pad(x, ((0, blocks[0]), (0, 0))) for x in (left, right)]
+    shape = left.shape[1], right.shape[1]
+    out = jnp.zeros((problem.groups, *shape), problem.dtype)
+    zeros = alike(jnp.zeros(shape, problem.accumulate_dtype), left, right, sizes)
+
+    def group(out: jax.Array, number: jax.Array, over: Callable[..., Any]) -> jax.Array:
+        def block(size: int, total: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+            own = (start + jnp.arange(size) < end)[:, None]
+            # Both: 0 times a NaN of the next group would be NaN.
+            pair = (jnp.where(own, lax.dynamic_slice_in_dim(x, start, size), 0) for x in padded)
+            return total + outer_product(problem, *pair)
+
+        total = over(block, zeros).astype(problem.dtype)
+        return lax.dynamic_update_index_in_dim(out, total, number, 0)
+
+    return _over_groups(problem, blocks, sizes, alike(out, left, right, sizes), group)

@@ -1,0 +1,66 @@
+"""Experts over a mesh: what one device computes, values and gradients, however experts and tokens are divided."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from emulation import emulated
+from other_process import run_apart
+
+SCRIPT = r"""
+import json, sys
+import jax, numpy as np
+from small_models import small_config, small_params, small_tokens
+from capibara.core import ModularCapibaraModel
+
+config = small_config("experts", **{"model.experts.count": 8, "model.experts.shared_dim": 8, "model.mlp_dim": 16,
+    "model.experts.dim": 16})
+tokens = small_tokens(8, 6)
+
+
+def results(model, params):
+    def loss(p):
+        return model.loss(p, {"tokens": tokens}, state={}, train=False)[0]
+
+    return jax.jit(lambda p: (model.apply(p, tokens, state={})[0], jax.value_and_grad(loss)(p)))(params)
+
+
+one = ModularCapibaraModel(config)
+params, _ = small_params(one)
+want = jax.tree.map(np.asarray, results(one, params))
+out = {}
+for shape, names in json.loads(sys.argv[1]):
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+    many = ModularCapibaraModel(config, mesh=mesh)
+    laid = jax.device_put(params, many.compiled.propose_shardings()["params"])
+    found = results(many, laid)
+    gaps = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - b).max() / (1 + np.abs(b).max())), found, want)
+    out[" ".join(names)] = [max(jax.tree.leaves(gaps)), laid["blocks"]["mlp"]["gate"].addressable_shards[0].data.shape]
+print("RESULT", json.dumps(out))
+"""
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        {"expert": ((8,), [2, 1, 8, 16])},
+        pytest.param(
+            {
+                "data": ((8,), [2, 1, 8, 16]),  # tokens are gathered, and their sums scattered
+                "data expert": ((2, 4), [2, 2, 4, 16]),
+                "data model": ((4, 2), [2, 2, 8, 8]),
+                "data expert model": ((2, 2, 2), [2, 4, 4, 8]),
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_eight_devices_compute_what_one_does(meshes: dict[str, Any]) -> None:
+    asked = [(shape, names.split()) for names, (shape, _) in meshes.items()]
+    found = run_apart(SCRIPT, json.dumps(asked), XLA_FLAGS=emulated(8, quick=True))
+    assert {names: shape for names, (_, shape) in found.items()} == {
+        names: shape for names, (_, shape) in meshes.items()
+    }
+    assert max(gap for gap, _ in found.values()) < 2e-6
