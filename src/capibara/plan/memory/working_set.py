@@ -66,10 +66,11 @@ _FETCHED, _FETCHED_V4 = 0.6, 0.2
 # are gathered into their place.
 _REPLACED = 0.2
 # Where the loss takes many logits in chunks: how many chunks; and in a block's backward pass, logits in place of the
-# counts above, and tables of the vocabulary beside them (the table's gradient in float32), for a table that is whole on
-# each device and for one sharded over ``model``.
+# counts above (of a rematerialised one), and tables of the vocabulary beside them (the table's gradient in float32),
+# for a table that is whole on each device and for one sharded over ``model``.
 _CHUNKS = 32
 _ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED = (0.13, 1.5), (0.0, 1.5)
+_ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED = (0.13, 0.8), (0.0, 0.4)
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,13 @@ def working_set(
     if _in_chunks(config, w):
         # The logits of one chunk, and the gradient of the table, which is a sum over chunks.
         scores = (logits // _CHUNKS + w.words * w.stream * w.compute) * w.accumulate // w.compute
-        words, more = _ALIVE_CHUNKS_SHARDED if _shards_vocab(layout) else _ALIVE_CHUNKS
-        tables += more
+        chunked, sharded = (
+            (_ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED)
+            if w.one_dtype
+            else (_ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED)
+        )
+        words, more = sharded if _shards_vocab(layout) else chunked
+        words, tables = (0.0 if layout.remat == "none" else words), tables + more
     else:
         # In the compute dtype and, where that is another one, in that of accumulation.
         scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
