@@ -10,8 +10,8 @@ from capibara.plan.memory import estimate_memory
 from capibara.plan.search.space import WHOLE_PRODUCTS
 
 # Slice, data × model, layers, width, heads and their width, feed-forward width, vocabulary, batch, sequence, remat,
-# microbatches, whether products are whole, whether the counts were fixed before it was compiled, and bytes a device
-# by measure_memory (libtpu 0.0.42).
+# microbatches, whether products are whole, whether the counts (but for those of a loss in chunks) were fixed before it
+# was compiled, and bytes a device by measure_memory (libtpu 0.0.42).
 # fmt: off
 FLOAT32 = [
     ("v5e:2x2", (4, 1), 8, 1024, 8, 128, 2816, 512, 16, 512, "none", 1, True, False, 2_264_254_464),
