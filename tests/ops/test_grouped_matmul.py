@@ -93,7 +93,7 @@ def test_what_is_not_finite_stays_in_its_row_and_its_matrix(implementation: str)
 
     @jax.jit
     def run(lhs: Any, rhs: Any) -> Any:
-        out, pull = jax.vjp(lambda *a: grouped_matmul(*a, sizes, implementation=implementation), lhs, rhs)
+        out, pull = jax.vjp(lambda a, b: grouped_matmul(a, b, sizes, implementation=implementation), lhs, rhs)
         return out, *pull(jnp.ones_like(out))
 
     out, by_lhs, by_rhs = run(lhs, rhs)

@@ -159,7 +159,7 @@ def test_a_model_without_attention_never_slides(model: TinyModel, params: Any) -
     ],
 )
 def test_bad_arguments_are_refused_at_once(
-    model: TinyModel, params: Any, prompt: Any, options: dict[str, int], message: str
+    model: TinyModel, params: Any, prompt: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Generator(model, params).tokens(prompt, **{"max_tokens": 3, **options})

@@ -22,7 +22,7 @@ from capibara.config.axes import AxisRules
 from capibara.core.adapters import adapter_mask, add_adapters, is_adapter, merge_adapters, only_adapters
 from capibara.core.decoder import build_decoder
 from capibara.core.flops import flops_per_token
-from capibara.core.loss import next_token_loss
+from capibara.core.loss import next_token_loss, parts_of
 from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class ModularCapibaraModel:
 
     @cached_property
     def trunk(self) -> CompiledModel:
-        """The model without its head, which the loss takes by itself; compiled on first use."""
+        """The model without its head: the loss of many logits takes the hidden states; compiled on first use."""
         return compile(
             build_decoder(self.config.model, head=False, finetune=self.config.finetune), self.backend
         )
@@ -332,6 +332,9 @@ class ModularCapibaraModel:
         Returns:
             ``(loss, (new_state, metrics))``; ``metrics["cross_entropy"]`` is the loss without auxiliary terms.
         """
+        import jax
+        import jax.numpy as jnp
+
         tokens = _tokens(batch)
         if 0 in tokens.shape or tokens.shape[1] < 2:
             raise InputError(
@@ -340,11 +343,18 @@ class ModularCapibaraModel:
             )
         with self.backend.scope():
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            own = {key: value for key, value in params.items() if key in self._trunk_keys}
-            outputs, after = self.trunk.apply(own, {"tokens": inputs}, state=state, key=key, train=train)
-            cross_entropy = next_token_loss(
-                self.config, params, outputs["hidden"], targets, self.backend.mesh, self.backend.rules
-            )
+            parts = parts_of(self.config, inputs, self.backend.mesh, self.backend.rules)
+            if parts is None:
+                outputs, after = self.compiled.apply(
+                    params, {"tokens": inputs}, state=state, key=key, train=train
+                )
+                logits = outputs["logits"]
+                chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+                cross_entropy = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+            else:
+                own = {key: value for key, value in params.items() if key in self._trunk_keys}
+                outputs, after = self.trunk.apply(own, {"tokens": inputs}, state=state, key=key, train=train)
+                cross_entropy = next_token_loss(self.config, params, outputs["hidden"], targets, parts)
             metrics = {"cross_entropy": cross_entropy}
             loss = cross_entropy
             if "auxiliary_loss" in outputs:

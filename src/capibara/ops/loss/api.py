@@ -13,18 +13,29 @@ from capibara.ops.loss import reference, xla
 from capibara.ops.loss.problem import LossProblem, prepare
 from capibara.ops.registry import Implementation, Op, public
 
-__all__ = ["cross_entropy"]
+__all__ = ["cross_entropy", "reason_for_whole"]
 
 # Fewer logits than these, 64 MiB as float32, are computed faster as a whole.
 FEW_LOGITS = 1 << 24
 
 
+def reason_for_whole(tokens: int, features: int, vocab: int, dtype: str) -> str | None:
+    """Why the logits of such a loss are better computed as a whole; None where chunks are better."""
+    if tokens * vocab < FEW_LOGITS:
+        return f"{tokens} × {vocab} logits are few enough to be computed as a whole"
+    # The sum of the head's gradients over chunks is float32. In that dtype it becomes the result in place; in a narrow
+    # one it is an array more. Of the planner's programs for TPUs, those with fewer tokens needed more memory for it.
+    if dtype in ("bfloat16", "float16") and tokens < 2 * features:
+        return f"{tokens} tokens have too few logits for the gradient in float32 of a head of {features} features"
+    return None
+
+
 def _check(problem: LossProblem) -> None:
     # Of a sharded vocabulary the whole logits would have to be gathered.
-    if problem.implementation == "auto" and not problem.axes and problem.tokens * problem.vocab < FEW_LOGITS:
-        raise NotImplementedError(
-            f"{problem.tokens} × {problem.vocab} logits are few enough to be computed as a whole"
-        )
+    if problem.implementation == "auto" and not problem.axes:
+        reason = reason_for_whole(problem.tokens, problem.features, problem.vocab, problem.dtype)
+        if reason is not None:
+            raise NotImplementedError(reason)
 
 
 OP = Op(

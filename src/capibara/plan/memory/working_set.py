@@ -3,12 +3,14 @@
 Two moments compete:
 
 *The loss.* Every layer's values for the backward pass are stored, and the logits exist twice, as the product's output
-and in the accumulation dtype, together with the gathered vocabulary table.
+and in the accumulation dtype, together with the gathered vocabulary table. Many logits
+(:func:`capibara.ops.loss.cross_entropy`) are those of one chunk, beside the gradient of the table.
 
 *The backward pass of one block*, near the end of the loop. The stored values; the gradients of all blocks, which the
 loop stacks; the derivative of the logits, because the product that computes the table's gradient from it is scheduled
-last; and the working set of the block: its recomputed values and their derivatives, some as wide as the residual
-stream, some as the feed-forward layer, and matrices: gathered weights, and gradients before they are scattered.
+last (in chunks: that gradient); and the working set of the block: its recomputed values and their derivatives, some as
+wide as the residual stream, some as the feed-forward layer, and matrices: gathered weights, and gradients before they
+are scattered.
 
 In both cases, and until the end, there are copies of all blocks' parameters in the compute dtype: the compiler
 creates them once, before the loop.
@@ -63,6 +65,12 @@ _FETCHED, _FETCHED_V4 = 0.6, 0.2
 # Of parameters that are replicated though their moments are not: copies that are kept while the new ones
 # are gathered into their place.
 _REPLACED = 0.2
+# Where the loss takes many logits in chunks: how many chunks; and in a block's backward pass, logits in place of the
+# counts above (of a rematerialised one), and tables of the vocabulary beside them (the table's gradient in float32),
+# for a table that is whole on each device and for one sharded over ``model``.
+_CHUNKS = 32
+_ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED = (0.13, 1.5), (0.0, 1.5)
+_ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED = (0.13, 0.8), (0.0, 0.4)
 
 
 @dataclass(frozen=True)
@@ -139,10 +147,21 @@ def working_set(
     every = sum(b.bytes // b.count for b in arguments if b.kind == "optimizer" and b.shape)
     logits = w.values(w.words)
     table = w.words * w.stream * w.compute
-    # In the compute dtype and, where that is another one, in that of accumulation.
-    scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
-    loss = scores + table + 2 * w.values(w.stream)
     stream, inner, words, matrices, tables = _alive(layout, target, w)
+    if _in_chunks(config, w):
+        # The logits of one chunk, and the gradient of the table, which is a sum over chunks.
+        scores = (logits // _CHUNKS + w.words * w.stream * w.compute) * w.accumulate // w.compute
+        chunked, sharded = (
+            (_ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED)
+            if w.one_dtype
+            else (_ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED)
+        )
+        words, more = sharded if _shards_vocab(layout) else chunked
+        words, tables = (0.0 if layout.remat == "none" else words), tables + more
+    else:
+        # In the compute dtype and, where that is another one, in that of accumulation.
+        scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
+    loss = scores + table + 2 * w.values(w.stream)
     block = (
         stream * w.values(w.stream)
         + inner * w.values(w.inner)
@@ -170,19 +189,31 @@ def working_set(
     )
 
 
+def _in_chunks(config: ModularModelConfig, w: _Widths) -> bool:
+    """Whether the loss takes its logits in chunks."""
+    from capibara.ops.loss.api import reason_for_whole  # imports JAX, which the rest here does not need
+
+    dtype = config.precision.compute_dtype
+    return reason_for_whole(w.tokens, w.stream, w.words, dtype) is None
+
+
 def _alive(layout: Layout, target: Slice, w: _Widths) -> tuple[float, float, float, float, float]:
     """The counts of this layout."""
-    sizes = layout.axis_sizes
     usual, whole, deferred = (
         (_ALIVE_ONE, _ALIVE_ONE_WHOLE, _ALIVE_ONE_DEFERRED)
         if w.one_dtype
         else (_ALIVE, _ALIVE_WHOLE, _ALIVE_DEFERRED)
     )
-    if sizes.get("model", 1) * sizes.get("tensor", 1) > 1:
+    if _shards_vocab(layout):
         return whole if _whole_products(layout) else usual
     few = w.tokens < w.stream and layout.num_devices > _MANY_DEVICES
     late = target.generation in ("v4", "v5e") and target.view == "chip" and layout.remat == "full"
     return deferred if few and late else usual
+
+
+def _shards_vocab(layout: Layout) -> bool:
+    sizes = layout.axis_sizes
+    return sizes.get("model", 1) * sizes.get("tensor", 1) > 1
 
 
 def _whole_products(layout: Layout) -> bool:
