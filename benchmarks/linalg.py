@@ -1,4 +1,4 @@
-"""Truncated singular values against scikit-learn's and JAX's, Cholesky updates and products against plain JAX, on CPU.
+"""Truncated singular values against scikit-learn's and JAX's; Cholesky updates and products against plain JAX, on CPU.
 
 float32. The matrix to decompose has singular values ``j^-0.5``, a slow decay, so the smallest possible error of a rank
 is known; what each reaches of it stands beside its time. ``jnp.linalg.svd`` takes minutes and is timed once.
@@ -144,9 +144,53 @@ def _others(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _grouped(rounds: int) -> list[dict[str, Any]]:
+    """Experts against a dense product of as many operations, and against ``jax.lax.ragged_dot``."""
+    import jax
+    import jax.numpy as jnp
+
+    from capibara.measure import interleaved
+    from capibara.ops.linalg import grouped_matmul
+    from capibara.ops.linalg.specs import GROUPED, grouped_arguments
+    from capibara.ops.tagged import tagged
+
+    rng = np.random.default_rng(2)
+    rows = []
+    for spec in tagged(GROUPED, "large"):
+        lhs, rhs, _ = (jnp.asarray(x, jnp.float32) for x in grouped_arguments(spec, rng))
+        # Uneven, as a router is.
+        shares = rng.dirichlet(np.full(len(spec.sizes), 8.0))
+        sizes = jnp.asarray(rng.multinomial(spec.rows, shares), jnp.int32)
+        ahead = jnp.asarray(rng.normal(size=(spec.rows, spec.columns)), jnp.float32)
+        shape = f"{spec.rows} × {spec.inner} × {spec.columns}, {len(spec.sizes)} groups"
+        ours = jax.jit(grouped_matmul)
+        peers = {
+            "dense product": jax.jit(lambda lhs, rhs, sizes: lhs @ rhs[0]),
+            "jax.lax.ragged_dot": jax.jit(jax.lax.ragged_dot),
+        }
+
+        def slopes(f: Any, ahead: Any = ahead) -> Any:
+            return jax.jit(lambda a, b, s: jax.vjp(lambda a, b: f(a, b, s), a, b)[1](ahead))
+
+        for what, mine, others in (
+            ("grouped_matmul", ours, peers),
+            ("grouped_matmul, gradients", slopes(ours), {"dense product": slopes(peers["dense product"])}),
+        ):
+            table = interleaved(
+                {
+                    name: lambda f=f, x=lhs, y=rhs, s=sizes: f(x, y, s)
+                    for name, f in {"capibara": mine, **others}.items()
+                },
+                rounds,
+            )
+            print(f"{table}\n")
+            rows += [_row(what, shape, table, peer) for peer in others]
+    return rows
+
+
 def run(rounds: int = 5, whole: bool = True) -> list[dict[str, Any]]:
     """Rows of ratios: time of the peer / time of Capibara, so that above 1 Capibara is the faster."""
-    return _others(rounds) + _decompositions(rounds, whole)
+    return _others(rounds) + _grouped(rounds) + _decompositions(rounds, whole)
 
 
 if __name__ == "__main__":

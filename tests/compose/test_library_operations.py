@@ -43,6 +43,21 @@ def chosen(logits: torch.Tensor, top: int, scale: float) -> tuple[torch.Tensor, 
     return scale * weights / weights.sum(-1, keepdim=True), experts
 
 
+def mixed(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    rows = []
+    for i, row in enumerate(x):
+        inner = [(F.gelu(row @ gate[e], approximate="tanh") * (row @ up[e])) @ down[e] for e in experts[i]]
+        rows.append((weights[i][:, None] * torch.stack(inner)).sum(0))
+    return torch.stack(rows)
+
+
 def balanced(target: torch.Tensor) -> torch.Tensor:
     counts = torch.bincount(target.long(), minlength=3)
     return torch.where(counts > 0, len(target) / (3 * counts.double()), 0.0)
@@ -331,15 +346,7 @@ CASES = {
             "up": draw(4, 2, 3, seed=1),
             "down": draw(4, 3, 2),
         },
-        lambda input, weights, experts, gate, up, down: torch.stack(
-            [
-                sum(
-                    weights[i, j] * ((F.gelu(x @ gate[e], approximate="tanh") * (x @ up[e])) @ down[e])
-                    for j, e in enumerate(experts[i])
-                )
-                for i, x in enumerate(input)
-            ]
-        ),
+        lambda input, weights, experts, gate, up, down: mixed(input, weights, experts, gate, up, down),
     ),
     "confusion": Case(
         lambda: p.Confusion(3),

@@ -88,13 +88,14 @@ _jitted = jax.jit(grouped_matmul)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_is_not_finite_stays_in_its_row_and_its_matrix(implementation: str) -> None:
     lhs, rhs = np.ones((20, 3), np.float32), np.ones((3, 3, 2), np.float32)
-    sizes = np.array([5, 4, 6], np.int32)
+    sizes = jnp.array([5, 4, 6], jnp.int32)
     lhs[6], lhs[19] = np.nan, np.inf  # of group 1, and of none
 
     @jax.jit
     def run(lhs: Any, rhs: Any) -> Any:
         out, pull = jax.vjp(lambda a, b: grouped_matmul(a, b, sizes, implementation=implementation), lhs, rhs)
-        return out, *pull(jnp.ones_like(out))
+        by_lhs, by_rhs = pull(jnp.ones_like(out))
+        return out, by_lhs, by_rhs
 
     out, by_lhs, by_rhs = run(lhs, rhs)
     assert np.isnan(out[6]).all()
@@ -133,7 +134,7 @@ def test_what_runs() -> None:
 def test_nothing_to_multiply(shape: tuple[int, int, int, int]) -> None:
     rows, inner, columns, groups = shape
     lhs, rhs = np.ones((rows, inner), np.float32), np.ones((groups, inner, columns), np.float32)
-    sizes = np.zeros(groups, np.int32)
+    sizes = jnp.zeros(groups, jnp.int32)
     out, pull = jax.vjp(lambda a, b: grouped_matmul(a, b, sizes), lhs, rhs)
     assert out.shape == (rows, columns)
     assert not np.asarray(out).any()

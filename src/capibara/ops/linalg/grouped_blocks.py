@@ -1,9 +1,9 @@
 """Grouped products as a loop over groups, and over blocks of each group's rows.
 
 How many rows a group has is known only when the program runs, and XLA's products have fixed sizes. So each group is
-cut into blocks of a few fixed sizes, the largest first, and only its last block may reach into the rows of the next
-group. Those are computed again by their own group, which comes later and overwrites them. Groups without rows are
-skipped, so their matrices are not read. Under ``jax.vmap`` the problems are computed one after another.
+cut into blocks of a few fixed sizes, the largest first. Only those of the smallest size may reach into rows that are
+not the group's, which are masked. Groups without rows are skipped, so their matrices are not read. Under ``jax.vmap``
+the problems are computed one after another.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _over_groups(
 ) -> Any:
     """``group(carry, number, over)`` for each group with rows; ``over(block, carry)`` goes through its blocks.
 
-    ``block(rows, carry, start, end)`` sees ``rows`` rows from ``start`` on, of which those from ``end`` on are not
-    the group's.
+    ``block(size, carry, start, own)`` has ``size`` rows from ``start`` on; ``own [size, 1]`` says which of them are the
+    group's and were in no block before. None: all.
     """
     starts, ends = bounds(problem, sizes)
     filled = ends > starts
@@ -87,16 +87,20 @@ def _over_groups(
         def over(block: Callable[..., Any], carry: Any) -> Any:
             state = starts[number], carry
             for size in blocks:
-                least = 1 if size == blocks[-1] else size
 
-                def more(state: Any, least: int = least) -> Any:
-                    return state[0] + least <= end
+                def whole(state: Any, size: int = size) -> Any:
+                    return state[0] + size, block(size, state[1], state[0], None)
 
-                def one(state: Any, size: int = size) -> Any:
-                    return state[0] + size, block(size, state[1], state[0], end)
+                state = lax.while_loop(lambda state, size=size: state[0] + size <= end, whole, state)
 
-                state = lax.while_loop(more, one, state)
-            return state[1]
+            def rest(state: Any) -> Any:
+                start, size = state[0], blocks[-1]
+                first = jnp.minimum(start, problem.rows - size)
+                row = first + jnp.arange(size, dtype=jnp.int32)
+                own = ((row >= start) & (row < end))[:, None]
+                return start + size, block(size, state[1], first, own)
+
+            return lax.while_loop(lambda state: state[0] < end, rest, state)[1]
 
         return at + 1, group(carry, number, over)
 
@@ -136,40 +140,39 @@ def one_by_one(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 @one_by_one
 def forward(problem: GroupedProblem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-    blocks = _fitting(problem, _ROWS)
-    # The last block may begin in the last row.
-    padded = jnp.pad(lhs, ((0, blocks[0]), (0, 0)))
-    out = jnp.zeros((problem.rows + blocks[0], problem.columns), problem.dtype)
+    out = jnp.zeros((problem.rows, problem.columns), problem.dtype)
 
     def group(out: jax.Array, number: jax.Array, over: Callable[..., Any]) -> jax.Array:
         matrix = lax.dynamic_index_in_dim(rhs, number, keepdims=False)
 
-        def block(size: int, out: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-            rows = lax.dynamic_slice_in_dim(padded, start, size)
-            return lax.dynamic_update_slice_in_dim(out, product(problem, rows, matrix), start, 0)
+        def block(size: int, out: jax.Array, start: jax.Array, own: jax.Array | None) -> jax.Array:
+            found = product(problem, lax.dynamic_slice_in_dim(lhs, start, size), matrix)
+            if own is not None:
+                found = jnp.where(own, found, lax.dynamic_slice_in_dim(out, start, size))
+            return lax.dynamic_update_slice_in_dim(out, found, start, 0)
 
         return over(block, out)
 
-    out = _over_groups(problem, blocks, sizes, alike(out, lhs, rhs, sizes), group)
-    return without_rest(problem, sizes, out[: problem.rows])
+    blocks = _fitting(problem, _ROWS)
+    return _over_groups(problem, blocks, sizes, alike(out, lhs, rhs, sizes), group)
 
 
 @one_by_one
 def outer(problem: GroupedProblem, left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
-    blocks = _fitting(problem, _OUTER_ROWS)
-    padded = [jnp.pad(x, ((0, blocks[0]), (0, 0))) for x in (left, right)]
     shape = left.shape[1], right.shape[1]
     out = jnp.zeros((problem.groups, *shape), problem.dtype)
     zeros = alike(jnp.zeros(shape, problem.accumulate_dtype), left, right, sizes)
 
     def group(out: jax.Array, number: jax.Array, over: Callable[..., Any]) -> jax.Array:
-        def block(size: int, total: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-            own = (start + jnp.arange(size) < end)[:, None]
-            # Both: 0 times a NaN of the next group would be NaN.
-            pair = (jnp.where(own, lax.dynamic_slice_in_dim(x, start, size), 0) for x in padded)
+        def block(size: int, total: jax.Array, start: jax.Array, own: jax.Array | None) -> jax.Array:
+            pair = [lax.dynamic_slice_in_dim(x, start, size) for x in (left, right)]
+            if own is not None:
+                # Both: 0 times a NaN of another group would be NaN.
+                pair = [jnp.where(own, x, 0) for x in pair]
             return total + outer_product(problem, *pair)
 
         total = over(block, zeros).astype(problem.dtype)
         return lax.dynamic_update_index_in_dim(out, total, number, 0)
 
+    blocks = _fitting(problem, _OUTER_ROWS)
     return _over_groups(problem, blocks, sizes, alike(out, left, right, sizes), group)
