@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 LIBRARY := src/capibara/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py .ci/extras.py
 
-.PHONY: demo announce-demo test test-all test-newest test-extras test-no-jax gpu-compiler bench fuzz fuzz-ops lint format docs setup \
+.PHONY: demo announce-demo test test-all test-newest test-extras test-no-jax test-arm gpu-compiler bench fuzz fuzz-ops lint format docs setup \
   setup-dev help clean
 
 # `--group` needs pip 25.1; the pip that comes with a Python may be older.
@@ -92,6 +92,9 @@ test-no-jax: $(VENV)/no-jax/.ready $(LIBRARY)  ## the compression system without
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/compat $(VENV)/no-jax/bin/python -m pytest -q -m "not slow" \
 	  $(addprefix tests/compress/test_,system_configuration.py system_monitor.py system_without_jax.py \
 	  archive.py lossless.py model_api.py tropical_torch.py)
+
+test-arm: setup-dev  ## kernels for 64-bit Arm, compiled and run under an emulator where these are installed
+	$(BIN)/python -m pytest -q tests/ops/test_native_aarch64.py
 
 bench: $(VENV)/.capibara-bench $(LIBRARY)  ## measured ratios against named peers, written to bench-results/
 	$(BIN)/python -m benchmarks

@@ -68,6 +68,7 @@ def test_what_cannot_be_counted_is_refused(bundles, why):
         read_kernel("k", dump(*bundles))
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_forward_on_one_kind_of_chip():
     (row,) = compare("v6e", [(128, 512)], backward=False)

@@ -128,6 +128,7 @@ def test_switched_off_there_is_nowhere_to_write(measured, capsys, monkeypatch):
     assert "nothing was written" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_measured_in_earnest_and_used(tmp_path, capsys):
     """A tiny problem; whatever turns out to be fast, the file says what `explain` then answers."""
     sizes = ["batch=1", "length=9", "heads=1", "width=2", "groups=1", "states=2"]

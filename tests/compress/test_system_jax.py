@@ -160,6 +160,7 @@ def test_devices() -> None:
     assert len(found.devices) == len(jax.local_devices())
 
 
+@pytest.mark.slow
 def test_several_devices_share_a_product() -> None:
     code = """
 import numpy as np, jax

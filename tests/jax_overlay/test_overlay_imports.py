@@ -146,6 +146,7 @@ def test_import_statements_of_every_form(fresh_python):
     )
 
 
+@pytest.mark.slow
 def test_a_rebound_attribute_of_a_jax_package_survives(fresh_python):
     """``jax.experimental.roofline.roofline`` is a function and a module; importing keeps the function."""
     for first in ("", "import jax.experimental.roofline", "import capibara.jax.experimental.roofline"):

@@ -35,6 +35,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 HERE = platform.machine() == "aarch64"
 MISSING = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
 pytestmark = [
+    pytest.mark.slow,  # `make test-arm` runs them
     pytest.mark.skipif(
         HERE, reason="this is an Arm processor: the tests of the native kernels run on it as they are"
     ),

@@ -79,7 +79,9 @@ def test_decoding_into_pages_gives_what_the_whole_sequence_gives():
         np.testing.assert_allclose(got, want[:, start:stop], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference", "pallas_tpu"])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("xla", marks=pytest.mark.slow), "reference", "pallas_tpu"]
+)
 def test_pools_whose_rows_are_padded(implementation):
     """What pads a row is NaN here, and neither read nor given back; what is written is padded with zeros."""
     shape = {"kv_heads": 2, "heads": 4, "dim": 64, "value_dim": 80, "page_size": 4, "new": 2}

@@ -292,6 +292,7 @@ with jax.set_mesh(mesh):
 """
 
 
+@pytest.mark.slow
 def test_inside_shard_map_and_on_explicit_meshes():
     environment = {
         **os.environ,

@@ -142,5 +142,5 @@ def test_make_and_ci():
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
     lines = [line.strip() for line in read(ROOT / ".ci/run").splitlines()]
     steps = [line for line in lines if line.startswith("make ")]
-    checks = "make -j 2 --output-sync=target test-extras lint test-no-jax || failed=$?"
+    checks = "make -j 2 --output-sync=target test-extras lint test-no-jax test-arm || failed=$?"
     assert steps == ["make setup-dev", checks, "make test-newest", "make test"]
