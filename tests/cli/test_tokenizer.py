@@ -87,6 +87,9 @@ def test_from_text_to_a_model_that_is_trained_further(
         assert (found.tokenizer_path / "tokenizer.json").is_file()
     assert (found.meta.get("pretrained") is None) == (source == run)
 
+    assert main(["train", text, "--model", run, f"data.tokenizer={tok}"]) == 2
+    assert "which has its own" in capsys.readouterr().err
+
     # With adapters; an export has them in its weights.
     low = [*further, "finetune.method=lora", "finetune.rank=2", "optimizer.learning_rate=0.01"]
     adapted, merged = str(tmp_path / "adapted"), str(tmp_path / "merged")

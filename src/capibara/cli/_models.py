@@ -47,6 +47,7 @@ def start_from(path: str, settings: Sequence[str]) -> tuple[ModularModelConfig, 
     import jax
 
     from capibara.core import ModularCapibaraModel
+    from capibara.errors import ConfigError
     from capibara.families import Pretrained, load_params, read_config
     from capibara.families.folder import CONFIG, TensorFiles
     from capibara.serve.load import find_checkpoint, load_model, take_tokenizer
@@ -58,8 +59,16 @@ def start_from(path: str, settings: Sequence[str]) -> tuple[ModularModelConfig, 
 
     def settled(config: ModularModelConfig) -> ModularModelConfig:
         length = min(config.model.max_sequence_length, _LONGEST)
-        base = config.with_overrides(_FINETUNING | own | {"train.sequence_length": length})
-        return base.with_overrides(list(settings))
+        base = config.with_overrides(
+            _FINETUNING | own | {"train.sequence_length": length, "data.tokenizer": "bytes"}
+        )
+        chosen = base.with_overrides(list(settings))
+        if chosen.data.tokenizer != "bytes":
+            raise ConfigError(
+                f"data.tokenizer={chosen.data.tokenizer!r} cannot be combined with --model, which has its own. Leave "
+                "it out"
+            )
+        return chosen
 
     record: list[Any] = [None]
     if not (folder / CONFIG).is_file():
