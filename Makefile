@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 LIBRARY := src/capibara/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py .ci/extras.py
 
-.PHONY: demo announce-demo test test-all test-newest test-extras test-no-jax test-arm gpu-compiler bench fuzz fuzz-ops lint format docs setup \
+.PHONY: demo announce-demo test test-all test-newest test-extras test-no-jax test-arm gpu-compiler bench fuzz fuzz-folders fuzz-ops lint format docs setup \
   setup-dev help clean
 
 # `--group` needs pip 25.1; the pip that comes with a Python may be older.
@@ -101,6 +101,9 @@ bench: $(VENV)/.capibara-bench $(LIBRARY)  ## measured ratios against named peer
 
 fuzz: setup-dev $(LIBRARY)  ## ten minutes of damaged archives; FUZZ="--seconds 60 --seed 1" for others
 	PYTHONPATH=tests/support $(BIN)/python -m fuzz_archive $(FUZZ)
+
+fuzz-folders: setup-dev  ## 20,000 damaged folders of published models; FUZZ="--cases 500 --seed 1" for others
+	PYTHONPATH=tests/support $(BIN)/python -m fuzz_folders $(FUZZ)
 
 fuzz-ops: setup-dev $(LIBRARY)  ## 300 random problems an operation and transformation; FUZZ="--op scan --seed 1" for others
 	$(USE_QUICK); PYTHONPATH=tests/support $(BIN)/python -m fuzz_ops $(FUZZ)

@@ -13,17 +13,22 @@ import re
 import sys
 import tempfile
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
 from typing import Any
 
+import hypothesis
 import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 # What was measured on the machine that runs the tests must not decide what they test.
 os.environ.setdefault("CAPIBARA_TUNING", "0")
+# Tests assert no time: on a busy machine any example can be slow.
+hypothesis.settings.register_profile("capibara", deadline=None)
+hypothesis.settings.load_profile("capibara")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker has one processor: threads of libraries that wait for work by spinning would take the others'.
     for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -112,12 +117,47 @@ _SLOW_FILES = re.compile(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The files that take longest come first, then those with most tests (with ``--no-loadscope-reorder``)."""
+    if (share := int(os.environ.get("CAPIBARA_TEST_SAMPLE", "1"))) > 1:
+        _sample(config, items, share)
     tests = Counter(item.path for item in items)
     items.sort(
         key=lambda item: (_SLOW_FILES.search(item.path.name) is None, -tests[item.path], str(item.path))
     )
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item], share: int) -> None:
+    """Keep every test, and of its parameters the first and about one of ``share`` others, the same in each process."""
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    seen: set[str] = set()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        keep = name not in seen or zlib.crc32(item.nodeid.encode()) % share == 0
+        # One that is left out for being slow does not stand for the others.
+        if item.get_closest_marker("slow") is None:
+            seen.add(name)
+        (kept if keep else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
+
+
+_SUPPORT = os.path.join("tests", "support", "")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each test draws numbers of its own: not other ones because another test ran before it, or none did."""
+    if (numpy := sys.modules.get("numpy")) is None:
+        return
+    fresh: Any = None
+    modules = [m for m in list(sys.modules.values()) if _SUPPORT in (getattr(m, "__file__", None) or "")]
+    for module in {id(m): m for m in [getattr(item, "module", None), *modules]}.values():
+        for value in list(vars(module).values()) if module else ():
+            if isinstance(value, numpy.random.Generator) and isinstance(value.bit_generator, numpy.random.PCG64):
+                fresh = fresh or numpy.random.PCG64(zlib.crc32(item.nodeid.encode())).state
+                value.bit_generator.state = fresh
 
 
 _MOST_MEMORY = 1_700_000_000  # bytes of a process

@@ -146,12 +146,20 @@ def text(e: Environment) -> None:
     e.blocks("docs/tokenizers.md", "render_chat")
 
 
+def data(e: Environment) -> None:
+    e.blocks("docs/data.md", "PackedBatches")
+
+
+def gguf(e: Environment) -> None:
+    e.blocks("docs/interop.md", "tiny.gguf")
+
+
 def serve(e: Environment) -> None:
     e.page("docs/hardware.md", "capibara doctor")
 
 
 EXTRAS: dict[str, Callable[[Environment], None]] = {
-    each.__name__: each for each in (base, train, plan, text, torch, export, onnx, serve)
+    each.__name__: each for each in (base, train, plan, text, data, gguf, torch, export, onnx, serve)
 }
 
 

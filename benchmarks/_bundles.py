@@ -16,12 +16,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KINDS", "Kernel", "NotCompiledError", "count", "read_kernel"]
+__all__ = ["KINDS", "Kernel", "NotCompiledError", "Part", "count", "parts", "read_kernel", "read_part"]
 
 KINDS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
@@ -65,15 +65,33 @@ class Kernel:
         return max(self.bodies)
 
 
-def read_kernel(name: str, text: str) -> Kernel:
-    """Read a dump of final bundles: ``ADDRESS [label] : > { slot ;; slot … }``.
+@dataclass(frozen=True)
+class Part:
+    """A loop or the body of a condition in the final bundles of a kernel.
 
-    A branch forward jumps over the body of a condition, and one backward closes a loop: the loop over the grid is the
-    longest.
-
-    Raises:
-      ValueError: no loop, a loop inside a body (whose passes the text does not say), or no matrix product.
+    Attributes:
+      bundles: all of it, what it contains included.
+      products: instructions that multiply matrices.
+      loop: whether it is a loop; otherwise the body of a condition.
+      inside: loops and bodies that it contains directly, in the order of the program.
     """
+
+    bundles: int
+    products: int
+    loop: bool
+    inside: tuple[Part, ...]
+
+    def within(self) -> list[Part]:
+        """All parts that it contains."""
+        return [each for part in self.inside for each in (part, *part.within())]
+
+    @property
+    def has_loop(self) -> bool:
+        return any(part.loop for part in self.within())
+
+
+def _branches(text: str) -> tuple[list[str], list[tuple[int, int]], list[tuple[int, int]]]:
+    """The bundles of a dump; ends and beginnings of its loops; branches of its conditions and their targets."""
     starts = [match.start() for match in _BUNDLE.finditer(text)]
     bundles = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
     regions: dict[str, int] = {}
@@ -86,6 +104,48 @@ def read_kernel(name: str, text: str) -> Kernel:
             # The program's end has no bundle that says its number.
             target = regions.get(number, len(bundles))
             (conditions if target > i else loops).append((i, target))
+    return bundles, loops, conditions
+
+
+def read_part(name: str, text: str) -> Part:
+    """The loop over the grid, the longest of a dump of final bundles, and what it contains.
+
+    Raises:
+      ValueError: no loop.
+    """
+    bundles, loops, conditions = _branches(text)
+    if not loops:
+        raise ValueError(f"{name}: no loop over a grid in {len(bundles)} bundles")
+    spans = [(first, end + 1, True) for end, first in loops]
+    spans += [(at + 1, target, False) for at, target in conditions if target > at + 1]
+    # Outer ones first; a condition around exactly the same bundles as another one is that one.
+    spans = sorted(set(spans), key=lambda span: (span[0], -span[1], not span[2]))
+    grid = max((span for span in spans if span[2]), key=lambda span: span[1] - span[0])
+
+    def build(span: tuple[int, int, bool], rest: list[tuple[int, int, bool]]) -> Part:
+        first, end, loop = span
+        own = [each for each in rest if first <= each[0] and each[1] <= end]
+        inside, at = [], first
+        for i, each in enumerate(own):
+            if each[0] >= at:
+                inside.append(build(each, own[i + 1 :]))
+                at = each[1]
+        products = sum(len(_PRODUCT.findall(bundle)) for bundle in bundles[first:end])
+        return Part(end - first, products, loop, tuple(inside))
+
+    return build(grid, spans[spans.index(grid) + 1 :])
+
+
+def read_kernel(name: str, text: str) -> Kernel:
+    """Read a dump of final bundles: ``ADDRESS [label] : > { slot ;; slot … }``.
+
+    A branch forward jumps over the body of a condition, and one backward closes a loop: the loop over the grid is the
+    longest.
+
+    Raises:
+      ValueError: no loop, a loop inside a body (whose passes the text does not say), or no matrix product.
+    """
+    bundles, loops, conditions = _branches(text)
     if not loops:
         raise ValueError(f"{name}: no loop over a grid in {len(bundles)} bundles")
     end, first = max(loops, key=lambda loop: loop[0] - loop[1])
@@ -123,6 +183,27 @@ def count(kind: str, source: str, cases: Sequence[dict[str, Any]], keep: Path | 
     Returns:
       For each case the kernels of its program by name, or a :class:`NotCompiledError`.
     """
+    return [_result(found, _kernel) for found in _compile(kind, source, cases, keep, "read_kernel")]
+
+
+def parts(kind: str, source: str, cases: Sequence[dict[str, Any]]) -> list[Any]:
+    """As :func:`count`, for kernels whose steps contain loops.
+
+    Returns:
+      For each case ``{"kernels": {name: Part}, "program": its text}``, or a :class:`NotCompiledError`.
+    """
+    found = _compile(kind, source, cases, None, "read_part")
+    texts = [{} if "error" in each else {"program": each.pop("program")} for each in found]
+    kernels = [_result(each, lambda _, one: _part(one)) for each in found]
+    return [
+        each if isinstance(each, NotCompiledError) else {"kernels": each, **text}
+        for each, text in zip(kernels, texts, strict=True)
+    ]
+
+
+def _compile(
+    kind: str, source: str, cases: Sequence[dict[str, Any]], keep: Path | None, reader: str
+) -> list[dict[str, Any]]:
     from capibara.plan.compiler import find_compiler
 
     root = Path(__file__).resolve().parent.parent
@@ -138,6 +219,7 @@ def count(kind: str, source: str, cases: Sequence[dict[str, Any]], keep: Path | 
                 "cases": list(cases),
                 "dumps": str(dumps),
                 "keep": keep is not None,
+                "reader": reader,
             }
         )
         done = subprocess.run(
@@ -150,16 +232,21 @@ def count(kind: str, source: str, cases: Sequence[dict[str, Any]], keep: Path | 
         )
     if done.returncode:
         raise RuntimeError(f"the process that compiles ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return [_result(found) for found in json.loads(done.stdout.splitlines()[-1])]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def _result(found: dict[str, Any]) -> dict[str, Kernel] | NotCompiledError:
+def _kernel(name: str, one: dict[str, Any]) -> Kernel:
+    return Kernel(name, one["bundles"], one["step"], tuple(one["bodies"]), tuple(one["spills"]))
+
+
+def _part(one: dict[str, Any]) -> Part:
+    return Part(one["bundles"], one["products"], one["loop"], tuple(map(_part, one["inside"])))
+
+
+def _result(found: dict[str, Any], made: Callable[[str, dict[str, Any]], Any]) -> Any:
     if "error" in found:
         return NotCompiledError(found["error"])
-    return {
-        name: Kernel(name, one["bundles"], one["step"], tuple(one["bodies"]), tuple(one["spills"]))
-        for name, one in found.items()
-    }
+    return {name: made(name, one) for name, one in found.items()}
 
 
 def _work() -> None:
@@ -179,25 +266,29 @@ def _work() -> None:
         function, shapes = source(**case)
         given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for x in shapes]
         try:
-            jax.jit(function).lower(*given).compile()
+            compiled = jax.jit(function).lower(*given).compile()
         except jax.errors.JaxRuntimeError as error:
             results.append({"error": str(error).strip()[:300]})
         else:
-            found = (_read(path) for path in sorted(Path(job["dumps"]).glob("*-final_bundles.txt")))
-            results.append({kernel.name: asdict(kernel) for kernel in found if kernel is not None})
+            results.append(_kernels(Path(job["dumps"]), globals()[job["reader"]]))
+            if job["reader"] == "read_part":
+                results[-1]["program"] = re.sub(r'"body":"[^"]*"', "", compiled.as_text() or "")
         if not job["keep"]:
             for path in Path(job["dumps"]).iterdir():
                 path.unlink()
     print(json.dumps(results))
 
 
-def _read(path: Path) -> Kernel | None:
-    """None for what is not a kernel: fusions of XLA have dumps of their own."""
-    text = path.read_text(encoding="utf-8")
-    if not _KERNEL.search(text, 0, 20000) or "schedule-analysis" in path.name:
-        return None
-    name = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", path.name)
-    return read_kernel(re.sub(r"\.\d+$", "", name), text)
+def _kernels(folder: Path, read: Callable[[str, str], Any]) -> dict[str, Any]:
+    """By name; fusions of XLA have dumps of their own, which are left out."""
+    found = {}
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        text = path.read_text(encoding="utf-8")
+        if _KERNEL.search(text, 0, 20000) and "schedule-analysis" not in path.name:
+            name = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", path.name)
+            name = re.sub(r"\.\d+$", "", name)
+            found[name] = asdict(read(name, text))
+    return found
 
 
 if __name__ == "__main__":

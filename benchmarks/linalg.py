@@ -172,9 +172,21 @@ def _grouped(rounds: int) -> list[dict[str, Any]]:
         def slopes(f: Any, ahead: Any = ahead) -> Any:
             return jax.jit(lambda a, b, s: jax.vjp(lambda a, b: f(a, b, s), a, b)[1](ahead))
 
+        def of_matrices(f: Any, ahead: Any = ahead) -> Any:
+            return jax.jit(lambda a, b, s: jax.vjp(lambda b: f(a, b, s), b)[1](ahead))
+
+        def dense(back: Any, ahead: Any = ahead) -> Any:
+            # Of one matrix: zeros for the others would be work that a dense product does not have.
+            return jax.jit(lambda a, b, s, back=back: back(lambda a, b, s: a @ b, ahead)(a, b[0], s))
+
         for what, mine, others in (
             ("grouped_matmul", ours, peers),
-            ("grouped_matmul, gradients", slopes(ours), {"dense product": slopes(peers["dense product"])}),
+            ("grouped_matmul, gradients", slopes(ours), {"dense product": dense(slopes)}),
+            (
+                "grouped_matmul, gradient of the matrices",
+                of_matrices(ours),
+                {"dense product": dense(of_matrices)},
+            ),
         ):
             table = interleaved(
                 {

@@ -25,8 +25,9 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.files import replace_file
-from capibara.plan import Layout, Slice, parse_slice
+from capibara.plan import Slice, parse_slice
 from capibara.plan.memory import MemoryEstimate, estimate_memory
+from capibara.sharding import Layout
 
 __all__ = ["GRID", "Case", "compare", "load_cases", "run", "summary"]
 
@@ -65,7 +66,7 @@ class Case:
 
         return measure_memory(
             Job(
-                builder="capibara.train.lowered:lower_train_step",
+                builder="capibara.plan.workloads.training:lower_train_step",
                 params={"config": self.config.to_dict(), "layout": self.layout.to_json()},
                 slice=self.target,
                 mesh=self.layout.mesh,

@@ -8,9 +8,12 @@ built-in error a Python user would catch (``ValueError``, ``TypeError`` …).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
-__all__ = ["CapibaraError", "ConfigError", "MissingExtraError", "did_you_mean"]
+__all__ = ["CapibaraError", "ConfigError", "MissingExtraError", "did_you_mean", "printable"]
+
+_STRANGE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, halves of surrogate pairs
 
 
 class CapibaraError(Exception):
@@ -31,6 +34,11 @@ class MissingExtraError(CapibaraError, ImportError):
         )
         self.package = package
         self.extra = extra
+
+
+def printable(text: object, most: int = 200) -> str:
+    """The beginning of a text from outside, for a message: what would change a terminal is escaped."""
+    return _STRANGE.sub(lambda one: ascii(one[0])[1:-1], str(text)[:most])
 
 
 def did_you_mean(name: str, options: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +30,7 @@ __all__ = [
     "fsync_folder",
     "locked",
     "naming",
+    "read_bounded",
     "remove_temporaries",
     "replace_file",
     "temporary",
@@ -131,8 +134,11 @@ class NewFile:
             for _ in range(_TRIES):
                 place = self.path.with_name(f"{self._beginning}{secrets.token_hex(6)}.tmp")
                 self._temporary = stack.enter_context(temporary(place))
-                with naming(self.path):
+                try:
                     self.stream = stack.enter_context(open(self._temporary, "xb"))
+                except OSError as error:
+                    error.filename = os.fspath(self.path)
+                    raise
                 # Before it was locked another process may have taken it for one that was left behind.
                 if (ours := locked(self.stream.fileno())) is None or (ours and self._temporary.exists()):
                     break
@@ -154,6 +160,26 @@ class NewFile:
                     with contextlib.suppress(OSError), open(entry.path, "rb") as stream:
                         if locked(stream.fileno()):
                             os.unlink(entry.path)
+
+
+def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
+    """The content of a file from outside, or of the file that a link leads to.
+
+    Args:
+      path: the file. most: bytes that it may have.
+
+    Raises:
+      OSError: it cannot be read, is not a regular file (a pipe would be waited for, a device never ends), or is larger;
+        ``strerror`` says which.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"is too large, expected at most {most:,} bytes", os.fspath(path))
+    return content
 
 
 def fsync_folder(folder: str | os.PathLike[str]) -> None:

@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 from published import CONFIGS, model_type, write_folder
 from safetensors.numpy import load_file
+from transformers_oracle import recorded_facts
 
 from capibara.cli import main
+from capibara.cli._models import start_from
 from capibara.core import ModularCapibaraModel
-from capibara.serve import find_checkpoint, load_model
+from capibara.families import Pretrained
+from capibara.serve import Embedder, find_checkpoint, load_model
 
-FACTS = Path(__file__).parents[1] / "families" / "golden" / "facts.json"
 NAME = "qwen3, tied, one key head"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    facts = json.loads(FACTS.read_text())[NAME]
+    facts = recorded_facts()[NAME]
     return write_folder(tmp_path / "model", facts["config"], facts["shapes"])
 
 
@@ -45,10 +47,27 @@ def test_a_folder_becomes_a_run_and_a_folder_again(
     assert main(["import", str(folder), run]) == 2
     assert "has a checkpoint already" in capsys.readouterr().err
     assert main(["export", run, out, "--family", "llama"]) == 2
-    assert "family='llama' has no models with qk_norm='head'" in capsys.readouterr().err
+    assert "family='llama' cannot express qk_norm='head'" in capsys.readouterr().err
     # Its texts are not bytes.
     assert main(["generate", "--checkpoint", run, "--prompt", "a"]) == 2
     assert "tokenizer" in capsys.readouterr().err
+
+
+def test_a_model_that_is_trained_further_keeps_how_it_embeds(folder: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    made.save(str(folder / "tokenizer.json"))
+    modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "max"}))
+    config, tokenizer, origin = start_from(str(folder), [])
+    model = ModularCapibaraModel(config)
+    origin.load(model)
+    model.tokenizer_files = tokenizer.files
+    model.pretrained = Pretrained.from_json(origin.record(), "record")
+    assert set(model.pretrained.embedding) == {"modules.json", "1_Pooling/config.json"}
+    assert Embedder.of(model).pooling == "max"
 
 
 def test_errors_name_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,6 @@ def test_from_text_to_a_model_that_is_trained_further(
 def test_what_cannot_be_combined_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line, words in (
         (["train", "--model", "x", "--config", "demo"], "--config cannot be combined with --model"),
-        (["generate", "--model", "x", "--weights", "y"], "--weights cannot be combined with --model"),
         (["generate", "--config", "demo", "--system", "s"], "--system is for conversations"),
         (["generate", "--model", str(tmp_path)], "config.json"),
         (["train", "--model", str(tmp_path)], "there is no checkpoint"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -234,13 +235,38 @@ def test_self_attention(heads: int, kv_heads: int | None, head_dim: int | None, 
     }
 
 
+PLAIN = SimpleNamespace(groups=1, activation="silu", norm=True, step_min=0.0, step_max=None)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 def test_state_space(chunk: int) -> None:
     check(
         ml.StateSpace(6, 3, 4, 2, 3, chunk, epsilon=0.01),
         inputs(2, 7, 6),
-        lambda x, p: oracle.state_space(x, p, 0.01),
+        lambda x, p: oracle.state_space(x, p, PLAIN, 0.01),
     )
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_state_space_in_groups(norm: bool) -> None:
+    settings = SimpleNamespace(groups=3, activation="relu", norm=norm, step_min=0.5, step_max=1.0)
+    block = ml.StateSpace(
+        6,
+        5,
+        2,
+        groups=3,
+        activation=ml.Relu,
+        use_bias=True,
+        conv_bias=False,
+        step_limits=(0.5, 1.0),
+        norm=norm,
+        epsilon=0.01,
+    )
+    check(block, inputs(2, 7, 6), lambda x, p: oracle.state_space(x, p, settings, 0.01))
+    model = compiled(block)
+    assert shapes_and_axes(model)["write.weight"] == ((6, 3, 5), ("embed", "kv_heads", "state"))
+    assert shapes_and_axes(model)["write.bias"] == ((3, 5), ("kv_heads", "state"))
+    assert shapes_and_axes(model)["read_conv.weight"] == ((4, 3, 5), ("conv", "kv_heads", None))
 
 
 def test_state_space_forgets_and_remembers() -> None:
@@ -318,9 +344,13 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: ml.SelfAttention(8, 2, head_dim=3), r"head_dim=3 must be even"),
     (lambda: ml.SelfAttention(8, 2, head_dim=0), r"head_dim=0"),
     (lambda: ml.SelfAttention(8, 2, window=0), r"window=0"),
+    (lambda: ml.SelfAttention(8, 2, causal=False, cached=True), r"causal=False has no cache"),
     (lambda: ml.SelfAttention(8, 2, softcap=0.0), r"softcap=0\.0 must be a number above 0"),
     (lambda: ml.StateSpace(8, 4, 3), r"head_dim=3 does not divide the inner size 16"),
     (lambda: ml.StateSpace(8, 4, 0), r"head_dim=0"),
+    (lambda: ml.StateSpace(8, 4, 4, groups=3), r"groups=3 does not divide the number of heads, 4"),
+    (lambda: ml.StateSpace(8, 4, 4, step_limits=(2.0, 1.0)), r"low=2.0 is above high=1.0"),
+    (lambda: ml.Normalise("layer", groups=2), r"groups=2 must be 1 for kind='layer'"),
     (lambda: ml.StateSpace(8, 0, 4), r"state_dim=0"),
     (lambda: ml.StateSpace(8, 4, 4, 0), r"expand=0"),
     (lambda: ml.StateSpace(8, 4, 4, 2, 0), r"conv_width=0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ SCAN = {
     "rate": -draw(4, low=0.2),
     "write": draw(2, 5, 2, 3, seed=1),
     "read": draw(2, 5, 2, 3, seed=2),
+}
+SEGMENTS = np.array([[1, 1, 1, 2, 0], [0, 0, 5, 5, 5]])
+NIBBLES = np.random.default_rng(0).integers(0, 16, (6, 6)).astype("uint8")
+# Dettmers et al. (2023), appendix E.
+NF4 = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
+       0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]  # fmt: skip
+LATENT = {
+    "query": Q[:, :3],
+    "latent": draw(2, 3, 5),
+    "rotary_key": draw(2, 3, 1, 2),
+    "weight": draw(5, 4, 7),
+    "cache": draw(2, 1, 7, 7),
 }
 POINTS = np.array([3, 0, 7, 1])
 
@@ -67,12 +80,102 @@ def cached(
     return attend(query, keys, values, seen), keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
 
-def convolve(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, tail: Any = None) -> Any:
+def ragged_cached(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """One token after another."""
+    caches = [cache.swapaxes(1, 2).clone() for cache in (key_cache, value_cache)]
+    seen = torch.zeros(*slots.shape, key_cache.shape[2], dtype=torch.bool)
+    for row, places in enumerate(slots.tolist()):
+        for i, place in enumerate(places):
+            seen[row, i, : max(place, 0) + 1] = True
+            if place >= 0:
+                for cache, new in zip(caches, (key, value), strict=True):
+                    cache[row, place] = new[row, i]
+    out = attend(query, caches[0], caches[1], seen[:, None])
+    return out, caches[0].swapaxes(1, 2), caches[1].swapaxes(1, 2)
+
+
+def latent(
+    query: torch.Tensor, key_value: torch.Tensor, rotary_key: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Keys of 4 features for each head and 2 that all share."""
+    shared = rotary_key.expand(-1, -1, key_value.shape[2], -1)
+    return attend(query, torch.cat([key_value[..., :4], shared], -1), key_value[..., 4:], seen)
+
+
+def ragged_cached_latent(
+    query: torch.Tensor,
+    latent_: torch.Tensor,
+    rotary_key: torch.Tensor,
+    weight: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token after another; keys and values of every place."""
+    cache = cache[:, 0].clone()
+    seen = torch.zeros(*slots.shape, cache.shape[1], dtype=torch.bool)
+    for row, places in enumerate(slots.tolist()):
+        for i, place in enumerate(places):
+            seen[row, i, : max(place, 0) + 1] = True
+            if place >= 0:
+                cache[row, place] = torch.cat([latent_[row, i], rotary_key[row, i, 0]])
+    key_value = torch.einsum("blr,rhd->blhd", cache[..., :-2], weight)
+    return latent(query, key_value, cache[:, :, None, -2:], seen[:, None]), cache[:, None]
+
+
+def convolve(input: torch.Tensor, weight: torch.Tensor, bias: Any = 0, tail: Any = None) -> Any:
     width, length = weight.shape[0], input.shape[1]
-    before = torch.zeros_like(input[:, :1]).repeat(1, width - 1, 1) if tail is None else tail
+    zeros = input.new_zeros(input.shape[0], width - 1, *input.shape[2:])
+    before = zeros if tail is None else tail
     whole = torch.cat([before, input], 1)
     out = sum(whole[:, i : i + length] * weight[i] for i in range(width)) + bias
     return out if tail is None else (out, whole[:, length:])
+
+
+def runs(segments: torch.Tensor) -> list[tuple[int, int, int, int]]:
+    """Row, number, start and end of each segment."""
+    found = []
+    for row, numbers in enumerate(segments.tolist()):
+        cuts = [i for i in range(len(numbers) + 1) if i in (0, len(numbers)) or numbers[i] != numbers[i - 1]]
+        found += [(row, numbers[a], a, b) for a, b in pairwise(cuts)]
+    return found
+
+
+def convolve_apart(segments: torch.Tensor, input: torch.Tensor, **x: Any) -> torch.Tensor:
+    """Each segment by itself."""
+    out = torch.zeros_like(input)
+    for row, _, a, b in runs(segments):
+        out[row, a:b] = convolve(input[row : row + 1, a:b], **x)[0]
+    return out
+
+
+def convolve_ragged(slots: torch.Tensor, input: torch.Tensor, tail: torch.Tensor, **x: Any) -> Any:
+    """Each row by itself, without its padding."""
+    out, after = torch.zeros_like(input), []
+    for row, real in enumerate(slots >= 0):
+        some, end = convolve(input[row : row + 1, real], tail=tail[row : row + 1], **x)
+        out[row, real] = some[0]
+        after.append(end)
+    return out, torch.cat(after)
+
+
+def scan_apart(segments: torch.Tensor, rate: torch.Tensor, **x: torch.Tensor) -> torch.Tensor:
+    """Each segment by itself, from a zero state; padding gives zeros."""
+    out = torch.zeros_like(x["input"])
+    for row, number, a, b in runs(segments):
+        if number:
+            out[row, a:b] = scan(rate=rate, **{k: v[row : row + 1, a:b] for k, v in x.items()})[0]
+    return out
+
+
+def scan_ragged(slots: torch.Tensor, step: torch.Tensor, **x: torch.Tensor) -> Any:
+    return scan(step=step * (slots >= 0)[..., None], **x)
 
 
 def scan(
@@ -140,6 +243,49 @@ CASES = {
         },
         cached,
     ),
+    "segment_attention": Case(
+        lambda: p.SegmentAttention(window=3),
+        {"query": Q, "key": K, "value": V, "segments": SEGMENTS},
+        lambda segments, **x: attend(
+            **x, seen=(band(5, 5, window=3) & (segments[:, :, None] == segments[:, None]))[:, None]
+        ),
+    ),
+    "ragged_cached_attention": Case(
+        p.RaggedCachedAttention,
+        {
+            "query": Q[:, :3],
+            "key": K[:, :3],
+            "value": V[:, :3],
+            "key_cache": draw(2, 2, 7, 6, seed=3),
+            "value_cache": draw(2, 2, 7, 6, seed=4),
+            "slots": np.array([[-1, 4, 5], [0, -1, 1]]),
+        },
+        ragged_cached,
+    ),
+    "latent_attention": Case(
+        lambda: p.LatentAttention(window=3),
+        {"query": Q, "key_value": draw(2, 5, 4, 7), "rotary_key": draw(2, 5, 1, 2)},
+        lambda **x: latent(**x, seen=band(5, 5, window=3)),
+    ),
+    "segment_latent_attention": Case(
+        p.SegmentLatentAttention,
+        {"query": Q, "key_value": draw(2, 5, 4, 7), "rotary_key": draw(2, 5, 1, 2), "segments": SEGMENTS},
+        lambda segments, **x: latent(
+            **x, seen=(band(5, 5) & (segments[:, :, None] == segments[:, None]))[:, None]
+        ),
+    ),
+    "cached_latent_attention": Case(
+        p.CachedLatentAttention,
+        LATENT | {"position": np.array(3)},
+        lambda latent, position, **x: ragged_cached_latent(
+            latent_=latent, slots=(position + torch.arange(3)).expand(2, -1), **x
+        ),
+    ),
+    "ragged_cached_latent_attention": Case(
+        p.RaggedCachedLatentAttention,
+        LATENT | {"slots": np.array([[-1, 4, 5], [0, -1, 1]])},
+        lambda latent, **x: ragged_cached_latent(latent_=latent, **x),
+    ),
     "causal_conv": Case(
         p.CausalConv, {"input": draw(2, 5, 3), "weight": draw(4, 3), "bias": draw(3)}, convolve
     ),
@@ -148,11 +294,57 @@ CASES = {
         {"input": draw(2, 5, 3), "weight": draw(4, 3), "bias": draw(3), "tail": draw(2, 3, 3, seed=1)},
         convolve,
     ),
+    "conv_without_bias": Case(
+        lambda: p.CausalConv(use_bias=False), {"input": draw(2, 5, 3), "weight": draw(4, 3)}, convolve
+    ),
+    "segment_conv": Case(
+        p.SegmentConv,
+        {"input": draw(2, 5, 2, 3), "weight": draw(3, 2, 3), "bias": draw(2, 3), "segments": SEGMENTS},
+        convolve_apart,
+    ),
+    "ragged_cached_conv": Case(
+        lambda: p.RaggedCachedConv(use_bias=False),
+        {
+            "input": draw(3, 5, 3),
+            "weight": draw(4, 3),
+            "tail": draw(3, 3, 3, seed=1),
+            "slots": np.array([[-1, 4, -1, 5, -1], [-1, -1, -1, -1, -1], [0, 1, 2, 3, 4]]),
+        },
+        convolve_ragged,
+    ),
+    "segment_scan": Case(lambda: p.SegmentScan(2), {**SCAN, "segments": SEGMENTS}, scan_apart),
+    "ragged_continued_scan": Case(
+        lambda: p.RaggedContinuedScan(3),
+        {**SCAN, "memory": draw(2, 4, 3, 3), "slots": np.array([[-1, 4, -1, 5, -1], [0, 1, 2, -1, -1]])},
+        scan_ragged,
+    ),
     "selective_scan": Case(lambda: p.SelectiveScan(2), SCAN, scan),
     "continued_scan": Case(lambda: p.ContinuedScan(3), {**SCAN, "memory": draw(2, 4, 3, 3)}, scan),
     "rotary_table": Case(lambda: p.RotaryTable(6, 100.0), {"positions": POINTS}, angles, gradient=False),
     "rotate": Case(
         p.Rotate, {"input": draw(2, 5, 3, 4), "cos": draw(5, 2), "sin": draw(5, 2, seed=1)}, turned
+    ),
+    "rotate_by_row": Case(
+        lambda: p.Rotate(by_row=True),
+        {"input": draw(2, 5, 3, 4), "cos": draw(2, 5, 2), "sin": draw(2, 5, 2, seed=1)},
+        lambda input, cos, sin: torch.stack([turned(*row) for row in zip(input, cos, sin, strict=True)]),
+    ),
+    "rotate_neighbours": Case(
+        lambda: p.Rotate(partial=True, interleaved=True, last=True),
+        {"input": draw(2, 5, 3, 7), "cos": draw(5, 2), "sin": draw(5, 2, seed=1)},
+        lambda input, cos, sin: torch.cat(
+            [input[..., :3], turned(input[..., [3, 5, 4, 6]], cos, sin)[..., [0, 2, 1, 3]]], -1
+        ),
+    ),
+    "ragged_positions": Case(
+        p.RaggedPositions,
+        {"segments": np.array([[0, 1, 1, 0], [1, 1, 1, 1]]), "start": np.array([3, 0])},
+        lambda segments, start: (
+            torch.tensor([[0, 3, 4, 0], [0, 1, 2, 3]]),
+            torch.tensor([[-1, 3, 4, -1], [0, 1, 2, 3]]),
+            torch.tensor([5, 4]),
+        ),
+        gradient=False,
     ),
     "positions": Case(
         p.Positions,
@@ -172,6 +364,24 @@ CASES = {
         p.Merge,
         {"input": draw(2, 3, 2, 4), "weight": draw(2, 4, 5)},
         lambda input, weight: torch.tensordot(input, weight, 2),
+    ),
+    "quantised_product": Case(
+        lambda: p.QuantisedProduct("int8", (2, 3), (4,), 4),
+        {"input": draw(2, 5, 2, 3), "codes": np.arange(-12, 12).reshape(4, 6), "scales": draw(4, 2)},
+        lambda input, codes, scales: input.flatten(-2) @ (codes * scales.repeat_interleave(4, 1)[:, :6]).T,
+        rtol=1e-5,  # sums are float32
+    ),
+    "quantised_product_of_four_bits": Case(
+        lambda: p.QuantisedProduct("nf4", (5,), (2, 3), 4),
+        {"input": draw(2, 5), "codes": NIBBLES[:, ::2] | NIBBLES[:, 1::2] << 4, "scales": draw(6, 2)},
+        lambda input, codes, scales: (
+            input
+            @ (
+                torch.tensor(NF4)[NIBBLES[:, :5].astype("int64")].double()
+                * scales.repeat_interleave(4, 1)[:, :5]
+            ).T
+        ).unflatten(-1, (2, 3)),
+        rtol=1e-5,
     ),
     "unembed": Case(
         p.Unembed, {"input": draw(2, 3, 4), "table": draw(6, 4)}, lambda input, table: input @ table.T
@@ -202,6 +412,12 @@ CASES = {
         {"input": draw(3, 2, 4), "scale": draw(2, 4)},
         lambda input, scale: F.rms_norm(input, (2, 4), scale + 1, 0.01),
     ),
+    "rms_norm_in_groups": Case(
+        lambda: p.Normalise("rms", 0.01, groups=3),
+        {"input": draw(2, 6), "scale": draw(6)},
+        lambda input, scale: F.rms_norm(input.reshape(2, 3, 2), (2,), None, 0.01).reshape(2, 6) * scale,
+    ),
+    "cast_to_compute": Case(lambda: p.Cast("compute"), {"input": draw(2, 3)}, lambda input: input),
     "rows": Case(p.Rows, {"input": draw(3, 4, 2)}, lambda input: input.reshape(-1, 2)),
     "zero_state": Case(
         lambda: p.ZeroState(5),

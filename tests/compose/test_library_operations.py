@@ -43,6 +43,41 @@ def chosen(logits: torch.Tensor, top: int, scale: float) -> tuple[torch.Tensor, 
     return scale * weights / weights.sum(-1, keepdim=True), experts
 
 
+def chosen_in_groups(
+    logits: torch.Tensor, bias: torch.Tensor, groups: int, top_groups: int, best: int, top: int, sigmoid: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token after another, in plain Python; a group's score is the sum of its ``best`` highest."""
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    choice, size = (scores + bias).tolist(), logits.shape[1] // groups
+    found = []
+    for row in choice:
+        parts = [sorted(row[g * size : (g + 1) * size], reverse=True) for g in range(groups)]
+        kept = sorted(range(groups), key=lambda g: -sum(parts[g][:best]))[:top_groups]
+        allowed = [e for e in range(len(row)) if e // size in kept]
+        found.append(sorted(allowed, key=lambda e: -row[e])[:top])
+    experts = torch.tensor(found)
+    return scores.gather(1, experts), experts
+
+
+def clamped(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def mixed_with_biases(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, *parts: torch.Tensor
+) -> torch.Tensor:
+    gate, up, down, gate_bias, up_bias, down_bias = parts
+    rows = []
+    for i, row in enumerate(x):
+        inner = [
+            clamped(row @ gate[e] + gate_bias[e], row @ up[e] + up_bias[e], 0.7, 1.5) @ down[e] + down_bias[e]
+            for e in experts[i]
+        ]
+        rows.append((weights[i][:, None] * torch.stack(inner)).sum(0))
+    return torch.stack(rows)
+
+
 def mixed(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -336,6 +371,18 @@ CASES = {
     "choose_experts": Case(
         lambda: p.ChooseExperts(2, scale=1.5), {"input": draw(6, 5)}, lambda input: chosen(input, 2, 1.5)
     ),
+    "choose_experts_in_groups": Case(
+        lambda: p.ChooseExperts(
+            3, "sigmoid", False, groups=4, top_groups=2, group_score="top2", use_bias=True
+        ),
+        {"input": draw(6, 12), "bias": draw(12, low=-0.5, high=0.5)},
+        lambda input, bias: chosen_in_groups(input, bias, 4, 2, 2, 3, True),
+    ),
+    "choose_experts_in_the_best_group": Case(
+        lambda: p.ChooseExperts(2, normalise=False, groups=3, top_groups=1),
+        {"input": draw(6, 9)},
+        lambda input: chosen_in_groups(input, torch.zeros(9), 3, 1, 1, 2, False),
+    ),
     "expert_mlp": Case(
         lambda: p.ExpertMLP("gelu_tanh"),
         {
@@ -347,6 +394,26 @@ CASES = {
             "down": draw(4, 3, 2),
         },
         lambda input, weights, experts, gate, up, down: mixed(input, weights, experts, gate, up, down),
+    ),
+    "expert_mlp_with_biases": Case(
+        lambda: p.ExpertMLP("swiglu_clamped", limit=0.7, alpha=1.5, use_bias=True),
+        {
+            "input": draw(3, 2),
+            "weights": draw(3, 2, seed=1),
+            "experts": np.array([[2, 0], [0, 3], [2, 3]]),
+            "gate": draw(4, 2, 3),
+            "up": draw(4, 2, 3, seed=1),
+            "down": draw(4, 3, 2),
+            "gate_bias": draw(4, 3),
+            "up_bias": draw(4, 3, seed=1),
+            "down_bias": draw(4, 2),
+        },
+        lambda **given: mixed_with_biases(*given.values()),
+    ),
+    "clamped_swiglu": Case(
+        lambda: p.ClampedSwiGLU(1.2, 1.702),
+        {"gate": draw(3, 5), "up": draw(3, 5, seed=1)},
+        lambda gate, up: clamped(gate, up, 1.2, 1.702),
     ),
     "confusion": Case(
         lambda: p.Confusion(3),

@@ -48,7 +48,7 @@ def gpt_block() -> ml.Model:
     table = model.add(ml.RotaryTable(4), "rotary", positions="positions")
     model |= ml.Embedding(17, 16)(input="tokens", output="x")
     model |= ml.LayerNorm()(input="x", output="a")
-    model |= ml.SelfAttention(16, 4, 2, window=4, softcap=5.0)(
+    model |= ml.SelfAttention(16, 4, 2, window=4, softcap=5.0, sinks=True)(
         input="a", cos=table.cos, sin=table.sin, output="b"
     )
     model |= ml.Add()(left="x", right="b", output="h")
@@ -64,7 +64,7 @@ def gpt_block() -> ml.Model:
 def cached_attention() -> ml.Model:
     model = ml.Model()
     table = model.add(ml.RotaryTable(4), "rotary", positions="positions")
-    model |= ml.SelfAttention(8, 2, cached=True, cache_size=6, name="att")(
+    model |= ml.SelfAttention(8, 2, sinks=True, cached=True, cache_size=6, name="att")(
         input="input", cos=table.cos, sin=table.sin, position="position", output="output"
     )
     model.expose("output")

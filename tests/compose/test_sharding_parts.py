@@ -110,9 +110,10 @@ def study(name, batch=rows, **changes):
 
 every = ["attention", "ssm", "vq"]
 study("mixed", model__pattern=every, model__num_layers=6, model__num_kv_heads=columns, model__remat="full",
-      model__scan_layers="scan")
+      model__scan_layers="scan", model__attention_sinks=True)
 if columns == 2:
-    study("one key head", model__num_kv_heads=1, model__remat="dots", model__scan_layers="scan")
+    study("one key head", model__num_kv_heads=1, model__remat="dots", model__scan_layers="scan",
+          model__attention_sinks=True)
     study("three key heads", model__num_heads=6, model__num_kv_heads=3, model__num_layers=1)
     study("heads whole", model__num_heads=3, model__num_kv_heads=3, model__num_layers=1, model__remat="full")
     study("left to XLA", batch=1, model__num_heads=3, model__num_kv_heads=3, model__num_layers=1)
@@ -236,7 +237,7 @@ def test_what_surrounds_a_call() -> None:
 
 def test_what_runs_on_parts_is_said() -> None:
     found = around()
-    assert found["chosen"] == "pallas_tpu"
+    assert found["chosen"] == "xla, pallas_tpu"  # of rotary and of attention
     assert (
         "over the mesh (data 2, model 2):\n  attend.attend on parts: batch over data, heads"
         in found["summary"]

@@ -130,9 +130,23 @@ CASES: dict[str, tuple[Callable[[], ml.Block], dict[str, Any]]] = {
         ),
         {"input": draw(2, 5, 4), **ROPE},
     ),
-    "SelfAttention without positions": (
-        lambda: m.SelfAttention(4, 2, rotary_dim=0, qk_norm="head", norm_offset=1.0, softcap=2.0),
+    "SelfAttention of an encoder": (
+        lambda: m.SelfAttention(4, 2, rotary_dim=0, causal=False, use_bias=True),
         {"input": draw(2, 5, 4)},
+    ),
+    "SelfAttention without positions": (
+        lambda: m.SelfAttention(4, 2, rotary_dim=0, qk_norm="head", norm_offset=1.0, sinks=True),
+        {"input": draw(2, 5, 4)},
+    ),
+    "LatentSelfAttention": (
+        lambda: m.LatentSelfAttention(4, 2, 3, None, 3, 2, 4, interleaved=True, window=3),
+        {"input": draw(2, 5, 4), **ROPE},
+    ),
+    "LatentSelfAttention with a query rank": (
+        lambda: m.LatentSelfAttention(
+            4, 2, 3, 5, 3, 2, use_bias=True, output_bias=True, scale=0.7, softcap=2.0
+        ),
+        {"input": draw(2, 5, 4), **ROPE},
     ),
     "StateSpace": (lambda: m.StateSpace(8, 3, 4, chunk_size=2), {"input": draw(2, 5, 8)}),
     "MixtureOfExperts": (lambda: m.MixtureOfExperts(4, 5, 3), {"input": draw(2, 6, 4)}),
@@ -140,6 +154,18 @@ CASES: dict[str, tuple[Callable[[], ml.Block], dict[str, Any]]] = {
     "Experts beside a shared one": (
         lambda: m.Experts(
             4, 5, 6, 1, router="sigmoid", normalise=False, scale=2.5, shared=3, activation="gelu"
+        ),
+        {"input": draw(2, 6, 4)},
+    ),
+    "Experts in groups": (
+        lambda: m.Experts(
+            *(4, 5, 8, 2), router="sigmoid", groups=4, top_groups=2, group_score="top2", choice_bias=True
+        ),
+        {"input": draw(2, 6, 4)},
+    ),
+    "Experts with biases": (
+        lambda: m.Experts(
+            *(4, 5, 6, 2), use_bias=True, logit_bias=True, activation="swiglu_clamped", limit=0.5, shared=3
         ),
         {"input": draw(2, 6, 4)},
     ),

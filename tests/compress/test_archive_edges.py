@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from capibara.cli import main
@@ -216,3 +218,28 @@ def test_brackets_in_names_are_no_objects(tmp_path: Path) -> None:
         assert list(archive.entries) == names
     with pytest.raises(ArchiveError, match="too many objects"), ArchiveWriter(tmp_path / "b.capi") as archive:
         archive.add("a", np.zeros(2, np.uint32), F32, (2,), settings={"k": [[]] * 5000})
+
+
+def _held(value: object) -> np.ndarray:
+    """Objects, lists and strings in a value of JSON."""
+    if isinstance(value, dict):
+        return sum((_held(one) for pair in value.items() for one in pair), np.array([1, 0, 0]))
+    if isinstance(value, list):
+        return sum(map(_held, value), np.array([0, 1, 0]))
+    return np.array([0, 0, isinstance(value, str)])
+
+
+_TEXTS = st.text(alphabet='{}[]"\\/ a,ñ\n')
+_JSON = st.recursive(
+    st.none() | _TEXTS, lambda inner: st.lists(inner) | st.dictionaries(_TEXTS, inner), max_leaves=20
+)
+
+
+@given(value=_JSON, at_once=st.integers(1, 9), ascii_only=st.booleans())
+def test_objects_of_an_index_are_counted_without_those_in_strings(
+    value: object, at_once: int, ascii_only: bool
+) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "_AT_ONCE", at_once)
+        assert list(index._counted(text)) == _held(value).tolist()

@@ -106,7 +106,9 @@ def test_a_folder_without_archives(
 ) -> None:
     assert main([verb, str(source)]) == 2
     err = capsys.readouterr().err
-    assert f"capibara {verb}: {source}: no *.capi file in this folder. Remedy: " in err
+    # Without archives it may be a published model, which can be inspected.
+    why = "/config.json: model_type" if verb == "inspect" else ": no *.capi file in this folder. Remedy: "
+    assert f"capibara {verb}: {source}{why}" in err
     (folder / "gone").symlink_to(tmp_path / "nowhere")
     assert main([verb, str(folder)]) == 2
     assert "a link to a folder, or to nothing" in capsys.readouterr().err

@@ -47,7 +47,7 @@ class Fed:
 PIECES = [(4, 1, 4), (1, 4, 4), (4, 4, 1), (1,) * 9]
 
 
-@pytest.mark.parametrize("kind", ["grouped", "ssm", "vq", "mixed"])
+@pytest.mark.parametrize("kind", ["grouped", "ssm", "mamba", "vq", "mixed"])
 def test_any_pieces_give_the_whole(kind: str) -> None:
     fed = Fed(kind, model__scan_layers="scan" if kind == "grouped" else "auto")
     tokens = small_tokens(3, 9, seed=2)

@@ -16,7 +16,7 @@ from small_models import small_config, small_params, small_tokens
 from capibara.core import ModularCapibaraModel
 
 config = small_config("experts", **{"model.experts.count": 8, "model.experts.shared_dim": 8, "model.mlp_dim": 16,
-    "model.experts.dim": 16})
+    "model.experts.dim": 16, **json.loads(sys.argv[2])})
 tokens = small_tokens(8, 6)
 
 
@@ -42,24 +42,35 @@ print("RESULT", json.dumps(out))
 """
 
 
+EXPERT = {"expert": ((8,), [2, 1, 8, 16])}  # tokens are gathered, and their sums scattered
+OTHERS = {
+    "data": ((8,), [2, 8, 1, 16]),  # stored in parts, and gathered
+    "data expert": ((2, 4), [2, 2, 4, 16]),
+    "data model": ((4, 2), [2, 8, 2, 8]),
+    "data expert model": ((2, 2, 2), [2, 4, 4, 8]),
+}
+# As gpt-oss has them.
+BIASED = {
+    "model.mlp_bias": True,
+    "model.experts.logit_bias": True,
+    "model.attention_sinks": True,
+    "model.activation": "swiglu_clamped",
+    "model.activation_limit": 0.5,
+}
+
+
 @pytest.mark.parametrize(
-    "meshes",
+    ("meshes", "more"),
     [
-        {"expert": ((8,), [2, 1, 8, 16])},
-        pytest.param(
-            {
-                "data": ((8,), [2, 1, 8, 16]),  # tokens are gathered, and their sums scattered
-                "data expert": ((2, 4), [2, 2, 4, 16]),
-                "data model": ((4, 2), [2, 2, 8, 8]),
-                "data expert model": ((2, 2, 2), [2, 4, 4, 8]),
-            },
-            marks=pytest.mark.slow,
-        ),
+        (EXPERT, BIASED),
+        pytest.param(EXPERT | OTHERS, {}, marks=pytest.mark.slow),
+        pytest.param(OTHERS, BIASED, marks=pytest.mark.slow),
     ],
+    ids=["experts", "others", "others, biased"],
 )
-def test_eight_devices_compute_what_one_does(meshes: dict[str, Any]) -> None:
+def test_eight_devices_compute_what_one_does(meshes: dict[str, Any], more: dict[str, Any]) -> None:
     asked = [(shape, names.split()) for names, (shape, _) in meshes.items()]
-    found = run_apart(SCRIPT, json.dumps(asked), XLA_FLAGS=emulated(8, quick=True))
+    found = run_apart(SCRIPT, json.dumps(asked), json.dumps(more), XLA_FLAGS=emulated(8, quick=True))
     assert {names: shape for names, (_, shape) in found.items()} == {
         names: shape for names, (_, shape) in meshes.items()
     }

@@ -35,17 +35,27 @@ def counted(model: ModularCapibaraModel, length: int, training: bool = False) ->
     return count.total / (2 * length)
 
 
-@pytest.mark.parametrize("kind", ["attention", "grouped", "multi_query", "vq", "untied"])
+@pytest.mark.parametrize("kind", ["attention", "grouped", "multi_query", "vq", "untied", "latent"])
 @pytest.mark.parametrize("mode", ["scan", "unroll"])
 def test_flops_equal_those_of_the_program(kind: str, mode: str) -> None:
     model = ModularCapibaraModel(small_config(kind, model__scan_layers=mode))
     # With one token every pair is looked at, so causal attention is all of attention.
     assert counted(model, 1) == model.flops_per_token(1, training=False)
     m = model.config.model
-    pairs = 4 * m.num_heads * m.resolved_head_dim * (32 - 33 / 2) * m.block_kinds.count("attention")
+    widths = m.resolved_head_dim + (m.latent.value_dim if m.latent.kv_rank else m.resolved_head_dim)
+    pairs = 2 * m.num_heads * widths * (32 - 33 / 2) * m.block_kinds.count("attention")
     ideal = model.flops_per_token(32, training=False)
     # A program may compute scores above the diagonal; the ideal counts the lower half.
     assert ideal <= counted(model, 32) <= ideal + pairs
+
+
+@pytest.mark.parametrize("head", ["none", "transform"])
+def test_flops_of_an_encoder_equal_those_of_the_program(head: str) -> None:
+    config = small_config(
+        "grouped", model__causal=False, model__head=head, model__pooler=True, model__norm_placement="sum"
+    )
+    model = ModularCapibaraModel(config)
+    assert counted(model, 7) == model.flops_per_token(7, training=False)
 
 
 def test_training_flops_equal_those_of_the_program_without_attention() -> None:
@@ -64,6 +74,9 @@ def test_state_space_flops_are_products_convolutions_and_the_recurrence() -> Non
     assert counted(model, 1) == model.flops_per_token(1, training=False) - other
     # The recurrence costs the same a token however long the sequence is.
     assert model.flops_per_token(1) == model.flops_per_token(1000)
+    grouped = ModularCapibaraModel(small_config("mamba"))
+    other = layers * (2 * taps * (inner + 2 * 2 * states) + 6 * inner * states)
+    assert counted(grouped, 1) == grouped.flops_per_token(1, training=False) - other
 
 
 def test_a_token_pays_for_its_own_experts_and_the_router() -> None:
@@ -100,8 +113,8 @@ PROGRAM = textwrap.dedent(
     big = {"model.num_heads": 8, "model.num_kv_heads": 8, "model.head_dim": 2, "model.vocab_size": 16,
            "model.mlp_dim": 16, "model.embed_dim": 8, "train.batch_size": 32}
     mesh = {"tpu.enabled": True, "tpu.num_chips": 32, "tpu.topology": "4x8"}
-    pattern = json.loads(sys.argv[1])
-    changes = {"model.pattern": pattern, "model.num_layers": len(pattern), **big}
+    pattern, more = json.loads(sys.argv[1])
+    changes = {"model.pattern": pattern, "model.num_layers": len(pattern), **big, **more}
     one = ModularCapibaraModel(small_config(**changes))
     many = ModularCapibaraModel(small_config(**changes, **mesh))
     assert one.mesh is None and dict(many.mesh.shape) == {"data": 4, "model": 8}, many.mesh
@@ -109,7 +122,9 @@ PROGRAM = textwrap.dedent(
     params, state = many.init(0)
     single = jax.device_put(jax.tree.map(np.asarray, (params, state)), jax.devices()[0])
     same = one.init(0)
-    tokens = small_tokens(8, 5)
+    tokens = {"tokens": small_tokens(8, 5)}
+    if "model.ssm.groups" in more:
+        tokens["segments"] = np.array([[1, 1, 2, 2, 2]] * 4 + [[0, 0, 3, 3, 0]] * 4)
     plain = jax.jit(lambda p, s: one.apply(p, tokens, state=s)[0])(*single)
     laid = jax.jit(lambda p, s: many.apply(p, tokens, state=s)[0])(params, state)
     out = {
@@ -128,11 +143,11 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def on_32_devices(pattern: list[str]) -> dict[str, Any]:
+def on_32_devices(pattern: list[str], **more: Any) -> dict[str, Any]:
     env = dict(os.environ, XLA_FLAGS=emulated(32), JAX_PLATFORMS="cpu")
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, json.dumps(pattern)],
+        [sys.executable, "-W", "error", "-c", PROGRAM, json.dumps([pattern, more])],
         capture_output=True,
         text=True,
         env=env,
@@ -160,6 +175,21 @@ def test_a_mesh_of_32_gives_the_logits_of_one_device(pattern: list[str]) -> None
     assert specs[prefix + "attention.out.weight"] == ["None", "model", "None", "data"]
     assert shards[prefix + "mlp.up.weight"] == [1, 2, 2]
     assert shards[prefix + "mlp.down.weight"] == [1, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [2, 8])
+def test_groups_of_a_state_space_layer_on_a_mesh_of_32(groups: int) -> None:
+    sizes = {"model.ssm.head_dim": 2, "model.ssm.groups": groups, "model.ssm.bias": True, "model.mlp": "none"}
+    got = on_32_devices(["ssm"], **sizes)
+    assert got["error"] < 1e-5 * got["spread"] + 1e-5
+    # Eight heads over eight devices; groups only where there are as many.
+    over = "model" if groups == 8 else "None"
+    assert got["specs"]["blocks.ssm.value.weight"] == ["None", "data", "model", "None"]
+    assert got["specs"]["blocks.ssm.write.weight"] == ["None", "data", over, "None"]
+    assert got["specs"]["blocks.ssm.read.bias"] == ["None", over, "None"]
+    assert got["specs"]["blocks.ssm.read_conv.weight"] == ["None", "None", over, "None"]
+    assert got["specs"]["blocks.ssm.step.bias"] == ["None", "model"]
 
 
 def test_too_few_devices_mean_no_mesh() -> None:

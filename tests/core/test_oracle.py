@@ -33,7 +33,7 @@ def test_loss_equals_numpy_in_float32(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["grouped", "ssm", "vq", "experts", pytest.param("mixed", marks=pytest.mark.slow)]
+    "kind", ["grouped", "ssm", "mamba", "vq", "experts", pytest.param("mixed", marks=pytest.mark.slow)]
 )
 def test_logits_and_gradients_equal_numpy_in_float64(kind: str) -> None:
     untied = {"model.tie_embeddings": False} if kind == "grouped" else {}

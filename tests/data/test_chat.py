@@ -98,7 +98,7 @@ def test_an_endless_template_is_ended() -> None:
 
 def test_what_has_no_template_says_so() -> None:
     for one in (ByteTokenizer(), FileTokenizer(byte_tokenizer_files())):
-        with pytest.raises(ChatTemplateError, match="no chat template"):
+        with pytest.raises(ChatTemplateError, match=r"without a chat template|no chat template"):
             one.chat(MESSAGES)
     with pytest.raises(ChatTemplateError, match="JSON values"):
         tokenizer(TEMPLATE).chat([{"role": "user", "content": b"bytes"}])

@@ -40,8 +40,8 @@ def test_each_line_is_a_document(tmp_path: Path, name: str) -> None:
     [
         (b"{", "line 2 is not JSON"),
         (b"[1]", "line 2 holds list"),
-        (b'{"messages": []}', "line 2 has 'messages'"),
-        (b'{"text": 3}', r"expected a string under 'text', got the keys \['text'\]"),
+        (b'{"messages": []}', r"expected a string under 'text', got the keys \['messages'\]"),
+        (b'{"text": 3}', "expected a string under 'text', got int"),
         (b'{"text": "\\ud83d"}', "surrogate"),
         (b"\xff", "line 2 is not JSON"),
         (b"[" * 100_000, "line 2 is not JSON"),

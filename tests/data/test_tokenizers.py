@@ -51,6 +51,20 @@ def of_bytes(tokens: dict[str, int], **settings: object) -> FileTokenizer:
 @pytest.mark.parametrize(
     "tokenizer", [LEARNED, BYTES, ByteTokenizer()], ids=["learned", "bytes file", "bytes"]
 )
+@given(text=st.text(st.characters(codec=None, categories=["Cs", "Lu", "Zs", "So"]), min_size=1))
+def test_halves_of_characters_are_replaced(tokenizer: FileTokenizer, text: str) -> None:
+    """What Python has in the place of bytes that are not UTF-8 (U+DC80 to U+DCFF) are these bytes again."""
+    whole = "".join(
+        one if not 0xD800 <= ord(one) <= 0xDFFF or 0xDC80 <= ord(one) <= 0xDCFF else "\ufffd" for one in text
+    )
+    given_bytes = whole.encode("utf-8", "surrogateescape")
+    assert "".join(decode_stream(tokenizer, tokenizer.encode(text))) == given_bytes.decode("utf-8", "replace")
+    assert (tokenizer.encode_batch([text])[0] == tokenizer.encode(text)).all()
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [LEARNED, BYTES, ByteTokenizer()], ids=["learned", "bytes file", "bytes"]
+)
 @given(text=st.text(min_size=1))
 @settings(max_examples=40, deadline=None)
 def test_text_comes_back_in_whole_characters(tokenizer: FileTokenizer, text: str) -> None:

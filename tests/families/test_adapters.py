@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from published import CONFIGS, model_type, tokens, write_folder
 from safetensors.numpy import load_file, save_file
+from transformers_oracle import recorded_facts
 
 from capibara.core import ModularCapibaraModel
 from capibara.families import FamilyError, save_adapter
 from capibara.families.known import FAMILIES
 
-FACTS = json.loads((Path(__file__).parent / "golden" / "facts.json").read_text())
+FACTS = recorded_facts()
 LORA = {"finetune.method": "lora", "finetune.rank": 3, "finetune.alpha": 6.0}
 
 

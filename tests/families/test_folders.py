@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from published import SIZES, draw, write_folder
+from published import CONFIGS, SIZES, draw, model_type, write_folder
 from safetensors.numpy import load_file, save_file
 
 from capibara.core import ModularCapibaraModel
 from capibara.families import FamilyError, config_values, read_config
 from capibara.families.known import FAMILIES
+from capibara.families.saving import _chosen
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "num_key_value_heads": 2, **SIZES, "num_hidden_layers": 2}
 
@@ -55,6 +56,24 @@ def test_it_loads(folder: Path) -> None:
     np.testing.assert_array_equal(np.asarray(first).reshape(32, 32), stored.T)
 
 
+def test_it_loads_in_double_precision(folder: Path) -> None:
+    """Every bit of float64, in a process that has not turned it on."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.norm.weight", "model.layers.1.self_attn.q_proj.weight", "lm_head.weight"):
+        tensors[name] = tensors[name].astype(np.float64) / 3
+    save_file(tensors, folder / "model.safetensors")
+    params = ModularCapibaraModel.from_pretrained(folder, dtype="float64").params
+    for found, name in (
+        (params["final_norm"]["scale"], "model.norm.weight"),
+        (params["blocks"]["attention"]["query"]["weight"][1], "model.layers.1.self_attn.q_proj.weight"),
+        (params["head"]["weight"], "lm_head.weight"),
+    ):
+        numbers = np.asarray(found)
+        assert numbers.dtype == np.float64
+        stored = tensors[name]
+        np.testing.assert_array_equal(numbers.reshape(len(numbers), -1).T.reshape(stored.shape), stored)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -86,6 +105,111 @@ def test_a_config_that_cannot_be(folder: Path, changes: dict[str, Any], told: st
     with pytest.raises(FamilyError) as error:
         ModularCapibaraModel.from_pretrained(rewritten(folder, **changes))
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rms_norm": False}, "rms_norm: got False"),
+        ({"num_heads": 7}, "num_heads: got 7, .* expected 8, as hidden_size, expand and head_dim say"),
+        ({"intermediate_size": 63}, "intermediate_size: got 63"),
+        ({"n_groups": 3}, r"ssm\.groups: got 3"),
+        ({"hidden_act": "mish"}, "hidden_act: got 'mish'"),
+        ({"time_step_limit": [0.1]}, "time_step_limit: .* two numbers of at least 0"),
+        ({"time_step_limit": [-1.0, 2.0]}, "time_step_limit"),
+        ({"time_step_limit": [0.0, float("nan")]}, "time_step_limit"),
+        ({"time_step_limit": [2.0, 1.0]}, r"ssm\.step_max: got 1\.0"),
+        ({"time_step_limit": {"__float__": "Infinity"}}, "time_step_limit"),
+        ({"n_heads": 8}, "n_heads=8"),
+    ],
+)
+def test_what_mamba2_does_not_do(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mamba2", **CONFIGS["mamba2"], **changes})
+    )
+    with pytest.raises(FamilyError, match=told):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "count"), [("mistral", 8), ("gemma2", 4), ("gemma3", 4), ("llama", 16)])
+def test_key_heads_that_a_file_does_not_say(name: str, count: int, tmp_path: Path) -> None:
+    """As many as the models' own classes take; null is as many as heads."""
+    values = {"model_type": model_type(name), **SIZES, "num_attention_heads": 16, "sliding_window": 5}
+    if name == "llama":
+        del values["sliding_window"]
+    del values["num_key_value_heads"]
+    for given, expected in (({}, count), ({"num_key_value_heads": None}, 16)):
+        (tmp_path / "config.json").write_text(json.dumps(values | given))
+        assert read_config(tmp_path)[0].model.num_kv_heads == expected
+
+
+@pytest.mark.parametrize("given", [{}, {"rope_scaling": {}}, {"rope_parameters": None}])
+def test_positions_that_gpt_oss_does_not_say(given: dict[str, Any], tmp_path: Path) -> None:
+    values = {"model_type": "gpt_oss", **CONFIGS["gpt_oss"], **given}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    rope = read_config(tmp_path)[0].model.rope
+    assert (rope.scaling, rope.factor, rope.original_length, rope.truncate) == ("yarn", 32.0, 4096, False)
+
+
+def test_positions_that_are_said_twice(folder: Path) -> None:
+    """Readers differ in which of the two keys they take."""
+    linear = {"rope_type": "linear", "factor": 4.0}
+    rewritten(folder, rope_scaling=linear, rope_parameters={**linear, "rope_theta": 10000.0})
+    assert read_config(folder)[0].model.rope.factor == 4.0
+    for other in ({"rope_type": "default"}, {**linear, "factor": 2.0}, {**linear, "rope_theta": 5e5}):
+        rewritten(folder, rope_scaling=linear, rope_parameters=other)
+        with pytest.raises(FamilyError, match=r"rope_scaling: .* expected what rope_parameters says"):
+            read_config(folder)
+
+
+def test_scores_that_gemma3_does_not_bound(tmp_path: Path) -> None:
+    """The key is Gemma 2's: the models' own implementation passes over it."""
+    values = {"model_type": "gemma3_text", **CONFIGS["gemma3"], "attn_logit_softcapping": 3.0}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(FamilyError, match=r"attn_logit_softcapping: got 3\.0"):
+        read_config(tmp_path)
+
+
+def test_stretching_that_gemma3_does_not_do(tmp_path: Path) -> None:
+    """Of the names of a kind only the newer one stretches, in files with the older key ``rope_scaling``."""
+
+    def read(**changes: Any) -> Any:
+        values = {"model_type": "gemma3_text", **CONFIGS["gemma3"], **changes}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return read_config(tmp_path)
+
+    kind, newer = {"type": "linear", "factor": 8.0}, {"rope_type": "linear", "factor": 8.0}
+    plain, _ = read()
+    config, source = read(rope_scaling=kind)
+    assert config == plain
+    (note,) = source.notes
+    assert "type='linear' has no effect without rope_type" in note
+    for scaling in (newer, {**kind, **newer}):
+        config, source = read(rope_scaling=scaling)
+        assert (config.model.rope.scaling, config.model.rope.factor) == ("linear", 8.0)
+        assert not source.notes
+    both = {"full_attention": newer, "sliding_attention": {"rope_type": "default"}}
+    assert read(rope_parameters=both, rope_scaling=newer)[0].model.rope.factor == 8.0
+    assert read(rope_parameters={**both, "full_attention": kind})[0].model.rope.factor == 8.0
+    with pytest.raises(FamilyError, match=r"rope_scaling: .* expected what rope_parameters says"):
+        read(rope_parameters=both, rope_scaling={**newer, "factor": 4.0})
+
+
+@pytest.mark.parametrize(
+    "limit", [[0.0, float("inf")], [0.25, float("inf")], [0.0, {"__float__": "Infinity"}]]
+)
+def test_a_limit_that_is_infinite(tmp_path: Path, limit: list[Any]) -> None:
+    """As files have had it: `Infinity`, which is not JSON, and an object."""
+    values = {"model_type": "mamba2", **CONFIGS["mamba2"], "time_step_limit": limit}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config, source = read_config(tmp_path)
+    assert (config.model.ssm.step_min, config.model.ssm.step_max) == (limit[0], None)
+    json.dumps(source.to_json(), allow_nan=False)
+    _, written = _chosen(config.model, None, source)
+    json.dumps(written, allow_nan=False)
+    assert written.get("time_step_limit") == (None if limit[0] == 0 else [0.25, 1e6])
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert read_config(tmp_path)[0].model == config.model
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "nul", '{"model_type": "llama"}', "[" * 100_000])
@@ -202,7 +326,7 @@ def test_a_family_says_what_it_cannot_express() -> None:
 
     config = ModularModelConfig.from_toml("demo", ["model.norm_placement=both", "model.qk_norm=all"])
     for name, family in FAMILIES.items():
-        with pytest.raises(FamilyError, match=f"family='{name}' has no models with"):
+        with pytest.raises(FamilyError, match=f"family='{name}' cannot express"):
             config_values(config.model, family)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers_oracle as oracle
-from published import CONFIGS, draw, tokens
+from published import DECODERS, draw, tokens
 from safetensors.numpy import load_file
 
 from capibara.core import ModularCapibaraModel
@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", DECODERS)
 def test_all_gradients_and_folders_both_ways(name: str, tmp_path: Path) -> None:
     import jax
     from transformers import AutoModelForCausalLM
@@ -29,6 +29,15 @@ def test_all_gradients_and_folders_both_ways(name: str, tmp_path: Path) -> None:
         ours = ModularCapibaraModel.from_pretrained(tmp_path / "theirs")
         text = tokens()
         np.testing.assert_allclose(ours(text), oracle.logits(theirs, text), rtol=0, atol=1e-4)
+
+        padded, mask = np.where(np.arange(text.shape[1]) < 5, 0, text), np.ones_like(text)
+        mask[0, :5] = 0
+        mask[-1, -7:] = 0
+        given = {"tokens": padded, "segments": mask}
+        found = np.asarray(ours(given))
+        np.testing.assert_allclose(
+            found[mask == 1], oracle.logits(theirs, padded, mask)[mask == 1], rtol=0, atol=1e-4
+        )
 
         loss, expected = oracle.gradients(theirs, text)
         (found, _), gradients = jax.value_and_grad(

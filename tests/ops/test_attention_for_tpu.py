@@ -30,17 +30,19 @@ def calls(text):
     return sorted(set(re.findall(r"capibara_attention_(output|query|key_value|gradients)", text)))
 
 
-def measure(name, shapes, dtype, ids=None, bias=None, **options):
-    def loss(q, k, v, ids, bias):
-        y = flash_attention(q, k, v, segment_ids=ids, bias=bias, **options)
+def measure(name, shapes, dtype, ids=None, bias=None, sinks=None, **options):
+    def loss(q, k, v, sinks, ids, bias):
+        y = flash_attention(q, k, v, segment_ids=ids, bias=bias, sinks=sinks, **options)
         return jnp.sum(y.astype(jnp.float32))
 
     given = [jax.ShapeDtypeStruct(s, dtype, sharding=one) for s in shapes]
+    given.append(None if sinks is None else jax.ShapeDtypeStruct(sinks, jnp.float32, sharding=one))
     given.append(None if ids is None else jax.ShapeDtypeStruct(ids, jnp.int32, sharding=one))
     given.append(None if bias is None else jax.ShapeDtypeStruct(bias, dtype, sharding=one))
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*given).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    answer = explain(flash_attention, *given[:3], segment_ids=given[3], bias=given[4], platform="tpu", **options)
+    options |= dict(zip(("sinks", "segment_ids", "bias"), given[3:]))
+    answer = explain(flash_attention, *given[:3], platform="tpu", **options)
     out[name] = {
         "explain": answer.chosen, "calls": calls(text), "temp": memory.temp_size_in_bytes,
         "arguments": memory.argument_size_in_bytes,
@@ -51,6 +53,9 @@ whole = (1, 16, 32768, 128)
 measure("long", [whole] * 3, jnp.bfloat16, use_causal_mask=True)
 heads = [(1, 4, 1000, 64), (1, 2, 700, 64), (1, 2, 700, 80)]
 measure("everything", heads, jnp.float32, window=300, softcap=30.0)
+# As in gpt-oss, whose local layers see 128 positions.
+shapes = [(1, 8, 2048, 64), (1, 1, 2048, 64), (1, 1, 2048, 64)]
+measure("sinks", shapes, jnp.bfloat16, sinks=(8,), window=128, use_causal_mask=True)
 measure("segments", [(2, 2, 300, 5)] * 3, jnp.float32, ids=(2, 300), precision="highest", layout="bhsd")
 few or measure("wide", [(1, 2, 2048, 256)] * 3, jnp.float32, precision="bfloat16")
 out["vmap"] = {"calls": calls(jax.jit(jax.vmap(flash_attention, (0, None, None))).lower(
@@ -106,7 +111,7 @@ print(json.dumps(out))
 FORWARD_AND_BACKWARD = ["gradients", "output"]
 # Sums of key and value that do not fit into the chip's memory, and a window that is shorter than the keys.
 IN_TWO_KERNELS = ["key_value", "output", "query"]
-TWO = ("long", "two kernels")
+TWO = ("long", "two kernels", "sinks")
 
 
 @pytest.fixture(scope="module", params=few_or_all("v4"))

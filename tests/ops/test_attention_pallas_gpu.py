@@ -25,7 +25,7 @@ CAUSAL = {"use_causal_mask": True}
 BLOCKS = (
     AttentionSpec("grouped", 1, 4, 75, 8, 2, options={**CAUSAL, "block_size": 16}),
     AttentionSpec("longer keys", 1, 1, 20, 8, kv_len=70, options={**CAUSAL, "block_size": 32}),
-    AttentionSpec("window", 1, 2, 90, 20, 1, options={**CAUSAL, "block_size": 16, "window": 21}),
+    AttentionSpec("window", 1, 2, 90, 20, 1, sinks=True, options={**CAUSAL, "block_size": 16, "window": 21}),
     AttentionSpec("both ways", 1, 1, 70, 8, kv_len=50, options={"block_size": 16, "window": (3, 30)}),
     AttentionSpec(
         "segments",
@@ -36,6 +36,7 @@ BLOCKS = (
         1,
         value_dim=12,
         segments=True,
+        sinks=True,
         options={**CAUSAL, "softcap": 3.0, "block_size": 16},
     ),
 )

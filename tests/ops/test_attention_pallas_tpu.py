@@ -27,10 +27,19 @@ CAUSAL = {"use_causal_mask": True}
 BLOCKS = (
     AttentionSpec("grouped", 1, 4, 300, 8, 2, options={**CAUSAL, "block_size": 128}),
     AttentionSpec("longer keys", 1, 1, 130, 8, kv_len=390, options={**CAUSAL, "block_size": 128}),
-    AttentionSpec("window", 1, 2, 520, 8, 1, options={**CAUSAL, "block_size": 128, "window": 70}),
+    AttentionSpec("window", 1, 2, 520, 8, 1, sinks=True, options={**CAUSAL, "block_size": 128, "window": 70}),
     AttentionSpec("both ways", 1, 1, 390, 8, kv_len=270, options={"block_size": 128, "window": (3, 200)}),
     AttentionSpec(
-        "segments", 2, 2, 270, 8, 1, value_dim=12, segments=True, options={**CAUSAL, "softcap": 3.0}
+        "segments",
+        2,
+        2,
+        270,
+        8,
+        1,
+        value_dim=12,
+        segments=True,
+        sinks=True,
+        options={**CAUSAL, "softcap": 3.0},
     ),
     # Blocks of 384 with heads above 128, a block of 640 in two parts, and a factor that turns the order of scores.
     AttentionSpec("wide heads", 1, 1, 700, 136, options=CAUSAL),

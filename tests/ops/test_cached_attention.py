@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from capibara.ops.attention import cached, cached_attention, flash_attention
 IMPLEMENTATIONS = ("xla", "reference")
 
 
-def oracle(q, k, v, positions, scale=None, window=None, softcap=None):
+def oracle(q, k, v, positions, scale=None, window=None, softcap=None, sinks=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = np.zeros((*q.shape[:3], v.shape[-1]))
     group = q.shape[2] // k.shape[2]
@@ -29,8 +31,9 @@ def oracle(q, k, v, positions, scale=None, window=None, softcap=None):
         s = scale * k[b, low : at + 1, h // group] @ q[b, t, h]
         if softcap is not None:
             s = softcap * np.tanh(s / softcap)
-        w = np.exp(s - s.max())
-        out[b, t, h] = (w / w.sum()) @ v[b, low : at + 1, h // group]
+        last = [] if sinks is None else [sinks[h]]
+        w = np.exp(np.append(s, last) - max([s.max(), *last]))
+        out[b, t, h] = (w / w.sum())[: len(s)] @ v[b, low : at + 1, h // group]
     return out
 
 
@@ -42,7 +45,15 @@ def arrays(batch=2, new=3, heads=4, kv_heads=2, cache=9, dim=5, value_dim=3, see
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    "options", [{}, {"scale": 0.3}, {"window": 2}, {"softcap": 0.5}, {"window": 4, "softcap": 2.0}]
+    "options",
+    [
+        {},
+        {"scale": 0.3},
+        {"window": 2},
+        {"softcap": 0.5},
+        {"window": 4, "softcap": 2.0},
+        {"sinks": np.array([0.5, -2.0, 9.0, -np.inf], np.float32), "window": 3},
+    ],
 )
 def test_value_is_the_definition(options, implementation):
     q, k, v = arrays()
@@ -100,9 +111,10 @@ def test_prefill_and_steps_equal_the_whole_sequence():
     rng = np.random.default_rng(1)
     q = device_array(rng.normal(size=(2, 7, 4, 5)), jnp.float32)
     k, v = (device_array(rng.normal(size=(2, 7, 2, 5)), jnp.float32) for _ in range(2))
-    want = flash_attention(q, k, v, use_causal_mask=True, layout="bshd")
+    sinks = jnp.linspace(-1.0, 1.0, 4)
+    want = flash_attention(q, k, v, use_causal_mask=True, layout="bshd", sinks=sinks)
     cache_k, cache_v = (jnp.pad(x[:, :4], ((0, 0), (0, 8), (0, 0), (0, 0))) for x in (k, v))
-    step = jax.jit(cached_attention)
+    step = jax.jit(partial(cached_attention, sinks=sinks))
     np.testing.assert_allclose(step(q[:, :4], cache_k, cache_v, 0), want[:, :4], rtol=1e-5, atol=1e-5)
     for t in range(4, 7):
         cache_k, cache_v = cache_k.at[:, t].set(k[:, t]), cache_v.at[:, t].set(v[:, t])
@@ -114,8 +126,9 @@ def test_prefill_and_steps_equal_the_whole_sequence():
 def test_long_prefills_in_blocks(monkeypatch, new):
     monkeypatch.setattr(cached, "BLOCK", 4)
     q, k, v = arrays(new=new, cache=12)
-    positions = np.broadcast_to(np.arange(new), (2, new))
-    np.testing.assert_allclose(cached_attention(q, k, v, 0), oracle(q, k, v, positions), rtol=2e-5, atol=2e-6)
+    positions, sinks = np.broadcast_to(np.arange(new), (2, new)), np.linspace(-1, 1, 4)
+    got = cached_attention(q, k, v, 0, sinks=sinks)
+    np.testing.assert_allclose(got, oracle(q, k, v, positions, sinks=sinks), rtol=2e-5, atol=2e-6)
 
 
 def test_vmap():

@@ -12,13 +12,17 @@ from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capibara import native
+from capibara.measure import count_flops
 from capibara.ops import explain
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.linalg import grouped_matmul
 from capibara.ops.linalg.specs import GROUPED, GroupedSpec, grouped_arguments
+from capibara.ops.registry import portable
 from capibara.ops.tagged import tagged
 
-IMPLEMENTATIONS = ["cpu", "xla", "reference"]
+NATIVE = pytest.mark.skipif(native.problem() is not None, reason=str(native.problem()))
+IMPLEMENTATIONS = [pytest.param("native", marks=NATIVE), "cpu", "xla", "reference"]
 SMALL = tagged(GROUPED, "small")
 
 
@@ -128,6 +132,66 @@ def test_what_runs() -> None:
     assert (out.shape, out.dtype) == ((64, 8), jnp.bfloat16)
     chosen = {p: explain(grouped_matmul, *arrays, platform=p).chosen for p in ("cpu", "tpu", "cuda")}
     assert chosen == {"cpu": "cpu", "tpu": "xla", "cuda": "xla"}
+
+
+@NATIVE
+def test_what_the_compiled_kernels_take() -> None:
+    def found(kind: Any, **options: Any) -> Any:
+        shapes = ((64, 16), kind), ((4, 16, 8), kind), ((4,), jnp.int32)
+        given = [jax.ShapeDtypeStruct(*each) for each in shapes]
+        return explain(grouped_matmul, *given, platform="cpu", **options)
+
+    assert found(jnp.float32).chosen == "native"
+    assert "takes float32, not bfloat16" in found(jnp.bfloat16).reasons["native"]
+    assert (
+        "sums in float32, not bfloat16" in found(jnp.float32, accumulate_dtype="bfloat16").reasons["native"]
+    )
+    with portable():
+        assert found(jnp.float32).chosen == "cpu"
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "sizes"),
+    [
+        (900, 47, 65, (0, 33, 500, 1, 12)),  # rows of no group, several blocks of rows, edges of tiles
+        (50, 900, 40, (13, 0, 37)),  # several parts of the depth
+        (20, 13, 1100, (20, 0)),  # several blocks of columns
+    ],
+)
+def test_edges_of_blocks(rows: int, inner: int, columns: int, sizes: tuple[int, ...]) -> None:
+    spec = GroupedSpec("edges", rows, inner, columns, sizes)
+    random = np.random.default_rng(3)
+    lhs, rhs, numbers = grouped_arguments(spec, random)
+    ahead = random.normal(size=(rows, columns))
+    for transposed in (False, True):
+        given = lhs, rhs.swapaxes(1, 2) if transposed else rhs, ahead
+
+        def run(lhs: Any, rhs: Any, ahead: Any, transposed: bool = transposed) -> Any:
+            def product(lhs: Any, rhs: Any) -> Any:
+                return grouped_matmul(lhs, rhs, numbers, transpose_rhs=transposed, implementation="native")
+
+            out, pull = jax.vjp(product, lhs, rhs)
+            by_lhs, by_rhs = pull(ahead)
+            return out, by_lhs, by_rhs.swapaxes(1, 2) if transposed else by_rhs
+
+        found = jax.jit(run)(*(x.astype(np.float32) for x in given))
+        wanted = (oracle(lhs, rhs, sizes), *slopes(lhs, rhs, sizes, ahead))
+        for got, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6 * np.abs(want).max())
+
+
+def test_operations_are_counted() -> None:
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 16), (4, 16, 8))]
+    sizes = jnp.full(4, 16, jnp.int32)
+    for name in ("native", "reference")[native.problem() is not None :]:
+
+        def loss(lhs: Any, rhs: Any, name: str = name) -> Any:
+            return jnp.sum(grouped_matmul(lhs, rhs, sizes, implementation=name) ** 2)
+
+        # The reference multiplies every row with every matrix.
+        many = 1 if name == "native" else 4
+        assert int(count_flops(jax.grad(loss, (0, 1)), *given)) == 3 * 2 * 64 * 16 * 8 * many
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 2), (4, 0, 2, 2), (4, 3, 0, 2), (4, 3, 2, 0)])

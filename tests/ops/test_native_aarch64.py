@@ -257,6 +257,19 @@ def test_products_with_codes(kind, count, rows, inner, group, driver):
         np.testing.assert_array_equal(numbers, weight.astype(np.float32))
 
 
+@pytest.mark.parametrize("sizes", [(40, 70, 900), (7, 5, 33), (9, 20, 0)])
+def test_blocks_of_grouped_products(sizes, driver):
+    rows, columns, depth = sizes
+    random = np.random.default_rng(6)
+    a, b = random.normal(size=(rows, depth)), random.normal(size=(depth, columns))
+    for by_depth, by_column in ((0, 0), (0, 1), (1, 0)):
+        arrays = (a.T if by_depth else a, b.T if by_column else b)
+        given = b"".join(np.ascontiguousarray(x, np.float32).tobytes() for x in arrays)
+        answer = _emulate(driver, struct.pack("<6q", 34, *sizes, by_depth, by_column) + given)
+        (got,) = _cut(answer, ((rows, columns), "f4"))
+        np.testing.assert_allclose(got, a @ b, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", list(fixed_search.KINDS.values()), ids=lambda kind: kind.name)
 def test_searched_scales(kind, driver):
     random, resolution, last = np.random.default_rng(5), 16, 127

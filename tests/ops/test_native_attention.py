@@ -52,13 +52,13 @@ CHECKED = (
     _spec(1, 1, 260, 8, kv_len=140),
     _spec(1, 1, 7, 3, kv_len=400, options={"window": (3, 200)}),
     _spec(1, 2, 290, 4, options={**CAUSAL, "window": 130}),
-    _spec(1, 1, 400, 5, kv_len=90, options={"window": 20}),
+    _spec(1, 1, 400, 5, kv_len=90, sinks=True, options={"window": 20}),
     # More than a tile with what is added to the scores; biases that rows, keys, heads or the batch share.
     _spec(2, 4, 150, 9, kv_heads=2, bias=(True, False, True, False), options={**CAUSAL, "softcap": 3.0}),
     _spec(2, 2, 140, 5, bias=(False, True, False, True), segments=True, options={"window": (90, 100)}),
     _spec(2, 2, 70, 5, kv_len=130, bias=(False, False, True, True), options={"layout": "bshd"}),
     _spec(1, 2, 60, 5, bias=(False, False, False, False), options=CAUSAL),
-    _spec(2, 2, 150, 6, segments=True, options={**CAUSAL, "softcap": 50.0}),
+    _spec(2, 2, 150, 6, segments=True, sinks=True, options={**CAUSAL, "softcap": 50.0}),
 )
 
 
@@ -182,7 +182,7 @@ def test_any_sizes(q_len, kv_len, dim, value_dim, group, causal, window, layout)
 
 @pytest.mark.parametrize("bias", [None, (False, True, True, True)])
 def test_second_gradient(bias):
-    arrays, options = make(AttentionSpec("", 1, 2, 9, 3, bias=bias, options=CAUSAL))
+    arrays, options = make(AttentionSpec("", 1, 2, 9, 3, bias=bias, sinks=bias is None, options=CAUSAL))
 
     def bent(a: dict[str, jax.Array], implementation: str) -> jax.Array:
         inner = jax.grad(lambda a: jnp.sum(_run(a, options, implementation) ** 2))(a)

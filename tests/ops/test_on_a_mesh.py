@@ -16,7 +16,7 @@ from emulation import emulated
 from operation_calls import functions
 
 SCRIPT = Path(__file__).parents[1] / "support" / "mesh_cases.py"
-CATEGORIES = ("attention", "collective", "conv", "fft", "linalg", "loss", "scan", "tropical", "vq")
+CATEGORIES = ("attention", "collective", "conv", "fft", "linalg", "loss", "rotary", "scan", "tropical", "vq")
 # What has no arrays of a call to lay over a mesh.
 NO_CASE = {
     "attention.multihead_attention_params",

@@ -32,20 +32,22 @@ def loss(scan, *arrays):
     return jnp.sum(y.astype(jnp.float32)) + jnp.sum(state)
 
 
-def measure(name, length, dtype, implementation="auto"):
+def measure(name, length, dtype, implementation="auto", groups=1, several=False):
     # A layer of Mamba-2 with 768 numbers a token: 24 heads of 64 numbers, and 128 states for each.
-    shapes = ScanSpec("", 1, length, 24, 64, 1, 128, 64).shapes()
+    shapes = ScanSpec("", 1, length, 24, 64, groups, 128, 64).shapes()
     narrow = ("x", "b", "c")
     given = [jax.ShapeDtypeStruct(s, dtype if n in narrow else jnp.float32, sharding=one) for n, s in shapes.items()]
 
+    starts = {"starts": jnp.arange(length)[None] % 1000 == 0} if several else {}
+
     def scan(*arrays):
-        return selective_scan(*arrays[:5], initial_state=arrays[5], implementation=implementation)
+        return selective_scan(*arrays[:5], initial_state=arrays[5], implementation=implementation, **starts)
 
     answer = explain(
-        selective_scan, *given[:5], initial_state=given[5], platform="tpu", implementation=implementation
+        selective_scan, *given[:5], initial_state=given[5], platform="tpu", implementation=implementation, **starts
     )
     row = {"explain": answer.chosen, "x": 4 * math.prod(shapes["x"])}
-    row["states"] = shapes["b"][-1] * row["x"]
+    row["states"] = 128 * row["x"]
     for what, f in (("forward", scan), ("gradient", jax.grad(partial(loss, scan), tuple(range(6))))):
         compiled = jax.jit(f).lower(*given).compile()
         row[what] = compiled.memory_analysis().temp_size_in_bytes
@@ -56,11 +58,13 @@ def measure(name, length, dtype, implementation="auto"):
 measure("short", 16384, "float32")
 measure("long", 32768, "float32")
 few or measure("bfloat16", 32768, "bfloat16")
+few or measure("groups", 32768, "float32", groups=8)
+few or measure("texts", 32768, "float32", several=True)
 measure("reference", 4096, "float32", "reference")
 print(json.dumps(out))
 """
 
-CHUNKED = ("short", "long", "bfloat16")
+CHUNKED = ("short", "long", "bfloat16", "groups", "texts")
 
 
 @pytest.fixture(

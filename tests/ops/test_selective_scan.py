@@ -30,12 +30,14 @@ def make(spec: ScanSpec, seed: int = 0) -> dict[str, np.ndarray]:
     return arrays
 
 
-def oracle(x, dt, a, b, c, initial_state):
+def oracle(x, dt, a, b, c, initial_state, starts=None):
     group = x.shape[2] // b.shape[2]
     h, ys = initial_state.astype(np.float64), []
     for t in range(x.shape[1]):
         b_t, c_t = np.repeat(b[:, t], group, 1), np.repeat(c[:, t], group, 1)
         decay = np.exp(dt[:, t] * a)[..., None, None]
+        if starts is not None:
+            h = np.where(starts[:, t, None, None, None], 0, h)
         h = decay * h + np.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], b_t)
         ys.append(np.einsum("bhpn,bhn->bhp", h, c_t))
     return np.stack(ys, 1), h
@@ -46,6 +48,7 @@ def run(arrays, implementation="auto", chunk_size=4):
     return selective_scan(
         *(arrays[n] for n in names),
         initial_state=arrays.get("initial_state"),
+        starts=arrays.get("starts"),
         chunk_size=chunk_size,
         implementation=implementation,
     )
@@ -113,6 +116,33 @@ def test_any_length_in_float32(length, chunk, groups, per_group, seed):
     want = oracle(**arrays)
     np.testing.assert_allclose(y, want[0], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(state, want[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(13, 4), (1, 4)])
+def test_sequences_that_share_a_row_do_not_see_one_another(length, chunk):
+    arrays = make(ScanSpec("", 2, length, 4, 3, 2, 2, chunk))
+    rng = np.random.default_rng(length)
+
+    def everything(a, starts, weight):
+        found = {}
+        for name in ("xla", "reference"):
+            out, pull = jax.vjp(lambda a, name=name: run({**a, "starts": starts}, name, chunk), a)
+            found[name] = out, pull(weight)[0]
+        return found
+
+    with jax.enable_x64(True):
+        compiled = jax.jit(everything, compiler_options=FAST)
+        for share in (0.0, 0.2, 0.2, 0.2, 0.5, 0.5, 1.0):
+            starts = rng.random((2, length)) < share
+            want = oracle(**arrays, starts=starts)
+            weight = tuple(device_array(rng.normal(size=w.shape)) for w in want)
+            found = compiled({n: device_array(v) for n, v in arrays.items()}, starts, weight)
+            for name, ((y, state), gradient) in found.items():
+                np.testing.assert_allclose(y, want[0], rtol=1e-9, atol=1e-10, err_msg=name)
+                np.testing.assert_allclose(state, want[1], rtol=1e-9, atol=1e-10, err_msg=name)
+                for key in arrays:
+                    expected = found["reference"][1][key]
+                    np.testing.assert_allclose(gradient[key], expected, rtol=1e-8, atol=1e-9, err_msg=key)
 
 
 def test_pieces_join_and_steps_continue():
@@ -206,6 +236,9 @@ def test_no_positions():
         ({"a": np.zeros(4, np.int32)}, OpTypeError, "a must be floating point"),
         ({"c": np.zeros((2, 12, 1, 5))}, OpShapeError, "c must have shape"),
         ({"initial_state": np.zeros((2, 4, 5, 3))}, OpShapeError, "initial_state must have shape"),
+        ({"starts": np.zeros((2, 11), bool)}, OpShapeError, r"starts must have shape \(2, 12\)"),
+        ({"starts": np.zeros((2, 12), int)}, OpTypeError, "starts must be a boolean array, got int64"),
+        ({"starts": True}, OpTypeError, "starts must be a boolean array, got bool"),
         ({"b": np.zeros((2, 12, 3, 5)), "c": np.zeros((2, 12, 3, 5))}, OpShapeError, "3 groups"),
     ],
 )

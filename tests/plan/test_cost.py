@@ -243,8 +243,9 @@ def test_bad_plans(plans: Any, limits: dict[str, float], match: str) -> None:
 
 def test_real_plans(prices: Path) -> None:
     """A :class:`capibara.plan.Plan` is what `choose` asks for, and one that nothing fits is refused."""
-    from capibara.plan import Candidate, Layout, Plan, parse_slice
+    from capibara.plan import Candidate, Plan, parse_slice
     from capibara.plan.time import StepTime
+    from capibara.sharding import Layout
 
     def plan_of(slice_name: str, seconds: float | None) -> Plan:
         target = parse_slice(slice_name)

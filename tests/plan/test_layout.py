@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capibara.config import ModularModelConfig, SettingsError
-from capibara.plan import Layout, PlanError, parse_slice
+from capibara.errors import ConfigError
+from capibara.plan import parse_slice
 from capibara.plan.search.space import layouts, meshes
+from capibara.sharding import Layout
 
 
 class Sizes:
@@ -71,7 +73,7 @@ def test_json_and_back(layout):
     ],
 )
 def test_bad_layouts(change, message):
-    with pytest.raises(PlanError, match=message.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         Layout(**{"mesh": (("data", 2),), **change})
 
 
@@ -79,7 +81,7 @@ def test_bad_layouts(change, message):
     "data", [{}, {"mesh": 3}, {"mesh": [["data", 2]], "speed": 1}, {"mesh": [["data"]]}, []]
 )
 def test_what_is_no_layout(data):
-    with pytest.raises(PlanError, match="layout"):
+    with pytest.raises(ConfigError, match="layout"):
         Layout.from_json(data)
 
 

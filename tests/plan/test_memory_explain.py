@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from capibara.config import ModularModelConfig
-from capibara.plan import Layout, PlanError, parse_slice
+from capibara.plan import PlanError, parse_slice
 from capibara.plan.compiler import CompiledProgram, Memory, find_compiler
 from capibara.plan.errors import CompilationError, CompilerMissingError
 from capibara.plan.memory import estimate_memory, explain, explain_oom
 from capibara.plan.memory.naming import named
 from capibara.plan.memory.remedies import changes
+from capibara.sharding import Layout
 
 PRODUCTION = (
     Path(__file__).parents[2] / "src" / "capibara" / "config" / "configs_toml" / "production" / "tpu_v4.toml"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from capibara.config import ModularModelConfig
-from capibara.plan import Layout, parse_slice
+from capibara.plan import parse_slice
 from capibara.plan.memory import estimate_memory
 from capibara.plan.search.space import WHOLE_PRODUCTS
+from capibara.sharding import Layout
 
 # Slice, data × model, layers, width, heads and their width, feed-forward width, vocabulary, batch, sequence, remat,
 # microbatches, whether products are whole, whether the counts (but for those of a loss in chunks) were fixed before it

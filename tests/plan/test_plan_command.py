@@ -75,7 +75,8 @@ def test_an_estimate(capsys):
 
 
 def test_an_explanation_keeps_to_the_limit_and_the_workers(capsys, monkeypatch, tmp_path):
-    from capibara.plan import DoesNotFitError, Layout
+    from capibara.plan import DoesNotFitError
+    from capibara.sharding import Layout
 
     refusal = DoesNotFitError("nothing fits: it is too large")
     refusal.layout = Layout(mesh=(("data", 1), ("model", 1)))

@@ -10,12 +10,13 @@ import pytest
 
 from capibara.config import ModularModelConfig
 from capibara.hardware import get_price
-from capibara.plan import Candidate, Layout, Plan, PlanError, parse_slice, plan
+from capibara.plan import Candidate, Plan, PlanError, parse_slice, plan
 from capibara.plan.lock import Drift, LockCheck, check_lock, write_lock
 from capibara.plan.report.picture import figure_of, link_axes
 from capibara.plan.report.table import plan_text
 from capibara.plan.sizes import size_text
 from capibara.plan.time import Part, StepTime
+from capibara.sharding import Layout
 
 GIB = 2**30
 

@@ -12,7 +12,6 @@ from capibara.config import ModularModelConfig
 from capibara.plan import (
     CompilerMissingError,
     DoesNotFitError,
-    Layout,
     PlanError,
     parse_slice,
     plan,
@@ -21,6 +20,7 @@ from capibara.plan import (
 from capibara.plan.lock import check_lock
 from capibara.plan.search.best_first import search
 from capibara.plan.work import Rough, TrainWork
+from capibara.sharding import Layout
 
 
 def tiny(*settings: str) -> ModularModelConfig:
@@ -44,6 +44,25 @@ def test_an_estimate_needs_no_compiler(monkeypatch, tmp_path):
     json.dumps(found.to_json(), allow_nan=False)
     with pytest.raises(CompilerMissingError):
         plan(tiny(), "v4:2x2x1", compile=True)
+
+
+def test_a_data_file_is_opened_once(monkeypatch, tmp_path):
+    from capibara.data import packed
+    from capibara.data.records import read_records
+    from capibara.plan.memory.remedies import changes
+
+    path, opened = tmp_path / "sums.jsonl", []
+    path.write_text('{"prompt": "1+1=", "completion": "2."}\n')
+    monkeypatch.setattr(packed, "read_records", lambda path: (opened.append(path), read_records(path))[1])
+    config, target = tiny().with_overrides({"data.paths": [str(path)]}), parse_slice("v5e:2x4")
+    work = TrainWork(config)
+    rough = [work.rough(layout, target) for layout in work.layouts(target)]
+    assert len(rough) > 50
+    assert "packed" in work.title
+    assert work.job(next(work.layouts(target)), target).params["packed"]
+    assert len(opened) == 1
+    assert len(changes(config, Layout(mesh=(("data", 8), ("model", 1))), target)) > 1
+    assert len(opened) == 2
 
 
 def test_without_a_compiler_the_plan_is_an_estimate_that_says_so(monkeypatch, tmp_path, capsys):

@@ -158,6 +158,23 @@ def test_generic_asynchronous_operations_wrap_collectives() -> None:
     assert facts.schedule == (("start", 0), ("piece", 0), ("done", 0))
 
 
+def test_the_largest_integer_is_no_number_of_cycles() -> None:
+    """What the compiler writes of a scatter that it has no model of."""
+    said = '{"window_config":{"estimated_cycles":"9223372036854775807","cost_model_type":"COST_MODEL_TYPE_INVALID"}}'
+    text = program(
+        f"""  %a = f32[16,16]{{1,0}} parameter(0)
+  ROOT %w = f32[16,16]{{1,0}} fusion(%a), kind=kCustom, calls=%work, backend_config={said}""",
+        before="""%work {
+  %p = f32[16,16]{1,0} parameter(0)
+  ROOT %n = f32[16,16]{1,0} negate(%p)
+}
+""",
+    )
+    facts = read_program(text)
+    assert facts.cycles == 0
+    assert facts.hbm_bytes == 2 * 16 * 16 * 4
+
+
 def test_kernels_count_by_their_own_statement() -> None:
     """Causal attention, 8 heads of 1024 × 128 in blocks of 512: three of four pairs of blocks are worked on."""
     facts = facts_of("v4_flash_attention.txt")

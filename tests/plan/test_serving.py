@@ -20,6 +20,7 @@ from tpu_compiler import needs_libtpu
 
 from capibara.cli import main
 from capibara.config import ModularModelConfig
+from capibara.core.flops import decoding_flops
 from capibara.plan import CompilationError, DoesNotFitError, PlanError, parse_slice
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program
 from capibara.plan.serving import UnreachableTargetError, plan_serving
@@ -60,6 +61,22 @@ def test_bytes_of_weights_and_cache_by_hand():
     assert whole.weights / 4 < quarter.weights < whole.weights / 4 * 1.01
     # Parameters are whole on each device along "data".
     assert task.rough((("data", 4), ("model", 1))).weights == whole.weights
+
+
+def test_the_cache_of_latent_attention_is_the_latents():
+    latent = ["model.num_kv_heads=4", "latent.kv_rank=32", "latent.rotary_dim=8", "latent.head_dim=16"]
+    config = tiny(*latent, "latent.value_dim=24")
+    task = ServingTask(config, "bfloat16", 48, 16)
+    assert task.cache_bytes_per_request == 2 * (32 + 8) * 64 * 2
+    # A token over 64 places, by hand: four heads of 24 features, values of 24.
+    weights = 64 * 4 * 24 + 64 * 40 + 32 * 4 * (16 + 24) + 4 * 24 * 64
+    mlp = 3 * 64 * config.model.resolved_mlp_dim
+    places = 4 * (32 + 8 + 32) * 64  # scores against the cache, and its mean
+    assert decoding_flops(config.model, 64) == 2 * (2 * (weights + mlp + places) + 64 * 512)
+    # The heads are divided, the cache is whole on each device.
+    whole, half = (task.rough((("data", 1), ("model", n))) for n in (1, 2))
+    assert whole.row == half.row
+    assert half.weights < whole.weights
 
 
 def test_state_spaces_hold_the_same_for_any_length():
@@ -275,6 +292,62 @@ def test_a_budget_is_kept():
             search.within(found, 5.0, None)
             search.busiest(found)
         assert search.compiled <= budget
+
+
+class Prefilling(Imagined):
+    """A prefill takes more than decoding, and its rows are padded to tiles of its own."""
+
+    extra = 0
+    tile = 8
+
+    def _all(self, known: Any, job: Any, what: str, rows: tuple[int, ...]) -> list[Measured]:
+        fixed, step = self.fixed, self.step
+        if what == "prefill":
+            self.fixed, self.step = fixed + self.extra, self.tile
+        try:
+            return super()._all(known, job, what, rows)
+        finally:
+            self.fixed, self.step = fixed, step
+
+
+def prefilling(limit: int, budget: int, **figures: int) -> Prefilling:
+    plain = imagined(limit)
+    search = Prefilling(plain.task, plain.target, plain.mesh, limit, budget, 4096)
+    for name, value in figures.items():
+        setattr(search, name, value)
+    return search
+
+
+def test_fewer_requests_are_tried_until_the_prefill_fits():
+    # Decoding fits with 2,287 rows; a prefill takes ten bytes more and pads its rows to tiles of 128, so that one row
+    # less saves nothing.
+    search = prefilling(31_240, budget=10, row=13, fixed=1_500, step=1, extra=10, tile=128)
+    found = search.largest()
+    assert found is not None
+    assert found.hbm_bytes <= 31_240
+    # The largest is 2,176 rows: 17 tiles.
+    assert 0.85 * 2_176 <= found.concurrency <= 2_176
+    assert search.compiled <= 10
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    limit=st.integers(1_000, 100_000),
+    row=st.integers(1, 400),
+    fixed=st.integers(0, 10_000),
+    extra=st.integers(0, 20_000),
+    tile=st.sampled_from([1, 8, 64, 256]),
+    budget=st.integers(4, 20),
+)
+def test_what_is_found_fits_whatever_a_prefill_takes(limit, row, fixed, extra, tile, budget):
+    search = prefilling(limit, budget, row=row, fixed=fixed, extra=extra, tile=tile)
+    found = search.largest()
+    assert search.compiled <= budget
+    if found is not None:
+        assert found.hbm_bytes <= limit
+    least = fixed + row * max(8, tile + extra // row + 1)
+    if budget >= 10 and least * 4 <= limit:
+        assert found is not None
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from capibara.hardware import ChipError
 from capibara.plan.errors import DoesNotFitError, PlanError
 from capibara.plan.sharding import ShardingStrategy, optimize_sharding_strategy
 from capibara.plan.sharding.candidates import Setting, Work, candidates
-from capibara.plan.sharding.links import HOP_SECONDS, Links
 from capibara.plan.sharding.roles import assign_roles, embed_width
 from capibara.plan.sharding.search import Problem, memory_of, settings_of, solve
 from capibara.plan.sharding.tree import read_tree
+from capibara.sharding import HOP_SECONDS, Links
 
 GIB = 2**30
 LINK, PEAK = 45e9, 275e12  # Google's figures for a v4 chip
@@ -371,7 +371,7 @@ def test_pipeline_axes_cut_stacks_of_layers_alone() -> None:
         ({"remat": "some"}, PlanError, "remat="),
         ({"optimizer_bytes": -1}, PlanError, "optimizer_bytes="),
         ({"optimizer_bytes": "8"}, PlanError, "optimizer_bytes="),
-        ({"link_bandwidth": 0}, PlanError, "link_bandwidth="),
+        ({"link_bandwidth": 0}, ConfigError, "link_bandwidth="),
         ({"rules": AxisRules()}, PlanError, "param_axes"),
         ({"param_axes": {"w": ("embed", "mpl")}}, ConfigError, "mlp"),
         ({"axis_names": ("data",)}, ConfigError, "axis_names"),

@@ -34,6 +34,7 @@ def oracle(arrays: dict[str, np.ndarray], options: dict[str, Any]) -> np.ndarray
     own, other = segments if isinstance(segments, tuple) else (segments, segments)
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     bias = np.broadcast_to(arrays["bias"], shape) if "bias" in arrays else np.zeros(shape)
+    sinks = arrays.get("sinks", np.full(q.shape[1], -np.inf))
     out = np.zeros((*q.shape[:3], v.shape[-1]))
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
@@ -54,6 +55,7 @@ def oracle(arrays: dict[str, np.ndarray], options: dict[str, Any]) -> np.ndarray
                 if softcap is not None:
                     s = softcap * np.tanh(s / softcap)
                 s = s + bias[b, h, i, seen]
-                w = np.exp(s - s.max())
-                out[b, h, i] = (w / w.sum()) @ v[b, kv, seen]
+                top = max(s.max(), sinks[h])
+                w = np.exp(s - top)
+                out[b, h, i] = (w / (w.sum() + np.exp(sinks[h] - top))) @ v[b, kv, seen]
     return out.swapaxes(1, 2) if bshd else out

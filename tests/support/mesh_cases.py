@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from mesh_runs import ALL, BOTH, EACH, RANDOM, SECOND, Case, draw, over, positive, run, same, simple
 
-from capibara.ops import attention, collective, conv, fft, linalg, scan, tropical, vq
+from capibara.ops import attention, collective, conv, fft, linalg, rotary, scan, tropical, vq
 from capibara.ops import loss as loss_ops
 
 
@@ -42,6 +42,21 @@ def attention_cases() -> list[Case]:
         )
         for name in ("auto", "cpu", "xla", "pallas_tpu", "pallas_gpu")
     ]
+
+    def sunk(q: Any, k: Any, v: Any, sinks: Any, **options: Any) -> Any:
+        return flash(q, k, v, sinks=sinks, **options)
+
+    cases += [
+        Case(
+            f"flash_attention with sinks {name}",
+            partial(sunk, implementation=name),
+            partial(sunk, implementation="reference"),
+            (q, k, k + 1, draw(8)),
+            (*laid, P("model")),
+            P(*BOTH),
+        )
+        for name in ("auto", "cpu", "xla", "pallas_tpu")
+    ]
     params = attention.multihead_attention_params(jax.random.key(0), embed_dim=8, num_heads=2)
 
     def layer(x: Any, params: Any) -> Any:
@@ -50,9 +65,12 @@ def attention_cases() -> list[Case]:
     cases.append(same("fused_multihead_attention", layer, (draw(32, 5, 8), params), (ALL, EACH)))
     new, cache = draw(32, 1, 4, 4), draw(32, 6, 2, 4)
     at = jnp.asarray(RANDOM.integers(0, 6, size=(32, 1)), jnp.int32)
-    cases.append(
-        simple("cached_attention", attention.cached_attention, (new, cache, cache + 1, at), (ALL,) * 4)
-    )
+
+    def decode(*arrays: Any, **options: Any) -> Any:
+        return attention.cached_attention(*arrays[:4], sinks=arrays[4], **options)
+
+    given = (new, cache, cache + 1, at, draw(4))
+    cases.append(simple("cached_attention", decode, given, (ALL, ALL, ALL, ALL, EACH)))
     pages = draw(6, 2, 2, 4)
     table = jnp.asarray(RANDOM.integers(0, 6, size=(32, 3)), jnp.int32)
     lengths = jnp.asarray(RANDOM.integers(1, 7, size=32), jnp.int32)
@@ -124,6 +142,11 @@ def scan_cases() -> list[Case]:
     def a_step(x: Any, dt: Any, a: Any, b: Any, c: Any, state: Any) -> Any:
         return scan.selective_scan(x, dt, a, b, c, initial_state=state)
 
+    def several(x: Any, dt: Any, a: Any, b: Any, c: Any) -> Any:
+        return scan.selective_scan(
+            x, dt, a, b, c, starts=jnp.arange(x.shape[1])[None] % 3 + 0 * x[..., 0, 0] == 0
+        )
+
     def from_a_state(a: Any, x: Any, state: Any) -> Any:
         return scan.linear_recurrence(a, x, initial_state=state)
 
@@ -154,6 +177,7 @@ def scan_cases() -> list[Case]:
         same("lif", scan.lif, (2 * draw(6, 32),), (SECOND,), (SECOND, ALL)),
         over("selective_scan a step", a_step, (*selective, draw(32, 2, 3, 4)), (*by_batch, ALL)),
         over("selective_scan a state", a_step, (*selective, draw(32, 2, 3, 4)), (EACH,) * 5 + (ALL,)),
+        over("selective_scan of several texts", several, selective, by_batch),
         over("linear_recurrence from a state", from_a_state, (a, x, draw(32)), (EACH, EACH, ALL)),
         over("semiring_scan over its steps", scan.semiring_scan, (draw(32, 3), positive(32, 3)), (ALL, EACH)),
         over(
@@ -239,7 +263,7 @@ def linalg_cases() -> list[Case]:
     def grouped(x: Any, matrices: Any, sizes: Any, **options: Any) -> Any:
         return jax.vmap(partial(linalg.grouped_matmul, **options), (0, None, 0))(x, matrices, sizes)
 
-    codes = jnp.asarray(RANDOM.integers(-127, 128, size=(5, 6)), jnp.int8)
+    codes = jnp.asarray(RANDOM.integers(-15, 16, size=(5, 6)), jnp.int8)
     quantized = (a, codes, positive(5, 3))
     return [
         simple(
@@ -522,6 +546,23 @@ def collective_cases() -> list[Case]:
     return [replace(case, own=True) for case in cases]
 
 
+def rotary_cases() -> list[Case]:
+    query, key, angle = draw(32, 5, 2, 6), draw(32, 5, 1, 6), draw(32, 5, 2)
+    positions = jnp.asarray(RANDOM.integers(0, 50, size=(32, 5)), jnp.int32)
+
+    def from_positions(query: Any, key: Any, positions: Any, **options: Any) -> Any:
+        return rotary.rotary(query, key, positions=positions, **options)
+
+    def from_tables(query: Any, cos: Any, sin: Any, **options: Any) -> Any:
+        return rotary.rotary(query, cos=cos, sin=sin, layout="pairs", **options)
+
+    return [
+        simple("rotary", from_positions, (query, key, positions), (ALL,) * 3, (ALL, ALL)),
+        simple("rotary tables", from_tables, (query, jnp.cos(angle), jnp.sin(angle)), (ALL,) * 3),
+        simple("rotary shared tables", from_tables, (query, draw(5, 2), draw(5, 2)), (ALL, EACH, EACH)),
+    ]
+
+
 CATEGORIES: dict[str, Callable[[], list[Case]]] = {
     "attention": attention_cases,
     "collective": collective_cases,
@@ -529,6 +570,7 @@ CATEGORIES: dict[str, Callable[[], list[Case]]] = {
     "fft": fft_cases,
     "linalg": linalg_cases,
     "loss": loss_cases,
+    "rotary": rotary_cases,
     "scan": scan_cases,
     "tropical": tropical_cases,
     "vq": vq_cases,

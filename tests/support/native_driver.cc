@@ -1,7 +1,7 @@
 // Runs the native kernels without XLA: problems come in on standard input, results go out on standard output.
 //
 // A problem is its kind (0 attention, 1 a recurrence, 2 a selective scan, 3 one's gradient, 4 and 8 max-plus products of that many bytes a
-// number, 16 a tensor to code, 32 a product with a matrix in codes, 33 groups whose scale is searched, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
+// number, 16 a tensor to code, 32 a product with a matrix in codes, 33 groups whose scale is searched, 34 a block of a grouped product, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
 // has this run under an emulator.
 #include <cstdio>
 #include <cstring>
@@ -223,6 +223,21 @@ void search() {
   write(codes);
 }
 
+// A block of a product, whose operands are stored in one order or the other.
+void grouped_block() {
+  const auto n = read<int64_t>(5);
+  capibara::GroupedBlock p{};
+  p.rows = n[0], p.columns = n[1], p.depth = n[2], p.a_by_depth = n[3], p.b_by_column = n[4];
+  const auto a = read<float>(p.rows * p.depth), b = read<float>(p.depth * p.columns);
+  std::vector<float> c(p.rows * p.columns);
+  p.a = a.data(), p.b = b.data(), p.c = c.data();
+  p.a_step = p.a_by_depth ? p.rows : p.depth, p.b_step = p.b_by_column ? p.depth : p.columns, p.c_step = p.columns;
+  const auto& kernels = *capibara::isa().grouped;
+  need(p.rows <= kernels.most_rows && p.columns <= kernels.most_columns, "the block is too large");
+  each(1, kernels.scratch, [&](int64_t, float* s) { kernels.multiply(p, s); });
+  write(c);
+}
+
 }  // namespace
 
 int main() {
@@ -247,6 +262,8 @@ int main() {
       codes_product();
     else if (kind == 33)
       search();
+    else if (kind == 34)
+      grouped_block();
     else
       return kind == -1 ? 0 : 1;
   }

@@ -87,6 +87,32 @@ def attention(x: Array, p: Mapping[str, Any], theta: float, window: int | None =
     return np.einsum("bthn,hnd->btd", out, p["out"]["weight"])
 
 
+def latent_attention(x: Array, p: Mapping[str, Any], settings: Any) -> Array:
+    """``x [batch, sequence, embed]`` through multi-head latent attention, one position after another."""
+    s = settings.latent
+    rank, plain = s.kv_rank, s.head_dim
+    down = x @ p["latent_down"]["weight"]
+    latent = rms_norm(down[..., :rank], p["latent_norm"]["scale"], s.epsilon)
+    both = np.einsum("btr,rhn->bthn", latent, p["latent_up"]["weight"])
+    low = rms_norm(x @ p["query_down"]["weight"], p["query_norm"]["scale"], s.epsilon)
+    query = np.einsum("btr,rhn->bthn", low, p["query_up"]["weight"])
+
+    def turned_pairs(x: Array) -> Array:
+        halves = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+        # Scores do not depend on the order of features, which is the same in queries and keys.
+        return turned(halves, settings.rope_theta)
+
+    shared = turned_pairs(down[:, :, None, rank:])
+    query = np.concatenate([query[..., :plain], turned_pairs(query[..., plain:])], axis=-1)
+    key = np.concatenate([both[..., :plain], np.repeat(shared, both.shape[2], axis=2)], axis=-1)
+    value = both[..., plain:]
+    out = np.zeros_like(value)
+    for t in range(x.shape[1]):
+        scores = np.einsum("bhn,bshn->bhs", query[:, t], key[:, : t + 1]) / np.sqrt(query.shape[-1])
+        out[:, t] = np.einsum("bhs,bshn->bhn", softmax(scores), value[:, : t + 1])
+    return np.einsum("bthn,hnd->btd", out, p["out"]["weight"])
+
+
 def causal_conv(x: Array, weight: Array, bias: Array) -> Array:
     """``y[t] = bias + Σ weight[i] x[t - (width - 1) + i]``, zeros before the start; ``x [batch, sequence, …]``."""
     width = len(weight)
@@ -102,32 +128,39 @@ def recurrence(x: Array, step: Array, rate: Array, write: Array, read: Array) ->
     """``h ← exp(step·rate) h + step x ⊗ write``, ``y = h · read``, one position after another.
 
     ``x [batch, sequence, heads, dim]``, ``step [batch, sequence, heads]``, ``rate [heads]``,
-    ``write``/``read [batch, sequence, state]``.
+    ``write``/``read [batch, sequence, groups, state]``, where each group serves adjacent heads.
     """
+    write, read = (np.repeat(v, x.shape[2] // v.shape[2], axis=2) for v in (write, read))
     memory = np.zeros((x.shape[0], *x.shape[2:], write.shape[-1]))
     y = np.zeros_like(x)
     for t in range(x.shape[1]):
         memory = np.exp(step[:, t] * rate)[:, :, None, None] * memory
-        memory = memory + np.einsum("bh,bhp,bn->bhpn", step[:, t], x[:, t], write[:, t])
-        y[:, t] = np.einsum("bhpn,bn->bhp", memory, read[:, t])
+        memory = memory + np.einsum("bh,bhp,bhn->bhpn", step[:, t], x[:, t], write[:, t])
+        y[:, t] = np.einsum("bhpn,bhn->bhp", memory, read[:, t])
     return y
 
 
-def state_space(x: Array, p: Mapping[str, Any], epsilon: float) -> Array:
-    """``x [batch, sequence, embed]`` through the selective state-space layer."""
+def state_space(x: Array, p: Mapping[str, Any], settings: Any, epsilon: float) -> Array:
+    """``x [batch, sequence, embed]`` through the selective state-space layer; biases that ``p`` lacks are zero."""
 
     def project(name: str) -> Array:
-        return np.einsum("btd,dhn->bthn", x, p[name]["weight"])
+        return np.einsum("btd,dhn->bthn", x, p[name]["weight"]) + p[name].get("bias", 0.0)
 
     def mixed(name: str) -> Array:
         conv = p[f"{name}_conv"]
-        return silu(causal_conv(project(name), conv["weight"], conv["bias"]))
+        found = causal_conv(project(name), conv["weight"], conv.get("bias", np.zeros(())))
+        return silu(found) if settings.activation == "silu" else np.maximum(found, 0.0)
 
-    value, write, read = mixed("value"), mixed("write")[:, :, 0], mixed("read")[:, :, 0]
-    step = softplus(x @ p["step"]["weight"] + p["step_bias"])
+    value, write, read = mixed("value"), mixed("write"), mixed("read")
+    step = softplus(x @ p["step"]["weight"] + p["step"].get("bias", 0.0) + p["step_bias"])
+    step = np.clip(step, settings.step_min, np.inf if settings.step_max is None else settings.step_max)
     y = recurrence(value, step, -np.exp(p["log_rate"]), write, read) + p["skip"] * value
-    y = (y * silu(project("gate"))).reshape(*x.shape[:2], -1)
-    return rms_norm(y, p["norm"]["scale"], epsilon) @ p["out"]["weight"]
+    y = y * silu(project("gate"))
+    if settings.norm:
+        # Each group's heads by themselves.
+        grouped = y.reshape(*x.shape[:2], settings.groups, -1)
+        y = rms_norm(grouped, p["norm"]["scale"].reshape(settings.groups, -1), epsilon)
+    return y.reshape(*x.shape[:2], -1) @ p["out"]["weight"] + p["out"].get("bias", 0.0)
 
 
 def nearest(x: Array, codebook: Array) -> Array:
@@ -153,12 +186,16 @@ class Decoder:
         x = table[tokens]
         for kind, p, v in self._layers(params, state):
             normed = rms_norm(x, p[f"{kind}_norm"]["scale"], s.norm_epsilon)
-            if kind == "attention":
+            if kind == "attention" and s.latent.kv_rank:
+                x = x + latent_attention(normed, p[kind], s)
+            elif kind == "attention":
                 x = x + attention(normed, p[kind], s.rope_theta)
             elif kind == "ssm":
-                x = x + state_space(normed, p[kind], s.norm_epsilon)
+                x = x + state_space(normed, p[kind], s.ssm, s.norm_epsilon)
             else:
                 x = x + self._quantise(normed, v["vq"]["quantiser"]["codebook"]) @ p["vq"]["out"]["weight"]
+            if s.mlp == "none":
+                continue
             normed = rms_norm(x, p["mlp_norm"]["scale"], s.norm_epsilon)
             has_experts = "router" in p["mlp"]
             x = x + (mixture(normed, p["mlp"], s.experts) if has_experts else swiglu(normed, p["mlp"]))

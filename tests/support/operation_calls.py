@@ -73,6 +73,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "linalg.quantised_matmul": _call(f(4, 64), f(32, 64, dtype=jnp.int8), f(32, 2), group=32),
     "linalg.cholesky_update": _call(f(8, 8), f(8)),
     "loss.cross_entropy": _call(f(8, 16), f(16, 32), f(8, dtype=jnp.int32)),
+    "rotary.rotary": _call(f(1, 8, 2, 16), f(1, 8, 1, 16), positions=f(8, dtype=jnp.int32)),
     "scan.selective_scan": _call(f(1, 32, 2, 4), f(1, 32, 2), f(2), f(1, 32, 1, 4), f(1, 32, 1, 4)),
     "scan.parallel_scan": _call(lambda h, x: (0.9 * h + x, h), f(8), f(16, 8)),
     "scan.linear_recurrence": _call(f(16, 8), f(16, 8)),

@@ -18,6 +18,7 @@ def definition(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """One sequence: q [new, heads, dim], keys [length, kv_heads, dim]."""
     new, heads, dim = q.shape
@@ -31,8 +32,9 @@ def definition(
         kv = h // (heads // keys.shape[1])
         s = keys[low : at + 1, kv] @ q[t, h] * scale
         s = s if softcap is None else softcap * np.tanh(s / softcap)
+        s = np.append(s, -np.inf if sinks is None else sinks[h])
         w = np.exp(s - s.max())
-        out[t, h] = w / w.sum() @ values[low : at + 1, kv]
+        out[t, h] = (w / w.sum())[:-1] @ values[low : at + 1, kv]
     return out
 
 

@@ -22,7 +22,7 @@ from capibara import compose as ml
 COMPOSE = Path(__file__).parents[1] / "compose"
 RECORD = COMPOSE / "golden" / "references.npz"
 TABLES = ("elements", "arrays", "operations", "language")
-KINDS = {"f": "float", "i": "int", "b": "bool"}
+KINDS = {"f": "float", "i": "int", "u": "int", "b": "bool"}
 
 
 class Case(NamedTuple):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import types
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import capibara
 from capibara.data import ByteTokenizer
 
 
@@ -114,7 +116,8 @@ class TinyModel:
 
 
 def core_with_tiny_model() -> types.ModuleType:
-    """A module to put in the place of ``capibara.core``."""
+    """A module to put in the place of ``capibara.core``; the real one's modules are still found."""
     module = types.ModuleType("capibara.core")
+    module.__path__ = [str(Path(capibara.__file__).parent / "core")]
     module.ModularCapibaraModel = TinyModel  # pyright: ignore[reportAttributeAccessIssue]
     return module

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_run import tiny_corpus
 
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
-from capibara.core.adapters import is_adapter
+from capibara.core.adapters import dequantise_base, is_adapter
 from capibara.errors import ConfigError
-from capibara.plan import Layout, plan
-from capibara.train import build_optimizer, learning_rate_schedule
+from capibara.plan import plan
+from capibara.sharding import Layout
+from capibara.train import build_optimizer, learning_rate_schedule, train
 from capibara.train.placement import Placement
 from capibara.train.step import make_train_step
+from capibara.train.trainable import joined, trained_part
 
 SMALL = [
     *(
@@ -148,7 +152,7 @@ def test_targets_choose_the_weights() -> None:
     }
     with pytest.raises(ValueError, match="expected each once"):
         model_with('finetune.targets=["value", "value"]')
-    with pytest.raises(ValueError, match="experts have no adapters"):
+    with pytest.raises(ValueError, match=r"experts take no adapters.*query.*out"):
         model_with("finetune.method=lora", "experts.count=4")
     with pytest.raises(ValueError, match=r"finetune\.targets"):
         model_with('finetune.targets=["lm_head"]')
@@ -166,9 +170,10 @@ def test_moments_of_a_mesh_are_those_of_adapters() -> None:
     assert "model" in str(sharded.sharding.spec)
 
 
-def test_plans_are_for_all_parameters() -> None:
-    with pytest.raises(ConfigError, match="adapters need less"):
-        plan(ADAPTED.config, "v4:2x2x1", compile=False)
+def test_pairs_are_not_planned() -> None:
+    paired = ADAPTED.config.with_overrides(["finetune.objective=dpo"])
+    with pytest.raises(ConfigError, match=r"finetune\.objective=.dpo"):
+        plan(paired, "v4:2x2x1", compile=False)
 
 
 def test_operations_are_fewer_than_of_training_all() -> None:
@@ -181,3 +186,64 @@ def test_operations_are_fewer_than_of_training_all() -> None:
     scores = 2 * 4 * 4 * 4 * (17 / 2)  # of two layers: 4 operations × heads × their size × positions seen
     products = full / 3 - scores
     assert low == pytest.approx(2 * products + 3 * (scores + 2 * adapters))
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_base_in_fewer_bits(base: str) -> None:
+    model = model_with("finetune.method=lora", "finetune.rank=3", "finetune.alpha=6", f"finetune.base={base}")
+    params = model.with_adapters(PLAIN.params)
+    kinds = {"int8": "int8", "nf4": "uint8"}
+    codes = {name: leaf for name, leaf in named(params).items() if name.endswith("weight_codes")}
+    assert {str(leaf.dtype) for leaf in codes.values()} == {kinds[base]}
+    assert {name.split(".")[-2] for name in codes} == {"query", "key", "value", "out", "gate", "up", "down"}
+    assert sum(leaf.nbytes for leaf in codes.values()) * (1 if base == "int8" else 2) == sum(
+        leaf.size for name, leaf in named(PLAIN.params).items() if f"{name}_codes" in codes
+    )
+    # What the codes stand for, within half a step of each group of 64 along what is summed over.
+    merged = named(model.merged(params).params)
+    for name, leaf in named(PLAIN.params).items():
+        if f"{name}_codes" not in codes:
+            np.testing.assert_array_equal(merged[name], leaf)
+            continue
+        step = 1 / 254 if base == "int8" else (1 - 0.69619280) / 2
+        assert float(jnp.abs(merged[name] - leaf).max()) <= step * float(jnp.abs(leaf).max()) + 1e-6
+        assert float(jnp.abs(merged[name] - leaf).max()) > 0
+
+    # Nothing but adapters has a gradient, and it is that beside the numbers that the codes stand for.
+    rng = np.random.default_rng(3)
+    params = jax.tree_util.tree_map_with_path(
+        lambda at, leaf: (
+            jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) * 0.1
+            if "lora" in jax.tree_util.keystr(at[-1:])
+            else leaf
+        ),
+        params,
+    )
+    batch = {"tokens": TOKENS}
+    # Merged weights, which are plain numbers, compute the same as codes with adapters beside them.
+    np.testing.assert_allclose(
+        model.merged(params)(TOKENS[:, 1:]), model.apply(params, TOKENS[:, 1:]), atol=2e-4
+    )
+
+    def gradients(model: ModularCapibaraModel, params: Any) -> Any:
+        part = trained_part(model, params)
+        return jax.jit(jax.grad(lambda part: model.loss(joined(part, params), batch, state={})[0]))(part)
+
+    found = named(gradients(model, params))
+    assert found
+    assert all("lora_" in name for name in found)
+    numbers = dequantise_base(params, model, model.without_adapters())
+    expected = named(gradients(ADAPTED, numbers))
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    assert model.num_params == ADAPTED.num_params
+    assert model.flops_per_token(16) == ADAPTED.flops_per_token(16)
+
+
+def test_a_base_in_fewer_bits_belongs_to_a_trained_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"finetune.base: got 'nf4', which needs finetune.method=lora"):
+        model_with("finetune.base=nf4")
+    model = model_with("finetune.method=lora", "finetune.base=nf4", f"checkpoint.directory={tmp_path}")
+    with pytest.raises(ConfigError, match="stores the weights of a trained model in fewer bits"):
+        train(model.config, model, tiny_corpus())

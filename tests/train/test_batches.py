@@ -91,5 +91,5 @@ def test_validation_batches_are_evenly_spread_and_do_not_overlap() -> None:
 
 
 def test_validation_text_that_is_too_short_is_refused() -> None:
-    with pytest.raises(DataError, match=r"held-out text has 10 bytes.*needs 11"):
+    with pytest.raises(DataError, match=r"held-out text has 10 tokens.*needs 11"):
         validation_batches(np.zeros(10, np.uint8), batch_size=1, sequence_length=10, max_batches=1)

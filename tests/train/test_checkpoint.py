@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
+import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -83,6 +86,43 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         save(store, step)
     assert store.steps() == [20, 100]
     assert sorted(os.listdir(tmp_path)) == ["100", "20"]
+
+
+def test_some_are_kept_besides_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, keep_every=10)
+    for step in (5, 10, 15, 20, 25):
+        store.save(step, {"model": tree(step)}, meta={}, config_toml="", best=step in (5, 15))
+    assert store.steps() == [10, 15, 20, 25]
+    assert store.best_step() == 15
+    found = open_checkpoint(tmp_path / "best")
+    assert found.step == 15
+    assert_same_bits(found.restore("model", target(tree(15))), tree(15))
+    # The link is no checkpoint of its own, and one that leads nowhere is nothing.
+    shutil.rmtree(tmp_path / "15")
+    assert store.best_step() is None
+    store.clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_called_best_is_left_alone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for name in ("best", ".tmp-best-3"):
+        (tmp_path / name).mkdir()
+    store.clear()
+    store.clean()
+    assert os.listdir(tmp_path) == ["best"]
+    with pytest.raises(CheckpointWriteError, match=r"step 3 is written.*keep_best=false"):
+        store.save(3, {"model": tree(3)}, meta={}, config_toml="", best=True)
+    assert sorted(os.listdir(tmp_path)) == ["3", "best"]
+
+
+@pytest.mark.parametrize("name", ["../../etc", "", "latest", "15x"])
+def test_a_link_to_something_else_marks_nothing(name: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 15)
+    if name:
+        (tmp_path / "best").symlink_to(name)
+    assert store.best_step() is None
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -364,3 +404,25 @@ def test_a_folder_that_can_not_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunWriteError, match="--directory"):
         prepare_folder(tmp_path / "file" / "run")
+
+
+def test_readers_of_a_damaged_file_say_nothing_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With checksums that fit the damage it is Orbax that stumbles, with one reader for each array."""
+    many = {f"w{n}": jnp.full((64, 64), n, jnp.float32) for n in range(8)}
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"model": many}, meta={}, config_toml="")
+    manifest = tmp_path / "1" / "manifest.json"
+    recorded = json.loads(manifest.read_text())
+    for file in (tmp_path / "1" / "model").rglob("d/*"):
+        content = bytes(255 - byte for byte in file.read_bytes())
+        file.write_bytes(content)
+        name = file.relative_to(tmp_path / "1").as_posix()
+        recorded["files"][name] = [len(content), hashlib.sha256(content).hexdigest()]
+    manifest.write_text(json.dumps(recorded))
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    with pytest.raises(CheckpointDamagedError, match="cannot be read: model"):
+        store.open(1).restore("model", target(many))
+    gc.collect()
+    # Its threads may still find that the loop of events has ended; the readers themselves are gone.
+    assert not any(inspect.iscoroutine(one.object) for one in said)

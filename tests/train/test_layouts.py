@@ -17,7 +17,7 @@ from tiny_model import TinyModel
 from tiny_run import tiny_config, tiny_corpus
 
 from capibara.errors import ConfigError
-from capibara.plan import Layout
+from capibara.sharding import Layout
 from capibara.train import train
 from capibara.train.optimizer import build_optimizer
 from capibara.train.placement import Placement
@@ -31,7 +31,7 @@ import jax, numpy as np
 from tiny_model import TinyModel
 from tiny_run import tiny_config, tiny_corpus
 from capibara.core import ModularCapibaraModel
-from capibara.plan import Layout
+from capibara.sharding import Layout
 from capibara.train import CheckpointStore, read_losses, train
 from capibara.train.progress import SilentReporter
 from capibara.train.signals import StopFlag
@@ -197,33 +197,73 @@ def test_a_checkpoint_is_read_with_and_without_a_mesh(found: Any) -> None:
 
 
 SAME = """
-import json, sys
+import json, math, sys
 import jax
 from tiny_run import tiny_config, tiny_corpus
 from capibara.core import ModularCapibaraModel
-from capibara.plan import Layout
-from capibara.train.lowered import lower_train_step
-from capibara.train.step import make_train_step, microbatch
-from capibara.train.trainer import _Setup
+from capibara.sharding import Layout
+from capibara.plan.workloads.training import lower_train_step
+from capibara.train import Run
+
+from capibara.plan.work import TrainWork
+from capibara.plan import parse_slice
+from capibara.plan.memory.arguments import step_arguments
+from capibara.train.examples import load_data
 
 out = []
-for layout in json.loads(sys.argv[1]):
+for layout, settings in json.loads(sys.argv[1]):
     layout = Layout.from_json(layout)
-    config = tiny_config("unused", "batch_size=16", "model.num_heads=4", *layout.overrides())
-    setup = _Setup.build(config, ModularCapibaraModel(config), tiny_corpus(), None)
-    step = make_train_step(setup.model, setup.optimizer, schedule=setup.schedule, shardings=setup.shardings)
-    batch = setup.placement.put_batch(microbatch(setup.sampler.batch(0), layout.microbatches))
-    run = step.lower(setup.state, batch).as_text()
-    planned = lower_train_step(setup.placement.mesh, config=config.to_dict(), layout=layout.to_json())
-    out.append([run == planned.lowered.as_text(), run.count("sharding") > 10])
+    config = tiny_config("unused", "batch_size=16", "model.num_heads=4", *settings, *layout.overrides())
+    corpus = load_data(config.data) if config.data.paths else tiny_corpus()
+    run = Run.build(config, ModularCapibaraModel(config), corpus)
+    batch = run.put_batch(0)
+    text = run.train_step.lower(run.state, batch).as_text()
+    params = TrainWork(config).job(layout, parse_slice("v5e:2x4")).params
+    planned = lower_train_step(run.placement.mesh, **params)
+    # The planner's arguments: bytes of one device's part of each array, by kind.
+    mine = [sum(b.bytes for b in step_arguments(config, layout) if b.kind == kind and not b.on_host)
+            for kind in ("parameters", "optimizer", "inputs")]
+    here = [
+        sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+            if x.sharding.memory_kind != "pinned_host")
+        for tree in (run.state.params, run.state.opt_state, [batch, run.state.step])
+    ]
+    here[2] += 8  # the key, two numbers of 32 bits
+    out.append([text == planned.lowered.as_text(), text.count("sharding") > 10, mine == here])
 print("RESULT", json.dumps(out))
 """
 
 
+def check_steps(steps: list[tuple[Any, list[str]]]) -> None:
+    found = run_apart(SAME, json.dumps(steps), XLA_FLAGS=emulated(8))
+    assert found == [[True, True, True]] * len(steps)
+
+
 def test_the_step_is_the_one_that_was_planned() -> None:
-    layouts = [LAYOUTS["tensor"].to_json(), {**LAYOUTS["host"].to_json(), "remat": "dots"}]
-    found = run_apart(SAME, json.dumps(layouts), XLA_FLAGS=emulated(8))
-    assert found == [[True, True], [True, True]]
+    experts = Layout(mesh=(("data", 2), ("expert", 2), ("model", 2)), remat="full", microbatches=2)
+    mixture = ["model.experts.count=4", "model.experts.dim=8"]
+    low = ["finetune.method=lora", "finetune.base=nf4"]
+    check_steps(
+        [
+            (LAYOUTS["tensor"].to_json(), []),
+            ({**LAYOUTS["host"].to_json(), "remat": "dots"}, []),
+            (experts.to_json(), mixture),
+            ({**LAYOUTS["fsdp"].to_json(), "remat": "dots"}, low),
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "sgd"])
+def test_the_step_of_another_optimizer_is_the_one_that_was_planned(name: str) -> None:
+    wide = ["model.embed_dim=128", f"optimizer.name={name}"]
+    check_steps([(LAYOUTS["tensor"].to_json(), wide), (LAYOUTS["fsdp"].to_json(), wide)])
+
+
+def test_a_step_with_packed_rows_is_the_one_that_was_planned(tmp_path: Path) -> None:
+    pytest.importorskip("grain", reason="packing needs grain")
+    lines = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}."} for n in range(120)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    check_steps([(LAYOUTS["tensor"].to_json(), [f"data.paths=[{json.dumps(str(tmp_path / 'sums.jsonl'))}]"])])
 
 
 def test_too_few_devices(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from tiny_run import TEXT, python, tiny_config
 
 from capibara.cli import train as verb
 from capibara.config import ModularModelConfig
-from capibara.plan import Layout, PlanError
+from capibara.plan import PlanError
 from capibara.plan.planned import read_planned, train_command
+from capibara.sharding import Layout
 
 ENTRY = Path(__file__).parent.parent / "support" / "tiny_cli.py"
 LAYOUT = Layout(

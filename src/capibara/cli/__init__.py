@@ -27,12 +27,13 @@ __all__ = ["VERBS", "main"]
 VERBS: dict[str, str] = {
     "train": "train a model on text; run again to resume",
     "generate": "write text from a trained model",
-    "import": "make a run of a published model's folder (Hugging Face)",
-    "export": "write a run as a folder that others load (Hugging Face)",
+    "embed": "make vectors of texts",
+    "import": "make a run of a published model (a folder of Hugging Face, GGUF)",
+    "export": "write a model in a form that others load (Hugging Face, vLLM, llama.cpp)",
     "tokenizer": "learn a tokenizer from text",
-    "compress": "compress a safetensors file or a model folder, losslessly or to a ratio",
+    "compress": "compress a safetensors file or a model, losslessly or to a ratio",
     "decompress": "write safetensors files from archives",
-    "inspect": "list the tensors of an archive",
+    "inspect": "show what a model, a run or an archive is made of",
     "verify": "decode every tensor of archives and check their checksums",
     "plan": "plan a configuration on a TPU slice: memory, time, price",
     "doctor": "show what is installed, which devices are available and which implementations run",
@@ -42,8 +43,8 @@ VERBS: dict[str, str] = {
 
 # These handle SIGTERM themselves: a run stops between two steps, and is saved.
 _OWN_SIGNALS = ("train",)
-# These write large files on many threads.
-_ENDING = ("compress", "decompress")
+# These write large files, on many threads or beside JAX, in whose callbacks an exception of a handler is lost.
+_ENDING = ("compress", "decompress", "embed", "export")
 _BROKEN_PIPE = 141
 
 

@@ -19,6 +19,8 @@ def reason(error: Exception) -> str:
     """The message of an error; of one of the system the file and what is wrong with it, without the number."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return str(error)
 
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
     from capibara.data import Tokenizer
+    from capibara.serve.load import LoadedModel
     from capibara.train import Origin
 
-__all__ = ["named_config", "start_from", "warn_on_stderr"]
+__all__ = [
+    "further_config",
+    "is_archive",
+    "is_published",
+    "is_run",
+    "load_source",
+    "model_bytes",
+    "named_config",
+    "start_from",
+    "warn_on_stderr",
+]
 
 
 def warn_on_stderr(text: str) -> None:
@@ -31,12 +43,15 @@ _FINETUNING = {
 _LONGEST = 1024
 
 
-def start_from(path: str, settings: Sequence[str]) -> tuple[ModularModelConfig, Tokenizer, Origin]:
+def start_from(
+    path: str, settings: Sequence[str], planned: Mapping[str, Any] | None = None
+) -> tuple[ModularModelConfig, Tokenizer, Origin]:
     """What a run needs that goes on from a model.
 
     Args:
-      path: the folder of a published model, or of a run.
+      path: the folder of a published model, a GGUF file, or the folder of a run.
       settings: ``key=value``, over those of the model and those for training further.
+      planned: settings of a plan, which come in between.
 
     Returns:
       Its settings, the tokenizer, and its first parameters.
@@ -46,49 +61,42 @@ def start_from(path: str, settings: Sequence[str]) -> tuple[ModularModelConfig, 
     """
     import jax
 
+    from capibara import families
     from capibara.core import ModularCapibaraModel
-    from capibara.errors import ConfigError
-    from capibara.families import Pretrained, load_params, read_config
-    from capibara.families.folder import CONFIG, TensorFiles
+    from capibara.families import Pretrained, load_params, open_tensors, read_config
     from capibara.serve.load import find_checkpoint, load_model, take_tokenizer
     from capibara.train import Origin
-    from capibara.train.checkpoint import SOURCE
+    from capibara.train.saved import Facts
 
     folder = Path(path)
-    own: dict[str, Any] = {"checkpoint.directory": f"runs/{folder.absolute().name}-trained"}
 
     def settled(config: ModularModelConfig) -> ModularModelConfig:
-        length = min(config.model.max_sequence_length, _LONGEST)
-        base = config.with_overrides(
-            _FINETUNING | own | {"train.sequence_length": length, "data.tokenizer": "bytes"}
-        )
-        chosen = base.with_overrides(list(settings))
-        if chosen.data.tokenizer != "bytes":
-            raise ConfigError(
-                f"data.tokenizer={chosen.data.tokenizer!r} cannot be combined with --model, which has its own. Leave "
-                "it out"
-            )
-        return chosen
+        return _trained_further(config, folder, settings, planned)
 
     record: list[Any] = [None]
-    if not (folder / CONFIG).is_file():
+    if not is_published(folder):
         checkpoint = find_checkpoint(folder, warn=warn_on_stderr)
         loaded = load_model(checkpoint)
-        config = settled(loaded.model.config.with_overrides({"finetune.method": "full"}))
+        config = settled(
+            loaded.model.config.with_overrides({"finetune.method": "full", "finetune.base": "none"})
+        )
 
         def cast(model: Any) -> Any:
             kind = model.config.precision.param_dtype
             merged = loaded.model.merged(loaded.params).params
             return model.with_adapters(jax.tree.map(lambda leaf: leaf.astype(kind), merged))
 
-        return config, loaded.model.tokenizer, Origin(cast, lambda: checkpoint.meta.get(SOURCE))
+        return config, loaded.model.tokenizer, Origin(cast, lambda: Facts.of(checkpoint).pretrained)
 
     read, source = read_config(folder)
+    embedding = families.read_embedding_files(folder)
 
     def load(model: Any) -> Any:
-        with TensorFiles(folder) as files:
-            params, dtypes = load_params(files, source.family, model)
-        record[0] = Pretrained(source.family, source.values, dtypes).to_json()
+        with open_tensors(folder, source) as files:
+            left_out = families.further_layers(source)
+            params, dtypes = load_params(files, source.family, model, left_out=left_out)
+            _, found = families.settled(files, read, source)
+        record[0] = Pretrained(found.family, found.values, dtypes, embedding=embedding).to_json()
         return model.with_adapters(params)
 
     published = ModularCapibaraModel(read)
@@ -97,8 +105,102 @@ def start_from(path: str, settings: Sequence[str]) -> tuple[ModularModelConfig, 
     return settled(read), published.tokenizer, Origin(load, lambda: record[0])
 
 
+def is_published(path: str | Path) -> bool:
+    """Whether this is the folder of a published model, or a GGUF file."""
+    from capibara.families import is_gguf
+    from capibara.families.folder import CONFIG
+
+    return is_gguf(path) or (Path(path) / CONFIG).is_file()
+
+
+def is_archive(path: str | Path) -> bool:
+    """Whether this is a compressed file, by its name."""
+    from capibara.compress.folders import SUFFIX
+
+    return Path(path).name.endswith(SUFFIX) and not Path(path).is_dir()
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether this is the folder of a run, or of a checkpoint."""
+    # Names first: of a folder that can hold no checkpoint this is said without JAX, which may be absent.
+    names = {name for folder in (Path(path), Path(path) / "checkpoints") for name in _names_in(folder)}
+    if not names & {"manifest.json", "model"} and not any(name.isdecimal() for name in names):
+        return False
+
+    from capibara.serve.load import find_checkpoint
+    from capibara.train import CheckpointDamagedError, CheckpointNotFoundError
+
+    try:
+        find_checkpoint(path)
+    except CheckpointNotFoundError:
+        return False
+    except CheckpointDamagedError:  # loading it says why
+        return True
+    return True
+
+
+def model_bytes(path: str | Path) -> int:
+    """Bytes of the weights of a published model."""
+    files = [Path(path)] if Path(path).is_file() else Path(path).glob("*.safetensors")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def load_source(path: str, *, quiet: bool) -> LoadedModel:
+    """The model in a run, the folder of a published model, a GGUF file, or a compressed file that carries its settings.
+
+    Args:
+      quiet: no progress bar.
+
+    Raises:
+      CapibaraError: there is none, or it is damaged.
+    """
+    from capibara.cli._archives import progress_bar
+    from capibara.core import ModularCapibaraModel
+    from capibara.serve.load import LoadedModel, find_checkpoint, load_model
+
+    if is_archive(path):
+        from capibara.serve.weights import load_compressed
+
+        return load_compressed(path)
+    if not is_published(path):
+        return load_model(find_checkpoint(path, warn=warn_on_stderr))
+    with progress_bar("loading", model_bytes(path), quiet=quiet) as progress:
+        model = ModularCapibaraModel.from_pretrained(path, progress=progress)
+    return LoadedModel(model, model.params, model.state, None)
+
+
+def _trained_further(
+    config: ModularModelConfig,
+    folder: Path,
+    settings: Sequence[str],
+    planned: Mapping[str, Any] | None = None,
+) -> ModularModelConfig:
+    """The settings of a run that goes on from a model of these settings."""
+    from capibara.errors import ConfigError
+
+    own = {
+        "checkpoint.directory": f"runs/{folder.absolute().name}-trained",
+        "train.sequence_length": min(config.model.max_sequence_length, _LONGEST),
+        "data.tokenizer": "bytes",
+    }
+    base = config.with_overrides(_FINETUNING | own).with_overrides(dict(planned or {}))
+    chosen = base.with_overrides(list(settings))
+    if chosen.data.tokenizer != "bytes":
+        raise ConfigError(
+            f"data.tokenizer={chosen.data.tokenizer!r} cannot be combined with --model, which has its own. Leave it out"
+        )
+    return chosen
+
+
 def named_config(args: argparse.Namespace) -> tuple[ModularModelConfig, str | None]:
-    """The settings of ``--model``, a published folder, or of ``--config``, with ``key=value``; and its name."""
+    """The settings of ``--model``, a published model, or of ``--config``, with ``key=value``; and its name."""
     from capibara.config import ModularModelConfig
 
     if args.model is None:
@@ -106,3 +208,10 @@ def named_config(args: argparse.Namespace) -> tuple[ModularModelConfig, str | No
     from capibara.families import read_config
 
     return read_config(args.model, overrides=args.overrides)[0], None
+
+
+def further_config(folder: str, settings: Sequence[str]) -> ModularModelConfig:
+    """The settings with which ``capibara train --model`` trains a published model; only its config.json is read."""
+    from capibara.families import read_config
+
+    return _trained_further(read_config(folder)[0], Path(folder), settings)

@@ -1,4 +1,4 @@
-"""``capibara compress IN OUT``: a safetensors file or a model's folder as archives."""
+"""``capibara compress IN OUT``: a safetensors file, a model's folder, a run or a GGUF file as archives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from capibara.cli._json import print_json
 from capibara.errors import CapibaraError
@@ -16,21 +16,29 @@ from capibara.errors import CapibaraError
 if TYPE_CHECKING:
     from capibara.compress.analysis import Compressibility
     from capibara.compress.archive_files import Job
+    from capibara.compress.container import Entry
 
-HELP = "compress a safetensors file or a model folder, losslessly or to a ratio"
+HELP = "compress a safetensors file or a model, losslessly or to a ratio"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``capibara compress``."""
     parser.description = (
-        "Write a .capi archive from a safetensors file, or a folder of archives from a Hugging Face model folder "
-        "(other files are copied). Compression is lossless by default. With --ratio it is lossy for matrices: each is "
+        "Write a .capi archive from a safetensors file, a folder of archives from a Hugging Face model folder (other "
+        "files are copied), or, if OUT ends with .capi, one file that runs by itself (capibara generate --weights OUT) "
+        "from a model folder, a run or a GGUF file: it has the settings and the tokenizer. "
+        "Compression is lossless by default. With --ratio it is lossy for matrices: each is "
         "stored by the codec and at the rate that give the least error, so that all archives together are that many "
         "times smaller, within 2 %. "
         "Exit code: 0 success, 1 the archives are written but not the plot, 2 invalid input. Existing files are "
         "replaced once the new ones are complete; after an error or an interruption no part of a folder remains."
     )
-    parser.add_argument("source", metavar="IN", type=Path, help="a .safetensors file, or a folder")
+    parser.add_argument(
+        "source",
+        metavar="IN",
+        type=Path,
+        help="a .safetensors file, the folder of a model or a run, or a .gguf file",
+    )
     parser.add_argument("target", metavar="OUT", type=Path, help="the archive or the folder to write")
     parser.add_argument("--ratio", type=float, metavar="N", help="compression ratio (default: lossless)")
     parser.add_argument(
@@ -54,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the archives and print a table of the tensors; returns the exit code."""
     from capibara.cli._archives import print_table, progress_bar, reason
+    from capibara.cli._compress_model import is_model_job
     from capibara.compress.analysis import RATIOS
     from capibara.compress.archive_files import compress_files, plan_compress
     from capibara.compress.errors import CompressError
@@ -71,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         reports.append(report)
 
     try:
+        if is_model_job(args.source, args.target):
+            return _report_model(args)
         jobs = plan_compress(args.source, args.target)
         if args.plot is not None:
             _check_plot(args.plot, args.ratio, jobs)
@@ -89,16 +100,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.json:
         files = {
-            str(one.path): [
-                {
-                    "name": e.name,
-                    "codec": e.codec,
-                    "bytes": e.coded_bytes,
-                    "original": e.original_bytes,
-                    "error": one.errors.get(e.name),
-                }
-                for e in one.entries
-            ]
+            str(one.path): [_row(entry, one.errors.get(entry.name)) for entry in one.entries]
             for one in written
         }
         sizes = {str(one.path): one.path.stat().st_size for one in written}
@@ -119,6 +121,37 @@ def run(args: argparse.Namespace) -> int:
             )
             return 1
     return 0
+
+
+def _report_model(args: argparse.Namespace) -> int:
+    """Compress a model into one file and print what is in it."""
+    from capibara.cli._archives import print_table
+    from capibara.cli._compress_model import compress_model
+
+    entries, errors, error, notes = compress_model(args)
+    path = args.target
+    if args.json:
+        rows = [_row(entry, errors.get(entry.name)) for entry in entries]
+        sizes = {str(path): path.stat().st_size}
+        print_json({"files": {str(path): rows}, "sizes": sizes, "errors": {str(path): error}, "notes": notes})
+        return 0
+    print_table(path, entries, errors if error else None)
+    if error:
+        print(f"relative error of its weights: {error:.4g}")
+    for note in notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _row(entry: Entry, error: float | None) -> dict[str, Any]:
+    """A tensor, as JSON has it."""
+    return {
+        "name": entry.name,
+        "codec": entry.codec,
+        "bytes": entry.coded_bytes,
+        "original": entry.original_bytes,
+        "error": error,
+    }
 
 
 def _check_plot(path: Path, ratio: float | None, jobs: Sequence[Job]) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from capibara.cli._json import print_json
-from capibara.cli._models import warn_on_stderr
+from capibara.cli._models import load_source, warn_on_stderr
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from capibara.serve.sampling import Sampling
 
 HELP = """Write text with a trained model: the newest complete checkpoint of the run that --config or
---checkpoint names, the published model in the folder that --model names, or the compressed parameters that --weights
+--checkpoint names, the published model that --model names, or the compressed parameters that --weights
 names. Defaults come from the [generate] settings of the configuration. Once a text exceeds the model's
 max_sequence_length, the model reads the last half window again and continues from there."""
 
@@ -31,12 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--config", help="use the run of this TOML file or packaged name (default: demo)")
     where.add_argument("--checkpoint", metavar="DIR", help="folder of a run, or of one checkpoint")
-    where.add_argument("--model", metavar="FOLDER", help="folder of a published model (Hugging Face)")
+    where.add_argument(
+        "--model", metavar="MODEL", help="folder of a published model (Hugging Face), or a GGUF file"
+    )
     parser.add_argument(
         "--weights",
         metavar="FILE",
-        help="a .capi file with the model's parameters; settings are those of --config, --checkpoint, or the "
-        "config.toml in the same folder",
+        help="a .capi file with the model's parameters; settings are those of --config, --checkpoint or --model, those "
+        "that the file carries (capibara compress MODEL FILE.capi), or the config.toml in the same folder",
     )
     parser.add_argument(
         "--quantized",
@@ -79,29 +80,27 @@ def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
     """The settings of the model, and the checkpoint, or ``None`` where only ``--weights`` says what to read."""
     from capibara.config import ModularModelConfig
     from capibara.serve.load import find_checkpoint
-    from capibara.serve.weights import settings_beside
+    from capibara.serve.weights import weights_config
 
     if args.checkpoint is not None:
         checkpoint = find_checkpoint(args.checkpoint, warn=warn_on_stderr)
         return ModularModelConfig.from_toml(checkpoint.config_path), checkpoint
+    if args.weights is not None and args.config is None:
+        return _readable(lambda: weights_config(args.weights)), None
     if args.weights is not None:
-        where = settings_beside(args.weights) if args.config is None else args.config
-        return ModularModelConfig.from_toml(where), None
+        return ModularModelConfig.from_toml(args.config), None
     config = ModularModelConfig.from_toml("demo" if args.config is None else args.config)
     return config, find_checkpoint(config.checkpoint.directory, warn=warn_on_stderr)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate; return 0."""
+    from capibara.core.encoders import require_decoder
     from capibara.errors import ConfigError
     from capibara.serve.sampling import Sampling
 
     if args.quantized and args.weights is None:
         raise ConfigError("--quantized: a checkpoint has no codes. Remedy: --weights FILE.capi.")
-    if args.model is not None and args.weights is not None:
-        raise ConfigError(
-            "--weights cannot be combined with --model. Remedy: --checkpoint, the run that was imported."
-        )
     if args.system is not None and not args.chat:
         raise ConfigError("--system is for conversations. Remedy: --chat.")
     if args.json and args.chat and args.prompt is None:
@@ -112,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
         from capibara.families import read_config
 
         config, checkpoint = read_config(args.model)[0], None
+
+    require_decoder(config.model, "generating text")
 
     def chosen(name: str) -> Any:
         given = getattr(args, name)
@@ -155,28 +156,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _readable(load: Callable[[], Any]) -> Any:
+    """What ``load`` gives; errors of the operating system name the argument."""
+    from capibara.cli._archives import reason
+    from capibara.errors import ConfigError
+
+    try:
+        return load()
+    except OSError as error:
+        raise ConfigError(f"--weights: {reason(error)}. Remedy: a .capi file that can be read.") from None
+
+
 def _load(args: argparse.Namespace, config: Any, checkpoint: Any) -> LoadedModel:
     from jax.tree_util import tree_leaves
 
-    from capibara.cli._archives import progress_bar, reason
     from capibara.compress.jax_codes import is_coded
-    from capibara.core import ModularCapibaraModel
     from capibara.errors import ConfigError
-    from capibara.serve.load import LoadedModel, load_model
+    from capibara.serve.load import load_model
     from capibara.serve.weights import load_compressed
 
-    if args.model is not None:
-        total = sum(path.stat().st_size for path in Path(args.model).glob("*.safetensors"))
-        with progress_bar("loading", total, quiet=args.json) as progress:
-            model = ModularCapibaraModel.from_pretrained(args.model, progress=progress)
-        return LoadedModel(model, model.params, model.state, None)
+    if args.model is not None and args.weights is None:
+        return load_source(args.model, quiet=args.json)
     if args.weights is None:
         return load_model(checkpoint)
-    try:
-        decode = "auto" if args.quantized else True
-        loaded = load_compressed(args.weights, config, checkpoint=checkpoint, decode=decode)
-    except OSError as error:
-        raise ConfigError(f"--weights: {reason(error)}. Remedy: a .capi file that can be read.") from None
+    decode = "auto" if args.quantized else True
+    loaded = _readable(
+        lambda: load_compressed(
+            args.weights, config, checkpoint=checkpoint, published=args.model, decode=decode
+        )
+    )
     if args.quantized and not any(map(is_coded, tree_leaves(loaded.params, is_leaf=is_coded))):
         raise ConfigError(
             f"--quantized: no parameter of {args.weights} is stored with int8, int4 or nf4. Remedy: leave it out, "

@@ -1,21 +1,22 @@
-"""``capibara import FOLDER RUN``: a published model becomes a run, which every other verb takes."""
+"""``capibara import MODEL RUN``: a published model becomes a run, which every other verb takes."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-HELP = """Read the folder of a published model in the form of Hugging Face (config.json and safetensors) and write a run
-with its parameters: a checkpoint of step 0, which other verbs take. Nothing is downloaded, and weights stored as
-pickle are refused."""
+HELP = """Read a published model, a folder in the form of Hugging Face (config.json and safetensors) or a GGUF file, and
+write a run with its parameters: a checkpoint of step 0, which other verbs take. Quantized weights are decoded. Nothing
+is downloaded, and weights stored as pickle are refused."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("folder", metavar="FOLDER", help="with config.json and safetensors")
+    parser.add_argument(
+        "folder", metavar="MODEL", help="folder with config.json and safetensors, or a .gguf file"
+    )
     parser.add_argument("run", metavar="RUN", help="folder of the run; must not have a checkpoint")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the folder's"
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings that override the folder's"
     )
     parser.add_argument(
         "--dtype", help="of the parameters: bfloat16, float32 … (default: as they are stored)"
@@ -28,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Import; return 0."""
     from capibara.cli._archives import progress_bar
     from capibara.cli._json import print_json
+    from capibara.cli._models import model_bytes
     from capibara.core import ModularCapibaraModel
     from capibara.errors import ConfigError
     from capibara.serve.load import save_pretrained_run
@@ -35,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     if checkpoint_store(args.run).steps():
         raise ConfigError(f"RUN: {args.run!r} has a checkpoint already. Remedy: another folder")
-    total = sum(path.stat().st_size for path in Path(args.folder).glob("*.safetensors"))
-    with progress_bar("importing", total, quiet=args.json) as progress:
+    with progress_bar("importing", model_bytes(args.folder), quiet=args.json) as progress:
         model = ModularCapibaraModel.from_pretrained(
             args.folder,
             dtype=args.dtype,

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara.cli._json import print_json
-from capibara.cli._models import named_config
+from capibara.cli._models import further_config, named_config
 from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
 from capibara.errors import ConfigError
 
 if TYPE_CHECKING:
-    from capibara.plan import Layout, Plan
+    from capibara.plan import Plan
+    from capibara.sharding import Layout
 
 HELP = """Find the fastest way to train a configuration on a TPU slice: mesh, sharding, rematerialisation, microbatches.
 The TPU compiler (libtpu) compiles the most promising ones on this machine, without a TPU: memory is the compiler's own
@@ -57,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", default="demo", help="built-in configuration name, or path of a TOML file"
     )
     parser.add_argument(
-        "--model", metavar="FOLDER", help="folder of a published model; only its config.json is read"
+        "--model",
+        metavar="FOLDER",
+        help="folder of a published model, of which only config.json is read, or a GGUF file",
     )
     parser.add_argument("--topology", help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 … (default: v4-32)")
     parser.add_argument("--view", choices=("chip", "core"), help="what a device is (v4: a chip by default)")
@@ -118,7 +121,12 @@ def run(args: argparse.Namespace) -> int:
     _check_files(args)
     if not args.no_compile:
         _show_compiler_notes()
-    config, name = named_config(args)
+    if args.model is None:
+        config, source = named_config(args)
+        base = None
+    else:
+        config, source = further_config(args.model, args.overrides), args.model
+        base = further_config(args.model, ())
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
     try:
@@ -138,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
                 workers=args.workers,
                 progress=progress,
             )
-            found = dataclasses.replace(found, config_name=name)  # None: no file that train would take
+            found = dataclasses.replace(found, config_name=source, base=base)
     except DoesNotFitError as error:
         report = None
         if args.explain:

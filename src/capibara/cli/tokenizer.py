@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "texts",
         nargs="*",
+        default=[],
         metavar="TEXT",
         help="text files, folders, '-' for standard input; as for capibara train",
     )

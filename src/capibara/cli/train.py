@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "items",
         nargs="*",
         metavar="TEXT|key=value",
-        help="text files, .jsonl or .jsonl.gz with a 'text' in each line, folders (searched for .txt .md .py .rst), "
-        "'-' for standard input; settings",
+        help="text files; .jsonl, .jsonl.gz or .parquet with texts, conversations, or prompts and completions; folders "
+        "(searched for .txt .md .py .rst); '-' for standard input; settings",
     )
     parser.add_argument(
         "--config",
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="FOLDER",
-        help="train a model further: the folder of a published one (Hugging Face), or of a run",
+        help="train a model further: the folder of a published one (Hugging Face) or of a run, or a GGUF file",
     )
     parser.add_argument("--directory", help="folder of the run (default: checkpoint.directory)")
     parser.add_argument("--fresh", action="store_true", help="remove the run in the folder and start over")
@@ -96,10 +96,11 @@ def run(args: argparse.Namespace) -> int:
     """Train; return 0, or 128 + n if signal n stopped it."""
     from capibara.cli._models import start_from
     from capibara.config import ModularModelConfig
+    from capibara.core.encoders import require_decoder
     from capibara.data import load_tokenizer
     from capibara.errors import ConfigError
     from capibara.train.compilation_cache import keep_compiled
-    from capibara.train.data import load_corpus
+    from capibara.train.examples import load_data
     from capibara.train.float64 import check_float64
     from capibara.train.memory import keep_freed_memory
     from capibara.train.placement import Placement
@@ -109,19 +110,23 @@ def run(args: argparse.Namespace) -> int:
     keep_freed_memory()
     texts, settings = split_items(args.items)
     planned = origin = tokenizer = None
-    if args.model is not None:
-        for name in ("config", "plan"):
-            if getattr(args, name) is not None:
-                raise ConfigError(f"--{name} cannot be combined with --model. Remedy: settings, key=value.")
-        config, tokenizer, origin = start_from(args.model, settings)
-    elif args.plan is None:
-        config = ModularModelConfig.from_toml("demo" if args.config is None else args.config, settings)
-    else:
+    if args.plan is not None:
         from capibara.plan.planned import read_planned
 
         planned = read_planned(args.plan)
+    if args.model is not None:
+        if args.config is not None:
+            raise ConfigError("--config cannot be combined with --model. Remedy: settings, key=value.")
+        config, tokenizer, origin = start_from(
+            args.model, settings, None if planned is None else planned.settings()
+        )
+    elif planned is None:
+        config = ModularModelConfig.from_toml("demo" if args.config is None else args.config, settings)
+    else:
         base = (
-            of_plan(planned, args.plan) if args.config is None else ModularModelConfig.from_toml(args.config)
+            of_plan(planned, str(args.plan))
+            if args.config is None
+            else ModularModelConfig.from_toml(args.config)
         )
         config = base.with_overrides(planned.layout.settings()).with_overrides(settings)
     if args.directory is not None:
@@ -130,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
         config = config.with_overrides({"data.paths": texts})
     # Before the text is read and the model built.
     check_float64(config, "training")
+    require_decoder(config.model, "training")
     if config.tpu.enabled:
         Placement.of(config)
     out = sys.stderr if args.json else sys.stdout
@@ -143,9 +149,7 @@ def run(args: argparse.Namespace) -> int:
             )
     if tokenizer is None and config.data.tokenizer != "bytes":
         tokenizer = load_tokenizer(config.data.tokenizer)
-    corpus = load_corpus(
-        config.data.paths, validation_fraction=config.data.validation_fraction, tokenizer=tokenizer
-    )
+    corpus = load_data(config.data, objective=config.finetune.objective, tokenizer=tokenizer)
     reporter.note(str(corpus))
 
     with stop_on_signals() as stop, keep_compiled(reporter.note):

@@ -29,6 +29,7 @@ LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
         "heads": "attention heads, or groups of state-space channels",
         "kv_heads": "key and value heads",
         "head_dim": "features of one head",
+        "latent": "the short vectors that queries, keys and values are computed from in latent attention",
         "mlp": "the inner features of a feed-forward layer",
         "vocab": "tokens of the vocabulary",
         "state": "the recurrent state of a state-space layer",
@@ -41,23 +42,24 @@ LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
 
 _PARAMETERS = {
     "vocab": ("model", "tensor"),
-    "embed": ("fsdp", "data"),
+    "embed": ("fsdp+expert", "data+expert", "fsdp", "data", "expert"),
+    "latent": ("fsdp+expert", "data+expert", "fsdp", "data", "expert"),
     "heads": ("model", "tensor"),
     "kv_heads": ("model", "tensor"),
     "mlp": ("model", "tensor"),
     "hidden": ("model", "tensor"),
-    "experts": ("expert", "data"),
+    "experts": ("expert",),
     "layers": ("pipeline",),
 }
 _ACTIVATIONS = {
-    "batch": ("data+fsdp", "data", "fsdp"),
+    "batch": ("data+fsdp+expert", "data+expert", "fsdp+expert", "data+fsdp", "data", "fsdp", "expert"),
     "sequence": ("sequence",),
     "vocab": ("model", "tensor"),
     "heads": ("model", "tensor"),
     "kv_heads": ("model", "tensor"),
     "mlp": ("model", "tensor"),
     "hidden": ("model", "tensor"),
-    "experts": ("expert", "data"),
+    "experts": ("expert",),
 }
 
 

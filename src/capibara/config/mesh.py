@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from capibara.config.axes import AxisRules
 from capibara.errors import ConfigError, did_you_mean
+from capibara.hardware import build_mesh
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -110,12 +111,7 @@ class TPUMeshConfig:
                 f"({available[0].platform if available else 'none'}). To try it on a CPU, start Python with "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={self.num_devices}"
             )
-        return jax.make_mesh(
-            self.mesh_shape,
-            self.axis_names,
-            axis_types=(jax.sharding.AxisType.Auto,) * len(self.mesh_shape),
-            devices=available[: self.num_devices],
-        )
+        return build_mesh(self.mesh_shape, self.axis_names, available[: self.num_devices])
 
     def parameter_bytes(self, params: Any, param_axes: Any) -> int:
         """Bytes of parameters on each device if sharded by :attr:`rules`.

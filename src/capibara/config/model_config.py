@@ -63,13 +63,40 @@ class ModularModelConfig(Section):
                 f"got {self.train.sequence_length}, expected at most model.max_sequence_length = "
                 f"{self.model.max_sequence_length}. Shorten the one or raise the other",
             )
-        experts = [name for name in self.finetune.targets if name in ("gate", "up", "down")]
-        if self.finetune.method == "lora" and self.model.experts.count and experts:
-            rest = [name for name in self.finetune.targets if name not in experts] or ["query", "value"]
+        here = set(self._attention_weights())
+        here |= set() if self.model.mlp == "none" else {"gate", "up", "down"}
+        if self.finetune.method == "lora" and not here & set(self.finetune.targets):
             yield Problem(
                 "finetune.targets",
-                f"got {experts[0]!r}, but experts have no adapters. Give weights of attention, such as {rest!r}",
+                f"got {list(self.finetune.targets)!r}, but no block has such weights"
+                + (
+                    f"; they have {sorted(here)!r}"
+                    if here
+                    else ": state-space layers take no adapters. Set finetune.method=full"
+                ),
             )
+        experts = [name for name in self.finetune.targets if name in ("gate", "up", "down")]
+        if self.finetune.method == "lora" and self.model.experts.count and experts:
+            rest = self._attention_weights()
+            yield Problem(
+                "finetune.targets",
+                f"has {experts[0]!r}, but experts take no adapters. "
+                + (f"Give weights of attention: {rest!r}" if rest else "Set finetune.method=full"),
+            )
+
+    def _attention_weights(self) -> list[str]:
+        """The weights of attention that may have adapters."""
+        latent = self.model.latent
+        if not self.model.attends:
+            return []
+        if latent.kv_rank is None:
+            return ["query", "key", "value", "out"]
+        return [
+            *(["query"] if latent.query_rank is None else ["query_down", "query_up"]),
+            "latent_down",
+            "latent_up",
+            "out",
+        ]
 
     @classmethod
     def from_toml(

@@ -8,7 +8,7 @@ neither ``"6"`` nor ``true`` is an integer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -30,6 +30,7 @@ __all__ = [
     "ExpertsSection",
     "FinetuneSection",
     "GenerateSection",
+    "LatentSection",
     "ModelSection",
     "OptimizerSection",
     "PrecisionSection",
@@ -96,6 +97,19 @@ class SSMSection(Section):
     conv_width: Annotated[int, Field(ge=1, le=64)] = Field(
         default=4, description="taps of the causal convolution"
     )
+    groups: _Width = Field(
+        default=1, description="groups of heads, each with write and read vectors and a norm of its own"
+    )
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = Field(
+        default="silu", description="after the convolution"
+    )
+    bias: bool = Field(default=False, description="biases of the projections in and out")
+    conv_bias: bool = Field(default=True, description="a bias of the convolution")
+    norm: bool = Field(default=True, description="RMSNorm of the gated values before the output projection")
+    step_min: Annotated[float, Field(ge=0.0, le=1e6)] = Field(default=0.0, description="least step size")
+    step_max: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
+        default=None, description="largest step size; default: no limit"
+    )
     chunk_size: _Length | None = Field(
         default=None,
         description="tokens computed as one block of the scan; none: as measured by `capibara tune`, or a heuristic",
@@ -108,6 +122,10 @@ class SSMSection(Section):
         if not isinstance(data, dict):
             return data
         return {new if (new := FORMER_NAMES.get(k, k)) not in data else k: v for k, v in data.items()}
+
+    def _rules(self) -> Iterator[Problem]:
+        if self.step_max is not None and self.step_max < self.step_min:
+            yield Problem("step_max", f"got {self.step_max}, expected at least step_min = {self.step_min}")
 
 
 class RopeSection(Section):
@@ -139,6 +157,17 @@ class RopeSection(Section):
     attention_factor: Annotated[float, Field(gt=0.0, le=1e3)] | None = Field(
         default=None, description="yarn: factor on cosines and sines; default: 0.1 log(factor) + 1"
     )
+    mscale: Annotated[float, Field(gt=0.0, le=1e3)] | None = Field(
+        default=None,
+        description="yarn: attention_factor is (0.1 mscale log(factor) + 1) / (0.1 mscale_all_dim log(factor) + 1)",
+    )
+    mscale_all_dim: Annotated[float, Field(gt=0.0, le=1e3)] | None = Field(
+        default=None,
+        description="yarn: with mscale; scores are multiplied by (0.1 mscale_all_dim log(factor) + 1)², too",
+    )
+    interleaved: bool = Field(
+        default=False, description="rotate pairs of adjacent features instead of one feature from each half"
+    )
     fraction: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         default=1.0, description="part of each head that is turned"
     )
@@ -152,12 +181,46 @@ class RopeSection(Section):
             yield Problem(
                 "original_length", f"is missing; scaling={self.scaling!r} needs the length before stretching"
             )
+        for one, other in (("mscale", "mscale_all_dim"), ("mscale_all_dim", "mscale")):
+            value = getattr(self, one)
+            if value is None:
+                continue
+            if self.scaling != "yarn":
+                yield Problem(one, f"got {value}, which needs scaling='yarn', not {self.scaling!r}")
+            elif getattr(self, other) is None:
+                yield Problem(other, f"is missing; {one} = {value} needs both. Give it, or leave {one} out")
+            elif self.attention_factor is not None:
+                yield Problem(one, f"got {value}, but attention_factor is given. Remove one of them")
         if self.scaling == "llama3" and self.high_frequency_factor <= self.low_frequency_factor:
             yield Problem(
                 "high_frequency_factor",
                 f"got {self.high_frequency_factor}, expected more than low_frequency_factor = "
                 f"{self.low_frequency_factor}",
             )
+
+
+class LatentSection(Section):
+    """``[model.latent]``: multi-head latent attention, whose keys and values are computed from one short vector."""
+
+    kv_rank: _Width | None = Field(
+        default=None,
+        description="size of that vector, which the cache holds; none: blocks have plain attention",
+    )
+    query_rank: _Width | None = Field(
+        default=None, description="size of a vector that queries are computed from; default: from the input"
+    )
+    head_dim: _Width = Field(default=128, description="features of a query and a key without positions")
+    rotary_dim: _Width = Field(default=64, description="features with rotary positions; keys share them")
+    value_dim: _Width = Field(default=128, description="features of a value")
+    epsilon: Annotated[float, Field(gt=0.0, le=0.1)] = Field(
+        default=1e-6, description="added under the root of these vectors' norms"
+    )
+
+    def _rules(self) -> Iterator[Problem]:
+        if self.kv_rank is None and self.query_rank is not None:
+            yield Problem("query_rank", f"got {self.query_rank}, but attention is not latent. Set kv_rank")
+        if self.rotary_dim % 2:
+            yield Problem("rotary_dim", f"got {self.rotary_dim}, expected an even number: RoPE turns pairs")
 
 
 class ExpertsSection(Section):
@@ -177,6 +240,22 @@ class ExpertsSection(Section):
     scale: Annotated[float, Field(gt=0.0, le=1e3)] = Field(
         default=1.0, description="factor on the weights, after that"
     )
+    groups: Annotated[int, Field(ge=1, le=65_536)] = Field(
+        default=1, description="parts of equal size that the experts have; divides count"
+    )
+    top_groups: Annotated[int, Field(ge=1, le=65_536)] = Field(
+        default=1, description="groups that a token's experts are chosen from, those with the highest scores"
+    )
+    group_score: Literal["max", "top2"] = Field(
+        default="max", description="a group's score: its highest, or the sum of its two highest"
+    )
+    logit_bias: bool = Field(
+        default=False, description="a bias of the router's scores, before the softmax or the sigmoids"
+    )
+    choice_bias: bool = Field(
+        default=False,
+        description="a number for each expert is added to the scores for choosing; it is stored and not trained",
+    )
     shared_dim: _Width | None = Field(
         default=None, description="hidden width of a layer that every token uses besides; default: none"
     )
@@ -187,7 +266,20 @@ class ExpertsSection(Section):
     def _rules(self) -> Iterator[Problem]:
         if self.count and self.per_token > self.count:
             yield Problem("per_token", f"got {self.per_token}, expected at most count = {self.count}")
-        for key in ("shared_dim", "first_dense", "dim"):
+        if self.top_groups > self.groups:
+            yield Problem("top_groups", f"got {self.top_groups}, expected at most groups = {self.groups}")
+        elif self.count % self.groups:
+            yield Problem("groups", f"got {self.groups}, expected a divisor of count = {self.count}")
+        elif (
+            self.count
+            and (most := self.count // self.groups * self.top_groups) < self.per_token <= self.count
+        ):
+            yield Problem(
+                "per_token",
+                f"got {self.per_token}, expected at most {most}: top_groups = {self.top_groups} of groups = "
+                f"{self.groups} have no more experts",
+            )
+        for key in ("shared_dim", "first_dense", "dim", "logit_bias", "choice_bias"):
             if not self.count and (value := getattr(self, key)):
                 yield Problem(key, f"got {value}, but there are no experts. Set count, or remove it")
 
@@ -211,7 +303,7 @@ class VQSection(Section):
 
 
 class ModelSection(Section):
-    """``[model]``: the decoder language model."""
+    """``[model]``: the language model, a decoder or (``causal = false``) an encoder."""
 
     vocab_size: Annotated[int, Field(ge=2, le=16_777_216)] = Field(
         default=256, description="number of token ids"
@@ -229,6 +321,10 @@ class ModelSection(Section):
     window: _Length | None = Field(
         default=None, description="positions that a query of a local block sees, its own included"
     )
+    causal: bool = Field(
+        default=True,
+        description="a position sees itself and earlier ones; false: all of its text (an encoder)",
+    )
     attention_bias: bool = Field(default=False, description="biases of queries, keys and values")
     attention_output_bias: bool = Field(default=False, description="a bias after the heads are joined")
     attention_scale: Annotated[float, Field(gt=0.0, le=1e3)] | None = Field(
@@ -237,14 +333,28 @@ class ModelSection(Section):
     attention_softcap: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
         default=None, description="bound on scores, softcap * tanh(score / softcap); default: none"
     )
+    attention_sinks: bool = Field(
+        default=False,
+        description="a learned logit of each query head in the softmax's denominator (arXiv:2508.10925)",
+    )
     qk_norm: Literal["none", "head", "all"] = Field(
         default="none", description="RMSNorm of queries and keys: none, of each head, over all heads"
     )
-    mlp: Literal["gated", "plain"] = Field(
-        default="gated", description="activation(x gate) * (x up), or activation(x up), times down"
+    mlp: Literal["gated", "plain", "none"] = Field(
+        default="gated",
+        description="activation(x gate) * (x up), or activation(x up), times down; none: blocks have no feed-forward "
+        "layer",
     )
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = Field(
-        default="silu", description="of the feed-forward layer; gelu is exact, gelu_tanh its approximation"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"] = Field(
+        default="silu",
+        description="of the feed-forward layer; gelu is exact, gelu_tanh its approximation; swiglu_clamped, of gated "
+        "ones: g sigmoid(activation_alpha g) (u + 1), g the gate up to activation_limit, u the rest within it",
+    )
+    activation_limit: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
+        default=7.0, description="of swiglu_clamped"
+    )
+    activation_alpha: Annotated[float, Field(gt=0.0, le=1e3)] = Field(
+        default=1.702, description="of swiglu_clamped"
     )
     mlp_bias: bool = Field(default=False, description="biases of the feed-forward layer")
     mlp_dim: _Width | None = Field(
@@ -260,6 +370,18 @@ class ModelSection(Section):
     embedding_scale: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
         default=None, description="factor on embeddings before the first block; default: none"
     )
+    embedding_norm: bool = Field(default=False, description="normalise embeddings before the first block")
+    token_types: Annotated[int, Field(ge=0, le=65_536)] = Field(
+        default=0, description="encoders: kinds of token, each with a learned vector that is added; 0: none"
+    )
+    head: Literal["linear", "transform", "none"] = Field(
+        default="linear",
+        description="what scores the vocabulary: a matrix; in encoders also a layer, a norm and a matrix with a bias "
+        "(transform), or nothing: the outputs are hidden states",
+    )
+    pooler: bool = Field(
+        default=False, description="encoders: a layer on the first token's state, tanh(x W + b)"
+    )
     logit_softcap: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
         default=None, description="bound on logits, softcap * tanh(logit / softcap); default: none"
     )
@@ -272,11 +394,15 @@ class ModelSection(Section):
     )
     norm: Literal["rms", "layer"] = Field(default="rms", description="RMSNorm, or LayerNorm with a bias")
     norm_offset: bool = Field(default=False, description="scales of RMSNorm say how far they are from 1")
-    norm_placement: Literal["before", "after", "both"] = Field(
-        default="before", description="of each layer: x + f(norm(x)), x + norm(f(x)), x + norm(f(norm(x)))"
+    norm_placement: Literal["before", "after", "both", "sum"] = Field(
+        default="before",
+        description="of each layer: x + f(norm(x)), x + norm(f(x)), x + norm(f(norm(x))), norm(x + f(x))",
     )
     norm_epsilon: Annotated[float, Field(gt=0.0, le=0.1)] = Field(
         default=1e-5, description="added under the norms' root"
+    )
+    residual: Literal["compute", "accumulate"] = Field(
+        default="compute", description="which precision dtype the residual stream has"
     )
     dropout_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         default=0.0, description="after each block, in training"
@@ -288,19 +414,32 @@ class ModelSection(Section):
         default="auto", description="whether repeated blocks compile to one loop body"
     )
     rope: RopeSection = Field(default=RopeSection(), description="rotary positions")
+    latent: LatentSection = Field(default=LatentSection(), description="multi-head latent attention")
     experts: ExpertsSection = Field(default=ExpertsSection(), description="mixtures of experts")
     ssm: SSMSection = Field(default=SSMSection(), description="the state-space block")
     vq: VQSection = Field(default=VQSection(), description="the vector-quantised bottleneck")
 
     @property
     def resolved_head_dim(self) -> int:
-        """``head_dim``, or ``embed_dim // num_heads`` if omitted."""
+        """``head_dim``, or ``embed_dim // num_heads`` if omitted; of latent attention, that of a query."""
+        if self.latent.kv_rank is not None:
+            return self.latent.head_dim + self.latent.rotary_dim
         return self.head_dim if self.head_dim is not None else self.embed_dim // self.num_heads
 
     @property
     def resolved_mlp_dim(self) -> int:
         """``mlp_dim``, or ``8/3 * embed_dim`` rounded up to a multiple of 64 if omitted."""
         return self.mlp_dim if self.mlp_dim is not None else -(-8 * self.embed_dim // (3 * 64)) * 64
+
+    @property
+    def feedforward_dim(self) -> int:
+        """:attr:`resolved_mlp_dim`, or 0 if blocks have no feed-forward layer."""
+        return 0 if self.mlp == "none" else self.resolved_mlp_dim
+
+    @property
+    def widest_dim(self) -> int:
+        """The width of the feed-forward layer; of a state-space layer if blocks have none."""
+        return self.feedforward_dim or self.ssm.expand * self.embed_dim
 
     @property
     def resolved_expert_dim(self) -> int:
@@ -327,6 +466,8 @@ class ModelSection(Section):
         """Features of a head that rotary positions turn; 0: there are none."""
         if self.positions != "rotary":
             return 0
+        if self.latent.kv_rank is not None:
+            return self.latent.rotary_dim
         return int(self.resolved_head_dim * self.rope.fraction)
 
     def _rules(self) -> Iterator[Problem]:
@@ -340,20 +481,31 @@ class ModelSection(Section):
                         key,
                         f"got {value}, but no block is local: pattern = {list(self.pattern)!r}. Remove it",
                     )
+        if self.activation == "swiglu_clamped":
+            for key, only, value in (
+                ("mlp", "gated", self.mlp),
+                ("head", "linear", self.head.replace("none", "linear")),
+            ):
+                if value != only:
+                    yield Problem(
+                        key, f"got {value!r}, expected {only!r}: activation = 'swiglu_clamped' has two inputs"
+                    )
         if self.norm == "layer" and self.norm_offset:
             yield Problem("norm_offset", f"got {self.norm_offset}, expected false: only RMSNorm has it")
+        yield from self._encoder_rules()
+        if self.mlp == "none" and self.mlp_bias:
+            yield Problem("mlp_bias", "got True, but mlp='none': there is no feed-forward layer. Remove it")
         if self.experts.count:
             if self.experts.first_dense >= self.num_layers:
                 yield Problem(
                     "experts.first_dense",
                     f"got {self.experts.first_dense}, expected less than num_layers = {self.num_layers}",
                 )
-            for key, only in (("mlp", "gated"), ("mlp_bias", False)):
-                if (value := getattr(self, key)) != only:
-                    yield Problem(
-                        key, f"got {value!r}, expected {only!r}: experts are gated and have no biases"
-                    )
-        if self.attends:
+            if self.mlp != "gated":
+                yield Problem("mlp", f"got {self.mlp!r}, expected 'gated': experts are")
+        if self.attends and self.latent.kv_rank is not None:
+            yield from self._latent_rules()
+        elif self.attends:
             if heads % kv_heads:
                 fitting = [n for n in range(1, min(heads, 4096) + 1) if heads % n == 0]
                 yield Problem(
@@ -380,13 +532,55 @@ class ModelSection(Section):
                     "head_dim",
                     f"got {self.resolved_head_dim} ({how}), expected an even number: RoPE turns pairs",
                 )
-        inner = self.ssm.expand * width
+        if self.latent.kv_rank is not None and not self.attends:
+            yield Problem(
+                "latent.kv_rank",
+                f"got {self.latent.kv_rank}, but no block is attention: pattern = {list(self.pattern)!r}. Remove it",
+            )
+        inner, groups = self.ssm.expand * width, self.ssm.groups
         if "ssm" in self.block_kinds and inner % self.ssm.head_dim:
             yield Problem(
                 "ssm.head_dim",
                 f"got {self.ssm.head_dim}, expected a divisor of ssm.expand * embed_dim = "
                 f"{self.ssm.expand} * {width} = {inner}",
             )
+        elif "ssm" in self.block_kinds and (inner // self.ssm.head_dim) % groups:
+            yield Problem(
+                "ssm.groups",
+                f"got {groups}, expected a divisor of the number of heads, ssm.expand * embed_dim / ssm.head_dim = "
+                f"{inner // self.ssm.head_dim}",
+            )
+
+    def _encoder_rules(self) -> Iterator[Problem]:
+        if not self.causal:
+            if "ssm" in self.block_kinds:
+                yield Problem("causal", "got false, but blocks with ssm read a text in one direction")
+            return
+        for key, without in (("token_types", 0), ("pooler", False)):
+            if (value := getattr(self, key)) != without:
+                yield Problem(
+                    key, f"got {value!r}, which only encoders have. Set causal = false, or remove it"
+                )
+        if self.head != "linear":
+            yield Problem("head", f"got {self.head!r}, which only encoders have. Set causal = false")
+
+    def _latent_rules(self) -> Iterator[Problem]:
+        """Of settings that latent attention does not have."""
+        for key, only in (
+            ("causal", True),
+            ("num_kv_heads", self.num_heads),
+            ("head_dim", None),
+            ("qk_norm", "none"),
+            ("attention_sinks", False),
+            ("positions", "rotary"),
+            ("rope.fraction", 1.0),
+        ):
+            at, _, inner = key.partition(".")
+            value = getattr(getattr(self, at), inner) if inner else getattr(self, at)
+            if value != only:
+                yield Problem(
+                    key, f"got {value!r}, expected {only!r} with latent.kv_rank = {self.latent.kv_rank}"
+                )
 
 
 def _shortened(values: list[int], most: int = 12) -> str:
@@ -409,7 +603,7 @@ class TPUSection(Section):
     """``[tpu]``: the device mesh that the model is designed for, and the sharding of training over it.
 
     ``capibara plan`` finds these settings, with ``model.remat`` and ``train.gradient_accumulation_steps``; see
-    :class:`capibara.plan.Layout`.
+    :class:`capibara.sharding.Layout`.
     """
 
     enabled: bool = Field(
@@ -507,12 +701,22 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """``[optimizer]``: AdamW (arXiv:1711.05101) or Lion (arXiv:2302.06675), warm-up, cosine decay."""
+    """``[optimizer]``: the method, a learning rate with warm-up and decay, clipping.
 
-    name: Literal["adamw", "lion"] = Field(default="adamw", description="the method")
+    AdamW (arXiv:1711.05101), Lion (arXiv:2302.06675), Adafactor (arXiv:1804.04235), Muon (arXiv:2502.16982) for
+    matrices with Adam and Nesterov's momentum for all else, or plain momentum.
+    """
+
+    name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = Field(
+        default="adamw",
+        description="the method; adafactor's rate is relative to the size of the parameters, muon takes adamw's",
+    )
     learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = Field(default=2e-3, description="highest rate")
     warmup_steps: Annotated[int, Field(ge=0, le=1_000_000_000)] = Field(
         default=50, description="steps from 0 to learning_rate, in a straight line"
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="how the rate falls after the warm-up; constant: not at all"
     )
     final_learning_rate_fraction: _Fraction = Field(
         default=0.1, description="rate at the last step / learning_rate"
@@ -521,7 +725,7 @@ class OptimizerSection(Section):
         default=0.1, description="decoupled, on matrices"
     )
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        default=0.9, description="decay of the first moment"
+        default=0.9, description="decay of the first moment, of momentum"
     )
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         default=0.95, description="decay of the second moment"
@@ -543,6 +747,31 @@ class DataSection(Section):
     tokenizer: _Path = Field(
         default="bytes", description="bytes, or a folder with a tokenizer.json; with --model: the model's"
     )
+    packing: Literal["auto", "windows", "documents"] = Field(
+        default="auto",
+        description="rows are windows of all text in a row, or whole documents that do not see one another; auto: "
+        "documents for conversations, prompts, Parquet and weights",
+    )
+    long_documents: Literal["split", "cut"] = Field(
+        default="split",
+        description="packed documents longer than a row: go on in another row, or lose their end",
+    )
+    learn: Literal["answers", "all"] = Field(
+        default="answers", description="of conversations and prompts: the answers alone, or every token"
+    )
+    weights: Annotated[tuple[Annotated[float, Field(gt=0.0, le=1e9)], ...], _listed(max_length=65_536)] = (
+        Field(
+            default=(),
+            description="how often documents of each path are drawn, relative to one another; empty: each "
+            "document once, then again",
+        )
+    )
+
+    def _rules(self) -> Iterator[Problem]:
+        if self.weights and self.packing == "windows":
+            yield Problem(
+                "weights", "got some, but data.packing=windows reads all text in a row. Leave one out"
+            )
 
 
 class CheckpointSection(Section):
@@ -553,10 +782,18 @@ class CheckpointSection(Section):
     keep: Annotated[int, Field(ge=1, le=100_000)] = Field(
         default=2, description="newest checkpoints that stay"
     )
+    keep_every: Annotated[int, Field(ge=0, le=1_000_000_000)] = Field(
+        default=0, description="checkpoints whose step is a multiple of this stay too; 0: none"
+    )
+    keep_best: bool = Field(
+        default=False, description="save whenever the validation improves, and keep the best checkpoint"
+    )
     resume: bool = Field(default=True, description="go on from the newest checkpoint in the folder")
 
 
-AdapterTarget = Literal["query", "key", "value", "out", "gate", "up", "down"]
+AdapterTarget = Literal[
+    "query", "key", "value", "out", "query_down", "query_up", "latent_down", "latent_up", "gate", "up", "down"
+]
 
 
 class FinetuneSection(Section):
@@ -572,12 +809,28 @@ class FinetuneSection(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         default=0.0, description="of their inputs, in training"
     )
-    targets: Annotated[tuple[AdapterTarget, ...], _listed(min_length=1, max_length=7)] = Field(
-        default=("query", "key", "value", "out", "gate", "up", "down"),
-        description="the weights: of attention query, key, value, out; of the feed-forward layer gate, up, down",
+    targets: Annotated[tuple[AdapterTarget, ...], _listed(min_length=1, max_length=11)] = Field(
+        default=get_args(AdapterTarget),
+        description="the weights: of attention query, key, value, out; of latent attention query or query_down and "
+        "query_up, latent_down, latent_up, out; of the feed-forward layer gate, up, down",
+    )
+    base: Literal["none", "int8", "nf4"] = Field(
+        default="none",
+        description="lora: store these weights, which are not trained, in 8 or 4 bits (arXiv:2305.14314)",
+    )
+
+    objective: Literal["next_token", "dpo"] = Field(
+        default="next_token",
+        description="what is learnt: texts and answers; or dpo: to prefer chosen answers to rejected ones "
+        "(arXiv:2305.18290)",
+    )
+    beta: Annotated[float, Field(gt=0.0, le=1e3)] = Field(
+        default=0.1, description="dpo: how strongly the model is held to what it was before"
     )
 
     def _rules(self) -> Iterator[Problem]:
+        if self.base != "none" and self.method != "lora":
+            yield Problem("base", f"got {self.base!r}, which needs finetune.method=lora")
         if len(set(self.targets)) != len(self.targets):
             yield Problem("targets", f"got {list(self.targets)!r}, expected each once")
 

@@ -1,13 +1,26 @@
-"""Low-rank adapters of a model's parameters: which are trained, and putting them into the weights."""
+"""Low-rank adapters of a model's parameters: which are trained, putting them into the weights, and the weights
+themselves in eight or four bits.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["adapter_mask", "add_adapters", "is_adapter", "merge_adapters", "only_adapters"]
+__all__ = [
+    "adapter_mask",
+    "add_adapters",
+    "dequantise_base",
+    "is_adapter",
+    "merge_adapters",
+    "only_adapters",
+    "quantise_base",
+]
 
 _DOWN, _UP, _WEIGHT = "lora_a", "lora_b", "weight"
+_CODES, _SCALES = "weight_codes", "weight_scales"
 
 
 def adapter_mask(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,3 +84,98 @@ def _product(down: Any, up: Any, ndim: int) -> Any:
     if down.ndim + up.ndim - 2 > ndim:
         return jax.vmap(lambda a, b: _product(a, b, ndim - 1))(down, up)
     return jnp.tensordot(down, up, 1, precision="highest")
+
+
+def quantise_base(params: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Parameters whose adapted weights are stored as a model with ``finetune.base`` stores them.
+
+    Args:
+      params: of the same model without adapters. model: says which weights, and where they lie on its mesh.
+    """
+    import jax
+
+    specs = model.compiled.params
+    where = None if model.mesh is None else model.compiled.propose_shardings()["params"]
+    kind = model.config.finetune.base
+
+    def convert(tree: Mapping[str, Any], path: tuple[str, ...], where: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            own = None if where is None else where.get(key)
+            if isinstance(value, Mapping):
+                found[key] = convert(value, (*path, key), own)
+            elif key == _WEIGHT and (*path, _CODES) in specs:
+                spec = specs[*path, _CODES]
+                rows = spec.sizes({}, "a parameter")[-2]
+                for part, array in zip(
+                    (_CODES, _SCALES), _quantising(rows, spec.stack, kind)(value), strict=True
+                ):
+                    found[part] = array if where is None else jax.device_put(array, where[part])
+            else:
+                found[key] = value
+        return found
+
+    return convert(params, (), where)
+
+
+def dequantise_base(params: Mapping[str, Any], model: Any, plain: Any) -> dict[str, Any]:
+    """The other way: parameters with all weights as numbers, and adapters where there are any.
+
+    Args:
+      params: of ``model``. plain: the same model without adapters: says shapes and dtypes of the weights.
+    """
+    import jax
+
+    specs, kind = plain.compiled.params, model.config.finetune.base
+    where = None if plain.mesh is None else plain.compiled.propose_shardings()["params"]
+
+    def convert(tree: Mapping[str, Any], path: tuple[str, ...], where: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                found[key] = convert(value, (*path, key), None if where is None else where.get(key))
+            elif key == _CODES:
+                spec = specs[*path, _WEIGHT]
+                run = _dequantising(spec.sizes({}, "a parameter"), spec.stack, kind, spec.dtype)
+                weight = run(value, tree[_SCALES])
+                found[_WEIGHT] = weight if where is None else jax.device_put(weight, where[_WEIGHT])
+            elif key != _SCALES:
+                found[key] = value
+        return found
+
+    return convert(params, (), where)
+
+
+@functools.lru_cache(maxsize=64)
+def _quantising(rows: int, stacked: int, kind: str) -> Any:
+    import jax
+
+    from capibara.compose.library.adapters import BASE_GROUP
+    from capibara.ops.linalg.quantised import quantise_matrix
+
+    def run(weight: Any) -> Any:
+        return quantise_matrix(weight.reshape(-1, rows).T, kind=kind, group=BASE_GROUP)
+
+    for _ in range(stacked):
+        run = jax.vmap(run)
+    return jax.jit(run)
+
+
+@functools.lru_cache(maxsize=64)
+def _dequantising(shape: tuple[int, ...], stacked: int, kind: str, dtype: str) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    from capibara.compose.library.adapters import BASE_GROUP
+    from capibara.native.levels import NF4
+    from capibara.ops.linalg.quantised import dequantise_matrix
+
+    def run(codes: Any, scales: Any) -> Any:
+        levels = jnp.asarray(NF4, jnp.float32) if kind == "nf4" else None
+        inner = math.prod(shape[stacked:]) // codes.shape[0]
+        matrix = dequantise_matrix(codes, scales, levels, inner=inner, group=BASE_GROUP)
+        return matrix.T.reshape(shape[stacked:]).astype(dtype)
+
+    for _ in range(stacked):
+        run = jax.vmap(run)
+    return jax.jit(run)

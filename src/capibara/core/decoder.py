@@ -1,9 +1,10 @@
-"""The decoder as a composed model.
+"""The language model, a decoder or an encoder, as a composed model.
 
 Tokens are embedded, pass ``num_layers`` blocks whose kinds follow ``pattern``, are normalised and scored against
 the vocabulary. Every block adds to the residual stream: ``x + f(norm(x))``, or with the norm elsewhere
-(``norm_placement``). The blocks of one period of the pattern are one body, which is repeated; if the pattern does not
-divide ``num_layers``, the remaining blocks follow it. Blocks before the first one with experts stand before them all.
+(``norm_placement``). In an encoder (``causal = false``) positions see later ones too. The blocks of one period of the
+pattern are one body, which is repeated; if the pattern does not divide ``num_layers``, the remaining blocks follow it.
+Blocks before the first one with experts stand before them all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 from capibara.compose import (
     Adapter,
     Add,
+    Buffer,
     Cast,
+    ClampedSwiGLU,
     Divide,
     Dropout,
     Embedding,
@@ -24,11 +27,14 @@ from capibara.compose import (
     FeedForward,
     GatedMLP,
     Gelu,
+    Indexer,
+    LatentSelfAttention,
     LayerNorm,
     Linear,
     Model,
     Multiply,
     Positions,
+    RaggedPositions,
     Relu,
     Repeat,
     RMSNorm,
@@ -40,10 +46,10 @@ from capibara.compose import (
     Tanh,
     Unembed,
 )
-from capibara.compose.initializers import Constant, Normal, Scaled
+from capibara.compose.initializers import Constant, Normal, Scaled, zeros
 from capibara.compose.logical.shapes import Dim
 from capibara.config.sections import FinetuneSection, ModelSection
-from capibara.core.rotary import rotary_turns
+from capibara.core.rotary import attention_scale, rotary_turns
 from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 
 __all__ = ["block_places", "build_decoder"]
@@ -57,19 +63,25 @@ def build_decoder(
     cached: bool = False,
     head: bool = True,
     finetune: FinetuneSection | None = None,
+    ragged: bool = False,
 ) -> Model:
     """The logical model of a configuration.
 
     Input ``tokens int [batch, sequence]``, output ``logits [batch, sequence, vocab]`` in the accumulation dtype;
-    with ``vq`` blocks also the scalar ``auxiliary_loss`` and the sums over blocks ``perplexity`` and ``usage``.
+    with ``vq`` blocks also the scalar ``auxiliary_loss`` and the sums over blocks ``perplexity`` and ``usage``. With
+    ``token_types`` there is the input ``token_types int [batch, sequence]``, and a pooler gives
+    ``pooled [batch, embed]``.
 
     Args:
         config: the ``[model]`` section.
         cached: build the decoding form, which reads and writes caches, recurrent states and ``position`` as states.
             Its parameters are those of the other form, under the same paths.
-        head: score against the vocabulary. Without it the output is ``hidden [batch, sequence, embed]``, what the
-            head is given, in the compute dtype.
+        head: score against the vocabulary, and pool. Without it (or with ``model.head = "none"``) the output is
+            ``hidden [batch, sequence, embed]``, what the head is given, in the compute dtype.
         finetune: the ``[finetune]`` section; by default all parameters are trained, and there are no adapters.
+        ragged: rows hold several texts, or padding: with the inputs ``segments`` and ``positions``, both
+            ``int [batch, sequence]``; in the decoding form ``segments`` alone, which is 0 for padding, and the state
+            ``position`` is ``[batch]``.
     """
     low = _adapters(finetune)
     cache = Dim(name="cache") if cached else None
@@ -86,14 +98,19 @@ def build_decoder(
         input="tokens",
     )
     shared: dict[str, Any] = {}
-    if cached:
-        model.add_state("position", (), Constant(0), kind="int", dtype="int32")
-    places = model.add(Positions(), "positions", like="tokens", start="position" if cached else 0)
+    if ragged:
+        places, given = _ragged_places(model, cached)
+        shared |= given
+    else:
+        if cached:
+            model.add_state("position", (), Constant(0), kind="int", dtype="int32")
+        counted = model.add(Positions(), "positions", like="tokens", start="position" if cached else 0)
+        places = counted.output
+        if cached:
+            shared["position"] = "position"
+            model.update_state("position", counted.end)
     if config.attends and config.rotary_dim:
-        shared = _tables(model, config, config.block_kinds, places.output)
-    if cached:
-        shared["position"] = "position"
-        model.update_state("position", places.end)
+        shared |= _tables(model, config, config.block_kinds, places)
 
     at: Any = embedding.output
     if config.embedding_scale is not None:
@@ -102,8 +119,17 @@ def build_decoder(
         learned = Embedding(
             config.max_sequence_length, config.embed_dim, axes=(None, "embed"), init=Normal(0.02)
         )
-        model.add(learned, "position_embedding", input=places.output)
+        model.add(learned, "position_embedding", input=places)
         at = model.add(Add(), "embedded", left=at, right=learned.output).output
+    if config.token_types:
+        model.add_input("token_types", ("batch", "sequence"), "int", ("batch", "sequence"))
+        types = Embedding(config.token_types, config.embed_dim, axes=(None, "embed"), init=Normal(0.02))
+        model.add(types, "type_embedding", input="token_types")
+        at = model.add(Add(), "typed", left=at, right=types.output).output
+    if config.embedding_norm:
+        at = model.add(_norm(config), "embedding_norm", input=at).output
+    if config.residual == "accumulate":
+        at = model.add(Cast("accumulate"), "stream", input=at).output
     sums: dict[str, list[Any]] = {name: [] for name in _METRICS}
 
     def place(block: Any, name: str, at: Any) -> Any:
@@ -119,15 +145,22 @@ def build_decoder(
         return block.output
 
     for group in _groups(config):
-        body = _turn(config, group.kinds, cache, low, group.dense)
+        body = _turn(config, group.kinds, _Form(cache, ragged), low, group.dense)
         mode = config.scan_layers if group.turns > 1 or group.name == "blocks" else "unroll"
         at = place(Repeat(body, group.turns, mode=mode, remat=remat), group.name, at)
 
-    if head:
-        _score(model, config, model.add(_norm(config), "final_norm", input=at).output, embedding.weight)
+    scored = head and config.head != "none"
+    if config.norm_placement != "sum":  # otherwise the last block has normalised them
+        at = model.add(_norm(config), "final_norm", input=at).output
+    if config.residual == "accumulate":
+        at = model.add(Cast("compute"), "final", input=at).output
+    if scored:
+        _score(model, config, at, embedding.weight)
     else:
-        model.add(_norm(config), "final_norm", input=at, output="hidden")
+        model.add(Buffer(), "hidden_states", input=at, output="hidden")
         model.expose("hidden")
+    if head and config.pooler:
+        _pool(model, config, at)
     for metric, ports in sums.items():
         if not ports:
             continue
@@ -140,22 +173,64 @@ def build_decoder(
     return model
 
 
+def _ragged_places(model: Model, cached: bool) -> tuple[Any, dict[str, Any]]:
+    """The position of each token of rows with texts of their own, and what blocks are given of them."""
+    model.add_input("segments", ("batch", "sequence"), "int", ("batch", "sequence"))
+    if not cached:
+        model.add_input("positions", ("batch", "sequence"), "int", ("batch", "sequence"))
+        return "positions", {"segments": "segments"}
+    model.add_state("position", ("batch",), Constant(0), axes=("batch",), kind="int", dtype="int32")
+    counted = model.add(RaggedPositions(), "positions", segments="segments", start="position")
+    model.update_state("position", counted.end)
+    return counted.output, {"slots": counted.slots}
+
+
+def _pool(model: Model, config: ModelSection, hidden: Any) -> None:
+    """The output ``pooled``: a layer on the state of the first token of each row."""
+    first = model.add(Indexer((slice(None), 0)), "first", input=hidden)
+    layer = Linear(config.embed_dim, axes=("embed", None), inputs=config.embed_dim)
+    model.add(layer, "pooler", input=first.output)
+    model.add(Tanh(), "pooler_bound", input=layer.output, output="pooled")
+    model.expose("pooled")
+
+
 def _score(model: Model, config: ModelSection, hidden: Any, table: Any) -> None:
     """The output ``logits``: the hidden states against every entry of the vocabulary."""
+    transform = config.head == "transform"
+    if transform:
+        layer = Linear(config.embed_dim, axes=("embed", None), inputs=config.embed_dim)
+        model.add(layer, "transform", input=hidden)
+        active = model.add(_ACTIVATIONS[config.activation](), "transform_active", input=layer.output)
+        hidden = model.add(_norm(config), "transform_norm", input=active.output).output
     if config.tie_embeddings:
         head = model.add(Unembed(), "head", input=hidden, table=table)
     else:
         linear = Linear(config.vocab_size, False, axes=("embed", "vocab"), init=Scaled(1.0))
         head = model.add(linear, "head", input=hidden)
+    scores = head.output
+    if transform:
+        model.add_parameter("head_bias", (config.vocab_size,), zeros, axes=("vocab",))
+        scores = model.add(Add(), "head_biased", left=scores, right="head_bias").output
     if config.logit_softcap is None:
-        model.add(Cast("accumulate"), "logits_cast", input=head.output, output="logits")
+        model.add(Cast("accumulate"), "logits_cast", input=scores, output="logits")
     else:
         cap = config.logit_softcap
-        wide = model.add(Cast("accumulate"), "logits_cast", input=head.output)
+        wide = model.add(Cast("accumulate"), "logits_cast", input=scores)
         small = model.add(Divide(), "logits_divided", left=wide.output, right=cap)
         bound = model.add(Tanh(), "logits_bound", input=small.output)
         model.add(Multiply(), "logits_capped", left=bound.output, right=cap, output="logits")
     model.expose("logits")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """In which form blocks are built.
+
+    ``cache`` is the size of their caches, in the decoding form; ``ragged``: for rows with texts of their own.
+    """
+
+    cache: Dim | None
+    ragged: bool
 
 
 @dataclass(frozen=True)
@@ -222,20 +297,20 @@ def _adapters(finetune: FinetuneSection | None) -> dict[str, Adapter]:
     """The adapter of each target."""
     if finetune is None or finetune.method == "full":
         return {}
-    adapter = Adapter(finetune.rank, finetune.alpha / finetune.rank, finetune.dropout)
+    base = None if finetune.base == "none" else finetune.base
+    adapter = Adapter(finetune.rank, finetune.alpha / finetune.rank, finetune.dropout, base)
     return dict.fromkeys(finetune.targets, adapter)
 
 
 def _turn(
-    config: ModelSection, kinds: tuple[str, ...], cache: Dim | None, low: dict[str, Adapter], dense: bool
+    config: ModelSection, kinds: tuple[str, ...], form: _Form, low: dict[str, Adapter], dense: bool
 ) -> Model:
     """The blocks of one turn of the pattern, in a row.
 
-    ``cache`` is the size of their caches, in the decoding form; ``low`` are the adapters of their weights; ``dense``
-    blocks have no experts.
+    ``low`` are the adapters of their weights; ``dense`` blocks have no experts.
     """
     mlp = partial(_mlp, low=low) if dense else _experts
-    blocks = [_BLOCKS[kind](config, cache, low, mlp) for kind in kinds]
+    blocks = [_BLOCKS[kind](config, form, low, mlp) for kind in kinds]
     if len(blocks) == 1:
         return blocks[0]
     turn = Model()
@@ -256,17 +331,23 @@ def _turn(
 def _residual(
     model: Model, config: ModelSection, name: str, at: Any, block: Any, output: str, **given: Any
 ) -> Any:
-    """``output = at + dropout(block(norm(at)))``, or with the norm after the block, or both."""
-    before = at
-    if config.norm_placement != "after":
-        before = model.add(_norm(config), f"{name}_norm", input=at).output
+    """``output = at + dropout(block(norm(at)))``, or with the norm after the block, both, or after the sum."""
+    before, summed = at, config.norm_placement == "sum"
+    if config.residual == "accumulate":
+        before = model.add(Cast("compute"), f"{name}_input", input=at).output
+    if config.norm_placement in ("before", "both"):
+        before = model.add(_norm(config), f"{name}_norm", input=before).output
     model.add(block, name, input=before, **given)
     branch = block.output
-    if config.norm_placement != "before":
+    if config.norm_placement in ("after", "both"):
         branch = model.add(_norm(config), f"{name}_post_norm", input=branch).output
     if config.dropout_rate:
         branch = model.add(Dropout(config.dropout_rate), f"{name}_dropout", input=branch).output
-    model.add(Add(), f"{name}_residual", left=at, right=branch, output=output)
+    residual = model.add(
+        Add(), f"{name}_residual", left=at, right=branch, **({} if summed else {"output": output})
+    )
+    if summed:
+        model.add(_norm(config), f"{name}_norm", input=residual.output, output=output)
 
 
 _ACTIVATIONS = {
@@ -277,6 +358,13 @@ _ACTIVATIONS = {
 }
 
 
+def _activation(config: ModelSection) -> Callable[[], Any]:
+    """What makes the block between the products of a feed-forward layer."""
+    if config.activation == "swiglu_clamped":
+        return partial(ClampedSwiGLU, config.activation_limit, config.activation_alpha)
+    return _ACTIVATIONS[config.activation]
+
+
 def _mlp(config: ModelSection, low: dict[str, Adapter]) -> Model:
     layer, parts = (
         (GatedMLP, ("gate", "up", "down")) if config.mlp == "gated" else (FeedForward, ("up", "down"))
@@ -284,7 +372,7 @@ def _mlp(config: ModelSection, low: dict[str, Adapter]) -> Model:
     return layer(
         config.resolved_mlp_dim,
         config.embed_dim,
-        activation=_ACTIVATIONS[config.activation],
+        activation=_activation(config),
         use_bias=config.mlp_bias,
         adapters={part: low[part] for part in parts if part in low},
     )
@@ -300,8 +388,16 @@ def _experts(config: ModelSection) -> Model:
         router=e.router,
         normalise=e.normalise,
         scale=e.scale,
+        groups=e.groups,
+        top_groups=e.top_groups,
+        group_score=e.group_score,
+        choice_bias=e.choice_bias,
         shared=e.shared_dim,
         activation=config.activation,
+        limit=config.activation_limit,
+        alpha=config.activation_alpha,
+        use_bias=config.mlp_bias,
+        logit_bias=e.logit_bias,
     )
 
 
@@ -309,44 +405,86 @@ def _experts(config: ModelSection) -> Model:
 _MakeMLP = Callable[[ModelSection], Model]
 
 
+def _with_mlp(
+    block: Model, config: ModelSection, name: str, mixer: Model, mlp: _MakeMLP, **given: Any
+) -> None:
+    """The two layers of a block: the one that it is named for, and the feed-forward layer, if there is one."""
+    if config.mlp == "none":
+        _residual(block, config, name, "input", mixer, "output", **given)
+        return
+    _residual(block, config, name, "input", mixer, "mixed", **given)
+    _residual(block, config, "mlp", "mixed", mlp(config), "output")
+
+
 def _attention(
-    config: ModelSection, cache: Dim | None, low: dict[str, Adapter], mlp: _MakeMLP, *, local: bool = False
+    config: ModelSection, form: _Form, low: dict[str, Adapter], mlp: _MakeMLP, *, local: bool = False
 ) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
-    attention = SelfAttention(
-        config.embed_dim,
-        config.num_heads,
-        config.num_kv_heads,
-        config.resolved_head_dim,
+    parts = _latent_attention if config.latent.kv_rank is not None else _grouped_attention
+    attention = parts(
+        config,
+        low,
         window=config.window if local else None,
         softcap=config.attention_softcap,
-        scale=config.attention_scale,
+        scale=attention_scale(config),
         use_bias=config.attention_bias,
         output_bias=config.attention_output_bias,
-        rotary_dim=config.rotary_dim,
-        qk_norm=None if config.qk_norm == "none" else config.qk_norm,
-        norm_epsilon=config.norm_epsilon,
-        norm_offset=float(config.norm_offset),
-        adapters={part: low[part] for part in ("query", "key", "value", "out") if part in low},
-        cached=cache is not None,
-        cache_size=cache,
+        cached=form.cache is not None,
+        cache_size=form.cache,
+        ragged=form.ragged,
     )
     own = local and config.rope.local_theta is not None
     given = {
         k: f"local_{k}" if own and k in ("cos", "sin") else k for k in attention.input_keys if k != "input"
     }
-    _residual(block, config, "attention", "input", attention, "mixed", **given)
-    _residual(block, config, "mlp", "mixed", mlp(config), "output")
+    _with_mlp(block, config, "attention", attention, mlp, **given)
     block.expose("output")
     return block
 
 
-def _local(config: ModelSection, cache: Dim | None, low: dict[str, Adapter], mlp: _MakeMLP) -> Model:
-    return _attention(config, cache, low, mlp, local=True)
+def _latent_attention(config: ModelSection, low: dict[str, Adapter], **settings: Any) -> Model:
+    latent = config.latent
+    assert latent.kv_rank is not None
+    parts = ("query", "query_down", "query_up", "latent_down", "latent_up", "out")
+    return LatentSelfAttention(
+        config.embed_dim,
+        config.num_heads,
+        latent.kv_rank,
+        latent.query_rank,
+        latent.head_dim,
+        latent.rotary_dim,
+        latent.value_dim,
+        interleaved=config.rope.interleaved,
+        norm_epsilon=latent.epsilon,
+        adapters={part: low[part] for part in parts if part in low},
+        **settings,
+    )
 
 
-def _ssm(config: ModelSection, cache: Dim | None, low: dict[str, Adapter], mlp: _MakeMLP) -> Model:
+def _grouped_attention(config: ModelSection, low: dict[str, Adapter], **settings: Any) -> Model:
+    return SelfAttention(
+        config.embed_dim,
+        config.num_heads,
+        config.num_kv_heads,
+        config.resolved_head_dim,
+        causal=config.causal,
+        rotary_dim=config.rotary_dim,
+        interleaved=config.rope.interleaved,
+        qk_norm=None if config.qk_norm == "none" else config.qk_norm,
+        norm_epsilon=config.norm_epsilon,
+        norm_offset=float(config.norm_offset),
+        sinks=config.attention_sinks,
+        adapters={part: low[part] for part in ("query", "key", "value", "out") if part in low},
+        **settings,
+    )
+
+
+def _local(config: ModelSection, form: _Form, low: dict[str, Adapter], mlp: _MakeMLP) -> Model:
+    return _attention(config, form, low, mlp, local=True)
+
+
+def _ssm(config: ModelSection, form: _Form, low: dict[str, Adapter], mlp: _MakeMLP) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     s = config.ssm
@@ -357,11 +495,18 @@ def _ssm(config: ModelSection, cache: Dim | None, low: dict[str, Adapter], mlp: 
         s.expand,
         s.conv_width,
         s.chunk_size,
+        groups=s.groups,
+        activation=_ACTIVATIONS[s.activation],
+        use_bias=s.bias,
+        conv_bias=s.conv_bias,
+        step_limits=(s.step_min or None, s.step_max),
+        norm=s.norm,
         epsilon=config.norm_epsilon,
-        cached=cache is not None,
+        cached=form.cache is not None,
+        ragged=form.ragged,
     )
-    _residual(block, config, "ssm", "input", ssm, "mixed")
-    _residual(block, config, "mlp", "mixed", mlp(config), "output")
+    given = {key: key for key in ssm.input_keys if key != "input"}
+    _with_mlp(block, config, "ssm", ssm, mlp, **given)
     block.expose("output")
     return block
 
@@ -391,12 +536,11 @@ class _Bottleneck(Model):
         self.expose("output", *_METRICS)
 
 
-def _vq(config: ModelSection, cache: Dim | None, low: dict[str, Adapter], mlp: _MakeMLP) -> Model:
+def _vq(config: ModelSection, form: _Form, low: dict[str, Adapter], mlp: _MakeMLP) -> Model:
     block = Model()
     block.add_input("input", ("batch", "sequence", config.embed_dim), "float", ("batch", "sequence", "embed"))
     named = {key: key for key in _METRICS}
-    _residual(block, config, "vq", "input", _Bottleneck(config), "mixed", **named)
-    _residual(block, config, "mlp", "mixed", mlp(config), "output")
+    _with_mlp(block, config, "vq", _Bottleneck(config), mlp, **named)
     block.expose("output", *_METRICS)
     return block
 

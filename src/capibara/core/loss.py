@@ -20,7 +20,7 @@ from capibara.config.axes import AxisRules
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Parts", "next_token_loss", "parts_of"]
+__all__ = ["Parts", "losses_of", "mean_of", "next_token_loss", "parts_of"]
 
 _Axes = tuple[str, ...]
 
@@ -70,8 +70,42 @@ def parts_of(
     return parts if reason is None else None
 
 
+def mean_of(total: jax.Array, weights: jax.Array) -> jax.Array:
+    """``total / sum(weights)``; 0 if no token counts."""
+    import jax.numpy as jnp
+
+    count = jnp.sum(weights).astype(total.dtype)
+    return jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count))
+
+
+def losses_of(
+    config: ModularModelConfig, params: Mapping[str, Any], hidden: jax.Array, targets: jax.Array
+) -> jax.Array:
+    """The cross-entropy of each of ``targets [batch, sequence]``, on one device; see :func:`next_token_loss`."""
+    from capibara.ops.loss import cross_entropy
+
+    head, options = _head(config, params, hidden)
+    losses = cross_entropy(hidden, head, targets, reduction="none", **options)
+    return losses.astype(config.precision.accumulate_dtype)
+
+
+def _head(
+    config: ModularModelConfig, params: Mapping[str, Any], hidden: jax.Array
+) -> tuple[jax.Array, dict[str, Any]]:
+    """What scores hidden states, and how the operation takes it."""
+    tied = config.model.tie_embeddings
+    head = (params["embedding"] if tied else params["head"])["weight"].astype(hidden.dtype)
+    return head, {"layout": "vf" if tied else "fv", "softcap": config.model.logit_softcap}
+
+
 def next_token_loss(
-    config: ModularModelConfig, params: Mapping[str, Any], hidden: jax.Array, targets: jax.Array, parts: Parts
+    config: ModularModelConfig,
+    params: Mapping[str, Any],
+    hidden: jax.Array,
+    targets: jax.Array,
+    parts: Parts,
+    *,
+    weights: jax.Array | None = None,
 ) -> jax.Array:
     """The mean cross-entropy of ``targets [batch, sequence]``, in nats, in the accumulation dtype.
 
@@ -80,6 +114,7 @@ def next_token_loss(
         params: with the table of the tied embedding, or with the head.
         hidden: ``[batch, sequence, embed]``, what the head is given.
         parts: how both are sharded.
+        weights: ``[batch, sequence]``, how much each target counts; None: all alike.
     """
     import jax
     from jax.sharding import PartitionSpec
@@ -87,23 +122,31 @@ def next_token_loss(
     from capibara.ops.loss import cross_entropy
 
     tied = config.model.tie_embeddings
-    head = (params["embedding"] if tied else params["head"])["weight"].astype(hidden.dtype)
-    options: dict[str, Any] = {"layout": "vf" if tied else "fv", "softcap": config.model.logit_softcap}
+    head, options = _head(config, params, hidden)
     over = (*parts.batch, *parts.sequence)
+    wide = config.precision.accumulate_dtype
     if not over and not parts.vocab:
-        return cross_entropy(hidden, head, targets, **options).astype(config.precision.accumulate_dtype)
+        return cross_entropy(hidden, head, targets, weights=weights, **options).astype(wide)
 
-    def part(hidden: Any, head: Any, targets: Any) -> Any:
-        own = cross_entropy(hidden, head, targets, reduction="sum", axis_name=parts.vocab or None, **options)
+    def part(hidden: Any, head: Any, targets: Any, *weights: Any) -> Any:
+        given = {**options, "weights": weights[0] if weights else None}
+        own = cross_entropy(hidden, head, targets, reduction="sum", axis_name=parts.vocab or None, **given)
         return jax.lax.psum(own, over) if over else own
 
     tokens, vocab = PartitionSpec(parts.batch or None, parts.sequence or None), parts.vocab or None
+    counted = () if weights is None else (weights,)
     mapped = jax.shard_map(
         part,
         mesh=parts.mesh if jax.sharding.get_abstract_mesh().empty else None,
-        in_specs=(tokens, PartitionSpec(vocab, None) if tied else PartitionSpec(None, vocab), tokens),
+        in_specs=(
+            tokens,
+            PartitionSpec(vocab, None) if tied else PartitionSpec(None, vocab),
+            *(tokens for _ in (targets, *counted)),
+        ),
         out_specs=PartitionSpec(),
     )
     # Compiled also where gradients are taken outside of `jax.jit`, and not one primitive at a time.
-    total = jax.jit(mapped, inline=True)(hidden, head, targets)
-    return (total / math.prod(targets.shape)).astype(config.precision.accumulate_dtype)
+    total = jax.jit(mapped, inline=True)(hidden, head, targets, *counted)
+    if weights is not None:
+        return mean_of(total, weights).astype(wide)
+    return (total / math.prod(targets.shape)).astype(wide)

@@ -1,4 +1,4 @@
-"""`ModularCapibaraModel`: a decoder language model with parameters, loss and decoding.
+"""`ModularCapibaraModel`: a language model, decoder or encoder, with parameters, loss and decoding.
 
 The model itself is a composed one (:mod:`capibara.core.decoder`); this class compiles it in two forms, for whole
 sequences and for decoding with a cache, and provides common methods. Every method that takes ``params`` is pure and
@@ -19,10 +19,20 @@ from capibara.compose.errors import InputError
 from capibara.compose.physical.randomness import as_key
 from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
-from capibara.core.adapters import adapter_mask, add_adapters, is_adapter, merge_adapters, only_adapters
+from capibara.core.adapters import (
+    adapter_mask,
+    add_adapters,
+    dequantise_base,
+    is_adapter,
+    merge_adapters,
+    only_adapters,
+    quantise_base,
+)
 from capibara.core.decoder import build_decoder
+from capibara.core.encoders import require_decoder
 from capibara.core.flops import flops_per_token
-from capibara.core.loss import next_token_loss, parts_of
+from capibara.core.loss import losses_of, mean_of, next_token_loss, parts_of
+from capibara.core.texts import Texts, texts_of
 from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -33,7 +43,7 @@ __all__ = ["ModularCapibaraModel"]
 
 
 class ModularCapibaraModel:
-    """A decoder language model configured by TOML.
+    """A language model configured by TOML: a decoder, or an encoder (``model.causal = false``).
 
     Args:
         config: from ``ModularModelConfig.from_toml(…)``.
@@ -69,9 +79,8 @@ class ModularCapibaraModel:
         p = config.precision
         policy = Precision(p.param_dtype, p.compute_dtype, p.accumulate_dtype)
         self.backend = JaxBackend(policy=policy, device_mesh=self.mesh, platform=platform, rules=rules)
-        self.compiled: CompiledModel = compile(
-            build_decoder(config.model, finetune=config.finetune), self.backend
-        )
+        self._forms: dict[tuple[bool, bool, bool], CompiledModel] = {}
+        self.compiled: CompiledModel = self._form()
         # A capibara.families.Pretrained, of a room above this one, if the model was read from a published folder.
         self.pretrained: Any = None
         self.tokenizer_files: Mapping[str, bytes] = {}
@@ -84,12 +93,22 @@ class ModularCapibaraModel:
             return self
         return type(self)(self.config, mesh=mesh, rules=rules)
 
-    @cached_property
+    def _form(self, *, cached: bool = False, head: bool = True, ragged: bool = False) -> CompiledModel:
+        """A form of the model (:func:`~capibara.core.decoder.build_decoder`); compiled on first use."""
+        key = cached, head, ragged
+        if key not in self._forms:
+            if cached:
+                require_decoder(self.config.model, "decoding with a cache")
+            logical = build_decoder(
+                self.config.model, cached=cached, head=head, ragged=ragged, finetune=self.config.finetune
+            )
+            self._forms[key] = compile(logical, self.backend)
+        return self._forms[key]
+
+    @property
     def decoder(self) -> CompiledModel:
         """The decoding form with a cache; compiled on first use."""
-        return compile(
-            build_decoder(self.config.model, cached=True, finetune=self.config.finetune), self.backend
-        )
+        return self._form(cached=True)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -108,12 +127,10 @@ class ModularCapibaraModel:
             )
         return ByteTokenizer()
 
-    @cached_property
+    @property
     def trunk(self) -> CompiledModel:
         """The model without its head: the loss of many logits takes the hidden states; compiled on first use."""
-        return compile(
-            build_decoder(self.config.model, head=False, finetune=self.config.finetune), self.backend
-        )
+        return self._form(head=False)
 
     @cached_property
     def _trunk_keys(self) -> frozenset[str]:
@@ -136,7 +153,8 @@ class ModularCapibaraModel:
         """A published model with its parameters, from a folder in the form of Hugging Face.
 
         Args:
-            folder: with ``config.json`` and safetensors, in one file or several with an index.
+            folder: with ``config.json`` and safetensors, in one file or several with an index; or a GGUF file.
+                Quantized weights (GGUF, compressed-tensors) are decoded.
             dtype: ``"bfloat16"``, ``"float32"`` …, of parameters and arithmetic; by default that of the file.
             mesh, rules: as for the class: each device gets its part of the parameters.
             overrides: settings as for :meth:`~capibara.config.ModularModelConfig.from_toml`.
@@ -155,22 +173,37 @@ class ModularCapibaraModel:
         return load(cls, folder, **given, adapter=adapter, progress=progress)
 
     def save_pretrained(
-        self, folder: str | os.PathLike[str], *, family: str | None = None, dtype: str | None = None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        family: str | None = None,
+        dtype: str | None = None,
+        format: str | None = None,
+        quantize: str | None = None,
+        asymmetric: bool = False,
     ) -> None:
-        """Write the model with its parameters as a folder in the form of Hugging Face; adapters are merged.
+        """Write the model with its parameters in a form that others load; adapters are merged.
 
         Args:
-            folder: appears when it is complete; files of the same names in it are replaced.
+            folder: in the form of Hugging Face, or a file whose name ends with ``.gguf``; appears when it is complete.
+                Files of the same names in a folder are replaced.
             family: ``"llama"``, ``"qwen3"`` …; by default the one that the model came from, otherwise the first that
                 has such models.
             dtype: of the tensors; by default as they were stored, otherwise as the parameters are.
+            format: ``"safetensors"``, ``"compressed-tensors"`` or ``"gguf"``; by default what ``folder`` and
+                ``quantize`` ask for.
+            quantize: for vLLM (compressed-tensors) ``"int4"``, ``"int8"`` or ``"w8a8"``; for llama.cpp (GGUF)
+                ``"q8_0"``, ``"q4_0"``, ``"f16"``, ``"bf16"`` or ``"f32"``.
+            asymmetric: of ``"int4"`` and ``"int8"``: scales come with zero points.
 
         Raises:
-            FamilyError: (a ``ConfigError``) the family, or every one, cannot express the model's settings.
+            FamilyError: (a ``ConfigError``) the family, or every one, cannot express the model's settings; arguments
+                that do not fit each other.
             OSError: the folder cannot be written; what was there is unchanged.
         """
-        save = importlib.import_module("capibara.families").save_folder
-        save(self, self.params, folder, family=family, dtype=dtype, source=self.pretrained)
+        save = importlib.import_module("capibara.families").save_model
+        given = {"format": format, "quantize": quantize, "asymmetric": asymmetric}
+        save(self, self.params, folder, family=family, dtype=dtype, **given)
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
@@ -232,18 +265,25 @@ class ModularCapibaraModel:
             return None
         return adapter_mask(self.param_axes)
 
+    def without_adapters(self) -> Self:
+        """The same model without adapters, and without parameters; the model itself if it has no adapters."""
+        return self if self.trainable is None else self._anew()
+
+    def _anew(self) -> Self:
+        config = self.config.with_overrides({"finetune.method": "full", "finetune.base": "none"})
+        return type(self)(config, mesh=self.mesh, rules=self.backend.rules)
+
     def merged(self, params: Mapping[str, Any] | None = None) -> Self:
         """The same model without adapters, with their products in the weights.
 
         Args:
             params: as ``model.params``, which is the default.
         """
-        config = self.config.with_overrides({"finetune.method": "full"})
-        model = type(self)(config, mesh=self.mesh, rules=self.backend.rules)
-        finetune = self.config.finetune
-        model.params = merge_adapters(
-            self.params if params is None else params, finetune.alpha / finetune.rank
-        )
+        finetune, model = self.config.finetune, self._anew()
+        params = self.params if params is None else params
+        if finetune.base != "none":
+            params = dequantise_base(params, self, model)
+        model.params = merge_adapters(params, finetune.alpha / finetune.rank)
         model.pretrained, model.tokenizer_files = self.pretrained, self.tokenizer_files
         return model
 
@@ -251,12 +291,14 @@ class ModularCapibaraModel:
         """Parameters of this model: those given, and fresh adapters, which change nothing yet.
 
         Args:
-            params: of the same model without adapters.
+            params: of the same model without adapters. With ``finetune.base`` those beside adapters are quantized.
         """
         import jax
 
         if self.trainable is None:
             return dict(params)
+        if self.config.finetune.base != "none":
+            params = quantise_base(params, self)
         # Compiled, so that the parameters that are not used are not drawn.
         fresh = jax.jit(lambda: only_adapters(self.init(self.config.train.seed)[0]))
         with self.backend.scope():
@@ -264,8 +306,15 @@ class ModularCapibaraModel:
 
     @property
     def num_params(self) -> int:
-        """Number of trainable scalars."""
-        return self.compiled.num_params
+        """Number of scalars; a weight that is stored in fewer bits has as many as before."""
+        if self.config.finetune.base == "none":
+            return self.compiled.num_params
+        return self.without_adapters().compiled.num_params + self._adapter_size
+
+    @cached_property
+    def _adapter_size(self) -> int:
+        specs = self.compiled.params.items()
+        return sum(math.prod(spec.sizes({}, "a parameter")) for path, spec in specs if is_adapter(path))
 
     # ---- running ------------------------------------------------------------------------------------------
 
@@ -278,30 +327,80 @@ class ModularCapibaraModel:
         key: jax.Array | None = None,
         train: bool = False,
     ) -> Any:
-        """Logits ``[batch, sequence, vocab]`` in the accumulation dtype.
+        """Logits ``[batch, sequence, vocab]`` in the accumulation dtype; without a head the hidden states.
 
         Args:
             params: as ``model.params``.
-            inputs: ``int32 [batch, sequence]`` tokens, or ``{"tokens": …}``.
+            inputs: ``int32 [batch, sequence]`` tokens, or ``{"tokens": …}``. Rows with several texts, or with
+                padding, have also ``"segments" int32 [batch, sequence]``: equal numbers for the tokens of one text, 0
+                for padding (a mask of ones and zeros does), whose logits mean nothing. Positions are counted from the
+                start of each text, unless ``"positions"`` has others. ``"token_types" int32 [batch, sequence]``, by
+                default 0, is for models with ``model.token_types``.
             state: as ``model.state``; without it the model's own is read.
             key: random key for dropout and codebook revival; needed in training if the model has them.
             train: training mode.
 
         Returns:
-            ``logits``, or ``(logits, new_state)`` if ``state`` is given.
+            ``logits``, or ``(logits, new_state)`` if ``state`` is given. With ``model.head = "none"``, what
+            :meth:`hidden` gives is in the place of the logits.
         """
-        tokens = _tokens(inputs)
+        texts = texts_of(inputs)
         used = state if state is not None else (self.state if self.compiled.states else {})
-        outputs, after = self.compiled.apply(params, {"tokens": tokens}, state=used, key=key, train=train)
-        return outputs["logits"] if state is None else (outputs["logits"], after)
+        form = self._form(ragged=texts.ragged)
+        outputs, after = form.apply(params, self._inputs(texts), state=used, key=key, train=train)
+        out = outputs["hidden" if self.config.model.head == "none" else "logits"]
+        return out if state is None else (out, after)
+
+    def _inputs(self, texts: Texts) -> dict[str, Any]:
+        return texts.inputs(typed=bool(self.config.model.token_types))
+
+    def hidden(
+        self,
+        params: Mapping[str, Any],
+        inputs: Any,
+        *,
+        state: Mapping[str, Any] | None = None,
+        key: jax.Array | None = None,
+        train: bool = False,
+    ) -> jax.Array:
+        """Hidden states ``[batch, sequence, embed]`` in the compute dtype: what the head is given.
+
+        :class:`capibara.serve.Embedder` makes vectors of texts of them.
+
+        Args:
+            params, inputs, state, key, train: as in :meth:`apply`.
+        """
+        texts = texts_of(inputs)
+        used = state if state is not None else (self.state if self.compiled.states else {})
+        own = {name: value for name, value in params.items() if name in self._trunk_keys}
+        form = self._form(head=False, ragged=texts.ragged)
+        return form.apply(own, self._inputs(texts), state=used, key=key, train=train)[0]["hidden"]
+
+    def pooled(
+        self, params: Mapping[str, Any], inputs: Any, *, key: jax.Array | None = None, train: bool = False
+    ) -> jax.Array:
+        """The pooler's ``[batch, embed]``, ``tanh(x W + b)`` of the state ``x`` of each row's first token.
+
+        Args:
+            params, inputs, key, train: as in :meth:`apply`.
+
+        Raises:
+            InputError: the model has no pooler (``model.pooler``).
+        """
+        if not self.config.model.pooler:
+            raise InputError("pooled: the model has no pooler (model.pooler=false). Use hidden states")
+        texts = texts_of(inputs)
+        form = self._form(ragged=texts.ragged)
+        used = self.state if self.compiled.states else {}
+        return form.apply(params, self._inputs(texts), state=used, key=key, train=train)[0]["pooled"]
 
     def __call__(self, inputs: Any) -> jax.Array:
         """``apply`` with the model's own parameters, jitted."""
         import jax
 
-        tokens = jax.numpy.asarray(_tokens(inputs))
+        arrays = {key: jax.numpy.asarray(x) for key, x in self._inputs(texts_of(inputs)).items()}
         with self.backend.scope():
-            return self._forward(self.params, tokens, self.state)
+            return self._forward(self.params, arrays, self.state)
 
     def forward(self, inputs: Any) -> jax.Array:
         """The same as calling the model."""
@@ -311,7 +410,7 @@ class ModularCapibaraModel:
     def _forward(self) -> Any:
         import jax
 
-        return jax.jit(lambda params, tokens, state: self.apply(params, tokens, state=state)[0])
+        return jax.jit(lambda params, inputs, state: self.apply(params, inputs, state=state)[0])
 
     def loss(
         self,
@@ -326,7 +425,9 @@ class ModularCapibaraModel:
 
         Args:
             batch: ``{"tokens": int32 [batch, sequence + 1]}``: inputs are all but the last, targets all but the
-                first.
+                first. ``segments`` and ``positions`` as in :meth:`apply`, with as many columns: the loss does not go
+                over the end of a text. ``weights``, numbers of the same shape: how much the prediction of each token
+                counts; the loss is then the sum of the weighted losses over that of the weights, 0 if that is 0.
             state, key, train: as in :meth:`apply`.
 
         Returns:
@@ -335,26 +436,40 @@ class ModularCapibaraModel:
         import jax
         import jax.numpy as jnp
 
-        tokens = _tokens(batch)
+        require_decoder(self.config.model, "the loss of next tokens")
+        if self.config.finetune.objective == "dpo":
+            from capibara.core.preferences import preference_loss
+
+            loss, metrics = preference_loss(self, params, batch, state=state, key=key, train=train)
+            return loss, (dict(state), metrics)
+        texts = texts_of(batch)
+        tokens = texts.tokens
         if 0 in tokens.shape or tokens.shape[1] < 2:
             raise InputError(
                 f"tokens has shape {tuple(tokens.shape)}, expected [batch, sequence + 1]: at least one row of at least "
                 "two tokens, the last of which is only a target"
             )
         with self.backend.scope():
-            inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            parts = parts_of(self.config, inputs, self.backend.mesh, self.backend.rules)
+            inputs, targets, weights = texts.without_last(), tokens[:, 1:], texts.target_weights()
+            parts = parts_of(self.config, inputs.tokens, self.backend.mesh, self.backend.rules)
+            form = self._form(head=parts is None, ragged=texts.ragged)
             if parts is None:
-                outputs, after = self.compiled.apply(
-                    params, {"tokens": inputs}, state=state, key=key, train=train
-                )
+                outputs, after = form.apply(params, inputs.inputs(), state=state, key=key, train=train)
                 logits = outputs["logits"]
                 chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-                cross_entropy = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+                losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+                if weights is None:
+                    cross_entropy = jnp.mean(losses)
+                else:
+                    # Not 0 times the loss: it may be infinite where nothing is to be predicted.
+                    weighted = jnp.where(weights == 0, 0, losses * weights.astype(losses.dtype))
+                    cross_entropy = mean_of(jnp.sum(weighted), weights)
             else:
                 own = {key: value for key, value in params.items() if key in self._trunk_keys}
-                outputs, after = self.trunk.apply(own, {"tokens": inputs}, state=state, key=key, train=train)
-                cross_entropy = next_token_loss(self.config, params, outputs["hidden"], targets, parts)
+                outputs, after = form.apply(own, inputs.inputs(), state=state, key=key, train=train)
+                cross_entropy = next_token_loss(
+                    self.config, params, outputs["hidden"], targets, parts, weights=weights
+                )
             metrics = {"cross_entropy": cross_entropy}
             loss = cross_entropy
             if "auxiliary_loss" in outputs:
@@ -365,23 +480,61 @@ class ModularCapibaraModel:
                 metrics["codebook_usage"] = outputs["usage"] / blocks
         return loss, (after, metrics)
 
+    def token_losses(
+        self,
+        params: Mapping[str, Any],
+        batch: Any,
+        *,
+        state: Mapping[str, Any] | None = None,
+        key: jax.Array | None = None,
+        train: bool = False,
+    ) -> jax.Array:
+        """The loss of each token but the first, in nats: ``[batch, sequence]`` in the accumulation dtype.
+
+        Args:
+            params, state, key, train: as in :meth:`apply`.
+            batch: as in :meth:`loss`; tokens that cannot be predicted, at the start of a text, have losses that mean
+                nothing.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        require_decoder(self.config.model, "the loss of next tokens")
+        texts = batch if isinstance(batch, Texts) else texts_of(batch)
+        used = state if state is not None else (self.state if self.compiled.states else {})
+        with self.backend.scope():
+            inputs, targets = texts.without_last(), jnp.asarray(texts.tokens)[:, 1:]
+            parts = parts_of(self.config, inputs.tokens, self.backend.mesh, self.backend.rules)
+            if parts is not None and parts.mesh is None:
+                form = self._form(head=False, ragged=texts.ragged)
+                own = {name: value for name, value in params.items() if name in self._trunk_keys}
+                outputs, _ = form.apply(own, inputs.inputs(), state=used, key=key, train=train)
+                return losses_of(self.config, params, outputs["hidden"], targets)
+            outputs, _ = self._form(ragged=texts.ragged).apply(
+                params, inputs.inputs(), state=used, key=key, train=train
+            )
+            logits = outputs["logits"]
+            chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            return jax.nn.logsumexp(logits, axis=-1) - chosen
+
     # ---- decoding -----------------------------------------------------------------------------------------
 
-    def init_cache(self, batch_size: int, max_length: int) -> dict[str, Any]:
+    def init_cache(self, batch_size: int, max_length: int, *, ragged: bool = False) -> dict[str, Any]:
         """An empty cache for ``batch_size`` rows of up to ``max_length`` tokens: key-value caches, recurrent
-        states and the position."""
+        states and the position; with ``ragged`` one position for each row."""
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name}={value!r} must be an integer of at least 1")
-        free = {n for s in self.decoder.states.values() for n in s.shape or () if isinstance(n, str)}
+        decoder = self._form(cached=True, ragged=ragged)
+        free = {n for s in decoder.states.values() for n in s.shape or () if isinstance(n, str)}
         sizes = {"batch": batch_size, "cache": max_length}
-        full = self.decoder.init_state(**{k: v for k, v in sizes.items() if k in free})
+        full = decoder.init_state(**{k: v for k, v in sizes.items() if k in free})
         return _without(full, self.compiled.states)
 
     def decode(
         self,
         params: Mapping[str, Any],
-        tokens: jax.Array,
+        tokens: Any,
         cache: Mapping[str, Any],
         *,
         state: Mapping[str, Any] | None = None,
@@ -389,7 +542,9 @@ class ModularCapibaraModel:
         """Continue from a cache: the logits of the new tokens, and the updated cache.
 
         Args:
-            tokens: ``int32 [batch, new]``: many at once (prefill) or one.
+            tokens: ``int32 [batch, new]``: many at once (prefill) or one. For a ``ragged`` cache also
+                ``{"tokens": …, "segments": …}``: where ``segments int32 [batch, new]`` is 0 there is padding, before,
+                after or between the tokens. It takes no place in the cache, and its logits mean nothing.
             cache: from :meth:`init_cache` or an earlier call; ``position + new`` must not exceed its length. Under
                 tracing (``jax.jit``) the position is not known: there the caller is responsible for the length, and
                 rows past the end overwrite the last ones.
@@ -399,22 +554,36 @@ class ModularCapibaraModel:
             ``(logits [batch, new, vocab], cache)``.
 
         Raises:
-            InputError: the tokens do not fit into the cache, or (outside of tracing) into its remaining part.
+            InputError: the tokens do not fit into the cache, or (outside of tracing) into its remaining part; or
+                there is padding, and the cache is not a ``ragged`` one.
         """
+        import jax.numpy as jnp
+
         own = state if state is not None else (self.state if self.compiled.states else {})
-        outputs, after = self.decoder.apply(params, {"tokens": _tokens(tokens)}, state=_merged(cache, own))
+        texts = texts_of(tokens)
+        ragged = jnp.ndim(cache.get("position", 0)) > 0
+        inputs = {"tokens": texts.tokens}
+        if ragged:
+            inputs["segments"] = (
+                jnp.ones(texts.tokens.shape, jnp.int32) if texts.segments is None else texts.segments
+            )
+        elif texts.segments is not None:
+            raise InputError(
+                "segments: the cache counts all rows alike. Make one with init_cache(…, ragged=True)"
+            )
+        if texts.positions is not None or texts.weights is not None:
+            raise InputError(
+                "decode takes tokens and segments only: positions are counted by the cache, and there is no loss"
+            )
+        decoder = self._form(cached=True, ragged=ragged)
+        outputs, after = decoder.apply(params, inputs, state=_merged(cache, own))
         return outputs["logits"], _without(after, self.compiled.states)
 
     # ---- what it costs, where it runs ---------------------------------------------------------------------
 
     def flops_per_token(self, sequence_length: int, training: bool = True) -> float:
         """See :func:`flops_per_token`, for this model."""
-        adapters = None
-        if self.trainable is not None:
-            specs = self.compiled.params.items()
-            adapters = sum(
-                math.prod(spec.sizes({}, "a parameter")) for path, spec in specs if is_adapter(path)
-            )
+        adapters = None if self.trainable is None else self._adapter_size
         return flops_per_token(self.config.model, sequence_length, training, adapters=adapters)
 
     @property
@@ -440,35 +609,15 @@ class ModularCapibaraModel:
         )
 
 
-def _tokens(inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        if "tokens" not in inputs:
-            raise InputError(
-                f"inputs has the keys {list(inputs)}, expected 'tokens': int32 [batch, sequence]"
-            )
-        inputs = inputs["tokens"]
-    import numpy as np
-
-    try:
-        tokens = inputs if hasattr(inputs, "dtype") else np.asarray(inputs)
-    except ValueError as error:  # rows of unequal length
-        raise InputError(f"tokens is not an array: {error}; expected int32 [batch, sequence]") from None
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise InputError(f"tokens has dtype {tokens.dtype}, expected an integer: int32 [batch, sequence]")
-    if len(tokens.shape) != 2:
-        raise InputError(f"tokens has shape {tuple(tokens.shape)}, expected [batch, sequence]")
-    return tokens
-
-
 def _mesh(config: ModularModelConfig) -> jax.sharding.Mesh | None:
     import jax
-    import numpy as np
+
+    from capibara.hardware import build_mesh
 
     tpu = config.tpu
     if not tpu.enabled or jax.device_count() < tpu.num_chips:
         return None
-    devices = np.array(jax.devices()[: tpu.num_chips]).reshape(tpu.mesh_shape)
-    return jax.sharding.Mesh(devices, tuple(tpu.mesh_axes))
+    return build_mesh(tpu.mesh_shape, tpu.mesh_axes, jax.devices()[: tpu.num_chips])
 
 
 def _merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

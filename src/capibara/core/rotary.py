@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from capibara.config.sections import ModelSection, RopeSection
+from capibara.ops.rotary.table import base_frequencies
 
-__all__ = ["Turns", "rotary_turns"]
+__all__ = ["Turns", "attention_scale", "rotary_turns"]
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,29 @@ def rotary_turns(config: ModelSection, *, local: bool = False) -> Turns:
     theta = config.rope_theta
     if rope.scaling == "none":
         return Turns(dim, theta, None, 1.0)
-    plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    plain = base_frequencies(dim, theta)
     if rope.scaling == "linear":
         return Turns(dim, theta, tuple(turn / rope.factor for turn in plain), 1.0)
     if rope.scaling == "llama3":
         return Turns(dim, theta, tuple(_llama3(turn, rope) for turn in plain), 1.0)
     factor = rope.attention_factor
     if factor is None:
-        factor = 0.1 * math.log(rope.factor) + 1.0
+        over = 1.0 if rope.mscale_all_dim is None else _grown(rope.factor, rope.mscale_all_dim)
+        factor = _grown(rope.factor, rope.mscale or 1.0) / over
     return Turns(dim, theta, _yarn(plain, theta, rope), factor)
+
+
+def _grown(factor: float, mscale: float) -> float:
+    """YaRN's factor against the entropy of longer texts, on queries and on keys (arXiv:2309.00071, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def attention_scale(config: ModelSection) -> float | None:
+    """The factor on scores of a configuration; None: ``1 / sqrt(head_dim)``."""
+    rope = config.rope
+    if config.attention_scale is not None or rope.mscale_all_dim is None:
+        return config.attention_scale
+    return config.resolved_head_dim**-0.5 * _grown(rope.factor, rope.mscale_all_dim) ** 2
 
 
 def _llama3(turn: float, rope: RopeSection) -> float:
@@ -60,7 +75,7 @@ def _llama3(turn: float, rope: RopeSection) -> float:
     return kept * turn + (1 - kept) * turn / rope.factor
 
 
-def _yarn(plain: list[float], theta: float, rope: RopeSection) -> tuple[float, ...]:
+def _yarn(plain: tuple[float, ...], theta: float, rope: RopeSection) -> tuple[float, ...]:
     """YaRN (Peng et al., 2023, arXiv:2309.00071): as :func:`_llama3`, but the mixture is straight in the index."""
     assert rope.original_length is not None
     pairs = len(plain)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from capibara.data.batches import PackedBatches, packed_rows
 from capibara.data.chat import render_chat
+from capibara.data.conversations import Example, examples_of, is_text
+from capibara.data.documents import Documents
 from capibara.data.errors import ChatTemplateError, DocumentError, TokenizerError
-from capibara.data.jsonl import JSONL_SUFFIXES, read_jsonl
+from capibara.data.packed import is_packed
+from capibara.data.packing import Piece, pack
+from capibara.data.pairs import PairedBatches, is_pair, pair_rows, pairs_of
+from capibara.data.records import JSONL_SUFFIXES, RECORD_SUFFIXES, read_jsonl, read_records
 from capibara.data.tokenizer_file import FileTokenizer, load_tokenizer, read_tokenizer_files
 from capibara.data.tokenizer_training import train_tokenizer
 from capibara.data.tokens import BYTE_VALUES, ByteTokenizer, TextStream, Tokenizer, Utf8Stream, decode_stream
@@ -12,17 +18,32 @@ from capibara.data.tokens import BYTE_VALUES, ByteTokenizer, TextStream, Tokeniz
 __all__ = [
     "BYTE_VALUES",
     "JSONL_SUFFIXES",
+    "RECORD_SUFFIXES",
     "ByteTokenizer",
     "ChatTemplateError",
     "DocumentError",
+    "Documents",
+    "Example",
     "FileTokenizer",
+    "PackedBatches",
+    "PairedBatches",
+    "Piece",
     "TextStream",
     "Tokenizer",
     "TokenizerError",
     "Utf8Stream",
     "decode_stream",
+    "examples_of",
+    "is_packed",
+    "is_pair",
+    "is_text",
     "load_tokenizer",
+    "pack",
+    "packed_rows",
+    "pair_rows",
+    "pairs_of",
     "read_jsonl",
+    "read_records",
     "read_tokenizer_files",
     "render_chat",
     "train_tokenizer",

@@ -6,27 +6,34 @@ from typing import Any
 
 
 def main() -> None:
-    """Read a request from standard input; write ``{"text": …}`` or ``{"error": …}``."""
+    """Read a request from standard input; write ``{"rendered": [[text, spans], …]}`` or ``{"error": …}``."""
     request = json.load(sys.stdin.buffer)
     sys.path[:] = request["path"]
+    done: list[Any] = []
     try:
-        answer = {"text": render(request)}
+        render(request, done)
+        answer: dict[str, Any] = {"rendered": done}
     except MemoryError:
         answer = {"error": "exceeded its memory"}
     except RecursionError:
         answer = {"error": "calls itself without end"}
     except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error!s:.500}"}
+        answer = {"error": f"{type(error).__name__}: {error!s:.500}", "number": len(done)}
     sys.stdout.buffer.write(json.dumps(answer).encode())
 
 
-def render(request: dict) -> str:
-    """The text of a template."""
+def render(request: dict, done: list) -> None:
+    """Append each text of a template, with what of it is marked."""
     import datetime
+    import secrets
 
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    # No message can have them: they are drawn anew each time.
+    begin, end = (f"\x00{secrets.token_hex(16)}\x00" for _ in range(2))
+    marks = False
 
     class Generation(Extension):
         """``{% generation %}`` marks what the model wrote; it does not change the text."""
@@ -36,9 +43,14 @@ def render(request: dict) -> str:
             self.tags = {"generation"}
 
         def parse(self, parser: Any) -> nodes.Node:
+            nonlocal marks
+            marks = True
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+        def marked(self, caller: Any) -> str:
+            return begin + caller() + end
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
@@ -55,13 +67,29 @@ def render(request: dict) -> str:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     _limit(request["memory"], request["seconds"])
-    pieces, left = [], request["output"]
-    for piece in environment.from_string(request["template"]).generate(**request["variables"]):
-        left -= len(piece)
-        if left < 0:
-            raise TemplateError(f"wrote more than {request['output']} characters")
-        pieces.append(piece)
-    return "".join(pieces)
+    left = request["output"]
+    template = environment.from_string(request["template"])
+    for variables in request["several"]:
+        pieces = []
+        for piece in template.generate(**variables):
+            left -= len(piece)
+            if left < 0:
+                raise TemplateError(f"wrote more than {request['output']} characters")
+            pieces.append(piece)
+        text = "".join(pieces)
+        done.append([*_without_marks(text, begin, end)] if marks else [text, None])
+
+
+def _without_marks(text: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and from where to where it was marked."""
+    plain, spans, length = [], [], 0
+    for number, part in enumerate(text.split(begin)):
+        inside, found, outside = part.partition(end)
+        if number and found:
+            spans.append((length, length + len(inside)))
+        plain += [inside, outside]
+        length += len(inside) + len(outside)
+    return "".join(plain), spans
 
 
 def _limit(memory: int, seconds: int) -> None:

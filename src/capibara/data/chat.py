@@ -11,17 +11,21 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from capibara.data.errors import ChatTemplateError
-from capibara.errors import MissingExtraError
+from capibara.errors import MissingExtraError, printable
 
-__all__ = ["MOST_OUTPUT", "render_chat"]
+__all__ = ["MOST_OUTPUT", "Rendered", "render_chat", "render_chats"]
 
 MOST_OUTPUT = 16 << 20
 """Most characters of a rendered conversation."""
+
+Rendered = tuple[str, list[tuple[int, int]] | None]
+"""A conversation's text, and what of it the template marks by ``{% generation %}``: from character, to character; None
+if it marks nothing."""
 
 _MEMORY = 1 << 30
 _SECONDS = 10.0
@@ -40,12 +44,23 @@ def render_chat(template: str, variables: Mapping[str, Any], *, seconds: float =
       ChatTemplateError: the template is invalid, refuses the messages, or exceeds a limit.
       MissingExtraError: the package ``jinja2`` is not installed.
     """
+    return render_chats(template, [variables], seconds=seconds)[0][0]
+
+
+def render_chats(
+    template: str, several: Sequence[Mapping[str, Any]], *, seconds: float = _SECONDS
+) -> list[Rendered]:
+    """Render a chat template for several conversations, in one process and within one set of limits.
+
+    Args:
+      several: the variables of each. Other arguments and errors as for :func:`render_chat`.
+    """
     if importlib.util.find_spec("jinja2") is None:
         raise MissingExtraError("jinja2", "text", "a chat template")
     request = {
         "path": sys.path,
         "template": template,
-        "variables": dict(variables),
+        "several": [dict(variables) for variables in several],
         "memory": _MEMORY,
         "seconds": int(seconds) + 1,
         "output": MOST_OUTPUT,
@@ -75,5 +90,9 @@ def render_chat(template: str, variables: Mapping[str, Any], *, seconds: float =
             "another template"
         ) from None
     if "error" in answer:
-        raise ChatTemplateError(f"chat template: {answer['error']}")
-    return answer["text"]
+        raise ChatTemplateError(
+            f"chat template: {printable(answer['error'], 600)}. Remedy: messages that the template takes, or another "
+            "template",
+            answer.get("number"),
+        )
+    return [(text, spans and [(first, last) for first, last in spans]) for text, spans in answer["rendered"]]

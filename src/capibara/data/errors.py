@@ -16,4 +16,12 @@ class TokenizerError(ConfigError):
 
 
 class ChatTemplateError(ConfigError):
-    """A chat template refuses the messages, is invalid, or exceeds its limits of time, memory or output."""
+    """A chat template refuses the messages, is invalid, or exceeds its limits of time, memory or output.
+
+    Attributes:
+      number: of several conversations the one that it refused, from 0; None if it is not one's fault.
+    """
+
+    def __init__(self, message: str, number: int | None = None) -> None:
+        super().__init__(message)
+        self.number = number

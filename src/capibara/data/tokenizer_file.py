@@ -6,19 +6,22 @@ process of its own (:mod:`capibara.data.chat`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from capibara.data.chat import render_chat
+from capibara.data.chat import Rendered, render_chat, render_chats
 from capibara.data.errors import ChatTemplateError, TokenizerError
-from capibara.data.tokens import TextStream
-from capibara.errors import MissingExtraError
+from capibara.data.tokenizer_limits import check_limits
+from capibara.data.tokens import TextStream, bytes_of
+from capibara.errors import MissingExtraError, printable
+from capibara.files import read_bounded
 
 __all__ = [
     "CONFIG_FILE",
@@ -44,6 +47,7 @@ TOKENIZER_FILES = {
 }
 """The files of a tokenizer, and the most bytes of each."""
 
+_AGAIN = "Remedy: the file as it was published with the model"
 _MAX_ID = 1 << 24
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # A character has at most four bytes, so that this many tokens without a complete one are not text.
@@ -60,15 +64,12 @@ def read_tokenizer_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:
     for name, most in TOKENIZER_FILES.items():
         path = Path(folder) / name
         try:
-            with open(path, "rb") as stream:
-                content = stream.read(most + 1)
+            files[name] = read_bounded(path, most)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:
-            raise TokenizerError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-        if len(content) > most:
-            raise TokenizerError(f"{path}: is larger than {most:,} bytes, expected at most that")
-        files[name] = content
+            reason = getattr(error, "strerror", None) or error
+            raise TokenizerError(f"{path}: {reason}. {_AGAIN}") from None
     return files if TOKENIZER in files else {}
 
 
@@ -169,9 +170,39 @@ class FileTokenizer:
             ids = [] if first is None else [first]
         return np.asarray(ids, np.int32)
 
+    def encode_batch(self, texts: Sequence[str], *, most: int | None = None) -> list[np.ndarray]:
+        """The token ids of each text, int32 ``[tokens]``, with those that the model expects around it.
+
+        Args:
+          texts: any texts, on several threads.
+          most: tokens of a text; what is beyond loses its end, but not the tokens around it. None: all.
+
+        Raises:
+          TokenizerError: ``most`` leaves no place for a token of the text.
+        """
+        add = self._tokenizer.num_special_tokens_to_add(False)
+        if most is not None and most <= add:
+            raise TokenizerError(
+                f"most={most}: {self._where} puts {add} tokens around a text, expected at least {add + 1}"
+            )
+
+        def compute() -> list[Any]:
+            found = self._tokenizer.encode_batch(list(map(_clean, texts)), add_special_tokens=False)
+            for one in found if most is not None else ():
+                one.truncate(most - add)
+            return [self._tokenizer.post_process(one) for one in found]
+
+        return [np.asarray(one.ids, np.int32) for one in _guarded(self._where, compute)]
+
     def _encode(self, text: str, special: bool) -> list[int]:
-        clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        clean = _clean(text)
         return _guarded(self._where, lambda: self._tokenizer.encode(clean, add_special_tokens=special).ids)
+
+    def encode_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The token ids of a text that a chat template made, int32 ``[tokens]``, and where in it each begins."""
+        found = _guarded(self._where, lambda: self._tokenizer.encode(text, add_special_tokens=False))
+        starts = np.asarray([first for first, _ in found.offsets], np.int64)
+        return np.asarray(found.ids, np.int32), starts
 
     def decode(self, tokens: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
         """The text of token ids; ids without a token give nothing."""
@@ -207,11 +238,37 @@ class FileTokenizer:
         Raises:
           ChatTemplateError: there is no template, it refuses the messages, or it exceeds its limits.
         """
-        if self.template is None:
+        with self._naming():
+            return render_chat(self._needed_template, self._given(messages, generate, **variables))
+
+    def chats(self, several: Sequence[tuple[Sequence[Mapping[str, Any]], bool]]) -> list[Rendered]:
+        """Conversations, each with whether it ends with the beginning of an answer, as :meth:`chat`."""
+        given = [self._given(messages, generate) for messages, generate in several]
+        with self._naming():
+            return render_chats(self._needed_template, given)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Errors say whose template it is."""
+        try:
+            yield
+        except ChatTemplateError as error:
+            if str(error).startswith("chat template:"):
+                raise ChatTemplateError(f"{self._where}: {error}", error.number) from None
+            raise
+
+    @property
+    def _needed_template(self) -> str:
+        if (template := self.template) is None:
             raise ChatTemplateError(
                 f"chat: {self._where} has no chat template. Use --prompt, or the folder of a model for conversations"
             )
-        given = {
+        return template
+
+    def _given(
+        self, messages: Sequence[Mapping[str, Any]], generate: bool, **variables: Any
+    ) -> dict[str, Any]:
+        return {
             **self.special_tokens,
             "messages": [dict(message) for message in messages],
             "tools": None,
@@ -219,13 +276,12 @@ class FileTokenizer:
             "add_generation_prompt": generate,
             **variables,
         }
-        return render_chat(self.template, given)
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
             value = json.loads(self.files.get(name, b"{}"))
         except (ValueError, RecursionError) as error:
-            raise TokenizerError(f"{self._where}: {name} is not JSON ({error!s:.200})") from None
+            raise TokenizerError(f"{self._where}: {name} is not JSON ({error!s:.200}). {_AGAIN}") from None
         if not isinstance(value, dict):
             raise TokenizerError(f"{self._where}: {name} holds {type(value).__name__}, expected an object")
         return value
@@ -237,6 +293,7 @@ class FileTokenizer:
                 value = source.get(key)
                 value = value.get("content") if isinstance(value, dict) else value
                 if isinstance(value, str):
+                    _guarded(f"{self._where}: {key}", value.encode)  # JSON can hold half of a character
                     found[key] = value
         return found
 
@@ -287,6 +344,11 @@ class _TokenStream:
         self._held, self._sent = [], 0
 
 
+def _clean(text: str) -> str:
+    """Text whose halves of characters, and bytes of the command line that were not UTF-8, are U+FFFD."""
+    return bytes_of(text).decode("utf-8", "replace")
+
+
 @functools.cache
 def _library() -> Any:
     try:
@@ -306,7 +368,8 @@ def _parse(content: bytes, where: object) -> Any:
             raise ValueError(f"holds {type(value).__name__}, expected an object")
         text = content.decode()
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{where}: {TOKENIZER} is not valid: {error!s:.200}") from None
+        raise TokenizerError(f"{where}: {TOKENIZER} is not valid: {error!s:.200}. {_AGAIN}") from None
+    check_limits(value, f"{where}: {TOKENIZER}")
     tokenizer = _guarded(f"{where}: {TOKENIZER}", lambda: library.Tokenizer.from_str(text))
     # A text is encoded whole: cutting it to a length is the caller's decision.
     tokenizer.no_truncation()
@@ -321,4 +384,4 @@ def _guarded(where: object, compute: Callable[[], Any]) -> Any:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        raise TokenizerError(f"{where}: {type(error).__name__}: {error!s:.300}") from None
+        raise TokenizerError(f"{where}: {type(error).__name__}: {printable(error, 300)}. {_AGAIN}") from None

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from capibara.data.chat import Rendered
 from capibara.data.errors import ChatTemplateError
 
-__all__ = ["BYTE_VALUES", "ByteTokenizer", "TextStream", "Tokenizer", "Utf8Stream", "decode_stream"]
+__all__ = [
+    "BYTE_VALUES",
+    "ByteTokenizer",
+    "TextStream",
+    "Tokenizer",
+    "Utf8Stream",
+    "bytes_of",
+    "decode_stream",
+]
 
 BYTE_VALUES = 256
+_NO_TEMPLATE = (
+    "chat: the tokenizer is bytes, without a chat template. Use prompts, or a model whose folder has one"
+)
 
 
 class TextStream(Protocol):
@@ -25,6 +38,15 @@ class TextStream(Protocol):
     def finish(self) -> str:
         """Return what was held back, with U+FFFD in place of an incomplete character."""
         ...
+
+
+# Surrogates but for those that Python has in the place of bytes that are not UTF-8.
+_HALVES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
+def bytes_of(text: str) -> bytes:
+    """A text in UTF-8: halves of characters become U+FFFD, bytes of the command line that were not UTF-8 come back."""
+    return _HALVES.sub("\ufffd", text).encode("utf-8", "surrogateescape")
 
 
 class Tokenizer(Protocol):
@@ -54,12 +76,24 @@ class Tokenizer(Protocol):
         """The token ids of a text ``[tokens]``; with ``special`` also those that the model expects around it."""
         ...
 
+    def encode_batch(self, texts: Sequence[str], *, most: int | None = None) -> list[np.ndarray]:
+        """The token ids of each text, with those around it, at most so many."""
+        ...
+
     def stream(self) -> TextStream:
         """A decoder of tokens that arrive one by one."""
         ...
 
+    def encode_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The token ids of a text that a chat template made, and the character where each begins."""
+        ...
+
     def chat(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True, **variables: Any) -> str:
         """A conversation as one text, through the chat template."""
+        ...
+
+    def chats(self, several: Sequence[tuple[Sequence[Mapping[str, Any]], bool]]) -> list[Rendered]:
+        """Conversations, each with whether it ends with the beginning of an answer, through the chat template."""
         ...
 
 
@@ -107,7 +141,11 @@ class ByteTokenizer:
     def encode(self, text: str, *, special: bool = True) -> np.ndarray:
         """uint8 ``[bytes]``. An empty text becomes a line break, so that there is something to continue."""
         del special
-        return np.frombuffer(text.encode("utf-8", "surrogateescape") or b"\n", np.uint8)
+        return np.frombuffer(bytes_of(text) or b"\n", np.uint8)
+
+    def encode_batch(self, texts: Sequence[str], *, most: int | None = None) -> list[np.ndarray]:
+        """The bytes of each text, at most so many."""
+        return [self.encode(text)[:most] for text in texts]
 
     def stream(self) -> TextStream:
         """A decoder of bytes that arrive one by one."""
@@ -119,6 +157,13 @@ class ByteTokenizer:
         Raises:
           ChatTemplateError: always.
         """
-        raise ChatTemplateError(
-            "chat: the tokenizer is bytes, which has no chat template. Use --prompt, or a model whose folder has one"
-        )
+        raise ChatTemplateError(_NO_TEMPLATE)
+
+    def encode_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of a text, and the character that each belongs to."""
+        data = self.encode(text)
+        return data, np.cumsum((data & 0xC0) != 0x80) - 1
+
+    def chats(self, several: Sequence[tuple[Sequence[Mapping[str, Any]], bool]]) -> list[Rendered]:
+        """Not possible, as :meth:`chat`."""
+        raise ChatTemplateError(_NO_TEMPLATE)

@@ -10,12 +10,17 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from capibara.data import read_tokenizer_files
+from capibara.data import read_tokenizer_files as _read_tokenizer_files
+from capibara.families.embedding_files import read_embedding_files
 from capibara.families.errors import FamilyError
+from capibara.families.exporting import save_model
 from capibara.families.family import Family
-from capibara.families.folder import Pretrained, TensorFiles, read_config
+from capibara.families.folder import Pretrained, TensorFiles, open_tensors, read_config
+from capibara.families.gguf.file import is_gguf
+from capibara.families.gguf.tokens import gguf_tokenizer_files
+from capibara.families.gguf.writing import save_gguf
 from capibara.families.known import FAMILIES
-from capibara.families.loading import load_params
+from capibara.families.loading import further_layers, load_params, settled
 from capibara.families.peft import adapter_settings, load_adapter, save_adapter
 from capibara.families.saving import config_values, save_folder
 
@@ -29,12 +34,29 @@ __all__ = [
     "Pretrained",
     "TensorFiles",
     "config_values",
+    "further_layers",
+    "is_gguf",
     "load_params",
     "load_pretrained",
+    "open_tensors",
     "read_config",
+    "read_embedding_files",
     "save_adapter",
     "save_folder",
+    "save_gguf",
+    "save_model",
+    "settled",
+    "tokenizer_files_of",
 ]
+
+
+def tokenizer_files_of(model: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Name → content of the tokenizer's files of a model's folder or GGUF file; nothing if it has no tokenizer.
+
+    Raises:
+      TokenizerError, FamilyError: a file is damaged or too large.
+    """
+    return gguf_tokenizer_files(model)[0] if is_gguf(model) else _read_tokenizer_files(model)
 
 
 def load_pretrained(
@@ -52,13 +74,16 @@ def load_pretrained(
     import dataclasses
 
     config, source = read_config(folder, dtype=dtype, overrides=overrides)
+    embedding = read_embedding_files(folder)
     if adapter is not None:
         config = config.with_overrides(adapter_settings(adapter, source.family))
-    with TensorFiles(folder) as files:
+    with open_tensors(folder, source) as files:
+        left_out = further_layers(source)
+        config, source = settled(files, config, source)
         model = kind(config, mesh=mesh, rules=rules)
-        params, dtypes = load_params(files, source.family, model, progress=progress)
+        params, dtypes = load_params(files, source.family, model, left_out=left_out, progress=progress)
     params = model.with_adapters(params)
     model.params = params if adapter is None else load_adapter(adapter, source.family, model, params)
-    model.pretrained = dataclasses.replace(source, dtypes=dtypes)
-    model.tokenizer_files = read_tokenizer_files(folder)
+    model.pretrained = dataclasses.replace(source, dtypes=dtypes, embedding=embedding)
+    model.tokenizer_files = tokenizer_files_of(folder)
     return model

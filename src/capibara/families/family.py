@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from capibara.families.keys import Keys
@@ -93,6 +93,14 @@ class Family:
       outside, inside: rules for tensors outside of blocks and in each block.
       idle: names of tensors that folders have and nobody needs, as regular expressions.
       prefix: what names begin with, which some folders leave out.
+      bare: whether a model of these settings is written without the prefix.
+      tied: names of the tensors that are the table of embeddings where heads are tied.
+      former: ends of names in older files, and what they are now.
+      unused: regular expressions for what a folder may have besides, such as heads of other tasks; where the model has
+        no place for them they are left out, and ``Pretrained.notes`` names them.
+      further: the key of ``config.json`` for the number of layers after those of the model (``num_hidden_layers``),
+        which predict tokens further ahead. They are left out, and ``Pretrained.notes`` says so.
+      missing: settings of ``[model]`` for a folder that lacks a tensor, by its name.
     """
 
     name: str
@@ -103,3 +111,9 @@ class Family:
     inside: tuple[Rule, ...]
     idle: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     prefix: str = ""
+    bare: Callable[[Any], bool] = lambda model: False
+    tied: tuple[str, ...] = ("lm_head.weight",)
+    former: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+    further: str = ""
+    missing: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

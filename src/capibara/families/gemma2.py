@@ -29,7 +29,13 @@ def read_common(keys: Keys) -> dict[str, Any]:
     """What Gemma 2 and 3 share."""
     keys.only("use_bidirectional_attention", None, False)
     sizes = read_sizes(
-        keys, tied=True, head_dim=256, length=8192, act="hidden_activation", default_act="gelu_pytorch_tanh"
+        keys,
+        tied=True,
+        head_dim=256,
+        kv_heads=4,
+        length=8192,
+        act="hidden_activation",
+        default_act="gelu_pytorch_tanh",
     )
     # The first files say this twice; the key without "size" is the one that counts.
     keys.take("sliding_window_size", None)
@@ -72,7 +78,7 @@ def _read(keys: Keys) -> dict[str, Any]:
         "final_logit_softcapping": 30.0,
         "sliding_window": _WINDOW,
     } | dict(keys.values)
-    count = keys.whole("num_hidden_layers")
+    count = keys.layers()
     kinds = ["attention" if i % 2 else "local" for i in range(count)]
     return read_common(keys) | read_rope(keys) | read_pattern(keys, default=kinds)
 

@@ -19,7 +19,9 @@ _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
 
 def _read(keys: Keys) -> dict[str, Any]:
-    count = keys.whole("num_hidden_layers")
+    # The models' own implementation does not read it, others do.
+    keys.only("attn_logit_softcapping", None)
+    count = keys.layers()
     every = keys.whole("sliding_window_pattern", keys.whole("_sliding_window_pattern", 6))
     kinds = ["attention" if (i + 1) % every == 0 else "local" for i in range(count)]
     keys.values = {"sliding_window": 4096} | dict(keys.values)
@@ -41,13 +43,30 @@ def _rope(keys: Keys, has_local: bool) -> dict[str, Any]:
     both = {kind: values.get(kind) or {} for kind in (_GLOBAL, _LOCAL)}
     if not all(isinstance(one, Mapping) for one in both.values()) or set(values) - set(both):
         raise keys.wrong("rope_parameters", f"objects named {_GLOBAL} and {_LOCAL}")
-    found = settings(keys, both[_GLOBAL] or scaling, theta, 1.0)
+    found = settings(keys, _given(keys, both[_GLOBAL], scaling), theta, 1.0)
+    if both[_GLOBAL] and settings(keys, _given(keys, both[_GLOBAL], {}), theta, 1.0) != found:
+        raise keys.wrong("rope_scaling", f"what rope_parameters says of {_GLOBAL}, or one of the two keys")
     of_local = settings(keys, both[_LOCAL], local, 1.0)
     if "rope" in of_local:
         raise keys.wrong("rope_parameters", f"{_LOCAL} without scaling")
     if has_local:
         found["rope"] = found.get("rope", {}) | {"local_theta": of_local["rope_theta"]}
     return found
+
+
+def _given(keys: Keys, new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says of layers that see all: ``rope_parameters`` with ``rope_scaling`` over them.
+
+    Transformers 5 puts ``rope_scaling`` over a ``rope_type`` of ``default``, so that its older name ``type`` alone does
+    not stretch (transformers 4 did). It writes both names when it saves such a model.
+    """
+    values = {**(new or {"rope_type": "default"}), **old}
+    if values.get("rope_type") == "default" and values.get("type", "default") != "default":
+        keys.notes.append(
+            f"rope_scaling: type={values['type']!r:.80} has no effect without rope_type, as in transformers 5"
+        )
+        values = {key: value for key, value in values.items() if key not in ("type", "factor")}
+    return values
 
 
 def _write(model: ModelSection) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def _read(keys: Keys) -> dict[str, Any]:
     return {
         "vocab_size": keys.whole("vocab_size", least=2),
         "embed_dim": width,
-        "num_layers": keys.whole("n_layer"),
+        "num_layers": keys.layers("n_layer"),
         "num_heads": heads,
         "num_kv_heads": heads,
         "mlp_dim": keys.whole("n_inner", None) or 4 * width,

@@ -6,16 +6,17 @@ name.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from capibara.errors import did_you_mean
 from capibara.families.errors import FamilyError
 
-__all__ = ["WITHOUT_EFFECT", "Keys"]
+__all__ = ["WITHOUT_EFFECT", "Keys", "shown_key"]
 
 _MISSING = object()
+_LARGEST = sys.float_info.max  # an integer may be larger
 
 # What says nothing about the numbers that come out: who wrote the file, how texts become tokens and answers end, how a
 # new model would be drawn, how a framework runs it, and heads of other tasks.
@@ -31,8 +32,10 @@ WITHOUT_EFFECT = frozenset(
         "cache_implementation",
         "chunk_size_feed_forward",
         "dtype",
+        "ep_size",
         "eos_token_id",
         "finetuning_task",
+        "gradient_checkpointing",
         "id2label",
         "initializer_range",
         "is_decoder",
@@ -67,14 +70,24 @@ WITHOUT_EFFECT = frozenset(
 _TRAINING_ONLY = frozenset(
     {
         "attention_dropout",
+        "attention_probs_dropout_prob",
+        "aux_loss_alpha",
         "attn_pdrop",
+        "classifier_dropout",
         "embd_pdrop",
         "hidden_dropout",
+        "hidden_dropout_prob",
         "resid_pdrop",
         "router_aux_loss_coef",
         "router_jitter_noise",
+        "seq_aux",
     }
 )
+
+
+def shown_key(key: str) -> str:
+    """A key for a message."""
+    return key if key.isidentifier() and len(key) <= 80 else f"{key!a:.80}"
 
 
 class Keys:
@@ -107,21 +120,25 @@ class Keys:
             )
         return default
 
-    def whole(self, key: str, default: Any = _MISSING, *, least: int = 1) -> Any:
-        """As :meth:`take`, an integer from ``least`` to 2³¹ or what ``default`` is."""
+    def whole(self, key: str, default: Any = _MISSING, *, least: int = 1, most: int = (1 << 31) - 1) -> Any:
+        """As :meth:`take`, an integer from ``least`` to ``most`` or what ``default`` is."""
         value = self.take(key, default)
         if key not in self.values or (value is None and default is None):
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
-            raise self.wrong(key, f"an integer of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(key, f"an integer of at least {least} and at most {most}")
         return value
+
+    def layers(self, key: str = "num_hidden_layers") -> int:
+        """The number of layers; lists of their kinds are as long."""
+        return self.whole(key, most=4096)
 
     def number(self, key: str, default: Any = _MISSING) -> Any:
         """As :meth:`take`, a finite number above zero or what ``default`` is."""
         value = self.take(key, default)
         if key not in self.values or (value is None and default is None):
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
             raise self.wrong(key, "a number above 0")
         return float(value)
 
@@ -148,7 +165,7 @@ class Keys:
     def wrong(self, key: str, expected: str) -> FamilyError:
         """The error for a value that is not what is expected."""
         return FamilyError(
-            f"{self.where}: {key}: got {self.values.get(key)!r:.200}, which Capibara does not do: expected {expected}"
+            f"{self.where}: {key}: got {self.values.get(key)!r:.200}, which is not supported; expected {expected}"
         )
 
     def finish(self) -> None:
@@ -159,7 +176,7 @@ class Keys:
         """
         for key in sorted(_TRAINING_ONLY & self.values.keys() - self._read):
             if self.values[key]:
-                self.notes.append(f"{key}={self.values[key]!r} acts in training only and is left out")
+                self.notes.append(f"{key}={self.values[key]!r:.80} acts in training only and is left out")
             self._read.add(key)
         # An empty value asks for nothing.
         unknown = [
@@ -171,7 +188,7 @@ class Keys:
             and value is not False
         ]
         if unknown:
-            shown = ", ".join(f"{key}={self.values[key]!r:.80}" for key in unknown[:8])
+            shown = ", ".join(f"{shown_key(key)}={self.values[key]!r:.80}" for key in unknown[:8])
             hint = did_you_mean(unknown[0], self._read)
             raise FamilyError(
                 f"{self.where}: Capibara does not know what this asks for: {shown}.{hint} Remedy: remove keys that "

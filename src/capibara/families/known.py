@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from capibara.errors import did_you_mean
 from capibara.families import (
+    bert,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     gpt2,
+    gpt_oss,
     llama,
+    mamba2,
     mistral,
     mixtral,
     olmo2,
@@ -23,7 +28,24 @@ __all__ = ["FAMILIES", "find_family"]
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, phi3, olmo2, gpt2)
+    for module in (
+        llama,
+        mistral,
+        mixtral,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        gemma2,
+        gemma3,
+        phi3,
+        olmo2,
+        gpt2,
+        gpt_oss,
+        mamba2,
+        bert,
+        deepseek_v2,
+        deepseek_v3,
+    )
 }
 
 

@@ -1,33 +1,42 @@
 """From the bytes of a folder's tensors to a model's parameters, on one device or over a mesh.
 
-Tensors are read one at a time, each byte once, and only the rows that this process's devices hold. A tensor becomes
+Tensors are read one at a time, each byte once, and only what this process's devices hold: each device's part straight
+from its bytes in the file, or, where these do not follow one another, from blocks of a few megabytes. A tensor becomes
 an array in its own order of dimensions; the device turns it round and puts it into the stack of its blocks, in place.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+import mmap
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from capibara.compose.physical.explicit import automatic_mesh
+from capibara.compress.container.file_bytes import FileNumbers
 from capibara.compress.models.numbers import numpy_dtype
-from capibara.compress.safetensors_file import SafetensorsFile, Stored
 from capibara.families.errors import FamilyError
 from capibara.families.family import Family
-from capibara.families.folder import TensorFiles
-from capibara.families.tensors import Piece, Placed, places
+from capibara.families.folder import Pretrained
+from capibara.families.tensors import ModelTensors, Piece, Placed, places
 
 if TYPE_CHECKING:
     import jax
 
+    from capibara.config import ModularModelConfig
+    from capibara.config.sections import ModelSection
     from capibara.core import ModularCapibaraModel
 
-__all__ = ["load_params", "placed_tensors"]
+__all__ = ["further_layers", "load_params", "placed_tensors", "settled"]
 
 Path = tuple[str, ...]
+_Region = tuple[tuple[int, int], ...]  # from … to in each dimension
+_BLOCK = 8 << 20  # bytes that are read at a time, where devices have parts of rows
 
 
 def placed_tensors(family: Family, model: ModularCapibaraModel) -> list[Placed]:
@@ -36,80 +45,196 @@ def placed_tensors(family: Family, model: ModularCapibaraModel) -> list[Placed]:
     Raises:
       FamilyError: the family has no tensor for a parameter.
     """
-    from capibara.core.adapters import is_adapter
     from capibara.core.decoder import block_places
 
     shapes = {
         path: tuple(spec.sizes({}, "a parameter"))
-        for path, spec in model.compiled.params.items()
-        if not is_adapter(path)
+        for path, spec in model.without_adapters().compiled.params.items()
     }
-    return list(places(family.outside, family.inside, block_places(model.config.model), shapes))
+    placed = places(family.outside, family.inside, block_places(model.config.model), shapes)
+    if family.bare(model.config.model):
+        return [dataclasses.replace(one, name=one.name.removeprefix(family.prefix)) for one in placed]
+    return list(placed)
+
+
+def _named(files: ModelTensors, family: Family) -> dict[str, str]:
+    """The names of a folder's tensors, by what they would be in a new folder, but for the family's prefix."""
+    given: dict[str, str] = {}
+    for name in files:
+        own = name.removeprefix(family.prefix)
+        for old, new in family.former:
+            own = own.removesuffix(old) + new if own.endswith(old) else own
+        if own in given:
+            raise FamilyError(f"{files.folder}: {given[own]} and {name} are the same tensor. Remove one")
+        given[own] = name
+    return given
+
+
+def settled(
+    files: ModelTensors, config: ModularModelConfig, source: Pretrained
+) -> tuple[ModularModelConfig, Pretrained]:
+    """The settings without what the folder's tensors lack, and notes on tensors that the model has no place for.
+
+    Args:
+      files: the folder's. config, source: what its ``config.json`` says.
+    """
+    from capibara.core import ModularCapibaraModel
+
+    family, notes = source.family, list(source.notes)
+    given = _named(files, family)
+    for name, settings in family.missing.items():
+        changes = {f"model.{key}": value for key, value in settings.items()}
+        differ = any(getattr(config.model, key) != value for key, value in settings.items())
+        if differ and name.removeprefix(family.prefix) not in given:
+            config = config.with_overrides(changes)
+            said = ", ".join(f"{key}={value!r}" for key, value in changes.items())
+            notes.append(f"the folder has no {name}: {said}")
+    if family.unused:
+        wanted = {one.name for one in placed_tensors(family, ModularCapibaraModel(config))}
+        left = [name for own, name in given.items() if _unused(own, family, wanted)]
+        if left:
+            notes.append(f"dropped, because the model has no parameter for them: {', '.join(left)}")
+    values = dict(source.values)
+    if family.further and values.get(family.further):
+        # As it is without them.
+        values[family.further] = 0
+    further = further_layers(source)
+    left = [found for own in given if (found := _layer(own)) in further]
+    if left:
+        notes.append(
+            f"left out: {len(left)} tensors of layers that predict tokens further ahead "
+            f"(layers {', '.join(map(str, sorted(set(left))))})"
+        )
+    return config, dataclasses.replace(source, values=values, notes=tuple(notes))
+
+
+def further_layers(source: Pretrained) -> range:
+    """The numbers of the layers that a folder has after those of its model, which predict tokens further ahead.
+
+    Args:
+      source: what :func:`~capibara.families.read_config` gave; :func:`settled` says that there are none.
+    """
+    key = source.family.further
+    count = (source.values.get(key) if key else None) or 0
+    first = source.values["num_hidden_layers"] if count else 0
+    return range(first, first + count)
+
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\..+")
+
+
+def _layer(own: str) -> int:
+    """The number of a tensor's layer; -1: it is outside of layers."""
+    found = _LAYER.fullmatch(own)
+    return -1 if found is None else int(found[1])
+
+
+def _unused(own: str, family: Family, wanted: set[str]) -> bool:
+    names = (own, family.prefix + own)
+    if not wanted.isdisjoint(names) or own in family.tied:
+        return False
+    return any(re.fullmatch(one, name) for one in family.unused for name in names) and not any(
+        re.fullmatch(one, name) for one in family.idle for name in names
+    )
 
 
 def load_params(
-    files: TensorFiles,
+    files: ModelTensors,
     family: Family,
     model: ModularCapibaraModel,
     *,
+    left_out: range = range(0),
     progress: Callable[[str, int], None] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The parameters of a model but for adapters, nested as ``model.params``, and the stored dtypes of its tensors.
 
     Args:
       files: the folder's. family: its. model: says shapes, dtypes and shardings.
+      left_out: the numbers of layers that the folder may have besides, as :func:`further_layers` says.
       progress: called with each tensor's name and bytes.
 
     Raises:
       FamilyError: tensors are missing, unknown or of another shape.
     """
+    # The whole of it: without the backend's settings float64 becomes float32.
+    with model.backend.scope():
+        return _loaded(files, family, model.without_adapters(), left_out, progress)
+
+
+def _loaded(
+    files: ModelTensors,
+    family: Family,
+    model: ModularCapibaraModel,
+    left_out: range,
+    progress: Callable[[str, int], None] | None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    import jax
+
     wanted = placed_tensors(family, model)
-    names = _checked(files, family, wanted, tied=model.config.model.tie_embeddings)
+    names = _checked(files, family, wanted, model.config.model, left_out)
     stacks = {path for placed in wanted for _, path, index, _, _ in placed.parts if index}
-    shardings, targets = _empty(model, stacks)
+    final, targets = _empty(model, stacks)
+    shardings = {path: _automatic(sharding) for path, sharding in final.items()}
     dtypes = {}
     for placed in wanted:
         file, stored = files.tensors[names[placed.name]]
-        dtypes[placed.name] = stored.form.name
-        tensor = _Tensor(file, names[placed.name], stored)
-        for piece, path, index, shape, start in placed.parts:
-            held = piece.stored(shape)[placed.axis]
-            own, dtype = shardings[path], model.compiled.params[path].dtype
-            raw = tensor.on_devices(piece, shape, placed.axis, start, start + held, own, index)
-            if path == placed.parts[-1][1]:
-                tensor.forget()
-            # One at a time: what has been read but not yet put in its place is memory besides the parameters.
-            targets[path] = _put(targets.get(path), raw, piece.order, index, dtype, own).block_until_ready()
-            del raw
+        dtypes[placed.name] = files.dtypes.get(names[placed.name], stored.form.name)
+        tensor = _Tensor(file.numbers(names[placed.name]), numpy_dtype(stored.form), stored.shape)
+        # Parts that do not lie in a row are copied, and an entry's are a small part of a tensor's.
+        several = (
+            zip(placed.entries(), tensor.entries(), strict=True) if placed.stacked else ((placed, tensor),)
+        )
+        for one, entry in several:
+            for piece, path, index, shape, start in one.parts:
+                held = slice(start, start + piece.stored(shape)[one.axis] * one.step, one.step)
+                own, dtype = shardings[path], model.compiled.params[path].dtype
+                raw = entry.on_devices(piece, shape, one.axis, held, own, index)
+                if path == one.parts[-1][1]:
+                    entry.forget()
+                # One at a time: what has been read but not yet put in its place is memory besides the parameters.
+                targets[path] = _put(
+                    targets.get(path), raw, piece.order, index, dtype, own
+                ).block_until_ready()
+                del raw
         if progress is not None:
             progress(placed.name, stored.end - stored.start)
-    return _nested(targets), dtypes
+    # Where axes are explicit, their types change here, and no number moves.
+    return _nested({path: jax.device_put(value, final[path]) for path, value in targets.items()}), dtypes
 
 
-def _checked(files: TensorFiles, family: Family, wanted: list[Placed], *, tied: bool) -> dict[str, str]:
+def _checked(
+    files: ModelTensors, family: Family, wanted: list[Placed], model: ModelSection, left_out: range
+) -> dict[str, str]:
     """For each name that is wanted the one in the files."""
-    given: dict[str, str] = {}
     prefix = family.prefix
-    for name in files:
-        given[name if not prefix or name.startswith((prefix, "lm_head.")) else prefix + name] = name
-    missing = [placed.name for placed in wanted if placed.name not in given]
+    plain = _named(files, family)
+    expected = {placed.name.removeprefix(prefix): placed.name for placed in wanted}
+    missing = [name for plainly, name in expected.items() if plainly not in plain]
     if missing:
         raise FamilyError(
             f"{files.folder}: has no tensor {missing[0]}{_and_others(missing)}. Remedy: all files of the model"
         )
-    expected = {placed.name for placed in wanted} | ({"lm_head.weight"} if tied else set())
-    idle = [re.compile(pattern) for pattern in family.idle]
-    unknown = [n for n in given if n not in expected and not any(one.fullmatch(n) for one in idle)]
+    known = {*expected, *(family.tied if model.tie_embeddings else ())}
+    idle = [re.compile(pattern) for pattern in (*family.idle, *family.unused)]
+    unknown = [
+        name
+        for own, name in plain.items()
+        if own not in known
+        and _layer(own) not in left_out
+        and not any(one.fullmatch(n) for one in idle for n in (own, prefix + own))
+    ]
     if unknown:
         raise FamilyError(
             f"{files.folder}: {family.name} has no place for the tensor {unknown[0]}{_and_others(unknown)}. Remedy: "
             "the model's own config.json; an adapter has to be merged first"
         )
+    given = {name: plain[own] for own, name in expected.items()}
     for placed in wanted:
         _, stored = files.tensors[given[placed.name]]
         if stored.shape != placed.shape:
             raise FamilyError(
-                f"{files.folder}: {placed.name} has the shape {stored.shape}, config.json asks for {placed.shape}"
+                f"{files.folder}: {placed.name} has the shape {stored.shape}, config.json asks for {placed.shape}. "
+                "Remedy: the config.json that was published with the weights"
             )
         if not stored.form.is_float or stored.form.bits < 16:
             raise FamilyError(
@@ -126,68 +251,138 @@ def _and_others(names: list[str]) -> str:
 class _Tensor:
     """A tensor in a file, of which parts are read."""
 
-    def __init__(self, file: SafetensorsFile, name: str, stored: Stored) -> None:
-        self._numbers = file.numbers(name)
-        self._dtype, self._shape = numpy_dtype(stored.form), stored.shape
+    def __init__(self, numbers: Any, dtype: Any, shape: tuple[int, ...]) -> None:
+        self._numbers, self._dtype, self._shape = numbers, dtype, shape
         self._all: np.ndarray | None = None
-        self._last: tuple[Any, np.ndarray] | None = None
 
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Rows ``first … last - 1``: read now, or cut out of what is there."""
-        width = int(np.prod(self._shape[1:], dtype=np.int64))
-        if self._all is not None:
-            return self._all[first:last]
-        bits = np.asarray(self._numbers[first * width : last * width])
-        found = bits.view(self._dtype).reshape(last - first, *self._shape[1:])
-        if last - first == self._shape[0]:
-            self._all = found
-        return found
+    def entries(self) -> Iterator[_Tensor]:
+        """The entries of the first dimension."""
+        size = math.prod(self._shape[1:])
+        for row in range(self._shape[0]):
+            yield _Tensor(self._numbers[row * size : (row + 1) * size], self._dtype, self._shape[1:])
 
     def on_devices(
         self,
         piece: Piece,
         shape: tuple[int, ...],
         axis: int,
-        start: int,
-        end: int,
+        held: slice,
         sharding: jax.sharding.Sharding,
         index: tuple[int, ...],
     ) -> jax.Array:
         """A parameter's numbers in the tensor's order, dimensions taken apart, where the parameter's parts will lie."""
         import jax
 
-        self._last = None
         apart = piece.apart(shape)
-        row_of = apart[0]  # the first dimension that is taken apart: what shards of rows are counted in
-        per = (end - start if axis == 0 else self._shape[0]) // row_of if apart else 1
-        offset = start if axis == 0 else 0
-
-        def part(cut: Any) -> np.ndarray:
-            key = tuple((one.start, one.stop) for one in cut)
-            if self._last is None or self._last[0] != key:
-                first, last, _ = cut[0].indices(row_of)
-                rows = self.rows(offset + first * per, offset + last * per)
-                if axis:
-                    rows = rows[(slice(None),) * axis + (slice(start, end),)]
-                rest = rows.reshape(last - first, *apart[1:])
-                self._last = key, np.ascontiguousarray(rest[(slice(None), *cut[1:])])
-            return self._last[1]
-
         turned = _turned(sharding, piece.order, index)
-        cuts = list(turned.addressable_devices_indices_map(apart).values())
-        shared = axis or len(set(map(str, cuts))) < len(cuts)
-        if shared or any(not _whole(cut[1:], apart[1:]) for cut in cuts):
-            # Parts of rows, or rows that several devices or parameters need: all is read once, and cut.
-            self.rows(0, self._shape[0])
-        return jax.make_array_from_callback(apart, turned, part)
+        regions = {
+            device: tuple(one.indices(size)[:2] for one, size in zip(cut, apart, strict=True))
+            for device, cut in turned.addressable_devices_indices_map(apart).items()
+        }
+        taken = held.indices(self._shape[axis]) if self._shape else (0, 1, 1)
+        if taken[2] > 1 or (axis and taken[:2] != (0, self._shape[axis])):
+            # Its rows have other parameters too: all of them are cut out of what is read once.
+            if self._all is None:
+                self._all = self._read(0, self._shape)
+            own = self._all[(slice(None),) * axis + (held,)].reshape(apart)
+            parts = {one: own[tuple(slice(*ends) for ends in one)] for one in set(regions.values())}
+        else:
+            offset = 0 if axis else taken[0] * math.prod(self._shape[1:])
+            parts = self._parts(offset, apart, list(dict.fromkeys(regions.values())))
+        placed = [jax.device_put(parts[region], device) for device, region in regions.items()]
+        return jax.make_array_from_single_device_arrays(apart, turned, placed)
+
+    def _parts(
+        self, offset: int, shape: tuple[int, ...], regions: list[_Region]
+    ) -> dict[_Region, np.ndarray]:
+        """Regions of an array that begins at a number of the tensor, each byte read once, into memory of their own."""
+        runs = {region: run for region in regions if (run := _run(region, shape)) is not None}
+        sizes = {region: tuple(last - first for first, last in region) for region in regions}
+        if len(runs) == len(regions):
+            # In their order: parts of one entry that is decoded follow one another.
+            return {region: self._read(offset + runs[region], sizes[region]) for region in sorted(runs)}
+        parts = {region: _room(size, self._dtype) for region, size in sizes.items()}
+        for leading, first, last, at in _blocks(shape, _BLOCK // self._dtype.itemsize):
+            depth, block = len(leading), None
+            for region, out in parts.items():
+                here = all(a <= i < b for i, (a, b) in zip(leading, region, strict=False))
+                low, high = max(first, region[depth][0]), min(last, region[depth][1])
+                if not here or low >= high:
+                    continue
+                if block is None:
+                    block = self._read(offset + at, (last - first, *shape[depth + 1 :]))
+                begin = region[depth][0]
+                to = (
+                    *(i - a for i, (a, _) in zip(leading, region, strict=False)),
+                    slice(low - begin, high - begin),
+                )
+                out[to] = block[
+                    slice(low - first, high - first), *(slice(*ends) for ends in region[depth + 1 :])
+                ]
+        return parts
+
+    def _read(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Numbers from ``first`` on."""
+        count = math.prod(shape)
+        numbers = self._numbers[first : first + count]
+        if not isinstance(numbers, FileNumbers):  # decoded from what is in the file
+            return np.asarray(numbers).view(self._dtype).reshape(shape)
+        out = _room(shape, self._dtype)
+        numbers.read_into(out)
+        return out
 
     def forget(self) -> None:
         """Drop what has been read."""
-        self._all = self._last = None
+        self._all = None
 
 
-def _whole(cut: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
-    return all(one.indices(size)[:2] == (0, size) for one, size in zip(cut, shape, strict=True))
+def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory that a device that is this machine can use as it is, and that goes back to the system when it is dropped.
+
+    Memory of ``malloc`` of this size may stay with the process.
+    """
+    count = math.prod(shape)
+    whole = mmap.mmap(-1, max(count * dtype.itemsize, 1))
+    return np.frombuffer(whole, dtype, count).reshape(shape)
+
+
+def _run(region: _Region, shape: tuple[int, ...]) -> int | None:
+    """The number that a region of an array begins at, if its numbers follow one another; otherwise None."""
+    at, entries, single = 0, math.prod(shape), True
+    for (first, last), size in zip(region, shape, strict=True):
+        if not single and (first, last) != (0, size):
+            return None
+        entries //= size
+        at += first * entries
+        single = single and last - first == 1
+    return at
+
+
+def _blocks(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
+    """Cut an array into runs of at most ``most`` numbers (or an entry of its last dimension), in order.
+
+    Yields:
+      The first indices, the range of the next one, and the number at which it begins.
+    """
+    depth, entries = 0, math.prod(shape[1:])
+    while depth < len(shape) - 1 and entries > most:
+        depth += 1
+        entries //= shape[depth]
+    step, at = max(1, most // entries), 0
+    for leading in np.ndindex(*shape[:depth]):
+        for first in range(0, shape[depth], step):
+            last = min(first + step, shape[depth])
+            yield leading, first, last, at
+            at += (last - first) * entries
+
+
+def _automatic(sharding: Any) -> Any:
+    """The same parts on automatic axes: an entry that is put into a stack has no part of the stack's first axes."""
+    from jax.sharding import NamedSharding
+
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(automatic_mesh(sharding.mesh), sharding.spec)
 
 
 def _turned(sharding: Any, order: tuple[int, ...], index: tuple[int, ...]) -> Any:
@@ -257,8 +452,7 @@ def _empty(
     def make() -> dict[Path, jax.Array]:
         return {path: jnp.zeros(specs[path].sizes({}, "a parameter"), specs[path].dtype) for path in stacks}
 
-    with model.backend.scope():
-        return shardings, jax.jit(make, out_shardings={path: shardings[path] for path in stacks})()
+    return shardings, jax.jit(make, out_shardings={path: _automatic(shardings[path]) for path in stacks})()
 
 
 def _flat(tree: Mapping[str, Any], path: Path = ()) -> dict[Path, Any]:

@@ -20,7 +20,11 @@ def _read(keys: Keys) -> dict[str, Any]:
     values = keys.values if "sliding_window" in keys.values else {**keys.values, "sliding_window": 4096}
     keys.take("sliding_window", None)
     keys.take("layer_types", None)
-    return read_sizes(keys, length=131_072) | read_rope(keys) | read_pattern(Keys(values, keys.where))
+    return (
+        read_sizes(keys, kv_heads=8, length=131_072)
+        | read_rope(keys)
+        | read_pattern(Keys(values, keys.where))
+    )
 
 
 def _write(model: ModelSection) -> dict[str, Any]:

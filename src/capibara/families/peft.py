@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from capibara.config.sections import AdapterTarget
 from capibara.families.errors import FamilyError
 from capibara.families.family import Family
 from capibara.families.folder import read_json
+from capibara.families.keys import shown_key
 from capibara.families.loading import placed_tensors
 from capibara.files import replace_file
 
@@ -30,6 +31,7 @@ __all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "adapter_settings", "load_adapte
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG = 1 << 20
+_MOST_RANK, _MOST_ALPHA = 65_536, 1e6  # of [finetune]
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _READ = frozenset({"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias"})
 # What says nothing about the numbers that come out, or nothing more than the tensors do.
@@ -127,14 +129,21 @@ def adapter_settings(folder: str | os.PathLike[str], family: Family) -> dict[str
     for key, value in values.items():
         if key not in _READ and key not in _WITHOUT_EFFECT and value:
             raise FamilyError(
-                f"{path}: {key}: got {value!r:.80}, which Capibara does not do. Remedy: merge the adapter with PEFT "
-                "(merge_and_unload), and import the merged folder"
+                f"{path}: {shown_key(key)}: got {value!r:.80}, which Capibara does not do. Remedy: merge the adapter "
+                "with PEFT (merge_and_unload), and import the merged folder"
             )
     rank, alpha, names = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+    if type(rank) is not int or not 0 < rank <= _MOST_RANK or not _is_number(alpha) or alpha == 0:
         raise FamilyError(
-            f"{path}: r, lora_alpha: got {rank!r:.40}, {alpha!r:.40}, expected positive numbers"
+            f"{path}: r, lora_alpha: got {rank!r:.40}, {alpha!r:.40}, expected positive numbers, and a rank of at most "
+            f"{_MOST_RANK:,}"
         )
+    dropout = values.get("lora_dropout", 0.0)
+    if not _is_number(dropout) or not dropout < 1:
+        raise FamilyError(f"{path}: lora_dropout: got {dropout!r:.40}, expected a number from 0 to below 1")
+    rescaled = values.get("use_rslora", False)
+    if not isinstance(rescaled, bool):
+        raise FamilyError(f"{path}: use_rslora: got {rescaled!r:.40}, expected true or false")
     known = {
         rule.name.removesuffix(".weight").rpartition(".")[2]: piece.path.split(".")[-2]
         for rule in family.inside
@@ -146,15 +155,20 @@ def adapter_settings(folder: str | os.PathLike[str], family: Family) -> dict[str
             f"{path}: target_modules: got {names!r:.200}, expected some of {', '.join(known)}: weights of "
             f"{family.name}'s blocks"
         )
-    if values.get("use_rslora"):  # alpha / sqrt(rank) (arXiv:2312.03732)
+    if rescaled:  # alpha / sqrt(rank) (arXiv:2312.03732)
         alpha = alpha * rank**0.5
     return {
         "finetune.method": "lora",
         "finetune.rank": rank,
         "finetune.alpha": float(alpha),
-        "finetune.dropout": float(values.get("lora_dropout") or 0.0),
+        "finetune.dropout": float(dropout),
         "finetune.targets": list(dict.fromkeys(known[name] for name in names)),
     }
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a number from 0 to the largest that settings have."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_ALPHA
 
 
 def load_adapter(
@@ -194,7 +208,9 @@ def load_adapter(
             rank = model.config.finetune.rank
             for part, shape, name in (("A", (rank, ins), "lora_a"), ("B", (outs, rank), "lora_b")):
                 if (stored := given.pop((module, part), None)) is None:
-                    raise FamilyError(f"{path}: has no lora_{part} of {module}")
+                    raise FamilyError(
+                        f"{path}: has no lora_{part} of {module}. Remedy: the {ADAPTER_CONFIG} that was saved with it"
+                    )
                 form, found_shape, _, _ = file.tensors[stored]
                 if found_shape != shape or not form.is_float or form.bits < 16:
                     raise FamilyError(
@@ -205,7 +221,8 @@ def load_adapter(
                 target[index] = values.astype(target.dtype).reshape(target[index].shape)
         if given:
             raise FamilyError(
-                f"{path}: {next(iter(given))[0]} has no adapter in this model: see target_modules"
+                f"{path}: {next(iter(given))[0]:.200} has no adapter in this model, expected the weights that "
+                f"target_modules of {ADAPTER_CONFIG} names"
             )
 
     def replaced(at: Any, leaf: Any) -> Any:

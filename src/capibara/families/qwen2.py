@@ -18,7 +18,7 @@ __all__ = ["FAMILY", "read_windows", "write_windows"]
 def read_windows(keys: Keys) -> dict[str, Any]:
     """The window of layers from ``max_window_layers`` on, if ``use_sliding_window`` asks for it."""
     first = keys.whole("max_window_layers", 28, least=0)
-    count = keys.whole("num_hidden_layers")
+    count = keys.layers()
     if not keys.flag("use_sliding_window", False):
         keys.take("sliding_window", None)
         keys.only("layer_types", None, ["full_attention"] * count)

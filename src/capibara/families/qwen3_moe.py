@@ -19,7 +19,7 @@ def _read(keys: Keys) -> dict[str, Any]:
     keys.whole("num_key_value_heads")  # what a missing key means is another number than that of heads
     keys.only("decoder_sparse_step", 1)
     dense = keys.take("mlp_only_layers", None) or []
-    if dense != list(range(len(dense))):
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise keys.wrong("mlp_only_layers", "the first layers, as [0, 1]")
     # Newer files have the other name.
     count = keys.whole("num_experts" if "num_experts" in keys.values else "num_local_experts")

@@ -29,30 +29,38 @@ _YARN = {
     "attention_factor": "attention_factor",
     "truncate": "truncate",
 }
+_MSCALE = {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
 _KINDS = {"linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}
 _WHOLE = {"original_length"}
 _PLAIN = ("default", "none", None)
 
 
-def read_rope(keys: Keys, *, theta: float = 10000.0, fraction: float = 1.0) -> dict[str, Any]:
+def read_rope(
+    keys: Keys, *, theta: float = 10000.0, fraction: float = 1.0, mscale: bool = False
+) -> dict[str, Any]:
     """The settings ``rope_theta`` and ``rope``.
 
     Args:
       keys: of the file. theta, fraction: what a file means that says nothing of them.
+      mscale: whether the family knows YaRN's ``mscale`` and ``mscale_all_dim``, which change scores too.
     """
     old = keys.take("rope_scaling", None)
     given = keys.number("rope_theta", theta)
     part = keys.number("partial_rotary_factor", fraction)
     new = keys.take("rope_parameters", None)
-    values = new if new is not None else old
-    if values is None:
-        values = {}
-    if not isinstance(values, Mapping):
-        raise keys.wrong("rope_parameters" if new is not None else "rope_scaling", "an object")
-    return settings(keys, values, given, part)
+    for key, values in (("rope_parameters", new), ("rope_scaling", old)):
+        if values is not None and not isinstance(values, Mapping):
+            raise keys.wrong(key, "an object")
+    found = settings(keys, new or old or {}, given, part, mscale=mscale)
+    # Readers differ in which of the two they take.
+    if new and old and settings(keys, old, given, part, mscale=mscale) != found:
+        raise keys.wrong("rope_scaling", "what rope_parameters says, or one of the two keys")
+    return found
 
 
-def settings(keys: Keys, values: Mapping[str, Any], theta: float, fraction: float) -> dict[str, Any]:
+def settings(
+    keys: Keys, values: Mapping[str, Any], theta: float, fraction: float, *, mscale: bool = False
+) -> dict[str, Any]:
     """The settings for one ``rope_parameters`` (or ``rope_scaling``)."""
     inner = Keys(values, f"{keys.where}: rope_parameters")
     kind = inner.take("rope_type", inner.take("type", "default"))
@@ -60,10 +68,11 @@ def settings(keys: Keys, values: Mapping[str, Any], theta: float, fraction: floa
     fraction = inner.number("partial_rotary_factor", fraction)
     rope: dict[str, Any] = {} if fraction == 1 else {"fraction": fraction}
     if kind not in _PLAIN:
-        if kind not in _KINDS:
+        if not isinstance(kind, str) or kind not in _KINDS:
             raise inner.wrong("rope_type", f"one of default, {', '.join(_KINDS)}")
         rope["scaling"] = kind
-        for theirs, ours in _KINDS[kind].items():
+        names = _KINDS[kind] | (_MSCALE if mscale and kind == "yarn" else {})
+        for theirs, ours in names.items():
             if ours == "truncate":
                 value = inner.flag(theirs, True)
             elif ours in _WHOLE:
@@ -85,7 +94,8 @@ def write_rope(model: ModelSection) -> dict[str, Any]:
     if rope.fraction != 1:
         keys["partial_rotary_factor"] = rope.fraction
     if rope.scaling != "none":
-        values = {theirs: getattr(rope, ours) for theirs, ours in _KINDS[rope.scaling].items()}
+        names = _KINDS[rope.scaling] | (_MSCALE if rope.scaling == "yarn" else {})
+        values = {theirs: getattr(rope, ours) for theirs, ours in names.items()}
         keys["rope_scaling"] = {"rope_type": rope.scaling} | {
             k: v for k, v in values.items() if v is not None
         }

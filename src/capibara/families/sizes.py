@@ -17,6 +17,7 @@ def read_sizes(
     epsilon: float = 1e-6,
     tied: bool = False,
     head_dim: int | None = None,
+    kv_heads: int | None = None,
     length: int = 2048,
     act: str = "hidden_act",
     default_act: str = "silu",
@@ -25,15 +26,17 @@ def read_sizes(
 
     Args:
       keys: of the file. epsilon, tied, head_dim, length, default_act: what a file means that says nothing of them.
+      kv_heads: so too, by default as many as heads; null is that in every family.
       act: the key of the activation function.
     """
     heads = keys.whole("num_attention_heads")
+    absent = None if "num_key_value_heads" in keys.values else kv_heads
     settings: dict[str, Any] = {
         "vocab_size": keys.whole("vocab_size", least=2),
         "embed_dim": keys.whole("hidden_size"),
-        "num_layers": keys.whole("num_hidden_layers"),
+        "num_layers": keys.layers(),
         "num_heads": heads,
-        "num_kv_heads": keys.whole("num_key_value_heads", None) or heads,
+        "num_kv_heads": keys.whole("num_key_value_heads", absent) or heads,
         "mlp_dim": keys.whole("intermediate_size"),
         "max_sequence_length": keys.whole("max_position_embeddings", length),
         "norm_epsilon": keys.number("rms_norm_eps", epsilon),
@@ -66,6 +69,7 @@ def write_sizes(model: ModelSection, *, act: str = "hidden_act") -> dict[str, An
 
 
 def activation_name(model: ModelSection) -> str:
-    """The name of the activation function."""
+    """The name of the activation function (of swiglu_clamped, the one that its family's files have)."""
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    return {"gelu_tanh": "gelu_pytorch_tanh"}.get(model.activation, names[model.activation])
+    names |= {"gelu_tanh": "gelu_pytorch_tanh", "swiglu_clamped": "silu"}
+    return names[model.activation]

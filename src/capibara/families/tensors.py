@@ -10,12 +10,40 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, Self
 
+from capibara.compress.safetensors_file import Stored
 from capibara.families.errors import FamilyError
 
-__all__ = ["Piece", "Placed", "Rule", "places"]
+__all__ = ["ModelTensors", "Piece", "Placed", "Rule", "places"]
+
+
+class ModelTensors(Protocol):
+    """The tensors of a published model, open for reading; used as a context manager, and iterated over for names.
+
+    Attributes:
+      folder: where they are, for errors.
+      tensors: name → an object whose ``numbers(name)`` gives the bits, and how the tensor appears.
+      dtypes: name → the format in which a folder is to have it, where that is another.
+    """
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[Any, Stored]]: ...
+
+    @property
+    def dtypes(self) -> Mapping[str, str]: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +66,19 @@ class Piece:
         if sorted(names) != sorted(name for group in groups for name in group):
             raise ValueError(f"{self.path}: {self.form!r} has other names before the arrow than after it")
         return groups, names
+
+    @property
+    def leading(self) -> bool:
+        """Whether the first dimension of the tensor, alone, is the first one of the parameter."""
+        groups, names = self._groups
+        return groups[:1] == [names[:1]]
+
+    @property
+    def entry(self) -> Piece:
+        """How an entry of the first dimension lies in one of the tensor's, if they are the same."""
+        groups, names = self._groups
+        before = " ".join(f"({' '.join(group)})" for group in groups[1:])
+        return Piece(self.path, f"{before} -> {' '.join(names[1:])}")
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -67,16 +108,18 @@ class Rule:
       name: in the folder; ``{layer}`` stands for the number of the block. With ``{expert}`` there is a tensor for each
         entry of the parameters' first dimension, and pieces say how one entry lies in it.
       pieces: the parameters in it, in order. axis: along which they lie one after the other.
+      interleaved: along it their entries take turns: the first of each, then the second of each.
     """
 
     name: str
     pieces: tuple[Piece, ...]
     axis: int = 0
+    interleaved: bool = False
 
     @classmethod
-    def of(cls, name: str, *pieces: tuple[str, str], axis: int = 0) -> Rule:
+    def of(cls, name: str, *pieces: tuple[str, str], axis: int = 0, interleaved: bool = False) -> Rule:
         """``Rule.of("…q_proj.weight", ("attention.query.weight", "(heads dim) embed -> embed heads dim"))``."""
-        return cls(name, tuple(Piece(path, form) for path, form in pieces), axis)
+        return cls(name, tuple(Piece(path, form) for path, form in pieces), axis, interleaved)
 
 
 @dataclass(frozen=True)
@@ -88,12 +131,29 @@ class Placed:
       axis: along which several parameters lie.
       parts: for each parameter its piece, path, index in stacks (of blocks, of experts; ``()``: in none), its shape
         (of one entry) and where it starts along ``axis``.
+      step: its entries along ``axis`` are so far apart.
     """
 
     name: str
     shape: tuple[int, ...]
     axis: int
     parts: tuple[tuple[Piece, tuple[str, ...], tuple[int, ...], tuple[int, ...], int], ...]
+    step: int = 1
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it is a stack of matrices, and parameters take turns in each of them."""
+        several = self.step > 1 and self.axis > 0 and len(self.shape) > 2
+        return several and all(piece.leading for piece, *_ in self.parts)
+
+    def entries(self) -> Iterator[Placed]:
+        """Of a ``stacked`` tensor, each entry of its first dimension as a tensor."""
+        for row in range(self.shape[0]):
+            parts = tuple(
+                (piece.entry, path, (*index, row), shape[1:], start)
+                for piece, path, index, shape, start in self.parts
+            )
+            yield replace(self, shape=self.shape[1:], axis=self.axis - 1, parts=parts)
 
 
 def places(
@@ -136,11 +196,11 @@ def places(
             for piece, path in zip(rule.pieces, paths, strict=True):
                 shape = shapes[path][len(entry) :]
                 stored = piece.stored(shape)
-                parts.append((piece, path, entry, shape, at))
+                parts.append((piece, path, entry, shape, len(parts) if rule.interleaved else at))
                 at += stored[rule.axis]
             whole = (*stored[: rule.axis], at, *stored[rule.axis + 1 :])
             name = rule.name.format(layer=layer, expert=entry[-1] if entry else 0)
-            yield Placed(name, whole, rule.axis, tuple(parts))
+            yield Placed(name, whole, rule.axis, tuple(parts), len(parts) if rule.interleaved else 1)
 
     for rule in outside:
         yield from each(rule, (), (), 0)

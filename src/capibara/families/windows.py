@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.config.sections import ModelSection
+from capibara.families.errors import FamilyError
 from capibara.families.keys import Keys
 
 __all__ = ["layer_types", "read_pattern"]
@@ -21,7 +22,7 @@ def read_pattern(keys: Keys, *, default: list[str] | None = None) -> dict[str, A
       default: the kind of each layer (``"attention"``, ``"local"``) where ``layer_types`` is missing; by default they
         are all local if there is a window.
     """
-    count = keys.whole("num_hidden_layers")
+    count = keys.layers()
     window = keys.whole("sliding_window", None)
     types = keys.take("layer_types", None)
     if types is None:
@@ -48,5 +49,11 @@ def _period(kinds: list[str]) -> list[str]:
 
 
 def layer_types(model: ModelSection) -> list[str]:
-    """The names of all layers."""
+    """The names of all layers.
+
+    Raises:
+      FamilyError: a layer is no attention.
+    """
+    if other := next((kind for kind in model.block_kinds if kind not in _NAMES), None):
+        raise FamilyError(f"model.pattern has {other!r}, which no family with layer_types has")
     return [_NAMES[kind] for kind in model.block_kinds]

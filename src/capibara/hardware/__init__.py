@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from capibara.hardware.catalogue import chip_for_device_kind, get_chip, list_chips
     from capibara.hardware.chip import Chip, ChipError, Source
     from capibara.hardware.detect import cpu_name, detect_chip
+    from capibara.hardware.meshes import arrange_devices, build_mesh
     from capibara.hardware.prices import Price, PriceError, UnknownPriceError, get_price, load_prices
     from capibara.hardware.telemetry import (
         CpuTimes,
@@ -39,6 +40,8 @@ __all__ = [
     "Topology",
     "TopologyError",
     "UnknownPriceError",
+    "arrange_devices",
+    "build_mesh",
     "chip_for_device_kind",
     "cpu_name",
     "cpu_times",
@@ -57,6 +60,7 @@ _HOMES = {
     "catalogue": ("chip_for_device_kind", "get_chip", "list_chips"),
     "chip": ("Chip", "ChipError", "Source"),
     "detect": ("cpu_name", "detect_chip"),
+    "meshes": ("arrange_devices", "build_mesh"),
     "prices": ("Price", "PriceError", "UnknownPriceError", "get_price", "load_prices"),
     "telemetry": (
         "CpuTimes",

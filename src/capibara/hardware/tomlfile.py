@@ -66,6 +66,8 @@ def read_toml(
     try:
         return tomllib.loads(text), text
     except RecursionError as cause:
-        raise error(f"the {what} {shown!r} is not valid TOML: values are nested too deeply") from cause
+        raise error(
+            f"the {what} {shown!r} is not valid TOML: values are nested too deeply. Correct it there."
+        ) from cause
     except ValueError as cause:
-        raise error(f"the {what} {shown!r} is not valid TOML: {cause}") from cause
+        raise error(f"the {what} {shown!r} is not valid TOML: {cause}. Correct it there.") from cause

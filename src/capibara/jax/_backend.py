@@ -93,6 +93,10 @@ TYPICAL_CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] =
         (_array(2048, 512), _array(512, 32768), _array(2048, dtype=jnp.int32)),
         {},
     ),
+    "rotary": lambda: (
+        (_array(1, 1024, 8, 64), _array(1, 1024, 2, 64)),
+        {"positions": _array(1024, dtype=jnp.int32)},
+    ),
     "qr": lambda: ((_array(1024, 64),), {}),
     "cholesky_update": lambda: ((_array(256, 256), _array(256)), {}),
     "winograd_conv2d": lambda: ((_array(8, 28, 28, 128), _array(3, 3, 128, 128)), {}),

@@ -22,6 +22,8 @@ TARGETS = (
     "capibara_attention_backward",
     "capibara_attention_bias",
     "capibara_codes_product",
+    "capibara_grouped_outer",
+    "capibara_grouped_product",
     "capibara_max_plus",
     "capibara_max_plus_argmax",
     "capibara_recurrence",

@@ -10,7 +10,7 @@ from capibara.jax_versions import require_supported_jax
 
 require_supported_jax()  # first: an old JAX would fail below, less clearly
 
-from capibara.ops import attention, collective, conv, fft, linalg, loss, scan, tropical, vq
+from capibara.ops import attention, collective, conv, fft, linalg, loss, rotary, scan, tropical, vq
 from capibara.ops.errors import NoImplementationError, OpShapeError, OpTypeError, OpValueError, OpWarning
 from capibara.ops.explaining import Explanation, explain
 from capibara.ops.registry import list_ops
@@ -31,6 +31,7 @@ __all__ = [
     "linalg",
     "list_ops",
     "loss",
+    "rotary",
     "scan",
     "tropical",
     "use_tuning",

@@ -13,9 +13,9 @@ import numpy as np
 from jax.core import Tracer
 
 from capibara.errors import did_you_mean
-from capibara.ops.errors import OpTypeError, OpValueError
+from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 
-__all__ = ["check_flag", "check_key", "check_precision", "check_scale", "check_softcap"]
+__all__ = ["check_flag", "check_key", "check_precision", "check_scale", "check_sinks", "check_softcap"]
 
 _PRECISIONS = ("default", "high", "highest")
 
@@ -92,3 +92,23 @@ def check_softcap(op: str, softcap: Any) -> float | None:
     if not 0 < number < math.inf:
         raise OpValueError(f"{op}: softcap must be finite and above 0 (or None for no cap), got {softcap!r}")
     return number
+
+
+def check_sinks(op: str, sinks: Any, heads: int) -> None:
+    """Refuse what is not one floating-point number per head.
+
+    Raises:
+      OpTypeError, OpShapeError: the message names ``sinks``.
+    """
+    if sinks is None:
+        return
+    if not hasattr(sinks, "shape") or not hasattr(sinks, "dtype"):
+        raise OpTypeError(
+            f"{op}: sinks must be an array, got {type(sinks).__name__}. Remedy: jax.numpy.asarray(sinks)."
+        )
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise OpTypeError(f"{op}: sinks must be floating point, got {sinks.dtype}")
+    if tuple(sinks.shape) != (heads,):
+        raise OpShapeError(
+            f"{op}: sinks must have one logit per query head, shape {(heads,)}, got {tuple(sinks.shape)}"
+        )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
     from capibara.plan.cost import TpuCostOptimizer, estimate_operation_cost
     from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
-    from capibara.plan.layout import Layout
     from capibara.plan.memory import estimate_memory
     from capibara.plan.planning import Plan, plan
     from capibara.plan.serving import ServingPlan, UnreachableTargetError, plan_serving
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from capibara.plan.slices import Slice, parse_slice
     from capibara.plan.step import step_work
     from capibara.plan.workloads import Workload
+    from capibara.sharding import Layout
 
 __all__ = [
     "Candidate",
@@ -55,7 +55,6 @@ _HOMES = {
     "candidate": ("Candidate",),
     "cost": ("TpuCostOptimizer", "estimate_operation_cost"),
     "errors": ("CompilationError", "CompilerMissingError", "DoesNotFitError", "PlanError"),
-    "layout": ("Layout",),
     "memory": ("estimate_memory",),
     "planning": ("Plan", "plan"),
     "serving": ("ServingPlan", "UnreachableTargetError", "plan_serving"),

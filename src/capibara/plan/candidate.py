@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from capibara.hardware import Price
-from capibara.plan.layout import Layout
 from capibara.plan.slices import Slice
 from capibara.plan.time import StepTime
+from capibara.sharding import Layout
 
 __all__ = ["Candidate"]
 

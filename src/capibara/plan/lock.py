@@ -21,11 +21,11 @@ from capibara.errors import ConfigError
 from capibara.files import replace_file
 from capibara.plan.compiler import CompiledProgram, ProgramCache
 from capibara.plan.errors import PlanError
-from capibara.plan.layout import Layout
 from capibara.plan.planning import Plan, candidate_of
 from capibara.plan.sizes import size_text, unit_of
 from capibara.plan.slices import Slice, parse_slice
 from capibara.plan.work import TrainWork
+from capibara.sharding import Layout
 
 __all__ = ["Drift", "LockCheck", "check_lock", "write_lock"]
 

@@ -19,8 +19,8 @@ from capibara.config.flags import flag_problem
 from capibara.config.overrides import leaf_fields, setting_text
 from capibara.errors import ConfigError
 from capibara.plan.errors import PlanError
-from capibara.plan.layout import Layout
 from capibara.plan.slices import parse_slice
+from capibara.sharding import Layout
 
 __all__ = ["Planned", "read_planned", "train_command"]
 
@@ -51,6 +51,17 @@ class Planned:
     layout: Layout
     topology: str
 
+    def settings(self) -> dict[str, Any]:
+        """What a model's training takes of the plan: its layout, and the settings that its figures depend on, but not
+        the model's own."""
+        planned = _flat(self.config)
+        taken = {
+            key: value
+            for key, value in planned.items()
+            if key in _TELLING or key.partition(".")[0] in ("precision", "finetune")
+        }
+        return {**taken, **self.layout.settings()}
+
     def differences(self, config: ModularModelConfig) -> list[str]:
         """Settings for which the planned memory and time do not hold: ``"model.num_layers is 4, planned 2"`` …"""
         mine, planned = _flat(config), _flat(self.config)
@@ -58,7 +69,7 @@ class Planned:
             f"{key} is {mine.get(key, 'left out')!r}, planned {planned.get(key, 'left out')!r}"
             for key in leaf_fields(ModularModelConfig)
             if mine.get(key) != planned.get(key)
-            and (key in _TELLING or key.partition(".")[0] in ("model", "precision", "tpu"))
+            and (key in _TELLING or key.partition(".")[0] in ("model", "precision", "finetune", "tpu"))
             and key not in _INDIFFERENT
         ]
 
@@ -107,22 +118,27 @@ def read_planned(path: str | os.PathLike[str]) -> Planned:
         ) from None
 
 
-def train_command(config: ModularModelConfig, layout: Layout, source: str) -> str:
+def train_command(
+    config: ModularModelConfig, layout: Layout, source: str, base: ModularModelConfig | None = None
+) -> str:
     """The command line that trains a configuration in a layout, quoted for a shell.
 
     Args:
       config: the planned configuration.
       layout: one of its candidates.
-      source: the file or packaged name that the configuration comes from; settings that differ from it are listed.
+      source: the file or packaged name that the configuration comes from, or the folder of a model; settings that
+        differ from it are listed.
+      base: the settings of that model; None: ``source`` is a configuration.
     """
-    mine, base = _flat(config), _flat(ModularModelConfig.from_toml(source))
+    option = "--config" if base is None else "--model"
+    mine, given = _flat(config), _flat(ModularModelConfig.from_toml(source) if base is None else base)
     laid = layout.settings()
     changed = [
         f"{key}={setting_text(mine[key]) if key in mine else 'none'}"
         for key in leaf_fields(ModularModelConfig)
-        if mine.get(key) != base.get(key) and key not in laid
+        if mine.get(key) != given.get(key) and key not in laid
     ]
-    return shlex.join(["capibara", "train", "--config", source, *changed, *layout.overrides()])
+    return shlex.join(["capibara", "train", option, source, *changed, *layout.overrides()])
 
 
 def _table(value: Any) -> Mapping[str, Any]:

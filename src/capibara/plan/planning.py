@@ -14,15 +14,15 @@ from capibara.hardware import Price
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
 from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
-from capibara.plan.layout import Layout
 from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
 from capibara.plan.search.best_first import Search, search
 from capibara.plan.sizes import limit_text, size_text
 from capibara.plan.slices import Slice, parse_slice
 from capibara.plan.time import Part, StepTime, predict_step
-from capibara.plan.validation import check_counts, limit_of, price_of
+from capibara.plan.validation import COMPILE_REMEDY, check_counts, limit_of, price_of
 from capibara.plan.work import Rough, TrainWork, Work
+from capibara.sharding import Layout
 
 __all__ = ["Plan", "candidate_of", "memory_by_kind", "plan"]
 
@@ -40,7 +40,8 @@ class Plan:
       considered, promising, compiled: numbers of layouts in total, that might fit, and that were compiled.
       notes: caveats, such as that nothing was compiled or that no price is known.
       config: the configuration that was planned; None for a step function.
-      config_name: the file or packaged name that it comes from, if that is known.
+      config_name: the file or packaged name that it comes from, if that is known; with ``base`` a model's folder.
+      base: the settings with which that model is trained if nothing else is said.
     """
 
     work: str
@@ -54,6 +55,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     config: ModularModelConfig | None = field(default=None, repr=False)
     config_name: str | None = None
+    base: ModularModelConfig | None = field(default=None, repr=False)
 
     @property
     def best(self) -> Candidate:
@@ -97,7 +99,7 @@ class Plan:
         """
         if self.config is None or self.config_name is None or not self.candidates:
             return None
-        return train_command(self.config, self.best.layout, self.config_name)
+        return train_command(self.config, self.best.layout, self.config_name, self.base)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for scripts."""
@@ -196,9 +198,7 @@ def plan(
     if compile is None:
         compile = _can_compile(notes)
     elif not compile:
-        notes.append(
-            "nothing was compiled: memory and time are estimates (compile=True asks the TPU compiler)"
-        )
+        notes.append(f"nothing was compiled: memory and time are estimates ({COMPILE_REMEDY})")
     if compile:
         notes += find_compiler().notes()
         store = ProgramCache(cache)

@@ -16,12 +16,12 @@ from capibara.files import replace_file
 from capibara.plan.compiler import Job, ProgramCache
 from capibara.plan.errors import PlanError
 from capibara.plan.isolated import isolated
-from capibara.plan.layout import Layout
 from capibara.plan.search.space import WHOLE_PRODUCTS, meshes
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
 from capibara.plan.validation import MeshSizes
 from capibara.plan.work import Rough
+from capibara.sharding import Layout, Links
 
 __all__ = ["StepWork", "step_work"]
 
@@ -90,12 +90,13 @@ class StepWork:
         """The exact arguments; temporaries are not known before the program is compiled."""
         held = {kind: self._bytes(layout, numbers) for kind, numbers in self.kinds.items()}
         sizes = layout.axis_sizes
+        data_axes, model_axes = ([axis] if axis in sizes else [] for axis in ("data", "model"))
         data, model = sizes.get("data", 1), sizes.get("model", 1)
         whole = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["state"])
         rows = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["batch"]) / data
-        links = 2 * target.link_bandwidth
-        sent = (3 if layout.parameters == "sharded" else 2) * whole / model * (data - 1) / data / links
-        sent += 8 * rows * (model - 1) / model / links
+        links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
+        sent = (3 if layout.parameters == "sharded" else 2) * links.gather(whole / model, data_axes)
+        sent += 8 * links.gather(rows, model_axes)
         peak = target.chip.peak("bfloat16") * target.num_devices * _REACHED
         traffic = 2 * sum(held.values()) / (target.chip.hbm_bandwidth or 1e12)
         return Rough(held, self.counted_flops / peak, traffic, sent)

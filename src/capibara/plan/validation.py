@@ -9,7 +9,10 @@ from capibara.hardware import Price, UnknownPriceError, get_price
 from capibara.plan.errors import PlanError
 from capibara.plan.slices import Slice
 
-__all__ = ["MeshSizes", "check_counts", "limit_of", "price_of"]
+__all__ = ["COMPILE_REMEDY", "MeshSizes", "check_counts", "limit_of", "price_of"]
+
+COMPILE_REMEDY = "compile=True, or leaving out --no-compile, asks the TPU compiler"
+"""What plans that were not compiled say."""
 
 
 class MeshSizes:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Protocol
 
 from capibara.config import ModularModelConfig
+from capibara.config.sections import FinetuneSection
+from capibara.core.encoders import require_decoder
+from capibara.data.packed import decided, is_packed
 from capibara.errors import ConfigError
 from capibara.plan.compiler import Job
-from capibara.plan.layout import Layout
 from capibara.plan.memory import estimate_memory
-from capibara.plan.search.analytic import estimate_time, model_specs, step_flops
+from capibara.plan.search.analytic import count_parameters, estimate_time, step_flops
 from capibara.plan.search.space import layouts
 from capibara.plan.sizes import count_text
 from capibara.plan.slices import Slice
+from capibara.sharding import Layout
 
 __all__ = ["Rough", "TrainWork", "Work"]
 
@@ -82,19 +87,29 @@ class TrainWork:
     config: ModularModelConfig
 
     def __post_init__(self) -> None:
-        if self.config.finetune.method != "full":
+        require_decoder(self.config.model, "a plan for training")
+        if self.config.finetune.objective == "dpo":
             raise ConfigError(
-                f"finetune.method={self.config.finetune.method!r}: estimates are for training all parameters. Plan "
-                "with finetune.method=full; adapters need less"
+                "finetune.objective='dpo': steps on pairs of answers are not planned. Plan with "
+                "finetune.objective=next_token"
             )
+
+    @cached_property
+    def _decided(self) -> ModularModelConfig:
+        """``config`` with its kind of rows, which may take the first record of each data file."""
+        return self.config.replace(data=decided(self.config.data))
 
     @property
     def title(self) -> str:
-        """Layers, width, parameters and tokens a step."""
-        m, t = self.config.model, self.config.train
-        count = count_text(model_specs(self.config).num_params)
+        """Layers, width, parameters (and those trained, if not all) and tokens a step."""
+        m, t, f = self.config.model, self.config.train, self.config.finetune
+        words = f"{count_text(count_parameters(self.config.replace(finetune=FinetuneSection())).every)} parameters"
+        if f.method != "full":
+            words += f" and {count_text(count_parameters(self.config).trained)} of adapters"
+            words += "" if f.base == "none" else f" beside {f.base}"
+        words += ", packed" if is_packed(self._decided.data) else ""
         return (
-            f"{m.num_layers} × {'/'.join(m.pattern)}, width {m.embed_dim}, {count} parameters; "
+            f"{m.num_layers} × {_pattern_text(m.pattern)}, width {m.embed_dim}, {words}; "
             f"{t.batch_size} × {t.sequence_length} tokens a step"
         )
 
@@ -114,17 +129,27 @@ class TrainWork:
 
     def rough(self, layout: Layout, target: Slice) -> Rough:
         """What it would take, without a compiler."""
-        memory = estimate_memory(self.config, layout, target)
+        memory = estimate_memory(self._decided, layout, target)
         time = estimate_time(self.config, layout, target)
         return Rough(dict(memory.kinds), time.compute, time.memory, time.communication)
 
     def job(self, layout: Layout, target: Slice, *, buffers: bool = False) -> Job:
         """The program to compile."""
         return Job(
-            builder="capibara.train.lowered:lower_train_step",
-            params={"config": self.config.to_dict(), "layout": layout.to_json()},
+            builder="capibara.plan.workloads.training:lower_train_step",
+            params={
+                "config": self.config.to_dict(),
+                "layout": layout.to_json(),
+                "packed": is_packed(self._decided.data),
+            },
             slice=target,
             mesh=layout.mesh,
             compiler_options=layout.compiler_options,
             buffers=buffers,
         )
+
+
+def _pattern_text(pattern: Sequence[str]) -> str:
+    """``"5 local/attention"``."""
+    runs = [(kind, len(list(group))) for kind, group in groupby(pattern)]
+    return "/".join(kind if count == 1 else f"{count} {kind}" for kind, count in runs)

@@ -1,7 +1,7 @@
-"""Serving: generate text with a trained model.
+"""Serving: generate text with a trained model, and make vectors of texts.
 
 :class:`Generator` writes text from a model's parameters, one token at a time, with a cache; :class:`Sampling` sets
-how the next token is chosen.
+how the next token is chosen. :class:`Embedder` makes a vector of each text.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from capibara.jax_versions import require_supported_jax
 require_supported_jax()  # first: an old JAX would fail below, less clearly
 
 from capibara.data import Utf8Stream
+from capibara.serve.embed import Embedder
 from capibara.serve.generate import Generator
 from capibara.serve.load import LoadedModel, find_checkpoint, load_model
 from capibara.serve.sampling import Sampling, keep_top_k, keep_top_p, sample
 from capibara.serve.weights import load_compressed
 
 __all__ = [
+    "Embedder",
     "Generator",
     "LoadedModel",
     "Sampling",

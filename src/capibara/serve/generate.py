@@ -21,9 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.compress.jax_codes import is_coded, quantized
+from capibara.core.encoders import require_decoder
 from capibara.data import ByteTokenizer, Tokenizer, decode_stream
 from capibara.errors import ConfigError
 from capibara.serve.sampling import Sampling, sample
+from capibara.serve.token_ids import checked_ids
 
 __all__ = ["Generator"]
 
@@ -62,6 +64,7 @@ class Generator:
         places: int | None = None,
     ) -> None:
         settings = model.config.model
+        require_decoder(settings, "generating text")
         if places is not None and not 1 <= places <= settings.max_sequence_length:
             raise ConfigError(
                 f"places={places!r} must be from 1 to model.max_sequence_length={settings.max_sequence_length}."
@@ -87,6 +90,27 @@ class Generator:
             advance = quantized(advance, decoded=self.decoded.__setitem__)
         self._advance = jax.jit(advance, donate_argnums=3)
 
+        def advance_rows(
+            params: Any,
+            state: Any,
+            tokens: jax.Array,
+            segments: jax.Array,
+            cache: Any,
+            keys: Any,
+            number: Any,
+        ) -> Any:
+            inputs = {"tokens": tokens, "segments": segments}
+            logits, cache = model.decode(params, inputs, cache, state=state)
+            last = jnp.maximum(jnp.sum(segments, axis=1) - 1, 0)  # padding stands after the tokens
+            last = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
+            last = jnp.where(jnp.arange(last.shape[-1]) < allowed, last, -jnp.inf)
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+            return jax.vmap(lambda key, row: sample(key, row, self.sampling))(keys, last), cache
+
+        if any(map(is_coded, jax.tree_util.tree_leaves(params, is_leaf=is_coded))):
+            advance_rows = quantized(advance_rows, decoded=self.decoded.__setitem__)
+        self._advance_rows = jax.jit(advance_rows, donate_argnums=4)
+
     def tokens(
         self,
         prompt: Sequence[int] | np.ndarray,
@@ -109,25 +133,69 @@ class Generator:
         Raises:
           ConfigError: an argument is out of range. Raised by this call, not by the first token.
         """
-        history = np.asarray(prompt)
-        vocab_size = self.model.config.model.vocab_size
-        if history.ndim != 1 or not history.size or history.dtype.kind not in "iu":
-            raise ConfigError(
-                "prompt must be a sequence of at least one token id, got "
-                f"shape {history.shape} of {history.dtype}."
-            )
-        if history.min() < 0 or history.max() >= vocab_size:
-            raise ConfigError(
-                f"prompt has the token id {int(history.max() if history.min() >= 0 else history.min())}, but "
-                f"the model's ids are 0 to {vocab_size - 1} (model.vocab_size={vocab_size})."
-            )
+        return self._tokens(
+            self._checked(prompt, max_tokens, seed), max_tokens, jax.random.key(seed), frozenset(stop)
+        )
+
+    def _checked(self, prompt: Sequence[int] | np.ndarray, max_tokens: int, seed: int) -> list[int]:
+        """The prompt's tokens, if the arguments are in order."""
+        history = checked_ids("prompt", prompt, self.model.config.model.vocab_size)
         if max_tokens < 1:
             raise ConfigError(f"max_tokens={max_tokens!r} must be at least 1.")
         if not 0 <= seed < _MAX_SEED:
             raise ConfigError(f"seed={seed!r} must be an integer from 0 to {_MAX_SEED - 1}.")
-        return self._tokens(
-            [int(token) for token in history], max_tokens, jax.random.key(seed), frozenset(stop)
-        )
+        return [int(token) for token in history]
+
+    def batch(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        *,
+        max_tokens: int,
+        seed: int = 0,
+        stop: Collection[int] = (),
+    ) -> list[list[int]]:
+        """The token ids that continue each of several prompts, whose lengths may differ, computed together.
+
+        What a row gets does not depend on the others. Arguments as :meth:`tokens`.
+
+        Raises:
+          ConfigError: an argument is out of range; or a prompt and ``max_tokens`` do not fit into the cache, which does
+            not slide here.
+        """
+        rows = [self._checked(prompt, max_tokens, seed) for prompt in prompts]
+        if not rows:
+            return []
+        longest = max(map(len, rows))
+        if self.bounded and longest + max_tokens - 1 > self.places:
+            raise ConfigError(
+                f"a prompt of {longest} tokens and max_tokens={max_tokens} need {longest + max_tokens - 1} places, the "
+                f"cache has {self.places}. Shorten one of them, or use tokens(), whose cache slides."
+            )
+        ending = frozenset(stop)
+        width = max(1, 1 << (longest - 1).bit_length())
+        width = min(width, self.places) if self.bounded else width
+        tokens = np.zeros((len(rows), width), np.int32)
+        segments = np.zeros((len(rows), width), np.int32)
+        for at, row in enumerate(rows):
+            tokens[at, : len(row)], segments[at, : len(row)] = row, 1
+        cache = self.model.init_cache(len(rows), self.places, ragged=True)
+        keys = jax.random.split(jax.random.key(seed), len(rows))
+        found: list[list[int]] = [[] for _ in rows]
+        going = np.ones(len(rows), bool)
+        for number in range(max_tokens):
+            new, cache = self._advance_rows(
+                self.params, self.state, jnp.asarray(tokens), jnp.asarray(segments), cache, keys, number
+            )
+            new = np.asarray(new)
+            for at in np.flatnonzero(going):
+                if int(new[at]) in ending:
+                    going[at] = False
+                else:
+                    found[at].append(int(new[at]))
+            if not going.any():
+                break
+            tokens, segments = new[:, None], going.astype(np.int32)[:, None]
+        return found
 
     def text(self, prompt: str, *, max_tokens: int, seed: int = 0) -> Iterator[str]:
         """Yield the text that continues ``prompt``, in pieces of whole characters, until a token that ends it.

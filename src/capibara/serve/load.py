@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from capibara.data import read_tokenizer_files
-from capibara.families import Pretrained
+from capibara.families import Pretrained, tokenizer_files_of
 from capibara.train import (
     Checkpoint,
     CheckpointNotFoundError,
@@ -19,8 +18,8 @@ from capibara.train import (
     open_checkpoint,
     restore_model,
 )
-from capibara.train.checkpoint import SOURCE
 from capibara.train.rundir import lock_run
+from capibara.train.saved import Facts, model_items
 
 __all__ = [
     "LoadedModel",
@@ -98,20 +97,20 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
     from capibara.config import ModularModelConfig
 
     model = build_model(ModularModelConfig.from_toml(checkpoint.config_path))
-    if (record := checkpoint.meta.get(SOURCE)) is not None:
+    if (record := Facts.of(checkpoint).pretrained) is not None:
         model.pretrained = Pretrained.from_json(record, checkpoint.path / "meta.json")
     take_tokenizer(model, checkpoint.tokenizer_path)
     params, state = restore_model(checkpoint, model)
     return LoadedModel(model, params, state, checkpoint)
 
 
-def take_tokenizer(model: Any, folder: Path) -> None:
-    """Give a model the tokenizer of a folder, if there is one.
+def take_tokenizer(model: Any, folder: str | os.PathLike[str]) -> None:
+    """Give a model the tokenizer of a folder or GGUF file, if there is one.
 
     Raises:
       TokenizerError: a file is too large, or cannot be read.
     """
-    if files := read_tokenizer_files(folder):
+    if files := tokenizer_files_of(folder):
         model.tokenizer_files = files
 
 
@@ -128,8 +127,8 @@ def save_pretrained_run(model: Any, folder: str | os.PathLike[str]) -> Checkpoin
     with lock_run(Path(folder)):
         return checkpoint_store(Path(folder)).save(
             0,
-            {"model": {"params": model.params, "state": model.state}},
-            meta={SOURCE: model.pretrained.to_json()},
+            model_items(model.params, model.state),
+            meta=Facts(pretrained=model.pretrained.to_json()).to_meta(),
             config_toml=model.config.to_toml(),
             tokenizer=model.tokenizer_files,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,15 @@ from capibara.compress.errors import CompressError
 from capibara.compress.loading import load_sharded
 from capibara.compress.models.numbers import numpy_dtype
 from capibara.compress.running import check_decode, refuse
+from capibara.families import read_config
+from capibara.serve.carried import carried_config, carried_source, carried_tokenizer
 from capibara.serve.load import LoadedModel, build_model, take_tokenizer
 
 if TYPE_CHECKING:
+    from capibara.config import ModularModelConfig
     from capibara.train import Checkpoint
 
-__all__ = ["load_compressed", "settings_beside"]
+__all__ = ["load_compressed", "weights_config"]
 
 
 def load_compressed(
@@ -24,6 +28,7 @@ def load_compressed(
     config: Any = None,
     *,
     checkpoint: Checkpoint | None = None,
+    published: str | os.PathLike[str] | None = None,
     decode: bool | str = True,
 ) -> LoadedModel:
     """Load a model with the parameters of a compressed file.
@@ -33,8 +38,10 @@ def load_compressed(
     Args:
       path: the file, written by :class:`capibara.compress.ModelCompressionAPI`.
       config: the model's settings, a :class:`~capibara.config.ModularModelConfig`; by default those of the
-        checkpoint, otherwise the ``config.toml`` in the file's folder.
+        checkpoint or of ``published``, otherwise those that the file carries, otherwise the ``config.toml`` in its
+        folder.
       checkpoint: source of the model's non-trained state (codebooks).
+      published: the folder or GGUF file of the published model that was compressed: its settings and tokenizer.
       decode: ``True``: decode all parameters. ``False``: those stored with ``int8``, ``int4`` or ``nf4`` stay
         quantized and take about as much memory as the file; :class:`~capibara.serve.Generator` multiplies by them
         without decoding (:func:`capibara.compress.quantized`). ``"auto"``: the same, without an error if none can.
@@ -48,16 +55,21 @@ def load_compressed(
     """
     import jax
 
-    from capibara.config import ModularModelConfig
     from capibara.train import restore_model
 
     check_decode(decode)
     path = Path(path)
-    if config is None:
-        beside = settings_beside(path) if checkpoint is None else checkpoint.config_path
-        config = ModularModelConfig.from_toml(beside)
+    with Archive(path) as archive:
+        metadata = archive.metadata
+    source = carried_source(metadata, path)
+    if published is not None:
+        own, source = read_config(published)
+        config = own if config is None else config
+    elif config is None:
+        config = weights_config(path, checkpoint)
     model = build_model(config)
-    take_tokenizer(model, path.parent / "tokenizer" if checkpoint is None else checkpoint.tokenizer_path)
+    model.pretrained = source
+    _take_tokenizer(model, path, metadata, checkpoint, published)
     expected, state = jax.eval_shape(lambda: model.init(0))
     if checkpoint is not None:
         _, state = restore_model(checkpoint, model)
@@ -87,19 +99,47 @@ def _quantized(archive: Archive, likes: dict[str, Any], decode: bool | str) -> d
     return found
 
 
-def settings_beside(path: str | os.PathLike[str]) -> Path:
-    """The ``config.toml`` in the folder of a compressed file.
+def _take_tokenizer(
+    model: Any,
+    path: Path,
+    metadata: Mapping[str, str],
+    checkpoint: Checkpoint | None,
+    published: str | os.PathLike[str] | None,
+) -> None:
+    """Give a model the tokenizer of its checkpoint or folder, or that which its compressed file carries."""
+    if published is not None:
+        take_tokenizer(model, published)
+    elif checkpoint is not None:
+        take_tokenizer(model, checkpoint.tokenizer_path)
+    elif files := carried_tokenizer(metadata, path):
+        model.tokenizer_files = files
+    else:
+        take_tokenizer(model, path.parent / "tokenizer")
+
+
+def weights_config(path: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> ModularModelConfig:
+    """The settings of a compressed file's model: of its checkpoint, carried by the file, or beside it.
 
     Raises:
-      CompressError: there is none.
+      ConfigError: they cannot be read.
+      CompressError: there are none.
+      ArchiveError: not an archive, or a damaged one.
     """
+    from capibara.config import ModularModelConfig
+
+    if checkpoint is not None:
+        return ModularModelConfig.from_toml(checkpoint.config_path)
+    with Archive(path) as archive:
+        config = carried_config(archive.metadata, path)
+    if config is not None:
+        return config
     beside = Path(path).parent / "config.toml"
     if not beside.is_file():
         raise CompressError(
-            f"config: there is no {beside}, and a .capi file does not say what model it belongs to. Remedy: "
-            "--config, --checkpoint, or that file."
+            f"config: there is no {beside}, and {path} does not say what model it belongs to. Remedy: --config, "
+            "--checkpoint, --model, or that file."
         )
-    return beside
+    return ModularModelConfig.from_toml(beside)
 
 
 def _fitted(path: Path, expected: Any, found: Any) -> Any:

@@ -37,7 +37,8 @@ from capibara.train.metrics import MetricsLog, read_losses, read_metrics
 from capibara.train.optimizer import build_optimizer, decay_mask, learning_rate_schedule
 from capibara.train.placement import Placement
 from capibara.train.plot import plot_losses
-from capibara.train.resume import restore_model
+from capibara.train.run import Run
+from capibara.train.saved import restore_model
 from capibara.train.state import TrainState
 from capibara.train.step import make_eval_step, make_train_step
 from capibara.train.trainer import Origin, TrainReport, checkpoint_store, train
@@ -56,6 +57,7 @@ __all__ = [
     "Origin",
     "Placement",
     "ResumeMismatchError",
+    "Run",
     "RunLockedError",
     "RunWriteError",
     "TextNotFoundError",

@@ -87,7 +87,7 @@ class BatchSampler:
     def __post_init__(self) -> None:
         if self.tokens.size < self.sequence_length + 1:
             raise DataError(
-                f"the training text has {self.tokens.size} bytes, which is too short for one sequence of "
+                f"the training text has {self.tokens.size} tokens, which is too short for one sequence of "
                 f"train.sequence_length={self.sequence_length} (it needs {self.sequence_length + 1}). Give "
                 "more text, or a smaller train.sequence_length."
             )
@@ -135,7 +135,7 @@ def validation_batches(
     windows = (tokens.size - 1) // sequence_length
     if windows < 1:
         raise DataError(
-            f"the held-out text has {tokens.size} bytes, which is too short for one sequence of "
+            f"the held-out text has {tokens.size} tokens, which is too short for one sequence of "
             f"train.sequence_length={sequence_length} (it needs {sequence_length + 1}). Give more text, "
             "raise data.validation_fraction, or lower train.sequence_length."
         )

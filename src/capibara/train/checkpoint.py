@@ -15,6 +15,7 @@ which case the previous checkpoint is used::
         meta.json       step, seconds trained, fingerprint of the text
         manifest.json   {"files": {"model/…": [bytes, sha256], …}}
       600/ …
+      best            a link to one of them, if that is asked for
 
 The Orbax folders are ordinary ones: ``orbax.checkpoint.StandardCheckpointer().restore(folder / "400/model")``
 reads them. Nothing in a checkpoint is pickled.
@@ -23,19 +24,24 @@ reads them. Nothing in a checkpoint is pickled.
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
+import inspect
 import json
 import logging
 import os
 import re
 import shutil
 import stat
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capibara.errors import CapibaraError
 from capibara.files import fsync_folder
 from capibara.train import extras
 from capibara.train.errors import (
@@ -46,11 +52,7 @@ from capibara.train.errors import (
 )
 from capibara.train.rundir import atomic_write, prepare_folder
 
-__all__ = ["SOURCE", "Checkpoint", "CheckpointStore", "open_checkpoint"]
-
-SOURCE = "pretrained"
-"""In ``meta``: where the model came from, if it was published (:class:`capibara.families.Pretrained`)."""
-
+__all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
 
 _FORMAT = 1
 _MAX_JSON = 64 << 20
@@ -58,6 +60,7 @@ _MAX_FILES = 1_000_000
 _TEMPORARY = ".tmp-"
 _DAMAGED = "damaged-"
 _TOKENIZER = "tokenizer"
+_BEST = "best"
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,15 @@ class Checkpoint:
 
         Raises:
           ResumeMismatchError: the checkpoint has other arrays than ``target``.
+          CheckpointDamagedError: its checksums fit, but not what its files say.
         """
         ocp = extras.orbax()
         path = self.path.absolute() / item
-        with _quiet_orbax(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        with (
+            _quiet_orbax(),
+            self._naming(item),
+            ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer,
+        ):
             # Compared here, because Orbax casts where types differ and says little where trees do.
             if difference := _difference(checkpointer.metadata(path).item_metadata.tree, target):
                 raise ResumeMismatchError(
@@ -112,6 +120,20 @@ class Checkpoint:
                 )
             return checkpointer.restore(path, args=ocp.args.StandardRestore(target))
 
+    @contextmanager
+    def _naming(self, item: str) -> Iterator[None]:
+        """Orbax raises whatever its parser, or TensorStore, stumbles over."""
+        try:
+            yield
+        except (CapibaraError, MemoryError):
+            raise
+        except Exception as error:
+            _drop_readers(error)
+            raise CheckpointDamagedError(
+                f"the checkpoint {str(self.path)!r} cannot be read: {item}: {_first_line(error)}. Restore the folder "
+                "from a copy, or start over with --fresh."
+            ) from error
+
 
 class CheckpointStore:
     """The checkpoints of one run, in their own folder.
@@ -119,11 +141,12 @@ class CheckpointStore:
     Args:
       folder: created when something is saved.
       keep: number of newest checkpoints to keep.
+      keep_every: those whose step is a multiple of it are kept too; 0: none.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2, keep_every: int = 0) -> None:
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep, self.keep_every = keep, keep_every
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, oldest first.
@@ -184,8 +207,9 @@ class CheckpointStore:
         meta: Mapping[str, Any],
         config_toml: str,
         tokenizer: Mapping[str, bytes] | None = None,
+        best: bool = False,
     ) -> Checkpoint:
-        """Write a checkpoint and, once it is complete, remove all but the ``keep`` newest.
+        """Write a checkpoint and, once it is complete, remove those that nothing keeps.
 
         Args:
           step: its name. A checkpoint of the same step is replaced.
@@ -193,6 +217,7 @@ class CheckpointStore:
           meta: JSON values.
           config_toml: the settings as TOML text.
           tokenizer: name → content of the tokenizer's files, if it is not bytes.
+          best: whether it is better than all before: the link ``best`` points to it, and it is kept.
 
         Raises:
           CheckpointWriteError: the disk is full, a file may not be written …; earlier checkpoints are unchanged.
@@ -235,11 +260,42 @@ class CheckpointStore:
                 f"could not write the checkpoint of step {step} to {str(self.folder)!r}: {reason}. "
                 f"{remains}. Free some space (or lower checkpoint.keep) and run the same command again."
             ) from error
+        if best:
+            self.mark_best(step)
         self._prune()
         return Checkpoint(final, step, content)
 
+    def mark_best(self, step: int) -> None:
+        """Let the link ``best`` point to the checkpoint of a step, which is kept from then on.
+
+        Raises:
+          CheckpointWriteError: there is something else of that name, or the file system has no links.
+        """
+        mark, link = self.folder / _BEST, self.folder / f"{_TEMPORARY}{_BEST}-{os.getpid()}"
+        try:
+            link.unlink(missing_ok=True)
+            link.symlink_to(str(step), target_is_directory=True)
+            os.replace(link, mark)
+            fsync_folder(self.folder)
+        except OSError as error:
+            link.unlink(missing_ok=True)
+            raise CheckpointWriteError(
+                f"the checkpoint of step {step} is written, but {str(mark)!r} cannot point to it: {error.strerror}. "
+                "Move away what has that name, or pass checkpoint.keep_best=false (as on a file system without links)."
+            ) from error
+
+    def best_step(self) -> int | None:
+        """The step of the checkpoint that is marked as the best; None if none is, or it is not there any more."""
+        try:
+            name = os.readlink(self.folder / _BEST)
+        except OSError:
+            return None
+        return int(name) if name.isdecimal() and int(name) in self.steps() else None
+
     def clean(self) -> None:
         """Remove leftovers of interrupted saves. Only the holder of the run's lock may call this."""
+        for link in self.folder.glob(f"{_TEMPORARY}{_BEST}-*"):
+            _unlink_link(link)
         for path in self._entries(_TEMPORARY):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -255,6 +311,7 @@ class CheckpointStore:
         """Remove every checkpoint of the run."""
         for path in [*self._entries(_TEMPORARY), *self._entries(_DAMAGED)]:
             shutil.rmtree(path, ignore_errors=True)
+        _unlink_link(self.folder / _BEST)
         for step in reversed(self.steps()):
             shutil.rmtree(self.folder / str(step))
 
@@ -262,11 +319,20 @@ class CheckpointStore:
         return [path for path in self.folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
 
     def _prune(self) -> None:
+        best = self.best_step()
         for step in self.steps()[: -self.keep]:
+            if step == best or (self.keep_every and step % self.keep_every == 0):
+                continue
             # Away from its name first: a kill in the middle of the removal leaves no half checkpoint.
             doomed = self.folder / f"{_TEMPORARY}old-{step}"
             os.rename(self.folder / str(step), doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _unlink_link(path: Path) -> None:
+    """Remove a link; anything else of that name is not ours."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -396,6 +462,22 @@ def _storage_reason(error: BaseException) -> str | None:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:400].rstrip(".")
+
+
+def _drop_readers(error: Exception) -> None:
+    """Let go of Orbax's readers of other arrays now: each of them prints a traceback when it is let go of."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: (
+        None if inspect.iscoroutine(unraisable.object) else hook(unraisable)
+    )
+    try:
+        seen: BaseException | None = error
+        while seen is not None:
+            traceback.clear_frames(seen.__traceback__)
+            seen = seen.__cause__ or seen.__context__
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from typing import BinaryIO
 import numpy as np
 
 from capibara.data import JSONL_SUFFIXES, ByteTokenizer, DocumentError, Tokenizer, read_jsonl
+from capibara.train.batches import BatchSampler, validation_batches
 from capibara.train.errors import DataError, TextNotFoundError
 
 __all__ = [
@@ -36,7 +37,9 @@ __all__ = [
     "Corpus",
     "load_corpus",
     "python_documentation",
+    "read_text",
     "split_corpus",
+    "text_files",
     "text_pieces",
 ]
 
@@ -78,6 +81,24 @@ class Corpus:
     def unit(self) -> str:
         """What a token is: ``"byte"`` or ``"token"``."""
         return "token" if self.tokenizer.files else "byte"
+
+    @property
+    def highest(self) -> int:
+        """The largest token id."""
+        return int(max(part.max() for part in (self.train, self.validation) if part.size))
+
+    def batches(self, *, batch_size: int, sequence_length: int, seed: int) -> BatchSampler:
+        """What a run trains on."""
+        return BatchSampler(self.train, batch_size, sequence_length, seed)
+
+    def validation_batches(
+        self, *, batch_size: int, sequence_length: int, max_batches: int
+    ) -> list[np.ndarray]:
+        """The held-out text in fixed batches, the same ones at every evaluation; none if there is no such text."""
+        if not self.validation.size:
+            return []
+        sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
+        return validation_batches(self.validation, **sizes, max_batches=max_batches)
 
     def __str__(self) -> str:
         return (
@@ -124,7 +145,7 @@ def load_corpus(
             documents += 1
         name = f"CPython {platform.python_version()} documentation (pydoc_data.topics)"
     else:
-        for path in _text_files(paths):
+        for path in text_files(paths):
             if str(path).endswith(JSONL_SUFFIXES):
                 for document in _documents(path):
                     starts.add(len(text) + len(_SEPARATOR) * bool(text))
@@ -270,7 +291,28 @@ def python_documentation() -> Iterator[str]:
             yield "\n\n".join(kept)
 
 
-def _text_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Path | str]:
+def read_text(path: Path | str, stdin: BinaryIO | None = None, *, max_bytes: int = MAX_CORPUS_BYTES) -> bytes:
+    """The bytes of one text, UTF-8; ``"-"`` is standard input.
+
+    Raises:
+      DataError: as :func:`load_corpus`.
+    """
+    text = bytearray()
+    if path == "-":
+        stream, name = sys.stdin.buffer if stdin is None else stdin, "standard input"
+        _append(text, _checked(stream, name), name, max_bytes)
+    else:
+        _append_file(text, path, max_bytes)
+    return bytes(text)
+
+
+def text_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Path | str]:
+    """The files that paths name; a folder is searched as :func:`load_corpus` says.
+
+    Raises:
+      TextNotFoundError: a path does not exist, or a folder contains no text file.
+      DataError: it is neither a file nor a folder.
+    """
     for given in paths:
         if given == "-":
             yield "-"

@@ -17,14 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from capibara.train.batches import BatchSampler
 from capibara.train.errors import DivergedError
 from capibara.train.metrics import MetricsLog
-from capibara.train.placement import Placement
 from capibara.train.progress import Reporter
+from capibara.train.protocols import Batch
+from capibara.train.run import Run
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
-from capibara.train.step import microbatch
 
 __all__ = ["Loop", "Utilisation"]
 
@@ -74,26 +73,23 @@ class _Meter:
 class Loop:
     """Runs optimizer steps until the plan, the time limit or a signal ends it.
 
-    ``save(state, step, seconds)`` writes a checkpoint, ``after_evaluation(step, bits)`` is called after each
-    validation. After :meth:`run`, ``reason`` is "finished", "time" or "interrupted".
+    ``save(state, step, seconds, bits, best)`` writes a checkpoint, ``after_evaluation(step, bits)`` is called after
+    each validation. After :meth:`run_steps`, ``reason`` is "finished", "time" or "interrupted".
     """
 
-    config: Any
-    placement: Placement
-    sampler: BatchSampler
+    run: Run
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
-    validation: list[np.ndarray]
     log: MetricsLog
-    save: Callable[[TrainState, int, float], None]
+    save: Callable[[TrainState, int, float, float | None, bool], None]
     after_evaluation: Callable[[int, float], None]
     reporter: Reporter
     stop: StopFlag
     utilisation: Utilisation | None = None
-    bytes_per_token: float = 1.0
     seconds_before: float = 0.0
     last_loss: float | None = None
     last_bits: float | None = None
+    best_bits: float | None = None
     reason: str = "finished"
 
     def __post_init__(self) -> None:
@@ -108,19 +104,15 @@ class Loop:
         """Training time of the whole run: this process since the loop began, and those before it."""
         return self.seconds_before + time.perf_counter() - self._begun
 
-    def put_batch(self, step: int) -> dict[str, jax.Array]:
-        """The batch of one step on the devices: int32 ``[microbatches, rows, length + 1]``."""
-        tokens = self.sampler.batch(step)
-        return self.placement.put_batch(microbatch(tokens, self.config.train.gradient_accumulation_steps))
-
-    def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
+    def run_steps(self, state: TrainState, start: int) -> tuple[TrainState, int]:
         """Train from ``start`` steps on; ``state`` is donated. Returns the last state and its step.
 
         Raises:
           DivergedError: the loss is not finite any more.
           CheckpointWriteError, RunWriteError: the disk is full …; earlier checkpoints stay.
         """
-        settings, limit = self.config.train, self.config.train.max_seconds
+        settings, checkpoint = self.run.config.train, self.run.config.checkpoint
+        limit = settings.max_seconds
         step = saved = start
         self._begun = time.perf_counter()
         self._resume_clock()
@@ -131,28 +123,33 @@ class Loop:
             if limit is not None and self.seconds >= limit:
                 self.reason = "time"
                 break
-            state, metrics = self.train_step(state, self.put_batch(step))
+            state, metrics = self.train_step(state, self.run.put_batch(step))
             step += 1
             self._pending.append((step, metrics))
             while len(self._pending) > _STEPS_AHEAD:
                 self._finish_oldest()
             if step == settings.steps:
                 break
-            evaluate, save = step % settings.eval_every == 0, step % self.config.checkpoint.every_steps == 0
+            evaluate = step % settings.eval_every == 0
+            save = step % checkpoint.every_steps == 0
             if evaluate or save:
                 self._drain()
-                if evaluate:
-                    self._evaluate(state, step)
-                if save:
-                    self._save(state, step)
+                bits = self._evaluate(state, step) if evaluate else None
+                if save or self._is_best(bits):
+                    self._save(state, step, bits)
                     saved = step
                 self._resume_clock()
         self._drain()
-        if self.reason != "interrupted":
-            self._evaluate(state, step)
-        if step > saved:
-            self._save(state, step)
+        bits = self._evaluate(state, step) if self.reason != "interrupted" else None
+        if step > saved or self._is_best(bits):
+            self._save(state, step, bits)
         return state, step
+
+    def _is_best(self, bits: float | None) -> bool:
+        """Whether a validation is better than all before, and that counts."""
+        if bits is None or not self.run.config.checkpoint.keep_best:
+            return False
+        return self.best_bits is None or bits < self.best_bits
 
     def _resume_clock(self) -> None:
         self.total.restart()
@@ -165,7 +162,7 @@ class Loop:
     def _finish_oldest(self) -> None:
         step, metrics = self._pending.popleft()
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        tokens = self.sampler.batch_size * self.sampler.sequence_length
+        tokens = self.run.batches.batch_size * self.run.batches.sequence_length
         self.total.add(tokens)
         self._window.add(tokens)
         self.last_loss = values["loss"]
@@ -173,11 +170,11 @@ class Loop:
             raise DivergedError(
                 f"the loss became {self.last_loss} at step {step}. Nothing of that is saved: the newest "
                 "checkpoint is from before. Lower optimizer.learning_rate (now "
-                f"{self.config.optimizer.learning_rate:g}), or set optimizer.grad_clip_norm, and run again."
+                f"{self.run.config.optimizer.learning_rate:g}), or set optimizer.grad_clip_norm, and run again."
             )
         self._line.append(values)
         self.reporter.step(step, self.last_loss)
-        if step % self.config.train.log_every == 0 or step == self.config.train.steps:
+        if step % self.run.config.train.log_every == 0 or step == self.run.config.train.steps:
             self._write_line(step)
 
     def _write_line(self, step: int) -> None:
@@ -203,16 +200,19 @@ class Loop:
         self._line.clear()
         self._window = _Meter()
 
-    def _evaluate(self, state: TrainState, step: int) -> None:
+    def _evaluate(self, state: TrainState, step: int) -> float | None:
+        """Bits per byte of the held-out text; None if there is none."""
         self._write_line(step)
-        if not self.validation:
-            return
+        if not self.run.validation:
+            return None
         # Queue every batch, then read: one wait instead of one per batch.
         results = [
-            self.eval_step(state.params, state.model_state, self.placement.put_batch(tokens))
-            for tokens in self.validation
+            self.eval_step(state.params, state.model_state, self.run.placement.put_batch(batch))
+            for batch in self.run.validation
         ]
-        bits = self._bits(float(np.mean([np.float64(value) for value in jax.device_get(results)])))
+        counts = [_counted(batch) for batch in self.run.validation]
+        values = [np.float64(value) for value in jax.device_get(results)]
+        bits = self._bits(float(np.average(values, weights=counts)))
         if not math.isfinite(bits):
             raise DivergedError(
                 f"the validation loss became {bits} at step {step}. Lower optimizer.learning_rate."
@@ -220,12 +220,26 @@ class Loop:
         self.last_bits = bits
         self.log.write({"kind": "validation", "step": step, "bits_per_byte": bits, "seconds": self.seconds})
         self.after_evaluation(step, bits)
+        return bits
 
     def _bits(self, nats: float) -> float:
         """Bits per byte of a loss in nats per token."""
-        return nats / math.log(2) / self.bytes_per_token
+        return nats / math.log(2) / self.run.source.bytes_per_token
 
-    def _save(self, state: TrainState, step: int) -> None:
+    def _save(self, state: TrainState, step: int, bits: float | None) -> None:
         self._write_line(step)
         self.log.sync()
-        self.save(state, step, self.seconds)
+        best = self._is_best(bits)
+        self.save(state, step, self.seconds, bits, best)
+        if best:
+            self.best_bits = bits
+
+
+def _counted(batch: Batch) -> float:
+    """How many tokens the mean loss of a validation batch is over, relative to those of others."""
+    if not isinstance(batch, dict) or "weights" not in batch:
+        return 1.0
+    counted = batch["weights"][:, 1:]
+    if "reference" in batch:  # pairs, of which the chosen answers
+        counted = counted[batch["segments"][:, 1:] == 1]
+    return float(counted.sum())

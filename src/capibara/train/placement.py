@@ -1,8 +1,8 @@
 """The sharding of a run's arrays: the same for the step that a plan compiles and the step that a run executes.
 
 Without a layout, training is data-parallel: the state is replicated, a batch is sharded along its rows, and XLA
-inserts the sums between devices. With one device nothing is added. A :class:`~capibara.plan.Layout` specifies more: a
-mesh with several axes, parameters and moments sharded over them by the names of their dimensions
+inserts the sums between devices. With one device nothing is added. A :class:`~capibara.sharding.Layout` specifies
+more: a mesh with several axes, parameters and moments sharded over them by the names of their dimensions
 (``model.param_axes`` and the layout's :class:`~capibara.config.axes.AxisRules`), moments in the hosts' memory.
 
 :meth:`Placement.describe_state` returns the state without arrays: shapes, dtypes and shardings. A plan lowers its
@@ -11,24 +11,27 @@ step for it; a run creates its first state and reads checkpoints with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from capibara.compose import param_shardings
+from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
 from capibara.errors import ConfigError, did_you_mean
-from capibara.plan.compiler.devices import arrange_devices
-from capibara.plan.layout import Layout
+from capibara.hardware import build_mesh
+from capibara.sharding import Layout
 from capibara.train import extras
+from capibara.train.protocols import Batch, Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.trainable import trained_part
 
-__all__ = ["HOST_MEMORY", "Placement", "axes_shardings", "first_state"]
+__all__ = ["HOST_MEMORY", "Placement", "first_state"]
 
 HOST_MEMORY = "pinned_host"
 """JAX's name for memory of the host that a device reads by itself."""
@@ -54,7 +57,7 @@ class Placement:
         available = list(jax.local_devices() if devices is None else devices)
         count = max(n for n in range(1, len(available) + 1) if rows % n == 0)
         chosen = tuple(available[:count])
-        return cls(chosen, Mesh(np.asarray(chosen), ("data",)) if count > 1 else None)
+        return cls(chosen, build_mesh((count,), ("data",), chosen) if count > 1 else None)
 
     @classmethod
     def over(cls, mesh: Mesh, layout: Layout) -> Placement:
@@ -93,11 +96,11 @@ class Placement:
                     f"tpu.offload={layout.offload!r}: {chosen[0].platform} devices here cannot reach the host's memory "
                     f"({HOST_MEMORY!r} is not among {', '.join(sorted(there))}). Pass tpu.offload=none"
                 )
-        grid = arrange_devices([size for _, size in layout.mesh], chosen)
-        return cls.over(Mesh(grid, tuple(axis for axis, _ in layout.mesh)), layout)
+        names, sizes = zip(*layout.mesh, strict=True)
+        return cls.over(build_mesh(sizes, names, chosen), layout)
 
     @classmethod
-    def of(cls, config: Any, devices: Sequence[Any] | None = None) -> Placement:
+    def of(cls, config: ModularModelConfig, devices: Sequence[Any] | None = None) -> Placement:
         """The placement of a run's settings: with ``tpu.enabled`` their mesh and layout, otherwise :meth:`choose`.
 
         Raises:
@@ -133,7 +136,7 @@ class Placement:
     def _data_devices(self) -> int:
         """Parts that the layout cuts rows into."""
         sizes = {} if self.layout is None else self.layout.axis_sizes
-        return sizes.get("data", 1) * sizes.get("fsdp", 1)
+        return math.prod(sizes.get(axis, 1) for axis in ("data", "fsdp", "expert"))
 
     def check_rows(self, batch_size: int) -> None:
         """Refuse a batch that the layout does not divide.
@@ -159,33 +162,42 @@ class Placement:
             return self.replicated
         return NamedSharding(self.mesh, PartitionSpec(*[None] * (len(shape) - 2), *spec, None))
 
-    def put_batch(self, tokens: np.ndarray) -> dict[str, jax.Array]:
-        """Move int32 tokens ``[..., rows, length]`` to the devices, sharded by rows if possible."""
-        return {"tokens": jax.device_put(tokens, self.batch_sharding(tokens.shape))}
+    def put_batch(self, batch: Batch) -> dict[str, jax.Array]:
+        """Move int32 tokens ``[..., rows, length]``, or a batch of such arrays, to the devices, sharded by rows if
+        possible."""
+        arrays = batch if isinstance(batch, dict) else {"tokens": batch}
+        return {
+            name: jax.device_put(array, self.batch_sharding(array.shape)) for name, array in arrays.items()
+        }
 
     def put_state(self, state: Any) -> Any:
         """Move a pytree of state to every device, replicated."""
         return jax.device_put(state, self.replicated)
 
-    def cut(self, batches: Sequence[np.ndarray], batch_size: int) -> list[np.ndarray]:
+    def cut(self, batches: Sequence[_Batch], batch_size: int) -> list[_Batch]:
         """Split validation batches into microbatches as in training: a layout has no memory for more.
 
         Args:
-          batches: ``[rows, length]`` each; not split without a layout, or with fewer rows than devices along the data
-            axes. Rows that do not fill a piece are dropped.
+          batches: of ``[rows, length]`` each; not split without a layout, or with fewer rows than devices along the
+            data axes. Rows that do not fill a piece are dropped.
         """
         if self.layout is None:
             return list(batches)
         data = self._data_devices
-        pieces = []
+        pieces: list[Any] = []
         for batch in batches:
             # Of a short text some rows may be left over: replicated, they would take more than training does.
-            rows = min(batch_size // self.layout.microbatches, len(batch) // data * data)
-            count = len(batch) // rows if rows else 0
-            pieces += np.split(batch[: count * rows], count) if count else [batch]
+            height = len(batch["tokens"] if isinstance(batch, dict) else batch)
+            rows = min(batch_size // self.layout.microbatches, height // data * data)
+            count = height // rows if rows else 0
+            cuts = [slice(at * rows, (at + 1) * rows) for at in range(count)] or [slice(None)]
+            pieces += [
+                {k: v[cut] for k, v in batch.items()} if isinstance(batch, dict) else batch[cut]
+                for cut in cuts
+            ]
         return pieces
 
-    def make_state(self, model: Any, optimizer: Any, *, seed: int, params: Any = None) -> TrainState:
+    def make_state(self, model: Model, optimizer: Optimizer, *, seed: int, params: Any = None) -> TrainState:
         """The state before the first step, on the devices.
 
         Args:
@@ -202,7 +214,7 @@ class Placement:
         # A copy: the step donates its state, and the model may still hold the arrays it was initialised with.
         return self.put_state(jax.tree.map(jnp.copy, make(None)))
 
-    def describe_state(self, model: Any, optimizer: Any) -> TrainState:
+    def describe_state(self, model: Model, optimizer: Optimizer) -> TrainState:
         """The state of a run as ``jax.ShapeDtypeStruct`` with shardings.
 
         Args:
@@ -230,19 +242,30 @@ class Placement:
                 f"the layout ({self.layout}) cuts parameters by the names of their dimensions, and this model has no "
                 "param_axes. Give it some, or pass tpu.parameters=replicated and 'tpu.optimizer=as parameters'"
             )
-        params = axes_shardings(shapes.params, axes, self.mesh, self.layout.rules)
+        params = param_shardings(shapes.params, axes, self.mesh, self.layout.rules)
         moments = trained_part(
-            model, axes_shardings(shapes.params, axes, self.mesh, self.layout.optimizer_rules)
+            model, param_shardings(shapes.params, axes, self.mesh, self.layout.optimizer_rules)
         )
-        states = axes_shardings(
+        states = param_shardings(
             shapes.model_state, getattr(model, "state_axes", None), self.mesh, self.layout.rules
         )
-        opt_state = extras.optax().tree_utils.tree_map_params(
+
+        optax = extras.optax()
+
+        def placed_moment(leaf: Any, where: Sharding, param: Any) -> Any:
+            if isinstance(leaf, optax.MaskedNode):  # of a parameter that another method updates
+                return leaf
+            # Of a moment that is kept in factors these are small: sums over rows and over columns.
+            return placed(leaf, where if leaf.shape == param.shape else whole)
+
+        opt_state = optax.tree_utils.tree_map_params(
             optimizer,
-            placed,
+            placed_moment,
             shapes.opt_state,
             moments,
+            trained_part(model, shapes.params),
             transform_non_params=lambda leaf: placed(leaf, whole),
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
         )
         if self.layout.offload == "optimizer":
             opt_state = jax.tree.map(_in_host_memory, opt_state)
@@ -255,7 +278,7 @@ class Placement:
         )
 
 
-def first_state(model: Any, optimizer: Any, seed: int) -> Callable[[Any], TrainState]:
+def first_state(model: Model, optimizer: Optimizer, seed: int) -> Callable[[Any], TrainState]:
     """A function of the parameters, or of ``None`` to draw them, that creates the state before the first step."""
 
     def make(params: Any) -> TrainState:
@@ -266,21 +289,6 @@ def first_state(model: Any, optimizer: Any, seed: int) -> Callable[[Any], TrainS
         return TrainState.create(params, model_state, optimizer.init(trained_part(model, params)), seed=seed)
 
     return make
-
-
-def axes_shardings(tree: Any, axes: Any, mesh: Mesh, rules: AxisRules) -> Any:
-    """A ``NamedSharding`` for each array of a tree, by the logical names of its dimensions; default: replicated.
-
-    Raises:
-      ConfigError: an unknown name, or the wrong number of names.
-    """
-
-    def one(leaf: Any, names: Sequence[str | None] | None) -> NamedSharding:
-        return NamedSharding(mesh, rules.spec(names or (None,) * leaf.ndim, mesh, leaf.shape))
-
-    if axes is None:
-        return jax.tree.map(lambda leaf: one(leaf, None), tree)
-    return jax.tree.map(one, tree, axes)
 
 
 def _check_axes(layout: Layout) -> None:
@@ -306,3 +314,5 @@ def _in_host_memory(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 _WHOLE = Layout(mesh=(("data", 1),), parameters="replicated").rules
+
+_Batch = TypeVar("_Batch", bound=Batch)

@@ -1,98 +1,61 @@
-"""What a run has to agree with before it continues from a checkpoint, and reading that checkpoint."""
+"""What a run has to agree with before it continues from a checkpoint."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
-
+from capibara.config import ModularModelConfig
+from capibara.data import DocumentError, PackedBatches
 from capibara.errors import CapibaraError
-from capibara.plan.layout import Layout
+from capibara.sharding import Layout
 from capibara.train.checkpoint import Checkpoint
-from capibara.train.data import Corpus
 from capibara.train.errors import CheckpointDamagedError, ResumeMismatchError
-from capibara.train.placement import axes_shardings
 from capibara.train.progress import Reporter
-from capibara.train.state import TrainState
+from capibara.train.protocols import Batches, DataSource
+from capibara.train.saved import Facts
 
-__all__ = ["check_resumable", "restore_model", "restore_state", "seconds_trained"]
+__all__ = ["check_resumable", "seek_data"]
 
 # Settings that change how a step is computed but neither which parameters there are nor what they mean.
 _MAY_DIFFER = frozenset({"model.remat", "model.dropout_rate", "model.scan_layers"})
 
 
-def restore_model(
-    checkpoint: Checkpoint, model: Any, *, sharding: jax.sharding.Sharding | None = None
-) -> tuple[Any, Any]:
-    """Read a model's parameters and its non-trained state from a checkpoint.
+def seek_data(
+    batches: Batches, data: DataSource, config: ModularModelConfig, checkpoint: Checkpoint, facts: Facts
+) -> None:
+    """Go on in the order of packed documents where a checkpoint left it.
 
-    Args:
-      checkpoint: an opened one.
-      model: anything with ``init(seed)``; only the shapes that it would give are used.
-      sharding: where the arrays go; by default over the model's own mesh as its rules say, if it has one, else to the
-        first local device. A checkpoint does not depend on the devices that wrote it.
+    Where the order is another one (other documents, rows of another length, another seed) it is read from its
+    beginning, passing over as many batches as steps were taken.
 
     Raises:
-      ResumeMismatchError: the checkpoint has other arrays than the model.
+      CheckpointDamagedError: the checkpoint records no place in these documents.
     """
-    params, state = jax.eval_shape(lambda: model.init(0))
-    items = {"params": params, "state": state}
-    mesh = getattr(model, "mesh", None)
-    if sharding is None and mesh is not None:
-        axes = {"params": model.param_axes, "state": model.state_axes}
-        where = {name: axes_shardings(items[name], axes[name], mesh, model.backend.rules) for name in items}
-    else:
-        one = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        where = jax.tree.map(lambda leaf: one, items)
-    items = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), items, where
-    )
-    restored = checkpoint.restore("model", items)
-    return restored["params"], restored["state"]
-
-
-def restore_state(checkpoint: Checkpoint, state: TrainState) -> TrainState:
-    """Read all that training needs, onto other devices than it was written from if need be.
-
-    Args:
-      state: as :meth:`capibara.train.placement.Placement.describe_state` gives it.
-
-    Raises:
-      ResumeMismatchError: the checkpoint has other arrays than ``state``.
-    """
-    key = jax.eval_shape(jax.random.key_data, state.key)
-    training = {
-        "opt_state": state.opt_state,
-        "step": state.step,
-        "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=state.key.sharding),
-    }
-    model = checkpoint.restore("model", {"params": state.params, "state": state.model_state})
-    training = checkpoint.restore("training", training)
-    restored = TrainState(
-        training["step"],
-        model["params"],
-        training["opt_state"],
-        model["state"],
-        jax.random.wrap_key_data(training["key"]),
-    )
-    return jax.device_put(restored, jax.tree.map(lambda leaf: leaf.sharding, state))
-
-
-def seconds_trained(checkpoint: Checkpoint) -> float:
-    """The training time that a checkpoint records.
-
-    Raises:
-      CheckpointDamagedError: it records none.
-    """
-    value = checkpoint.meta.get("seconds")
-    if not isinstance(value, (int, float)) or not value >= 0:
+    if not isinstance(batches, PackedBatches):
+        return
+    old = type(config).from_toml(checkpoint.config_path)
+    keys = ("batch_size", "sequence_length", "seed")
+    same = all(getattr(old.train, key) == getattr(config.train, key) for key in keys)
+    if not same or facts.fingerprint != data.fingerprint:
+        return
+    try:
+        batches.seek(checkpoint.step, facts.position or {})
+    except DocumentError:
         path = checkpoint.path / "meta.json"
-        raise CheckpointDamagedError(f"{str(path)!r} has seconds={value!r}; expected a time.")
-    return float(value)
+        raise CheckpointDamagedError(
+            f"{str(path)!r} has position={facts.position!r:.80}; expected the place of step {checkpoint.step} in the "
+            "documents."
+        ) from None
 
 
 def check_resumable(
-    config: Any, corpus: Corpus, checkpoint: Checkpoint, reporter: Reporter, *, allow_new_text: bool
+    config: ModularModelConfig,
+    data: DataSource,
+    checkpoint: Checkpoint,
+    facts: Facts,
+    reporter: Reporter,
+    *,
+    allow_new_text: bool,
 ) -> None:
     """Refuse to continue a run of another model or on other text; say which other settings changed.
 
@@ -122,16 +85,22 @@ def check_resumable(
             f"{'; '.join(shown[key] for key in fixed)}. Restore those settings, start over with --fresh, or "
             "choose another checkpoint.directory (--directory)."
         )
-    if checkpoint.meta.get("fingerprint") != corpus.fingerprint:
-        before_text = checkpoint.meta.get("text")
+    if "optimizer.name" in changed:
+        raise ResumeMismatchError(
+            f"{shown['optimizer.name']}, and what one optimizer keeps is of no use to another. Restore "
+            f"optimizer.name={old.optimizer.name}, start over with --fresh, or train the model further in another "
+            f"folder: --model {checkpoint.path.parent.parent} --directory FOLDER."
+        )
+    if facts.fingerprint != data.fingerprint:
+        before_text = facts.text
         if not allow_new_text:
             raise ResumeMismatchError(
                 f"{str(checkpoint.path.parent.parent)!r} holds a run on other text ({before_text!r}, now "
-                f"{corpus.name!r}; its bytes or the held-out fraction differ). Give the same text, continue "
+                f"{data.name!r}; its bytes or the held-out fraction differ). Give the same text, continue "
                 "on the new text with --allow-new-text, start over with --fresh, or choose another "
                 "checkpoint.directory (--directory)."
             )
-        reporter.note(f"continuing on other text than before ({before_text!r}, now {corpus.name!r})")
+        reporter.note(f"continuing on other text than before ({before_text!r}, now {data.name!r})")
     sections = ("train", "optimizer", "precision")
     rest = [
         shown[key]
@@ -145,7 +114,7 @@ def check_resumable(
         reporter.note(f"settings changed since step {checkpoint.step:,}: {'; '.join(rest)}")
 
 
-def _layout_words(config: Any) -> str:
+def _layout_words(config: ModularModelConfig) -> str:
     if not config.tpu.enabled:
         return "replicated on every device"
     layout = Layout.from_config(config)

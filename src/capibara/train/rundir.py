@@ -30,7 +30,7 @@ def prepare_folder(folder: Path) -> Path:
     except OSError as error:
         raise RunWriteError(
             f"could not create the folder {str(folder)!r}: {error.strerror}. Choose another "
-            "checkpoint.directory (--directory)."
+            "folder (in training checkpoint.directory, --directory)."
         ) from error
     return folder
 
@@ -50,7 +50,7 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object] | bytes) -> Non
     except OSError as error:
         raise RunWriteError(
             f"could not write {str(path)!r}: {error.strerror or error}. What it held before is unchanged. "
-            "Free some space or choose another checkpoint.directory (--directory)."
+            "Free some space or choose another folder (in training checkpoint.directory, --directory)."
         ) from error
 
 

@@ -18,41 +18,49 @@ from jax.sharding import NamedSharding
 
 from capibara.errors import ConfigError
 from capibara.train.placement import HOST_MEMORY
+from capibara.train.protocols import Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.trainable import joined, trained_part
 
 __all__ = ["make_eval_step", "make_train_step", "train_step"]
 
 
-def microbatch(tokens: np.ndarray, accumulation_steps: int) -> np.ndarray:
+def microbatch(batch: Any, accumulation_steps: int) -> Any:
     """Split ``[batch, length]`` into ``[accumulation_steps, batch / accumulation_steps, length]``.
+
+    Args:
+      batch: tokens, or a batch of several arrays.
 
     Raises:
       ConfigError: the batch does not divide.
     """
-    if tokens.shape[0] % accumulation_steps:
-        raise ConfigError(
-            f"train.batch_size={tokens.shape[0]} must be a multiple of "
-            f"train.gradient_accumulation_steps={accumulation_steps}."
-        )
-    return tokens.reshape(accumulation_steps, -1, tokens.shape[1])
+
+    def split(array: np.ndarray) -> np.ndarray:
+        if array.shape[0] % accumulation_steps:
+            raise ConfigError(
+                f"train.batch_size={array.shape[0]} must be a multiple of "
+                f"train.gradient_accumulation_steps={accumulation_steps}."
+            )
+        return array.reshape(accumulation_steps, -1, array.shape[1])
+
+    return jax.tree.map(split, batch)
 
 
 def train_step(
-    model: Any, optimizer: Any, *, schedule: Callable[[Any], Any] | None = None
+    model: Model, optimizer: Optimizer, *, schedule: Callable[[Any], Any] | None = None
 ) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
     """The pure function ``(state, batch) -> (state, metrics)`` that :func:`make_train_step` compiles.
 
-    ``batch["tokens"]`` is int32 ``[microbatches, rows, length + 1]``. Metrics are float32 scalars, means over
-    the
-    microbatches: ``loss``, ``cross_entropy`` (nats per token), ``grad_norm`` before clipping,
+    ``batch["tokens"]`` is int32 ``[microbatches, rows, length + 1]``, as are the other arrays of a batch that the
+    model's loss takes; with ``weights`` a microbatch counts as much as its tokens do. Metrics are float32 scalars,
+    means over the microbatches: ``loss``, ``cross_entropy`` (nats per token), ``grad_norm`` before clipping,
     ``learning_rate`` if a schedule is given, and whatever else the model's loss reports.
     """
 
-    def loss_and_grad(params: Any, model_state: Any, tokens: jax.Array, key: jax.Array) -> Any:
+    def loss_and_grad(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         def loss(part: Any) -> Any:
             whole = joined(part, params)
-            return model.loss(whole, {"tokens": tokens}, state=model_state, key=key, train=True)
+            return model.loss(whole, batch, state=model_state, key=key, train=True)
 
         (value, (new_state, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(
             trained_part(model, params)
@@ -60,13 +68,18 @@ def train_step(
         return grads, new_state, {**metrics, "loss": value}
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        tokens = batch["tokens"]
-        count = tokens.shape[0]
+        count = batch["tokens"].shape[0]
         key = jax.random.fold_in(state.key, state.step)
         trained = trained_part(model, state.params)
         if count == 1:
-            grads, model_state, metrics = loss_and_grad(state.params, state.model_state, tokens[0], key)
+            only = jax.tree.map(lambda array: array[0], batch)
+            grads, model_state, metrics = loss_and_grad(state.params, state.model_state, only, key)
         else:
+            # Each microbatch's mean, as often as its tokens count.
+            shares = None
+            if "weights" in batch and "reference" not in batch:  # of pairs each counts alike
+                shares = jnp.sum(batch["weights"][..., 1:], axis=(1, 2))
+                shares = shares * (count / jnp.maximum(jnp.sum(shares), 1e-9))
 
             def body(carry: Any, inputs: Any) -> Any:
                 sums, model_state = carry
@@ -74,6 +87,9 @@ def train_step(
                 grads, model_state, metrics = loss_and_grad(
                     state.params, model_state, rows, jax.random.fold_in(key, number)
                 )
+                if shares is not None:
+                    share = shares[number]
+                    grads = jax.tree.map(lambda leaf: leaf * share.astype(leaf.dtype), grads)
                 return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, grads), model_state), metrics
 
             # Sums of many small numbers: at least float32, whatever the parameters are stored in.
@@ -81,10 +97,13 @@ def train_step(
                 lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained
             )
             (sums, model_state), per_microbatch = jax.lax.scan(
-                body, (zeros, state.model_state), (tokens, jnp.arange(count))
+                body, (zeros, state.model_state), (batch, jnp.arange(count))
             )
             grads = jax.tree.map(lambda leaf, param: (leaf / count).astype(param.dtype), sums, trained)
-            metrics = jax.tree.map(lambda leaf: leaf.mean(axis=0), per_microbatch)
+            if shares is None:
+                metrics = jax.tree.map(lambda leaf: leaf.mean(axis=0), per_microbatch)
+            else:
+                metrics = jax.tree.map(lambda leaf: (leaf.T * shares).T.mean(axis=0), per_microbatch)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         trained = jax.tree.map(lambda param, update: param + update.astype(param.dtype), trained, updates)
         params = joined(trained, state.params)
@@ -101,8 +120,8 @@ def train_step(
 
 
 def make_train_step(
-    model: Any,
-    optimizer: Any,
+    model: Model,
+    optimizer: Optimizer,
     *,
     schedule: Callable[[Any], Any] | None = None,
     shardings: TrainState | None = None,
@@ -133,7 +152,7 @@ def _fetching(step: Any, on_host: Any) -> Any:
     return fetched
 
 
-def make_eval_step(model: Any) -> jax.stages.Wrapped:
+def make_eval_step(model: Model) -> jax.stages.Wrapped:
     """Compile ``(params, model_state, batch) -> cross entropy`` in nats per token, without changing any
     state."""
 

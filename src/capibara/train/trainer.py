@@ -18,31 +18,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
+from capibara.config import ModularModelConfig
+from capibara.data import PackedBatches, PairedBatches
 from capibara.errors import ConfigError
 from capibara.train import extras
-from capibara.train.batches import BatchSampler, validation_batches
-from capibara.train.checkpoint import SOURCE, Checkpoint, CheckpointStore
-from capibara.train.data import Corpus
-from capibara.train.errors import ResumeMismatchError
-from capibara.train.float64 import check_float64
+from capibara.train.checkpoint import Checkpoint, CheckpointStore
+from capibara.train.errors import CheckpointDamagedError, ResumeMismatchError
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog
-from capibara.train.optimizer import build_optimizer, learning_rate_schedule
-from capibara.train.placement import Placement
 from capibara.train.plot import plot_losses
+from capibara.train.preferences import REFERENCE, reference_digest, set_reference
 from capibara.train.progress import Reporter, SilentReporter, duration
-from capibara.train.resume import check_resumable, restore_state, seconds_trained
+from capibara.train.protocols import DataSource, Model
+from capibara.train.resume import check_resumable, seek_data
+from capibara.train.run import Run
 from capibara.train.rundir import atomic_write, lock_run, remove_leftovers
+from capibara.train.saved import Facts, items_of, restore_state
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
-from capibara.train.step import make_eval_step, make_train_step
 
 __all__ = ["Origin", "TrainReport", "checkpoint_store", "train"]
 
@@ -76,7 +72,7 @@ class TrainReport:
       matmul_flops: FLOP/s of a matrix multiply, measured at the start.
       seconds: training time of the whole run; compile_seconds: what this process compiled before.
       num_params: parameters of the model; devices: number of devices used.
-      unit: what a token is, "byte" or "token".
+      unit: what the loss is of: "byte" or "token", or "pair" of answers.
     """
 
     reason: str
@@ -117,15 +113,15 @@ class TrainReport:
         return "\n".join(lines)
 
 
-def checkpoint_store(directory: str | Path, *, keep: int = 2) -> CheckpointStore:
+def checkpoint_store(directory: str | Path, *, keep: int = 2, keep_every: int = 0) -> CheckpointStore:
     """The checkpoints of the run in ``directory``."""
-    return CheckpointStore(Path(directory) / "checkpoints", keep=keep)
+    return CheckpointStore(Path(directory) / "checkpoints", keep=keep, keep_every=keep_every)
 
 
 def train(
-    config: Any,
-    model: Any,
-    corpus: Corpus,
+    config: ModularModelConfig,
+    model: Model,
+    corpus: DataSource,
     *,
     fresh: bool = False,
     allow_new_text: bool = False,
@@ -139,9 +135,8 @@ def train(
 
     Args:
       config: a :class:`capibara.config.ModularModelConfig`.
-      model: anything with ``init(seed)``, ``loss``, ``flops_per_token`` and ``num_params`` like
-        :class:`capibara.core.ModularCapibaraModel`.
-      corpus: the text.
+      model: a :class:`capibara.core.ModularCapibaraModel`, or any other :class:`capibara.train.protocols.Model`.
+      corpus: the text, or any other :class:`capibara.train.protocols.DataSource`.
       fresh: remove an earlier run in the folder and start over; ``checkpoint.resume = false`` means
       the same.
       allow_new_text: continue a run on different text.
@@ -166,51 +161,59 @@ def train(
     extras.require()
     reporter = reporter or SilentReporter()
     folder = Path(config.checkpoint.directory)
-    setup = _Setup.build(config, model, corpus, devices)
+    run = Run.build(config, model, corpus, devices)
     with lock_run(folder):
-        store = checkpoint_store(folder, keep=config.checkpoint.keep)
+        kept = config.checkpoint
+        store = checkpoint_store(folder, keep=kept.keep, keep_every=kept.keep_every)
         store.clean()
         remove_leftovers(folder)
         if fresh or not config.checkpoint.resume:
             store.clear()
-            for name in ("metrics.jsonl", "loss.png"):
+            for name in ("metrics.jsonl", "loss.png", REFERENCE):
                 (folder / name).unlink(missing_ok=True)
         checkpoint = store.newest(warn=reporter.warn)
-        source: Any = None
+        facts = Facts()
         if checkpoint is None:
-            state, start, seconds = setup.initial_state(origin), 0, 0.0
-            source = None if origin is None else origin.record()
+            if origin is None and config.finetune.base != "none":
+                raise ConfigError(
+                    f"finetune.base={config.finetune.base!r} stores the weights of a trained model in fewer bits: "
+                    "name it (--model, origin=)"
+                )
+            state, start = run.initial_state(None if origin is None else origin.load(run.model)), 0
+            facts = Facts(seconds=0.0, pretrained=None if origin is None else origin.record())
         else:
             if checkpoint.is_import:
                 raise ResumeMismatchError(
                     f"{str(folder)!r} holds an imported model, which training does not overwrite. Pass "
                     f"--model {folder}, and another folder with --directory."
                 )
-            source = checkpoint.meta.get(SOURCE)
-            check_resumable(config, corpus, checkpoint, reporter, allow_new_text=allow_new_text)
+            facts = Facts.of(checkpoint)
+            check_resumable(config, corpus, checkpoint, facts, reporter, allow_new_text=allow_new_text)
             store.set_aside(after=checkpoint.step)
-            start, seconds = checkpoint.step, seconds_trained(checkpoint)
+            start, seconds = checkpoint.step, facts.trained(checkpoint)
             limit = config.train.max_seconds
             if start >= config.train.steps or (limit is not None and seconds >= limit):
-                return _already_trained(setup, checkpoint, seconds, reporter)
-            state = setup.restore(checkpoint)
+                return _already_trained(run, checkpoint, seconds, reporter)
+            state = restore_state(checkpoint, run.state)
+            seek_data(run.batches, corpus, config, checkpoint, facts)
             reporter.note(f"resuming after step {start:,} from {checkpoint.path}")
+        set_reference(run, state, folder, new=checkpoint is None, digest=facts.reference, reporter=reporter)
         atomic_write(folder / "config.toml", config.to_toml().encode())
         utilisation = None
         if measure_utilisation:
-            utilisation = _measure(setup)
+            utilisation = _measure(run)
             reporter.note(f"a matrix multiply here reaches {utilisation.device_flops / 1e9:,.0f} GFLOP/s")
-            reporter.note(_forecast(setup, utilisation, start))
-        return _run(setup, store, state, start, seconds, source, utilisation, reporter, stop or StopFlag())
+            reporter.note(_forecast(run, utilisation, start))
+        return _run(run, store, state, start, facts, utilisation, reporter, stop or StopFlag())
 
 
 # Training reaches about this part of the rate of a matrix multiply.
 _USUAL_UTILISATION = (0.35, 0.75)
 
 
-def _forecast(setup: _Setup, utilisation: Utilisation, start: int) -> str:
+def _forecast(run: Run, utilisation: Utilisation, start: int) -> str:
     """What is about to happen, and how long it takes if training is as fast as it usually is."""
-    steps, tokens = setup.config.train.steps - start, setup.sampler.batch_size * setup.sampler.sequence_length
+    steps, tokens = run.config.train.steps - start, run.batches.batch_size * run.batches.sequence_length
     least, most = (
         steps * tokens / (part * utilisation.device_flops / utilisation.flops_per_token)
         for part in reversed(_USUAL_UTILISATION)
@@ -221,139 +224,73 @@ def _forecast(setup: _Setup, utilisation: Utilisation, start: int) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """What follows from configuration, model and text alone, before any folder is looked at."""
-
-    config: Any
-    model: Any
-    corpus: Corpus
-    sampler: BatchSampler
-    validation: list[np.ndarray]
-    schedule: Callable[[Any], Any]
-    optimizer: Any
-    placement: Placement
-
-    @classmethod
-    def build(cls, config: Any, model: Any, corpus: Corpus, devices: Sequence[Any] | None) -> _Setup:
-        check_float64(config, "training")
-        placement = Placement.of(config, devices)
-        _check_vocabulary(config, corpus)
-        settings = config.train
-        validation = []
-        if corpus.validation.size:
-            validation = validation_batches(
-                corpus.validation,
-                batch_size=settings.batch_size,
-                sequence_length=settings.sequence_length,
-                max_batches=settings.eval_batches,
-            )
-        # A model that can be compiled for the mesh runs its kernels on each device's part.
-        if placement.mesh is not None and hasattr(model, "on_mesh"):
-            model = model.on_mesh(placement.mesh, placement.rules)
-        return cls(
-            config,
-            model,
-            corpus,
-            BatchSampler(corpus.train, settings.batch_size, settings.sequence_length, settings.seed),
-            placement.cut(validation, settings.batch_size),
-            learning_rate_schedule(config),
-            build_optimizer(config, param_axes=getattr(model, "param_axes", None)),
-            placement,
-        )
-
-    @cached_property
-    def state(self) -> TrainState:
-        """The state as shapes with shardings."""
-        return self.placement.describe_state(self.model, self.optimizer)
-
-    @property
-    def shardings(self) -> TrainState | None:
-        """Of the state, where a layout fixes them."""
-        if self.placement.layout is None:
-            return None
-        return jax.tree.map(lambda leaf: leaf.sharding, self.state)
-
-    def initial_state(self, origin: Origin | None) -> TrainState:
-        params = None if origin is None else origin.load(self.model)
-        return self.placement.make_state(
-            self.model, self.optimizer, seed=self.config.train.seed, params=params
-        )
-
-    def restore(self, checkpoint: Checkpoint) -> TrainState:
-        return restore_state(checkpoint, self.state)
-
-
 def _run(
-    setup: _Setup,
+    run: Run,
     store: CheckpointStore,
     state: TrainState,
     start: int,
-    seconds: float,
-    source: Any,
+    facts: Facts,
     utilisation: Utilisation | None,
     reporter: Reporter,
     stop: StopFlag,
 ) -> TrainReport:
-    config, corpus, folder = setup.config, setup.corpus, store.folder.parent
-    num_params = int(setup.model.num_params)
+    config, data, folder = run.config, run.source, store.folder.parent
+    num_params = int(run.model.num_params)
     config_toml = config.to_toml()
 
-    def save(state: TrainState, step: int, seconds: float) -> None:
-        items = {
-            "model": {"params": state.params, "state": state.model_state},
-            "training": {
-                "opt_state": state.opt_state,
-                "step": state.step,
-                "key": jax.random.key_data(state.key),
-            },
-        }
-        meta = {"seconds": seconds, "text": corpus.name, "fingerprint": corpus.fingerprint}
-        if source is not None:
-            meta[SOURCE] = source
-        store.save(step, items, meta=meta, config_toml=config_toml, tokenizer=corpus.tokenizer.files)
+    def save(state: TrainState, step: int, seconds: float, validation: float | None, best: bool) -> None:
+        now = Facts(
+            seconds=seconds,
+            validation=validation,
+            text=data.name,
+            fingerprint=data.fingerprint,
+            position=run.batches.position(step) if isinstance(run.batches, PackedBatches) else None,
+            reference=reference_digest(folder) if isinstance(run.batches, PairedBatches) else None,
+            pretrained=facts.pretrained,
+        )
+        store.save(
+            step,
+            items_of(state),
+            meta=now.to_meta(),
+            config_toml=config_toml,
+            tokenizer=data.tokenizer.files,
+            best=best,
+        )
 
     def after_evaluation(step: int, bits: float) -> None:
         reporter.note(f"step {step}: validation {bits:.4f} bits per byte")
-        title = f"{corpus.name}, {num_params:,} parameters"
+        title = f"{data.name}, {num_params:,} parameters"
         plot_losses(folder / "metrics.jsonl", folder / "loss.png", title=title)
 
-    train_step = make_train_step(
-        setup.model, setup.optimizer, schedule=setup.schedule, shardings=setup.shardings
-    )
-    eval_step = make_eval_step(setup.model)
     with MetricsLog(folder / "metrics.jsonl", resume_step=start) as log:
         loop = Loop(
-            config=config,
-            placement=setup.placement,
-            sampler=setup.sampler,
-            train_step=train_step,
-            eval_step=eval_step,
-            validation=setup.validation,
+            run=run,
+            train_step=run.train_step,
+            eval_step=run.eval_step,
             log=log,
             save=save,
             after_evaluation=after_evaluation,
             reporter=reporter,
             stop=stop,
             utilisation=utilisation,
-            bytes_per_token=corpus.bytes_per_token,
-            seconds_before=seconds,
+            seconds_before=facts.seconds or 0.0,
+            best_bits=_mark_best(store, data) if config.checkpoint.keep_best else None,
         )
-        options = setup.placement.compiler_options or None
+        options = run.placement.compiler_options or None
         if config.tpu.enabled and config.tpu.flags and options is None:
-            platform = setup.placement.devices[0].platform
+            platform = run.placement.devices[0].platform
             reporter.note(f"tpu.flags are options of a TPU's compiler: left out on {platform}")
         begun = time.perf_counter()
         # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
-        loop.train_step = train_step.lower(state, loop.put_batch(start)).compile(options)
-        if setup.validation:
-            batch = setup.placement.put_batch(setup.validation[0])
-            loop.eval_step = eval_step.lower(state.params, state.model_state, batch).compile(options)
+        loop.train_step = run.train_step.lower(state, run.put_batch(start)).compile(options)
+        if run.validation:
+            batch = run.placement.put_batch(run.validation[0])
+            loop.eval_step = run.eval_step.lower(state.params, state.model_state, batch).compile(options)
         compile_seconds = time.perf_counter() - begun
         reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
         reporter.start(start, config.train.steps)
         try:
-            state, step = loop.run(state, start)
+            state, step = loop.run_steps(state, start)
         finally:
             reporter.close()
     rate = loop.total.rate or None
@@ -370,27 +307,45 @@ def _run(
         seconds=loop.seconds,
         compile_seconds=compile_seconds,
         num_params=num_params,
-        devices=len(setup.placement.devices),
+        devices=len(run.placement.devices),
         signal=stop.signal,
-        unit=corpus.unit,
+        unit="pair" if isinstance(run.batches, PairedBatches) else data.unit,
     )
 
 
-def _measure(setup: _Setup) -> Utilisation:
+def _mark_best(store: CheckpointStore, data: DataSource) -> float | None:
+    """Bits of the best checkpoint that was validated with the same text, and a link to it.
+
+    A kill between a checkpoint and its link would else lose it: what is not marked is removed some steps later.
+    """
+    found: dict[float, int] = {}
+    for step in store.steps():
+        try:
+            facts = Facts.of(store.open(step))
+        except CheckpointDamagedError:
+            continue
+        if facts.validation is not None and facts.fingerprint == data.fingerprint:
+            found.setdefault(facts.validation, step)
+    if not found:
+        return None
+    if store.best_step() != found[min(found)]:
+        store.mark_best(found[min(found)])
+    return min(found)
+
+
+def _measure(run: Run) -> Utilisation:
     from capibara.measure import matmul_rate
 
-    config, devices = setup.config, setup.placement.devices
+    config, devices = run.config, run.placement.devices
     rate = float(matmul_rate(dtype=config.precision.compute_dtype))
     # Emulated CPU devices share the cores that the one measurement already used.
     count = 1 if devices[0].platform == "cpu" else len(devices)
-    flops = float(setup.model.flops_per_token(config.train.sequence_length, training=True))
+    flops = float(run.model.flops_per_token(config.train.sequence_length, training=True))
     return Utilisation(flops, rate * count)
 
 
-def _already_trained(
-    setup: _Setup, checkpoint: Checkpoint, seconds: float, reporter: Reporter
-) -> TrainReport:
-    step, settings = checkpoint.step, setup.config.train
+def _already_trained(run: Run, checkpoint: Checkpoint, seconds: float, reporter: Reporter) -> TrainReport:
+    step, settings = checkpoint.step, run.config.train
     if step >= settings.steps:
         remedy = f"train.steps={2 * step} to train on"
     else:
@@ -399,7 +354,7 @@ def _already_trained(
     reporter.note(f"already trained {step:,} steps; pass {remedy}, or --fresh to start over")
     return TrainReport(
         reason="already trained",
-        directory=str(setup.config.checkpoint.directory),
+        directory=str(run.config.checkpoint.directory),
         step=step,
         start_step=step,
         loss=None,
@@ -409,17 +364,7 @@ def _already_trained(
         matmul_flops=None,
         seconds=seconds,
         compile_seconds=0.0,
-        num_params=int(setup.model.num_params),
-        devices=len(setup.placement.devices),
-        unit=setup.corpus.unit,
+        num_params=int(run.model.num_params),
+        devices=len(run.placement.devices),
+        unit=run.source.unit,
     )
-
-
-def _check_vocabulary(config: Any, corpus: Corpus) -> None:
-    highest = int(max(part.max() for part in (corpus.train, corpus.validation) if part.size))
-    if highest >= config.model.vocab_size:
-        needed = max(256, corpus.tokenizer.vocab_size)
-        raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is too small for this text: it has the {corpus.unit} "
-            f"{highest}. Use model.vocab_size={needed}, which holds every {corpus.unit}."
-        )

@@ -23,7 +23,7 @@ from rich.table import Table
 
 __all__ = ["CATEGORIES", "WAYS", "run"]
 
-CATEGORIES = ("attention", "collective", "conv", "fft", "linalg", "loss", "scan", "tropical", "vq")
+CATEGORIES = ("attention", "collective", "conv", "fft", "linalg", "loss", "rotary", "scan", "tropical", "vq")
 WAYS = ("value", "jit", "vmap", "grad", "grad2", "explicit", "shard_map", "unchecked")
 
 

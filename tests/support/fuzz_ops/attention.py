@@ -54,18 +54,22 @@ def flash(rng: Generator) -> Family:
         Arg(turned(batch, kv_heads, kv_len, dim), dtype),
         Arg(turned(batch, kv_heads, kv_len, value_dim), dtype),
     ]
+    sunk = bool(rng.random() < 0.3)
+    args += [Arg((heads,), dtype)] * sunk
     args += [Arg(bias_shape, dtype)] * biased
     args += [Arg((batch, q_len), "int32", range(3)), Arg((batch, kv_len), "int32", range(3))] * segmented
 
     def fix(arrays: list[np.ndarray], rng: Generator) -> list[np.ndarray]:
         if hides:
             hidden = rng.random(bias_shape) < 0.3
-            arrays[3] = np.where(hidden, -np.inf, arrays[3].astype(np.float64))
+            arrays[3 + sunk] = np.where(hidden, -np.inf, arrays[3 + sunk].astype(np.float64))
         return arrays
 
     def call(q: Any, k: Any, v: Any, *more: Any) -> Any:
         left = list(more)
-        extra: dict[str, Any] = {"bias": left.pop(0)} if biased else {}
+        extra: dict[str, Any] = {"sinks": left.pop(0)} if sunk else {}
+        if biased:
+            extra["bias"] = left.pop(0)
         if segmented:
             extra["segment_ids"] = tuple(left)
         return attention.flash_attention(q, k, v, **calls, **extra)
@@ -73,12 +77,15 @@ def flash(rng: Generator) -> Family:
     def oracle(q: Any, k: Any, v: Any, *more: Any) -> list[np.ndarray]:
         left = list(more)
         arrays = {"query": q, "key": k, "value": v}
+        if sunk:
+            arrays["sinks"] = left.pop(0)
         if biased:
             arrays["bias"] = left.pop(0)
         return [definition(arrays, {**options, "segment_ids": tuple(left) if segmented else None})]
 
     return Family(
-        f"flash_attention({dtype} {[a.shape for a in args]}, bias={biased}, segments={segmented}, {calls})",
+        f"flash_attention({dtype} {[a.shape for a in args]}, sinks={sunk}, bias={biased}, segments={segmented}, "
+        f"{calls})",
         call,
         oracle,
         tuple(args),
@@ -87,7 +94,7 @@ def flash(rng: Generator) -> Family:
         x64=dtype == "float64",
         tolerance=8 * EPS[dtype] + 16 * (EPS["float64"] if dtype == "float64" else EPS["float32"]),
         gradient_tolerance=max(40 * EPS[dtype], 2e-4 if dtype == "float32" else 0),
-        differentiable=(0, 1, 2, 3) if biased else (0, 1, 2),
+        differentiable=tuple(range(3 + sunk + biased)),
         twice=dtype in ("float32", "float64") and not name.startswith("pallas"),
         dtypes=(dtype,),
     )
@@ -106,6 +113,7 @@ def cached(rng: Generator) -> Family:
     kv_heads, share, dim, value_dim = pick(rng, 1, 2), pick(rng, 1, 2), pick(rng, 1, 4, 8), pick(rng, 3, 4)
     dtype, name, options = floats(rng), pick(rng, "auto", "auto", "xla", "reference"), _options(rng)
     form = pick(rng, "each", "first", "scalar")
+    sunk = bool(rng.random() < 0.3)
     # Slots that were never written may hold anything.
     unwritten = bool(rng.random() < 0.4)
     shape = {"each": (batch, new), "first": (batch, 1), "scalar": ()}[form]
@@ -121,15 +129,18 @@ def cached(rng: Generator) -> Family:
         last = positions(arrays[3]).max(1)
         gone = np.arange(slots) > last[:, None]
         where = gone[..., None, None]
-        return [arrays[0], *(np.where(where, np.nan, x.astype(np.float64)) for x in arrays[1:3]), arrays[3]]
+        return [arrays[0], *(np.where(where, np.nan, x.astype(np.float64)) for x in arrays[1:3]), *arrays[3:]]
 
-    def oracle(q: Any, keys: Any, values: Any, given: Any) -> list[np.ndarray]:
+    def call(q: Any, k: Any, v: Any, given: Any, sinks: Any = None) -> Any:
+        return attention.cached_attention(q, k, v, given, sinks=sinks, **options, implementation=name)
+
+    def oracle(q: Any, keys: Any, values: Any, given: Any, sinks: Any = None) -> list[np.ndarray]:
         at = positions(given)
         out = np.zeros((batch, new, kv_heads * share, value_dim))
         for b, t in np.ndindex(batch, new):
             length = int(at[b, t]) + 1
             out[b, t] = one_sequence(
-                q[b, t : t + 1], keys[b, :length], values[b, :length], length, **options
+                q[b, t : t + 1], keys[b, :length], values[b, :length], length, sinks=sinks, **options
             )[0]
         return [out]
 
@@ -139,17 +150,18 @@ def cached(rng: Generator) -> Family:
         Arg((batch, slots, kv_heads, dim), dtype),
         Arg((batch, slots, kv_heads, value_dim), dtype),
         Arg(shape, "int32", range(last)),
+        *[Arg((kv_heads * share,), dtype)] * sunk,
     )
     return Family(
         f"cached_attention({dtype} {[a.shape for a in args]}, unwritten={unwritten}, {options}, {name!r})",
-        lambda q, k, v, p: attention.cached_attention(q, k, v, p, **options, implementation=name),
+        call,
         oracle,
         args,
         fix=fix,
         x64=dtype == "float64",
         tolerance=8 * EPS[dtype] + 16 * (EPS["float64"] if dtype == "float64" else EPS["float32"]),
         gradient_tolerance=max(40 * EPS[dtype], 2e-4 if dtype == "float32" else 0),
-        differentiable=(0, 1, 2),
+        differentiable=(0, 1, 2, 4) if sunk else (0, 1, 2),
         twice=dtype in ("float32", "float64"),
         dtypes=(dtype,),
         together=unwritten,

@@ -183,7 +183,7 @@ def grouped(rng: Generator) -> Family:
         pick(rng, *each) for each in ((1, 4, 40), (1, 3, 8), (1, 2, 4), (1, 2, 4))
     )
     dtype, turned = floats(rng), bool(rng.random() < 0.5)
-    name = pick(rng, "auto", "auto", "cpu", "xla", "reference")
+    name = pick(rng, "auto", "native" if dtype == "float32" else "auto", "cpu", "xla", "reference")
     shape = (groups, columns, inner) if turned else (groups, inner, columns)
 
     def oracle(lhs: Any, rhs: Any, sizes: Any) -> list[np.ndarray]:

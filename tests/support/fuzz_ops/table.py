@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fuzz_ops import attention, collective, conv, fft, linalg, loss, scan, tropical, vq
+from fuzz_ops import attention, collective, conv, fft, linalg, loss, rotary, scan, tropical, vq
 
 __all__ = ["OPERATIONS"]
 
@@ -16,6 +16,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **fft.OPERATIONS,
     **linalg.OPERATIONS,
     **loss.OPERATIONS,
+    **rotary.OPERATIONS,
     **scan.OPERATIONS,
     **tropical.OPERATIONS,
     **vq.OPERATIONS,

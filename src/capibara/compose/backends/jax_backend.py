@@ -322,8 +322,7 @@ def _device(device: Any, platform: str | None) -> Any:
 def make_mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
     if mesh is None or hasattr(mesh, "axis_names"):
         return mesh
-    import jax
-    import numpy as np
+    from capibara.hardware import build_mesh
 
     if isinstance(mesh, str) or not isinstance(mesh, Sequence):
         raise CompileError(f"device_mesh={mesh!r} must be a jax.sharding.Mesh or a shape such as (2, 4)")
@@ -348,4 +347,4 @@ def make_mesh(mesh: Any, names: Sequence[str], platform: str | None) -> Any:
             f"device_mesh={mesh!r} needs {need} devices, this machine has {len(devices)}. On CPU, set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts to emulate them."
         )
-    return jax.sharding.Mesh(np.array(devices[:need]).reshape(shape), tuple(names[: len(shape)]))
+    return build_mesh(shape, names[: len(shape)], devices[:need])

@@ -48,10 +48,12 @@ def experts_on_parts(op: Callable[..., Any], mesh: Mesh, rules: AxisRules) -> Ca
         there, back = (
             PartitionSpec(experts or None, *pair) for pair in ((None, inner or None), (inner or None, None))
         )
+        of_inner = PartitionSpec(experts or None, inner or None)
+        biases = (of_inner, of_inner, PartitionSpec(experts or None, None))
         part = jax.shard_map(
             partial(_part, op, tokens, experts, inner, options),
             mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
-            in_specs=(rows, rows, rows, there, there, back),
+            in_specs=(rows, rows, rows, there, there, back, *biases[: len(arrays) - 6]),
             out_specs=rows,
         )
         # Compiled also where gradients are taken outside of `jax.jit`, and not one primitive at a time.
@@ -75,6 +77,7 @@ def _part(
     *arrays: Any,
 ) -> Any:
     """The mixture on a device's part, inside of ``jax.shard_map``."""
+    import jax.numpy as jnp
     from jax import lax
 
     from capibara.ops.one_device import alike
@@ -85,6 +88,10 @@ def _part(
         rows = [lax.all_gather(x, shared, axis=0, tiled=True) for x in rows]
     # Devices differ in what they compute of the same tokens; the gradient of those is the sum over them.
     rows = alike(tuple(rows), arrays)
+    if len(matrices) == 6 and inner:
+        # What is summed over the parts of the inner features has this bias once.
+        here = lax.axis_index(inner) == 0
+        matrices = (*matrices[:5], jnp.where(here, matrices[5], jnp.zeros((), matrices[5].dtype)))
     # Without parts of the experts all of them are here.
     first = lax.axis_index(experts) * matrices[0].shape[0] if experts else None
     out = op(*rows, *matrices, **options, first=first)

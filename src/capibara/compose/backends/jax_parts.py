@@ -38,7 +38,8 @@ class Layout:
     """Logical axes of an operation whose examples and heads are independent.
 
     Attributes:
-        inputs: of its arrays, in the order of its parameters. The first has the batch and the heads.
+        inputs: of its arrays, in the order of its parameters. The first has the batch and the heads; the last ones may
+            be missing in a call.
         outputs: of its results; one, unless it returns a tuple.
     """
 
@@ -53,9 +54,15 @@ _MEMORY: _Names = ("batch", "heads", "head_dim", "state")
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
-        "attention": Layout((_HEADS, _GROUPS, _GROUPS), (_HEADS,)),
+        "attention": Layout((_HEADS, _GROUPS, _GROUPS, ("heads",)), (_HEADS,)),
+        "segment_attention": Layout((_HEADS, _GROUPS, _GROUPS, ("batch", "sequence"), ("heads",)), (_HEADS,)),
+        # The key that all heads share is one key head.
+        "latent_attention": Layout((_HEADS, _HEADS, _GROUPS), (_HEADS,)),
+        "segment_latent_attention": Layout((_HEADS, _HEADS, _GROUPS, ("batch", "sequence")), (_HEADS,)),
         "selective_scan": Layout(_SCAN, (_HEADS,)),
+        "segment_scan": Layout((*_SCAN, ("batch", "sequence")), (_HEADS,)),
         "continued_scan": Layout((*_SCAN, _MEMORY), (_HEADS, _MEMORY)),
+        "ragged_continued_scan": Layout((*_SCAN, _MEMORY, ("batch", "sequence")), (_HEADS, _MEMORY)),
     }
 )
 """The operations that run on parts. Convolutions, cached attention and the search for codes have no kernels that XLA
@@ -100,7 +107,7 @@ def divide(layout: Layout, shapes: Sequence[Sequence[int]], mesh: Any, rules: Ax
     """
     sizes = {
         name: n
-        for names, shape in zip(layout.inputs, shapes, strict=True)
+        for names, shape in zip(layout.inputs, shapes, strict=False)
         for name, n in zip(names, shape, strict=True)
     }
     first = layout.inputs[0]
@@ -147,7 +154,7 @@ def _on_parts(op: Callable[..., Any], layout: Layout, mesh: Any, rules: AxisRule
         part = jax.shard_map(
             partial(_part, op, layout, division, options),
             mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
-            in_specs=tuple(map(division.spec, layout.inputs)),
+            in_specs=tuple(map(division.spec, layout.inputs[: len(arrays)])),
             out_specs=tuple(results) if len(results) > 1 else results[0],
         )
         # Compiled also where gradients are taken outside of `jax.jit`, and not one primitive at a time.
@@ -164,7 +171,7 @@ def _part(
         heads = arrays[0].shape[layout.inputs[0].index("heads")]
         arrays = tuple(
             _own_groups(x, names.index("kv_heads"), heads, division) if "kv_heads" in names else x
-            for x, names in zip(arrays, layout.inputs, strict=True)
+            for x, names in zip(arrays, layout.inputs, strict=False)
         )
     return op(*arrays, **options)
 

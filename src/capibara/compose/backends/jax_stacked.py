@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Row", "read", "replace", "write"]
+__all__ = ["Row", "read", "replace", "write", "write_places"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -64,6 +64,21 @@ def write(array: jax.Array | Row, new: jax.Array, start: Sequence[Any]) -> Any:
     # As the other indices are: a Python number would be int64 while 64-bit numbers are on.
     index = jnp.asarray(array.index, jnp.int32)
     return Row(lax.dynamic_update_slice(array.stack, new[None], (index, *start)), array.index)
+
+
+def write_places(array: jax.Array | Row, new: jax.Array, places: jax.Array) -> Any:
+    """A cache ``[batch, heads, cache, dim]`` with ``new [batch, heads, n, dim]`` at ``places int [batch, n]``.
+
+    What has a place below 0, or after the last one, is not written. A row stays one.
+    """
+    new = jnp.swapaxes(new, 1, 2).astype(array.dtype)  # as `at` puts the dimensions that are indexed first
+    # Negative indices would count from the end.
+    places = jnp.where(places < 0, array.shape[2], places)
+    rows = jnp.arange(places.shape[0], dtype=places.dtype)[:, None]
+    if not isinstance(array, Row):
+        return array.at[rows, :, places].set(new, mode="drop")
+    index = jnp.asarray(array.index, places.dtype)
+    return Row(array.stack.at[index, rows, :, places].set(new, mode="drop"), array.index)
 
 
 def replace(row: Row, new: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from capibara.compose.backends import torch_ops
 from capibara.compose.backends.batches import any_batch
 from capibara.compose.backends.portable import language, windows
+from capibara.compose.backends.portable import latent as portable_latent
 from capibara.compose.backends.torch_ops import *  # noqa: F403
 
 __all__ = ["ExactNumbers"]
@@ -179,6 +180,8 @@ def cached_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     position: Tensor,
+    sinks: Tensor | None = None,
+    *,
     window: int | None,
     softcap: float | None,
     scale: float | None = None,
@@ -199,4 +202,22 @@ def cached_attention(
     if window is not None:
         seen = seen & (columns[None, :] > rows - window)
     keys, values = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-    return language._attend(query, keys, values, seen, softcap, scale), key_cache, value_cache
+    return language._attend(query, keys, values, seen, softcap, scale, sinks), key_cache, value_cache
+
+
+def cached_latent_attention(
+    query: Tensor,
+    latent: Tensor,
+    rotary_key: Tensor,
+    weight: Tensor,
+    cache: Tensor,
+    position: Tensor,
+    window: int | None,
+    softcap: float | None,
+    accumulate: str,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`cached_attention`: it cannot refuse a cache that is too short."""
+    options = window, softcap, accumulate, scale
+    slots = portable_latent.slots_from(query, position)
+    return portable_latent.decoded(query, latent, rotary_key, weight, cache, slots, *options)

@@ -16,6 +16,7 @@ from capibara.compose.library.kernels import (
     PolynomialRegression,
     RBFKernel,
 )
+from capibara.compose.library.latent import LatentSelfAttention
 from capibara.compose.library.layers import (
     MLP,
     Embedding,
@@ -98,6 +99,7 @@ __all__ = [
     "KernelizedSVM",
     "LSTMCell",
     "LSTMCellBody",
+    "LatentSelfAttention",
     "Layer",
     "LayerNorm",
     "Linear",

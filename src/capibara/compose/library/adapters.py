@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from capibara.compose import primitives as p
 from capibara.compose.errors import WiringError
-from capibara.compose.initializers import Scaled, zeros
-from capibara.compose.logical.arguments import number, whole
+from capibara.compose.initializers import Constant, Scaled, ones, zeros
+from capibara.compose.logical.arguments import choice, number, whole
 from capibara.compose.logical.model import Block, Model
 
-__all__ = ["Adapter", "part_adapters"]
+__all__ = ["BASE_GROUP", "Adapter", "part_adapters"]
+
+BASE_GROUP = 64
+"""Elements of a quantized weight that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +29,56 @@ class Adapter:
     Args:
         rank: of the product, at least 1. scale: usually written ``alpha / rank``.
         dropout: of the adapter's input, in training.
+        base: how the layer's own weight is stored: None, as ever; ``"int8"`` or ``"nf4"`` (QLoRA: Dettmers et al.,
+            arXiv:2305.14314), as ``weight_codes`` and ``weight_scales`` in the place of ``weight``, which are never
+            decoded as a whole (:class:`~capibara.compose.primitives.QuantisedProduct`).
     """
 
     rank: int
     scale: float = 1.0
     dropout: float = 0.0
+    base: str | None = None
 
     def __post_init__(self) -> None:
         whole("rank", self.rank)
         number("scale", self.scale)
         number("dropout", self.dropout)
+        choice("base", self.base, ("int8", "nf4"), optional=True)
         if not 0 <= self.dropout < 1:
             raise WiringError(f"dropout={self.dropout!r} must be at least 0 and below 1")
+
+    def add_base(
+        self,
+        model: Model,
+        output: str,
+        *,
+        ins: tuple[Any, ...],
+        outs: tuple[int, ...],
+        out_axes: tuple[str | None, ...],
+    ) -> None:
+        """Add the layer's own product with its quantized weight, from ``input`` to ``output``.
+
+        Args:
+            model: the layer. output: the product.
+            ins, outs: sizes of what the weight sums over, and of its result, all known; out_axes: logical names.
+        """
+        assert self.base is not None
+        if not all(isinstance(size, int) for size in (*ins, *outs)):
+            raise WiringError(
+                f"base={self.base!r} needs a layer whose sizes are known: give its inputs' size"
+            )
+        product = p.QuantisedProduct(self.base, ins, outs, BASE_GROUP)
+        rows, inner = math.prod(outs), math.prod(ins)
+        axes = (out_axes[0], None)
+        # All zeros: seven is the code of it, twice in a byte.
+        nothing, kind = (zeros, "int8") if self.base == "int8" else (Constant(0x77), "uint8")
+        width = inner if self.base == "int8" else -(-inner // 2)
+        model.add_parameter("weight_codes", (rows, width), nothing, axes=axes, dtype=kind, keep_dtype=True)
+        groups = (rows, -(-inner // BASE_GROUP))
+        model.add_parameter("weight_scales", groups, ones, axes=axes, dtype="float32", keep_dtype=True)
+        model.add(
+            product, "product", input="input", codes="weight_codes", scales="weight_scales", output=output
+        )
 
     def join(
         self,

@@ -16,7 +16,7 @@ __all__ = ["SelfAttention"]
 
 
 class SelfAttention(Model):
-    """Causal self-attention: ``input [batch, sequence, embed]`` → ``output`` of the same shape.
+    """Self-attention: ``input [batch, sequence, embed]`` → ``output`` of the same shape.
 
     Queries, keys and values are projections of the input; positions are rotary (``cos``, ``sin``
     ``[sequence, head_dim / 2]`` from :class:`~capibara.compose.primitives.RotaryTable`); each key head serves
@@ -24,18 +24,25 @@ class SelfAttention(Model):
 
     Args:
         dimension: size of the input and output. num_heads, num_kv_heads, head_dim: the heads.
-        window: how many positions back a query sees; None for all.
+        causal: a query sees no later position; False for all positions (and there is no cache then).
+        window: how many positions back (and if not causal, forward) a query sees, its own included; None for all.
         softcap: bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         scale: factor on the scores; None for ``1 / sqrt(head_dim)``.
         use_bias: of the projections to queries, keys and values. output_bias: of the last projection.
         rotary_dim: features of a head that are turned, an even number; None for all; 0 for no rotary positions, and
             then there are no inputs ``cos`` and ``sin``.
+        interleaved: what is turned are pairs of neighbours instead of the two halves (GPT-J).
         qk_norm: root-mean-square normalisation of queries and keys before they are turned, of each ``"head"`` (Qwen 3,
             Gemma 3) or over ``"all"`` heads (OLMo 2); None for none. norm_epsilon, norm_offset: of it.
+        sinks: a learned logit of each query head that only adds to the softmax's denominators (gpt-oss).
         adapters: low-rank products added to ``"query"``, ``"key"``, ``"value"`` and ``"out"``.
         cached: decode with a key-value cache: adds the states ``key_cache`` and ``value_cache``
             ``[batch, num_kv_heads, cache_size, head_dim]`` and the input ``position``, how many tokens they hold.
         cache_size: a size, a name, or one :class:`~capibara.compose.logical.shapes.Dim` for all layers of a model.
+        ragged: rows hold several texts, or texts of different lengths. ``cos`` and ``sin`` are then
+            ``[batch, sequence, head_dim / 2]``; the input ``segments int [batch, sequence]`` numbers the texts
+            (:class:`~capibara.compose.primitives.SegmentAttention`), or with a cache ``slots`` takes the place of
+            ``position`` (:class:`~capibara.compose.primitives.RaggedCachedAttention`).
     """
 
     def __init__(
@@ -45,18 +52,22 @@ class SelfAttention(Model):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         *,
+        causal: bool = True,
         window: int | None = None,
         softcap: float | None = None,
         scale: float | None = None,
         use_bias: bool = False,
         output_bias: bool = False,
         rotary_dim: int | None = None,
+        interleaved: bool = False,
         qk_norm: str | None = None,
         norm_epsilon: float = 1e-5,
         norm_offset: float = 0.0,
+        sinks: bool = False,
         adapters: Mapping[str, Adapter] | None = None,
         cached: bool = False,
         cache_size: Any = "cache",
+        ragged: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -66,6 +77,13 @@ class SelfAttention(Model):
         whole("head_dim", head_dim, optional=True)
         flag("use_bias", use_bias)
         flag("output_bias", output_bias)
+        flag("ragged", ragged)
+        flag("causal", causal)
+        if cached and not causal:
+            raise WiringError(
+                "causal=False has no cache: a new token would change what earlier positions see. Use cached=False"
+            )
+        flag("sinks", sinks)
         low = part_adapters(adapters, ("query", "key", "value", "out"))
         if qk_norm is not None:
             choice("qk_norm", qk_norm, ("head", "all"))
@@ -84,8 +102,9 @@ class SelfAttention(Model):
         turned = _turned(size, rotary_dim)
         self.add_input("input", ("batch", "sequence", dimension), "float", ("batch", "sequence", "embed"))
         if turned:
-            self.add_input("cos", ("sequence", turned // 2), "float")
-            self.add_input("sin", ("sequence", turned // 2), "float")
+            table = (*(("batch",) if ragged else ()), "sequence", turned // 2)
+            self.add_input("cos", table, "float")
+            self.add_input("sin", table, "float")
 
         heads_of = {
             "query": (num_heads, "heads"),
@@ -94,7 +113,7 @@ class SelfAttention(Model):
         }
         at = {key: f"{key}_heads" for key in heads_of}
         for key, (heads, axis) in heads_of.items():
-            projection = _projection(dimension, heads, size, axis, use_bias, low[key])
+            projection = project_heads(dimension, heads, size, axis, use_bias, low[key])
             self.add(projection, key, input="input", output=at[key])
         for key in ("query", "key") if qk_norm else ():
             heads, axis = heads_of[key]
@@ -103,7 +122,7 @@ class SelfAttention(Model):
             at[key] = f"{key}_normed"
         for key in ("query", "key") if turned else ():
             self.add(
-                p.Rotate(partial=turned < size),
+                p.Rotate(partial=turned < size, by_row=ragged, interleaved=interleaved),
                 f"{key}_rotated",
                 input=at[key],
                 cos="cos",
@@ -111,40 +130,35 @@ class SelfAttention(Model):
                 output=f"{key}_turned",
             )
             at[key] = f"{key}_turned"
+        if sinks:
+            self.add_parameter("sinks", (num_heads,), zeros, axes=("heads",))
+            at["sinks"] = "sinks"
         if cached:
             cache = ("batch", kv_heads, cache_size, size)
             axes = ("batch", "kv_heads", None, "head_dim")
-            self.add_input("position", (), "int")
+            where, op = ("slots", p.RaggedCachedAttention) if ragged else ("position", p.CachedAttention)
+            self.add_input(where, ("batch", "sequence") if ragged else (), "int")
             self.add_state("key_cache", cache, zeros, axes=axes)
             self.add_state("value_cache", cache, zeros, axes=axes)
             attend = self.add(
-                p.CachedAttention(window, softcap, scale=scale),
+                op(window, softcap, scale=scale, sinks=sinks),
                 "attend",
                 **at,
                 key_cache="key_cache",
                 value_cache="value_cache",
-                position="position",
+                **{where: where},
                 output="attended",
             )
             self.update_state("key_cache", attend.next_key_cache)
             self.update_state("value_cache", attend.next_value_cache)
+        elif ragged:
+            self.add_input("segments", ("batch", "sequence"), "int")
+            attend = p.SegmentAttention(causal, window, softcap, scale=scale, sinks=sinks)
+            self.add(attend, "attend", **at, segments="segments", output="attended")
         else:
-            self.add(p.Attention(True, window, softcap, scale=scale), "attend", **at, output="attended")
-        joined = Model()
-        joined.add_input("input", "*b heads dim", "float")
-        joined.add_parameter(
-            "weight", (num_heads, size, dimension), Scaled(1.0, fan_in=2), axes=("heads", "head_dim", "embed")
-        )
-        product = "product" if output_bias else "output"
-        own = "own_product" if low["out"] else product
-        joined.add(p.Merge(), "product", input="input", weight="weight", output=own)
-        if low["out"]:
-            of = {"ins": (num_heads, size), "outs": (dimension,), "out_axes": ("embed",)}
-            of["in_axes"] = ("heads", "head_dim")
-            low["out"].join(joined, own, product, **of, down=p.Merge(), up=p.Dense())
-        if output_bias:
-            joined.add_parameter("bias", (dimension,), zeros, axes=("embed",))
-            joined.add(p.Add(), "sum", left="product", right="bias", output="output")
+            attend = p.Attention(causal, window, softcap, scale=scale, sinks=sinks)
+            self.add(attend, "attend", **at, output="attended")
+        joined = join_heads(num_heads, size, dimension, output_bias, low["out"])
         self.add(joined, "out", input="attended", output="output")
         self.expose("output")
 
@@ -164,30 +178,56 @@ def _turned(size: int, rotary_dim: int | None) -> int:
     return rotary_dim or size
 
 
-def _projection(
-    dimension: int, heads: int, size: int, axis: str, use_bias: bool, adapter: Adapter | None
+def project_heads(
+    dimension: int,
+    heads: int,
+    size: int,
+    axis: str,
+    use_bias: bool,
+    adapter: Adapter | None,
+    into: str | None = "embed",
 ) -> Model:
-    """``[*b, dimension]`` → ``[*b, heads, size]``."""
+    """``[*b, dimension]`` → ``[*b, heads, size]``; ``axis`` and ``into`` name the axes of heads and input."""
     projection = Model()
     projection.add_input("input", "*b in", "float")
-    projection.add_parameter(
-        "weight", (dimension, heads, size), Scaled(1.0), axes=("embed", axis, "head_dim")
-    )
     product = "product" if use_bias else "output"
     own = "own_product" if adapter else product
-    projection.add(p.Project(), "product", input="input", weight="weight", output=own)
+    of: dict[str, Any] = {"ins": (dimension,), "outs": (heads, size), "out_axes": (axis, "head_dim")}
+    if adapter and adapter.base:
+        adapter.add_base(projection, own, **of)
+    else:
+        weight, axes = (dimension, heads, size), (into, axis, "head_dim")
+        projection.add_parameter("weight", weight, Scaled(1.0), axes=axes)
+        projection.add(p.Project(), "product", input="input", weight="weight", output=own)
     if adapter:
-        of = {
-            "ins": (dimension,),
-            "outs": (heads, size),
-            "in_axes": ("embed",),
-            "out_axes": (axis, "head_dim"),
-        }
-        adapter.join(projection, own, product, **of, down=p.Dense(), up=p.Project())
+        adapter.join(projection, own, product, **of, in_axes=(into,), down=p.Dense(), up=p.Project())
     if use_bias:
         projection.add_parameter("bias", (heads, size), zeros, axes=(axis, "head_dim"))
         projection.add(p.Add(), "sum", left="product", right="bias", output="output")
     return projection
+
+
+def join_heads(heads: int, size: int, dimension: int, use_bias: bool, adapter: Adapter | None) -> Model:
+    """``[*b, heads, size]`` → ``[*b, dimension]``."""
+    joined = Model()
+    joined.add_input("input", "*b heads dim", "float")
+    product = "product" if use_bias else "output"
+    own = "own_product" if adapter else product
+    of: dict[str, Any] = {"ins": (heads, size), "outs": (dimension,), "out_axes": ("embed",)}
+    if adapter and adapter.base:
+        adapter.add_base(joined, own, **of)
+    else:
+        weight = (heads, size, dimension)
+        drawn, axes = Scaled(1.0, fan_in=2), ("heads", "head_dim", "embed")
+        joined.add_parameter("weight", weight, drawn, axes=axes)
+        joined.add(p.Merge(), "product", input="input", weight="weight", output=own)
+    if adapter:
+        of["in_axes"] = ("heads", "head_dim")
+        adapter.join(joined, own, product, **of, down=p.Merge(), up=p.Dense())
+    if use_bias:
+        joined.add_parameter("bias", (dimension,), zeros, axes=("embed",))
+        joined.add(p.Add(), "sum", left="product", right="bias", output="output")
+    return joined
 
 
 class _HeadNorm(Model):

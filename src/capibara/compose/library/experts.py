@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from capibara.compose import primitives as p
-from capibara.compose.initializers import Scaled
+from capibara.compose.initializers import Scaled, zeros
 from capibara.compose.library.layers import GatedMLP
-from capibara.compose.logical.arguments import whole
+from capibara.compose.logical.arguments import flag, whole
 from capibara.compose.logical.model import Model
 
 __all__ = ["Experts", "MixtureOfExperts"]
@@ -28,9 +31,14 @@ class Experts(Model):
     Args:
         dimension, hidden: sizes of the input and of the inner layer.
         count: experts; their weights have the logical axis "experts", to be spread over a mesh.
-        top: experts a token. router, normalise, scale: see :class:`~capibara.compose.primitives.ChooseExperts`.
+        top: experts a token. router, normalise, scale, groups, top_groups, group_score: see
+            :class:`~capibara.compose.primitives.ChooseExperts`.
+        choice_bias: a parameter ``router_bias`` (float32, never trained) is added to the scores that experts are
+            chosen by.
         shared: inner size of a feed-forward layer that every token uses besides; None: there is none.
-        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+        activation, limit, alpha: see :class:`~capibara.compose.primitives.ExpertMLP`.
+        use_bias: of the experts' matrices, and of the shared layer's. logit_bias: of the router's scores before the
+            softmax or sigmoid.
     """
 
     def __init__(
@@ -43,27 +51,62 @@ class Experts(Model):
         router: str = "softmax",
         normalise: bool = True,
         scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int = 1,
+        group_score: str = "max",
+        choice_bias: bool = False,
         shared: int | None = None,
         activation: str = "silu",
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        use_bias: bool = False,
+        logit_bias: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         for key, value in (("dimension", dimension), ("hidden", hidden), ("count", count)):
             whole(key, value)
         whole("shared", shared, optional=True)
-        choose = p.ChooseExperts(top, router, normalise, scale)
+        flag("use_bias", use_bias)
+        flag("logit_bias", logit_bias)
+        choose = p.ChooseExperts(
+            top,
+            router,
+            normalise,
+            scale,
+            groups=groups,
+            top_groups=top_groups,
+            group_score=group_score,
+            use_bias=choice_bias,
+        )
         self.add_input("input", ("*b", dimension), "float")
         self.add_parameter("router", (dimension, count), Scaled(), axes=("embed", None), keep_dtype=True)
+        bias = {}
+        if choice_bias:
+            # It changes by thousandths: as float32 whatever the other parameters are.
+            own: dict[str, Any] = {"axes": (None,), "dtype": "float32", "keep_dtype": True}
+            self.add_parameter("router_bias", (count,), zeros, **own)
+            bias = {"bias": "router_bias"}
         inner, outer = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
         self.add_parameter("gate", (count, dimension, hidden), Scaled(skip=1), axes=inner)
         self.add_parameter("up", (count, dimension, hidden), Scaled(skip=1), axes=inner)
         self.add_parameter("down", (count, hidden, dimension), Scaled(skip=1), axes=outer)
         self.add(p.Rows(), "rows", input="input", output="tokens")
         self.add(p.Cast("accumulate"), "wide", input="tokens", output="wide_tokens")
-        self.add(p.Dense(), "scores", input="wide_tokens", weight="router", output="logits")
-        self.add(choose, "choose", input="logits", weights="weights", experts="experts")
+        scores = "products" if logit_bias else "logits"
+        self.add(p.Dense(), "scores", input="wide_tokens", weight="router", output=scores)
+        if logit_bias:
+            self.add_parameter("logit_bias", (count,), zeros, axes=(None,), keep_dtype=True)
+            self.add(p.Add(), "biased", left=scores, right="logit_bias", output="logits")
+        biases = {}
+        if use_bias:
+            self.add_parameter("gate_bias", (count, hidden), zeros, axes=("experts", "mlp"))
+            self.add_parameter("up_bias", (count, hidden), zeros, axes=("experts", "mlp"))
+            self.add_parameter("down_bias", (count, dimension), zeros, axes=("experts", "embed"))
+            biases = {key: key for key in ("gate_bias", "up_bias", "down_bias")}
+        self.add(choose, "choose", input="logits", **bias, weights="weights", experts="experts")
         self.add(
-            p.ExpertMLP(activation),
+            p.ExpertMLP(activation, limit=limit, alpha=alpha, use_bias=use_bias),
             "mixture",
             input="tokens",
             weights="weights",
@@ -71,12 +114,14 @@ class Experts(Model):
             gate="gate",
             up="up",
             down="down",
+            **biases,
             output="mixed",
         )
         output = "output" if shared is None else "routed"
         self.add(p.Unflatten(), "restore", input="mixed", like="input", output=output)
         if shared is not None:
-            always = GatedMLP(shared, dimension, activation=_ACTIVATIONS[activation])
+            between = _ACTIVATIONS.get(activation) or partial(p.ClampedSwiGLU, limit, alpha)
+            always = GatedMLP(shared, dimension, activation=between, use_bias=use_bias)
             self.add(always, "shared", input="input", output="shared_out")
             self.add(p.Add(), "total", left="routed", right="shared_out", output="output")
         self.set_shapes(output=("*b", dimension))

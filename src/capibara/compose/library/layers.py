@@ -36,6 +36,7 @@ class Linear(Model):
         axes: logical axis names of the weight.
         init: initialiser of the weight; by default variance 1/in.
         adapter: a low-rank product that is added; None for none.
+        inputs: the size of the input; None leaves it to what it is connected to.
     """
 
     def __init__(
@@ -46,19 +47,23 @@ class Linear(Model):
         axes: Axes = (None, None),
         init: Callable[..., Any] | None = None,
         adapter: Adapter | None = None,
+        inputs: int | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         whole("dimension", dimension, optional=True)
-        out = "out" if dimension is None else dimension
-        self.add_input("input", "*b in", "float")
-        self.add_parameter("weight", ("in", out), init or Scaled(1.0), axes=axes)
+        whole("inputs", inputs, optional=True)
+        out, into = "out" if dimension is None else dimension, "in" if inputs is None else inputs
+        self.add_input("input", ("*b", into), "float")
         product = "product" if use_bias else "output"
         own = "own_product" if adapter else product
-        self.add(p.Dense(), "product", input="input", weight="weight", output=own)
+        if adapter and adapter.base:
+            adapter.add_base(self, own, ins=(into,), outs=(out,), out_axes=axes[1:])  # type: ignore[arg-type]
+        else:
+            self.add_parameter("weight", (into, out), init or Scaled(1.0), axes=axes)
+            self.add(p.Dense(), "product", input="input", weight="weight", output=own)
         if adapter:
-            axis, other = axes
-            of = {"ins": ("in",), "outs": (out,), "in_axes": (axis,), "out_axes": (other,)}
+            of = {"ins": (into,), "outs": (out,), "in_axes": axes[:1], "out_axes": axes[1:]}
             adapter.join(self, own, product, **of, down=p.Dense(), up=p.Dense())
         if use_bias:
             self.add_parameter("bias", (out,), zeros, axes=axes[1:])
@@ -90,7 +95,8 @@ class Embedding(Model):
 class RMSNorm(Model):
     """Root-mean-square normalisation with a scale: ``input [*b, d]`` → ``output [*b, d]``.
 
-    ``offset`` is added to the scale; with 1 (Gemma) the parameter starts at zero, otherwise at one.
+    ``offset`` is added to the scale; with 1 (Gemma) the parameter starts at zero, otherwise at one. ``groups``: how
+    many parts of ``d`` are normalised, each by itself.
     """
 
     def __init__(
@@ -98,13 +104,14 @@ class RMSNorm(Model):
         epsilon: float = 1e-5,
         *,
         offset: float = 0.0,
+        groups: int = 1,
         axis: str | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         self.add_input("input", "*b d", "float")
         self.add_parameter("scale", ("d",), zeros if offset else ones, axes=(axis,), keep_dtype=True)
-        norm = p.Normalise("rms", epsilon, offset=offset)
+        norm = p.Normalise("rms", epsilon, offset=offset, groups=groups)
         self.add(norm, "norm", input="input", scale="scale", output="output")
         self.expose("output")
 
@@ -141,7 +148,8 @@ class GatedMLP(Model):
     """Gated feed-forward layer: ``(activation(x W_gate) * (x W_up)) W_down`` (Shazeer, 2020).
 
     ``input [*b, d]`` → ``output [*b, d]``; ``hidden`` is the inner size, ``activation`` a block class such as ``Gelu``
-    or a function that makes a block; ``adapters``: those of ``"gate"``, ``"up"`` and ``"down"``.
+    or a function that makes a block, which may also take both products: ``ClampedSwiGLU``, with the inputs ``gate`` and
+    ``up``; ``adapters``: those of ``"gate"``, ``"up"`` and ``"down"``.
     """
 
     def __init__(
@@ -162,17 +170,24 @@ class GatedMLP(Model):
         self.add_input("input", ("*b", dimension or "d"), "float")
         inner, outer = ("embed", "mlp"), ("mlp", "embed")
         self.add(
-            Linear(hidden, use_bias, axes=inner, adapter=low["gate"]),
+            Linear(hidden, use_bias, axes=inner, adapter=low["gate"], inputs=dimension),
             "gate",
             input="input",
             output="gate_out",
         )
         self.add(
-            Linear(hidden, use_bias, axes=inner, adapter=low["up"]), "up", input="input", output="up_out"
+            Linear(hidden, use_bias, axes=inner, adapter=low["up"], inputs=dimension),
+            "up",
+            input="input",
+            output="up_out",
         )
-        self.add(_made("activation", activation), input="gate_out", output="active")
-        self.add(p.Multiply(), left="active", right="up_out", output="product")
-        down = Linear(dimension, use_bias, axes=outer, adapter=low["down"])
+        between = _made("activation", activation)
+        if "up" in between.input_keys:
+            self.add(between, gate="gate_out", up="up_out", output="product")
+        else:
+            self.add(between, input="gate_out", output="active")
+            self.add(p.Multiply(), left="active", right="up_out", output="product")
+        down = Linear(dimension, use_bias, axes=outer, adapter=low["down"], inputs=hidden)
         self.add(down, "down", input="product", output="output")
         self.set_shapes(output=("*b", dimension or "d"))
         self.expose("output")
@@ -208,10 +223,10 @@ class FeedForward(Model):
         whole("dimension", dimension, optional=True)
         flag("use_bias", use_bias)
         self.add_input("input", ("*b", dimension or "d"), "float")
-        up = Linear(hidden, use_bias, axes=("embed", "mlp"), adapter=low["up"])
+        up = Linear(hidden, use_bias, axes=("embed", "mlp"), adapter=low["up"], inputs=dimension)
         self.add(up, "up", input="input", output="up_out")
         self.add(_made("activation", activation), input="up_out", output="active")
-        down = Linear(dimension, use_bias, axes=("mlp", "embed"), adapter=low["down"])
+        down = Linear(dimension, use_bias, axes=("mlp", "embed"), adapter=low["down"], inputs=hidden)
         self.add(down, "down", input="active", output="output")
         self.set_shapes(output=("*b", dimension or "d"))
         self.expose("output")

@@ -80,7 +80,7 @@ class Model(Canonical):
         dtype: str | None = None,
         keep_dtype: bool = False,
     ) -> Port:
-        """Declare a trained array of the model.
+        """Declare an array of the model that is trained, or, if its dtype is an integer's, only stored.
 
         Args:
             key: its name; in the compiled model's parameters it is under the path of the enclosing blocks.
@@ -92,7 +92,8 @@ class Model(Canonical):
         _check_init(init)
         axes = tuple(axes)
         with transaction():
-            wire = Wire(self._shape(shape, axes), "float", "param")
+            kind = "int" if dtype is not None and dtype.lstrip("u").startswith("int") else "float"
+            wire = Wire(self._shape(shape, axes), kind, "param")
             wire.declaration = Declaration(key, init, dtype, keep_dtype, axes)
             self._declare(key, wire)
         return Port(self, key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from capibara.compose.errors import InputError
@@ -83,10 +83,27 @@ def constrain(
 
 
 def param_shardings(params: Any, axes: Any, mesh: Any, rules: AxisRules | None = None) -> Any:
-    """A ``NamedSharding`` for each array of a nested dict, from a matching nested dict of axis names."""
+    """A ``NamedSharding`` for each array of a tree, by the logical names of its dimensions.
+
+    Equivalent JAX: ``NamedSharding(mesh, rules.spec(names, mesh, x.shape))`` of each, by ``jax.tree.map``.
+
+    Args:
+        params: arrays, or anything with ``shape``.
+        axes: nested like ``params``, with a tuple of names (or None: replicated) for each array; None replicates all.
+        mesh: real or abstract.
+        rules: by default :class:`AxisRules`' own table for parameters.
+
+    Raises:
+        ConfigError: an unknown name, or the wrong number of names.
+    """
     import jax
 
     rules = rules or AxisRules()
-    if isinstance(params, Mapping):
-        return {k: param_shardings(v, axes[k], mesh, rules) for k, v in params.items()}
-    return jax.sharding.NamedSharding(mesh, rules.spec(axes, mesh, params.shape))
+
+    def one(leaf: Any, names: Sequence[str | None] | None) -> Any:
+        spec = rules.spec(names or (None,) * len(leaf.shape), mesh, leaf.shape)
+        return jax.sharding.NamedSharding(mesh, spec)
+
+    if axes is None:
+        return jax.tree.map(lambda leaf: one(leaf, None), params)
+    return jax.tree.map(one, params, axes)

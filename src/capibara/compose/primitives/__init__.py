@@ -64,6 +64,7 @@ from capibara.compose.primitives.elementwise import (
 )
 from capibara.compose.primitives.experts import (
     ChooseExperts,
+    ClampedSwiGLU,
     Dispatch,
     ExpertCombine,
     ExpertDense,
@@ -97,6 +98,12 @@ from capibara.compose.primitives.indexing import (
     Zeros,
     ZerosLike,
 )
+from capibara.compose.primitives.latent import (
+    CachedLatentAttention,
+    LatentAttention,
+    RaggedCachedLatentAttention,
+    SegmentLatentAttention,
+)
 from capibara.compose.primitives.linalg import (
     AddDiagonal,
     CartesianDifference,
@@ -124,7 +131,14 @@ from capibara.compose.primitives.losses import (
     QuantileLoss,
     SquaredError,
 )
-from capibara.compose.primitives.products import Dense, Lookup, Merge, Project, Unembed
+from capibara.compose.primitives.products import (
+    Dense,
+    Lookup,
+    Merge,
+    Project,
+    QuantisedProduct,
+    Unembed,
+)
 from capibara.compose.primitives.quantise import Quantise
 from capibara.compose.primitives.recurrent import GruScan, LstmScan, RnnScan, SplitLike, ZeroState
 from capibara.compose.primitives.reductions import (
@@ -147,8 +161,15 @@ from capibara.compose.primitives.sequence import (
     CausalConv,
     ContinuedScan,
     Positions,
+    RaggedCachedAttention,
+    RaggedCachedConv,
+    RaggedContinuedScan,
+    RaggedPositions,
     RotaryTable,
     Rotate,
+    SegmentAttention,
+    SegmentConv,
+    SegmentScan,
     SelectiveScan,
 )
 from capibara.compose.primitives.shaping import (
@@ -204,6 +225,7 @@ __all__ = [
     "Buffer",
     "CachedAttention",
     "CachedConv",
+    "CachedLatentAttention",
     "CartesianDifference",
     "Cast",
     "CausalConv",
@@ -212,6 +234,7 @@ __all__ = [
     "ChannelMultiply",
     "Cholesky",
     "ChooseExperts",
+    "ClampedSwiGLU",
     "ClassScore",
     "Clip",
     "Concat",
@@ -253,6 +276,7 @@ __all__ = [
     "IsNan",
     "Item",
     "KLDivergence",
+    "LatentAttention",
     "LeakyRelu",
     "Length",
     "Less",
@@ -299,6 +323,12 @@ __all__ = [
     "QuadHingeLoss",
     "QuantileLoss",
     "Quantise",
+    "QuantisedProduct",
+    "RaggedCachedAttention",
+    "RaggedCachedConv",
+    "RaggedCachedLatentAttention",
+    "RaggedContinuedScan",
+    "RaggedPositions",
     "RandInt",
     "Randn",
     "RandomUniform",
@@ -313,6 +343,10 @@ __all__ = [
     "ScaledDotProduct",
     "Scatter",
     "ScatterAlongAxis",
+    "SegmentAttention",
+    "SegmentConv",
+    "SegmentLatentAttention",
+    "SegmentScan",
     "SelectiveScan",
     "ShapeOf",
     "ShiftLeft",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
-from capibara.compose.errors import WiringError
+from capibara.compose.errors import ShapeError, WiringError
 from capibara.compose.logical.arguments import choice, flag, number, whole
 from capibara.compose.logical.block import Primitive
+from capibara.compose.logical.shapes import Shape
 from capibara.compose.precision import FLOAT_DTYPES
 from capibara.compose.primitives.rules import broadcast3_rule, broadcast_rule, scalar
 from capibara.compose.primitives.size_rules import PASSED_ON, SIZE_RULES
@@ -424,6 +426,15 @@ def _has_axis(axis: int) -> Any:
     return rule
 
 
+def _in_groups(groups: int, whole: Shape) -> bool:
+    dims = whole.dims()
+    if not dims or dims[-1].size is None:
+        return False
+    if dims[-1].size % groups:
+        raise ShapeError(f"groups={groups} does not divide the {dims[-1].size} features that are normalised")
+    return True
+
+
 class Normalise(Primitive):
     """Root-mean-square or layer normalisation over the last dimension (with ``dims=2`` over the last two together),
     computed in the accumulation dtype.
@@ -431,7 +442,7 @@ class Normalise(Primitive):
     ``kind="rms"``: ``x / sqrt(mean(x²) + epsilon) * scale`` (Zhang and Sennrich, 2019).
     ``kind="layer"``: the mean is taken off first (Ba et al., 2016); add a bias after it for the affine form.
     ``use_scale=False``: without the input ``scale``. ``offset`` is added to the scale: 1 where weights say how far it
-    is from 1.
+    is from 1. ``groups`` (rms only): the last dimension is so many parts, each normalised by itself.
     """
 
     def __init__(
@@ -442,6 +453,7 @@ class Normalise(Primitive):
         *,
         offset: float = 0.0,
         dims: int = 1,
+        groups: int = 1,
         name: str | None = None,
     ) -> None:
         choice("kind", kind, ("rms", "layer"))
@@ -450,6 +462,9 @@ class Normalise(Primitive):
         number("offset", offset)
         if dims not in (1, 2):
             raise WiringError(f"dims={dims!r} must be 1 or 2: the last dimension, or the last two together")
+        whole("groups", groups)
+        if groups > 1 and (kind, dims) != ("rms", 1):
+            raise WiringError(f"groups={groups!r} must be 1 for kind={kind!r} and dims={dims!r}")
         last = "d" if dims == 1 else "e d"
         super().__init__(
             f"{kind}_norm",
@@ -457,7 +472,9 @@ class Normalise(Primitive):
             {"output": (f"*b {last}", "float")},
             {"epsilon": float(epsilon)}
             | ({"offset": float(offset)} if offset else {})
-            | ({"dims": dims} if dims > 1 else {}),
+            | ({"dims": dims} if dims > 1 else {})
+            | ({"groups": groups} if groups > 1 else {}),
+            constraints=[(partial(_in_groups, groups), ("input",))] if groups > 1 else [],
             accumulates=True,
             name=name,
         )
@@ -480,20 +497,22 @@ class Dropout(Primitive):
 
 
 class Cast(Primitive):
-    """Change the dtype: "float32", "bfloat16" …, "int32", "bool", or "accumulate" for the policy's sums.
+    """Change the dtype: "float32", "bfloat16" …, "int32", "bool", or for the policy's dtype of sums "accumulate", for
+    that of arithmetic "compute".
 
     Floats become integers by dropping what follows the point; numbers become bools as ``x != 0``.
     """
 
     def __init__(self, dtype: Any = "accumulate", *, name: str | None = None) -> None:
         dtype = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)
-        choice("dtype", dtype, ("accumulate", *FLOAT_DTYPES, "int32", "bool"))
+        choice("dtype", dtype, ("accumulate", "compute", *FLOAT_DTYPES, "int32", "bool"))
         accumulate = dtype == "accumulate"
+        self.takes_dtype = dtype == "compute"
         super().__init__(
             "cast_up" if accumulate else "cast",
             {"input": ("*b", None)},
             {"output": ("*b", {"int32": "int", "bool": "bool"}.get(dtype, "float"))},
-            {} if accumulate else {"dtype": dtype},
+            {} if dtype in ("accumulate", "compute") else {"dtype": dtype},
             constraints=[PASSED_ON] if dtype == "int32" else [],
             accumulates=accumulate,
             name=name,

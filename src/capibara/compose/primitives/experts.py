@@ -16,6 +16,7 @@ from capibara.compose.primitives.rules import fix, product
 
 __all__ = [
     "ChooseExperts",
+    "ClampedSwiGLU",
     "Dispatch",
     "ExpertCombine",
     "ExpertDense",
@@ -128,6 +129,11 @@ class ChooseExperts(Primitive):
         router: scores are ``"softmax"`` over all experts, or the ``"sigmoid"`` of each.
         normalise: the weights of a token sum to 1.
         scale: factor on the weights, after that.
+        groups: parts of equal size that the experts have, in order (DeepSeek-AI, arXiv:2405.04434). top_groups: how
+            many of them a token chooses from. group_score: a group's score is its experts' highest, ``"max"``, or the
+            sum of its two highest, ``"top2"``.
+        use_bias: an input ``bias [e]`` is added to the scores for choosing, and does not count in the weights
+            (Wang et al., arXiv:2408.15664). It has no gradient.
     """
 
     def __init__(
@@ -137,12 +143,22 @@ class ChooseExperts(Primitive):
         normalise: bool = True,
         scale: float = 1.0,
         *,
+        groups: int = 1,
+        top_groups: int = 1,
+        group_score: str = "max",
+        use_bias: bool = False,
         name: str | None = None,
     ) -> None:
         whole("top", top)
         choice("router", router, ("softmax", "sigmoid"))
         flag("normalise", normalise)
+        flag("use_bias", use_bias)
         number("scale", scale, above=True)
+        whole("groups", groups)
+        whole("top_groups", top_groups)
+        choice("group_score", group_score, ("max", "top2"))
+        if top_groups > groups:
+            raise WiringError(f"top_groups={top_groups} must be at most groups={groups}")
 
         def rule(logits: Shape, weights: Shape, experts: Shape) -> bool:
             rows, found, numbers = logits.dims(), weights.dims(), experts.dims()
@@ -150,16 +166,26 @@ class ChooseExperts(Primitive):
             assert found is not None
             assert numbers is not None
             count = rows[1].find().size
-            if count is not None and count < top:
-                raise ShapeError(f"top={top} of {count} experts")
+            if count is not None and count % groups:
+                raise ShapeError(f"{count} experts in groups={groups} of equal size")
+            if count is not None and count // groups * top_groups < top:
+                raise ShapeError(
+                    f"top={top} of {count} experts"
+                    + f" in top_groups={top_groups} of {groups}" * (groups > 1)
+                )
             set_size(found[1], top)
             return fix(numbers[1], top)
 
         super().__init__(
             "choose_experts",
-            {"input": ("n e", "float")},
+            {"input": ("n e", "float")} | ({"bias": (("e",), "float")} if use_bias else {}),
             {"weights": ("n k", "float"), "experts": ("n k", "int")},
-            {"top": top, "router": router, "normalise": normalise, "scale": float(scale)},
+            {"top": top, "router": router, "normalise": normalise, "scale": float(scale)}
+            | (
+                {}
+                if groups == 1
+                else {"groups": groups, "top_groups": top_groups, "group_score": group_score}
+            ),
             constraints=[(rule, ("input", "weights", "experts"))],
             accumulates=True,
             name=name,
@@ -174,11 +200,26 @@ class ExpertMLP(Primitive):
     up)) down``.
 
     Args:
-        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``; or ``"swiglu_clamped"``, which replaces the
+            product, too: :class:`ClampedSwiGLU`, with ``limit`` and ``alpha``.
+        use_bias: inputs ``gate_bias`` and ``up_bias [e, h]`` and ``down_bias [e, d]`` are added to the three products.
     """
 
-    def __init__(self, activation: str = "silu", *, name: str | None = None) -> None:
-        choice("activation", activation, ("silu", "gelu", "gelu_tanh", "relu"))
+    def __init__(
+        self,
+        activation: str = "silu",
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        use_bias: bool = False,
+        name: str | None = None,
+    ) -> None:
+        choice("activation", activation, ("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"))
+        number("limit", limit, above=True)
+        number("alpha", alpha, above=True)
+        flag("use_bias", use_bias)
+        clamped = activation == "swiglu_clamped"
+        biases = {"gate_bias": ("e h", "float"), "up_bias": ("e h", "float"), "down_bias": ("e d", "float")}
         super().__init__(
             "expert_mlp",
             {
@@ -188,10 +229,29 @@ class ExpertMLP(Primitive):
                 "gate": ("e d h", "float"),
                 "up": ("e d h", "float"),
                 "down": ("e h d", "float"),
-            },
+            }
+            | (biases if use_bias else {}),
             {"output": ("n d", "float")},
-            {"activation": activation},
+            {"activation": activation} | ({"limit": float(limit), "alpha": float(alpha)} if clamped else {}),
             accumulates=True,
+            name=name,
+        )
+
+
+class ClampedSwiGLU(Primitive):
+    """``g sigmoid(alpha g) (u + 1)`` with ``g = min(gate, limit)`` and ``u`` = ``up`` between ±``limit``.
+
+    The activation of gpt-oss (arXiv:2508.10925). ``gate`` and ``up [*b]`` → ``output [*b]``.
+    """
+
+    def __init__(self, limit: float = 7.0, alpha: float = 1.702, *, name: str | None = None) -> None:
+        number("limit", limit, above=True)
+        number("alpha", alpha, above=True)
+        super().__init__(
+            "clamped_swiglu",
+            {"gate": ("*b", "float"), "up": ("*b", "float")},
+            {"output": ("*b", "float")},
+            {"limit": float(limit), "alpha": float(alpha)},
             name=name,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +18,15 @@ __all__ = [
     "CausalConv",
     "ContinuedScan",
     "Positions",
+    "RaggedCachedAttention",
+    "RaggedCachedConv",
+    "RaggedContinuedScan",
+    "RaggedPositions",
     "RotaryTable",
     "Rotate",
+    "SegmentAttention",
+    "SegmentConv",
+    "SegmentScan",
     "SelectiveScan",
 ]
 
@@ -32,6 +39,27 @@ class Positions(Primitive):
             "positions",
             {"like": ("*b sequence", "T"), "start": ((), "int")},
             {"output": (("sequence",), "int"), "end": ((), "int")},
+            name=name,
+        )
+
+
+class RaggedPositions(Primitive):
+    """Positions of new tokens of rows of different lengths, of which some are padding.
+
+    ``segments int [batch, sequence]`` is 0 where there is padding, and ``start int [batch]`` counts each row's earlier
+    tokens. ``output int [batch, sequence]`` counts a row's tokens from there on, without padding (which is 0);
+    ``slots`` is the same but -1 for padding; ``end int [batch]`` is the next ``start``.
+    """
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(
+            "ragged_positions",
+            {"segments": ("batch sequence", "int"), "start": (("batch",), "int")},
+            {
+                "output": ("batch sequence", "int"),
+                "slots": ("batch sequence", "int"),
+                "end": (("batch",), "int"),
+            },
             name=name,
         )
 
@@ -106,18 +134,31 @@ class Rotate(Primitive):
 
     ``input [*b, sequence, heads, dim]``, ``cos``/``sin [sequence, dim / 2]`` → the same shape as ``input``. With
     ``partial=True`` the tables may be narrower: ``[sequence, part / 2]`` turn the first ``part`` features of a head.
+    With ``by_row=True`` each row has its own positions: the tables are ``[*b, sequence, dim / 2]``.
+
+    With ``interleaved=True`` what is turned are neighbours, features ``2 i`` and ``2 i + 1``, instead of the two
+    halves. With ``last=True`` a part is the last features of a head instead of the first.
     """
 
-    def __init__(self, *, partial: bool = False, name: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        partial: bool = False,
+        by_row: bool = False,
+        interleaved: bool = False,
+        last: bool = False,
+        name: str | None = None,
+    ) -> None:
         flag("partial", partial)
+        flag("by_row", by_row)
+        flag("interleaved", interleaved)
+        flag("last", last)
+        table = ("*b sequence half" if by_row else "sequence half", "float")
         super().__init__(
             "rotate",
-            {
-                "input": ("*b sequence heads dim", "float"),
-                "cos": ("sequence half", "float"),
-                "sin": ("sequence half", "float"),
-            },
+            {"input": ("*b sequence heads dim", "float"), "cos": table, "sin": table},
             {"output": ("*b sequence heads dim", "float")},
+            {key: True for key, given in (("interleaved", interleaved), ("last", last)) if given},
             constraints=[(_part if partial else _half, ("input", "cos"))],
             name=name,
         )
@@ -136,12 +177,19 @@ def _given(scale: float | None) -> dict[str, float]:
     return {} if scale is None else {"scale": float(scale)}
 
 
+def _sinks(wanted: bool) -> dict[str, tuple[str, str]]:
+    """The input of that name, last of all, if it is wanted."""
+    flag("sinks", wanted)
+    return {"sinks": ("heads", "float")} if wanted else {}
+
+
 class Attention(Primitive):
     """Scaled dot-product attention through :func:`capibara.ops.attention.flash_attention`.
 
     ``query [batch, sequence, heads, dim]``, ``key``/``value [batch, sequence, kv_heads, dim]`` → like ``query``;
     each key head serves ``heads / kv_heads`` query heads (Ainslie et al., 2023). ``scale`` is the factor on the scores,
-    by default ``1 / sqrt(dim)``.
+    by default ``1 / sqrt(dim)``. With ``sinks`` there is the input ``sinks [heads]``, logits that only add to the
+    softmax's denominators.
     """
 
     def __init__(
@@ -151,6 +199,7 @@ class Attention(Primitive):
         softcap: float | None = None,
         *,
         scale: float | None = None,
+        sinks: bool = False,
         name: str | None = None,
     ) -> None:
         whole("window", window, optional=True)
@@ -162,7 +211,45 @@ class Attention(Primitive):
                 "query": ("batch sequence heads dim", "float"),
                 "key": ("batch context kv_heads dim", "float"),
                 "value": ("batch context kv_heads dim", "float"),
-            },
+            }
+            | _sinks(sinks),
+            {"output": ("batch sequence heads dim", "float")},
+            {"causal": bool(causal), "window": window, "softcap": softcap} | _given(scale),
+            constraints=[(_grouped, ("query", "key"))],
+            name=name,
+        )
+
+
+class SegmentAttention(Primitive):
+    """:class:`Attention` within segments: a query sees keys whose number in ``segments`` is its own.
+
+    ``segments int [batch, sequence]``. Several texts in one row do not see one another (packing), nor do they see
+    padding, which has a number of its own. Numbers are compared, wherever they are: in ``[1, 1, 2, 2, 1, 1]`` the last
+    two positions see the first two. (:class:`SegmentConv` and :class:`SegmentScan` begin anew at each change.)
+    """
+
+    def __init__(
+        self,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        scale: float | None = None,
+        sinks: bool = False,
+        name: str | None = None,
+    ) -> None:
+        whole("window", window, optional=True)
+        number("softcap", softcap, above=True, optional=True)
+        number("scale", scale, above=True, optional=True)
+        super().__init__(
+            "segment_attention",
+            {
+                "query": ("batch sequence heads dim", "float"),
+                "key": ("batch sequence kv_heads dim", "float"),
+                "value": ("batch sequence kv_heads dim", "float"),
+                "segments": ("batch sequence", "int"),
+            }
+            | _sinks(sinks),
             {"output": ("batch sequence heads dim", "float")},
             {"causal": bool(causal), "window": window, "softcap": softcap} | _given(scale),
             constraints=[(_grouped, ("query", "key"))],
@@ -191,6 +278,7 @@ class CachedAttention(Primitive):
         softcap: float | None = None,
         *,
         scale: float | None = None,
+        sinks: bool = False,
         name: str | None = None,
     ) -> None:
         number("scale", scale, above=True, optional=True)
@@ -206,7 +294,8 @@ class CachedAttention(Primitive):
                 "key_cache": (cache, "float"),
                 "value_cache": (cache, "float"),
                 "position": ((), "int"),
-            },
+            }
+            | _sinks(sinks),
             {
                 "output": ("batch sequence heads dim", "float"),
                 "next_key_cache": (cache, "float"),
@@ -218,39 +307,108 @@ class CachedAttention(Primitive):
         )
 
 
-class CausalConv(Primitive):
-    """Depthwise causal convolution: ``input [batch, sequence, *c]``, ``weight [width, *c]``, ``bias [*c]``."""
+class RaggedCachedAttention(Primitive):
+    """:class:`CachedAttention` for rows of different lengths: each new token has a place of its own in its row's cache.
 
-    def __init__(self, *, name: str | None = None) -> None:
+    ``slots int [batch, sequence]`` says which, and is also its position: from :class:`RaggedPositions`. A token whose
+    slot is -1 is padding: it is written nowhere, nothing sees it, and its output means nothing.
+    """
+
+    decodes = True
+    in_place = MappingProxyType({"key_cache": "next_key_cache", "value_cache": "next_value_cache"})
+
+    def __init__(
+        self,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        scale: float | None = None,
+        sinks: bool = False,
+        name: str | None = None,
+    ) -> None:
+        number("scale", scale, above=True, optional=True)
+        cache = "batch kv_heads cache dim"
+        whole("window", window, optional=True)
+        number("softcap", softcap, above=True, optional=True)
         super().__init__(
-            "causal_conv",
+            "ragged_cached_attention",
             {
-                "input": ("batch sequence *c", "float"),
-                "weight": ("width *c", "float"),
-                "bias": ("*c", "float"),
+                "query": ("batch sequence heads dim", "float"),
+                "key": ("batch sequence kv_heads dim", "float"),
+                "value": ("batch sequence kv_heads dim", "float"),
+                "key_cache": (cache, "float"),
+                "value_cache": (cache, "float"),
+                "slots": ("batch sequence", "int"),
+            }
+            | _sinks(sinks),
+            {
+                "output": ("batch sequence heads dim", "float"),
+                "next_key_cache": (cache, "float"),
+                "next_value_cache": (cache, "float"),
             },
-            {"output": ("batch sequence *c", "float")},
+            {"window": window, "softcap": softcap} | _given(scale),
+            constraints=[(_grouped, ("query", "key"))],
             name=name,
         )
 
 
-class CachedConv(Primitive):
+class _Conv(Primitive):
+    """A depthwise causal convolution; the inputs besides ``input``, ``weight`` and ``bias`` depend on its kind."""
+
+    def _build(self, op: str, use_bias: bool, name: str | None, more: Mapping[str, str]) -> None:
+        flag("use_bias", use_bias)
+        tail = {"next_tail": (more["tail"], "float")} if "tail" in more else {}
+        super().__init__(
+            op,
+            {"input": ("batch sequence *c", "float"), "weight": ("width *c", "float")}
+            | {key: (shape, "float" if key == "tail" else "int") for key, shape in more.items()}
+            | ({"bias": ("*c", "float")} if use_bias else {}),
+            {"output": ("batch sequence *c", "float"), **tail},
+            name=name,
+        )
+
+
+class CausalConv(_Conv):
+    """Depthwise causal convolution: ``input [batch, sequence, *c]``, ``weight [width, *c]``, ``bias [*c]``.
+
+    ``use_bias=False``: without the input ``bias``.
+    """
+
+    def __init__(self, *, use_bias: bool = True, name: str | None = None) -> None:
+        self._build("causal_conv", use_bias, name, {})
+
+
+class SegmentConv(_Conv):
+    """:class:`CausalConv` within segments: a position sees earlier ones of its own segment alone.
+
+    ``segments int [batch, sequence]``; a segment is a run of equal numbers, as in :class:`SegmentScan`: in
+    ``[1, 1, 2, 2, 1, 1]`` there are three.
+    """
+
+    def __init__(self, *, use_bias: bool = True, name: str | None = None) -> None:
+        self._build("segment_conv", use_bias, name, {"segments": "batch sequence"})
+
+
+class CachedConv(_Conv):
     """:class:`CausalConv` that goes on from the last ``width - 1`` inputs, and returns the newest ones."""
 
     decodes = True
 
-    def __init__(self, *, name: str | None = None) -> None:
-        tail = "batch tail *c"
-        super().__init__(
-            "cached_conv",
-            {
-                "input": ("batch sequence *c", "float"),
-                "weight": ("width *c", "float"),
-                "bias": ("*c", "float"),
-                "tail": (tail, "float"),
-            },
-            {"output": ("batch sequence *c", "float"), "next_tail": (tail, "float")},
-            name=name,
+    def __init__(self, *, use_bias: bool = True, name: str | None = None) -> None:
+        self._build("cached_conv", use_bias, name, {"tail": "batch tail *c"})
+
+
+class RaggedCachedConv(_Conv):
+    """:class:`CachedConv` for rows of different lengths: what is padding is passed over, wherever it stands.
+
+    ``slots int [batch, sequence]`` is below 0 for padding, whose output is 0: from :class:`RaggedPositions`.
+    """
+
+    decodes = True
+
+    def __init__(self, *, use_bias: bool = True, name: str | None = None) -> None:
+        self._build(
+            "ragged_cached_conv", use_bias, name, {"tail": "batch tail *c", "slots": "batch sequence"}
         )
 
 
@@ -284,19 +442,57 @@ class SelectiveScan(Primitive):
         )
 
 
-class ContinuedScan(Primitive):
+class SegmentScan(Primitive):
+    """:class:`SelectiveScan` within segments: each begins with a zero state.
+
+    ``segments int [batch, sequence]``; a segment is a run of equal numbers: in ``[1, 1, 2, 2, 1, 1]`` there are three,
+    where :class:`SegmentAttention` compares numbers, and has two. Positions of 0 are padding: the state skips them.
+    """
+
+    def __init__(self, chunk_size: int | None = None, *, name: str | None = None) -> None:
+        if chunk_size is not None:
+            whole("chunk_size", chunk_size)
+        super().__init__(
+            "segment_scan",
+            {**_SCAN_INPUTS, "segments": ("batch sequence", "int")},
+            {"output": ("batch sequence heads dim", "float")},
+            {"chunk_size": None if chunk_size is None else int(chunk_size)},
+            name=name,
+        )
+
+
+class _Continued(Primitive):
+    """A scan that goes on from a state."""
+
+    def _build(self, op: str, chunk_size: int | None, name: str | None, more: dict[str, Any]) -> None:
+        if chunk_size is not None:
+            whole("chunk_size", chunk_size)
+        memory = ("batch heads dim state", "float")
+        super().__init__(
+            op,
+            {**_SCAN_INPUTS, "memory": memory, **more},
+            {"output": ("batch sequence heads dim", "float"), "next_memory": memory},
+            {"chunk_size": None if chunk_size is None else int(chunk_size)},
+            name=name,
+        )
+
+
+class ContinuedScan(_Continued):
     """:class:`SelectiveScan` that goes on from a given state ``[batch, heads, dim, state]`` and returns the next."""
 
     decodes = True
 
     def __init__(self, chunk_size: int | None = None, *, name: str | None = None) -> None:
-        if chunk_size is not None:
-            whole("chunk_size", chunk_size)
-        memory = ("batch heads dim state", "float")
-        super().__init__(
-            "continued_scan",
-            {**_SCAN_INPUTS, "memory": memory},
-            {"output": ("batch sequence heads dim", "float"), "next_memory": memory},
-            {"chunk_size": None if chunk_size is None else int(chunk_size)},
-            name=name,
-        )
+        self._build("continued_scan", chunk_size, name, {})
+
+
+class RaggedContinuedScan(_Continued):
+    """:class:`ContinuedScan` for rows of different lengths: what is padding leaves the state as it is.
+
+    ``slots int [batch, sequence]`` is below 0 for padding, whose output means nothing: from :class:`RaggedPositions`.
+    """
+
+    decodes = True
+
+    def __init__(self, chunk_size: int | None = None, *, name: str | None = None) -> None:
+        self._build("ragged_continued_scan", chunk_size, name, {"slots": ("batch sequence", "int")})

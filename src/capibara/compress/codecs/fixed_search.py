@@ -23,6 +23,7 @@ from capibara.compress.codecs.engine import on_accelerator, wanted_engine
 from capibara.compress.codecs.executors import has_native
 from capibara.compress.errors import CompressError
 from capibara.errors import MissingExtraError, did_you_mean
+from capibara.native import levels
 from capibara.native.loading import open_library
 
 __all__ = [
@@ -46,11 +47,8 @@ RESOLUTIONS = (32, 16, 8, 4, 2, 1)
 _UNIT = 15  # bits of a group's largest number
 _RATIO = 18  # bits of a reciprocal
 
-# The levels of T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), in 1/1024: eight quantiles
-# of the normal distribution below zero and nine from zero on, scaled to ±1.
-_TABLE = (-1.0, -0.69619280, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
-          0.07958030, 0.16093020, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0)  # fmt: skip
-NF4 = np.rint(np.array(_TABLE) * 1024).astype(np.int32)
+# In 1/1024.
+NF4 = np.rint(np.array(levels.NF4) * 1024).astype(np.int32)
 
 
 @dataclass(frozen=True)

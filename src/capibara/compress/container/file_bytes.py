@@ -19,6 +19,9 @@ from capibara.files import naming
 __all__ = ["FileBytes", "FileNumbers"]
 
 _ALIGNMENT = 64  # bytes
+_FLAGS = getattr(os, "O_BINARY", 0) | getattr(
+    os, "O_NONBLOCK", 0
+)  # a pipe is not waited for: it has no bytes
 
 
 class FileBytes:
@@ -34,7 +37,7 @@ class FileBytes:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self._descriptor = os.open(self.path, os.O_RDONLY | _FLAGS)
         try:
             self.size = os.fstat(self._descriptor).st_size
         except BaseException:
@@ -127,6 +130,10 @@ class FileNumbers:
         return FileNumbers(
             self._file, self.dtype, self._offset + first * self.dtype.itemsize, max(last - first, 0)
         )
+
+    def read_into(self, out: np.ndarray) -> None:
+        """Fill a contiguous array of as many bytes; errors as for :meth:`FileBytes.read_into`."""
+        self._file.read_into(out, self._offset)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         # Aligned, so that a device that is this machine can use the memory as it is.

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "codec.h"
 #include "fixed.h"
+#include "grouped.h"
 #include "quantised.h"
 #include "scan.h"
 #include "tropical.h"
@@ -17,6 +18,7 @@ struct Isa {
   const ScanKernels* scan;
   const QuantisedKernels* quantised;
   const FixedKernels* fixed;
+  const GroupedKernels* grouped;
 };
 
 const Isa& isa();

@@ -19,21 +19,21 @@ __all__ = ["flash_attention"]
 
 
 def _reference_forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-    query, key, value, bias, query_ids, key_ids = arrays
-    out = reference.attention(problem, query, key, value, bias, query_ids, key_ids)
+    out = reference.attention(problem, *arrays)
     return out, jnp.zeros((problem.batch, problem.heads, 0))
 
 
 def _reference_backward(
     problem: AttentionProblem, arrays: tuple[Any, ...], out: jax.Array, stat: jax.Array, out_grad: jax.Array
 ) -> tuple[Any, ...]:
-    query, key, value, bias, query_ids, key_ids = arrays
+    query, key, value, bias, query_ids, key_ids, sinks = arrays
     _, pull = jax.vjp(
-        lambda q, k, v, b: reference.attention(problem, q, k, v, b, query_ids, key_ids),
+        lambda q, k, v, b, s: reference.attention(problem, q, k, v, b, query_ids, key_ids, s),
         query,
         key,
         value,
         bias,
+        sinks,
     )
     return pull(out_grad)
 
@@ -94,7 +94,8 @@ def _attend_forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array,
 
 
 def _attend_backward(problem: AttentionProblem, residuals: Any, out_grad: jax.Array) -> tuple[Any, ...]:
-    return *OP.run("backward", problem, *residuals, out_grad), None, None
+    *gradients, of_sinks = OP.run("backward", problem, *residuals, out_grad)
+    return *gradients, None, None, of_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -111,6 +112,7 @@ def flash_attention(
     precision: str | jax.lax.Precision | None = None,
     bias: jax.Array | None = None,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    sinks: jax.Array | None = None,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -125,6 +127,11 @@ def flash_attention(
         scores = softcap * jnp.tanh(scores / softcap) + bias         # where given
         scores = jnp.where(visible, scores, -jnp.inf)                # causal mask, window, segments
         out = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), value)
+
+    With ``sinks``, the softmax is over one more score, and its weight is dropped::
+
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], -1))[..., :-1]
 
     The backward pass keeps query, key, value, the output and one value per row, and recomputes the scores (Dao et al.
     2022, arXiv:2205.14135). Works under ``jit``, ``grad`` (also twice) and ``vmap``; forward-mode differentiation
@@ -147,7 +154,10 @@ def flash_attention(
         ``"high"``, ``"default"``, or a ``jax.lax.Precision``.
       bias: Added to the scaled scores; ``[batch|1, heads|1, q_len|1, kv_len|1]``. Differentiable. ``-inf`` masks a
         key.
-      segment_ids: ``int [batch, sequence]``, or a pair for query and key; positions see only their own segment.
+      segment_ids: ``int [batch, sequence]``, or a pair for query and key; positions see only those of equal id
+        (ids are compared: in ``[1, 1, 2, 2, 1, 1]`` the last two positions see the first two).
+      sinks: ``[heads]``, floating point: a logit of each query head that only adds to the softmax's denominator
+        (gpt-oss, arXiv:2508.10925), so that a head's weights may sum to less than 1. Differentiable.
       window: ``n``: query ``i`` sees keys ``i - n + 1 … i + n - 1`` (with the causal mask: ``… i``).
         ``(left, right)``: keys ``i - left … i + right``, ``None`` meaning no limit.
       softcap: Limits scores to ``(-softcap, softcap)`` by ``softcap · tanh(scores / softcap)``, before the bias.
@@ -180,15 +190,17 @@ def flash_attention(
         "implementation": implementation,
     }
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    if len(ids) == 2 and explicit_sharding(query, key, value, bias, *ids) is not None:
+    if len(ids) == 2 and explicit_sharding(query, key, value, bias, *ids, sinks) is not None:
         return automatic(
-            lambda q, k, v, b, i, j: flash_attention(
-                q, k, v, bias=b, segment_ids=None if segment_ids is None else (i, j), **options
+            lambda q, k, v, b, i, j, s: flash_attention(
+                q, k, v, bias=b, segment_ids=None if segment_ids is None else (i, j), sinks=s, **options
             ),
-            (query, key, value, bias, *ids),
+            (query, key, value, bias, *ids, sinks),
             kept=3,
         )
-    problem, arrays = OP.prepare(query, key, value, bias=bias, segment_ids=segment_ids, **options)
+    problem, arrays = OP.prepare(
+        query, key, value, bias=bias, segment_ids=segment_ids, sinks=sinks, **options
+    )
     if 0 in (problem.batch, problem.heads, problem.q_len, problem.kv_len):
         return jnp.zeros((*query.shape[:3], problem.value_dim), problem.dtype)
     return _attend(problem, *alike(arrays, arrays))

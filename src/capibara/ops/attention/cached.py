@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
-from capibara.ops.checks import check_scale, check_softcap
+from capibara.ops.checks import check_scale, check_sinks, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.registry import Implementation, Op, public
@@ -43,6 +43,7 @@ def _prepare(
     value_cache: Any,
     query_positions: Any,
     *,
+    sinks: Any = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -98,6 +99,7 @@ def _prepare(
             raise OpTypeError(f"cached_attention: window must be an int or None, got {window!r}")
         if window < 1:
             raise OpValueError(f"cached_attention: window must be at least 1, got {window}")
+    check_sinks("cached_attention", sinks, heads)
     softcap, scale = check_softcap("cached_attention", softcap), check_scale("cached_attention", scale)
     problem = CachedProblem(
         batch=batch,
@@ -112,7 +114,7 @@ def _prepare(
         implementation=implementation,
     )
     positions = jnp.broadcast_to(positions, (batch, new))
-    return problem, (query, key_cache, value_cache, positions)
+    return problem, (query, key_cache, value_cache, positions, sinks)
 
 
 def _written(p: CachedProblem, cache: jax.Array, positions: jax.Array) -> jax.Array:
@@ -122,7 +124,12 @@ def _written(p: CachedProblem, cache: jax.Array, positions: jax.Array) -> jax.Ar
 
 
 def _attend(
-    p: CachedProblem, query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array
+    p: CachedProblem,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     key, value = (_written(p, cache, positions) for cache in (key, value))
     wide = jnp.float64 if p.dtype == "float64" else jnp.float32
@@ -140,28 +147,38 @@ def _attend(
         visible &= at > positions[:, :, None] - p.window
     s = s + jnp.where(visible, 0.0, HIDDEN).astype(wide)[:, None, :, None]
     best = jnp.maximum(jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True), ROW_FLOOR)
+    if sinks is not None:
+        sinks = sinks.astype(wide).reshape(p.kv_heads, 1, -1, 1)
+        best = jnp.maximum(best, lax.stop_gradient(sinks))
     weights = jnp.exp(s - best)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - best)
     weights = (weights / jnp.where(total == 0, 1.0, total)).astype(value.dtype)
     out = lax.dot_general(weights, value, (((4,), (1,)), ((0, 1), (0, 2))), preferred_element_type=wide)
     return jnp.moveaxis(out, 1, 2).reshape(p.batch, new, p.heads, -1).astype(p.dtype)
 
 
 def _blocked(
-    p: CachedProblem, query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array
+    p: CachedProblem,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     whole = p.new // BLOCK * BLOCK
     if p.new <= BLOCK:
-        return _attend(p, query, key, value, positions)
+        return _attend(p, query, key, value, positions, sinks)
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x[:, :whole].reshape(p.batch, -1, BLOCK, *x.shape[2:]), 1, 0)
 
-    out = lax.map(lambda t: _attend(p, t[0], key, value, t[1]), (split(query), split(positions)))
+    out = lax.map(lambda t: _attend(p, t[0], key, value, t[1], sinks), (split(query), split(positions)))
     out = jnp.moveaxis(out, 0, 1).reshape(p.batch, whole, p.heads, -1)
     if whole == p.new:
         return out
-    rest = _attend(p, query[:, whole:], key, value, positions[:, whole:])
+    rest = _attend(p, query[:, whole:], key, value, positions[:, whole:], sinks)
     return jnp.concatenate([out, rest], axis=1)
 
 
@@ -173,13 +190,16 @@ OP = Op(
 
 
 @public(OP)
-@over_explicit_axes("query", "key_cache", "value_cache", "query_positions", out=lambda query, *_: query[:3])
+@over_explicit_axes(
+    "query", "key_cache", "value_cache", "query_positions", "sinks", out=lambda query, *_: query[:3]
+)
 def cached_attention(
     query: jax.Array,
     key_cache: jax.Array,
     value_cache: jax.Array,
     query_positions: jax.Array | int,
     *,
+    sinks: jax.Array | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -197,6 +217,7 @@ def cached_attention(
       value_cache: ``[batch, cache, kv_heads, value_dim]``.
       query_positions: ``int [batch, new]`` positions, or a scalar (or ``[batch, 1]``) position of the first
         one.
+      sinks: ``[heads]``, floating point: as for :func:`flash_attention`.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       window: The most positions that a query sees, including its own.
       softcap: Limits scores by ``softcap · tanh(scores / softcap)``.
@@ -215,6 +236,7 @@ def cached_attention(
         key_cache,
         value_cache,
         query_positions,
+        sinks=sinks,
         scale=scale,
         window=window,
         softcap=softcap,

@@ -44,6 +44,7 @@ class _Arrays(NamedTuple):
     bias: jax.Array | None
     query_ids: jax.Array | None
     key_ids: jax.Array | None
+    sinks: jax.Array | None  # [n, group]
 
 
 def _rows(problem: AttentionProblem) -> int:
@@ -92,7 +93,7 @@ def _take(
 
 
 def _gather(problem: AttentionProblem, group: Group, b: Any, h: Any, arrays: tuple[Any, ...]) -> _Arrays:
-    query, key, value, bias, query_ids, key_ids = arrays
+    query, key, value, bias, query_ids, key_ids, sinks = arrays
     q = _widen(problem, _take(problem, group, b, h, query, problem.group)) * problem.scale
     k = _widen(problem, _take(problem, group, b, h, key, 1))[:, 0]
     v = _widen(problem, _take(problem, group, b, h, value, 1))[:, 0]
@@ -105,7 +106,11 @@ def _gather(problem: AttentionProblem, group: Group, b: Any, h: Any, arrays: tup
     if query_ids is not None:
         query_ids = _slice(query_ids, {0: b * group.batch}, {0: group.batch})
         key_ids = _slice(key_ids, {0: b * group.batch}, {0: group.batch})
-    return _Arrays(q, k, v, bias, query_ids, key_ids)
+    if sinks is not None:
+        heads = group.kv_heads * problem.group
+        sinks = _slice(sinks.astype(problem.accumulate_dtype), {0: h * heads}, {0: heads})
+        sinks = jnp.tile(sinks.reshape(group.kv_heads, problem.group), (group.batch, 1))
+    return _Arrays(q, k, v, bias, query_ids, key_ids, sinks)
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -159,8 +164,11 @@ def _hide(
 
 def _weights(
     problem: AttentionProblem, group: Group, arrays: _Arrays, tile: Tile, start: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """The unnormalised weights ``exp(score - row maximum)`` of one block, and softcap's derivative."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The unnormalised weights ``exp(score - row maximum)`` of one block, softcap's derivative, weights of sinks.
+
+    A sink counts for the maximum, which then has another use: blocks with sinks do without the fused kernel.
+    """
     q = _flat(lax.dynamic_slice_in_dim(arrays.query, start, tile.rows, 2))
     scores = _dot(problem, q, arrays.key[:, tile.key_start : tile.key_stop], 2, 2)
     slope = None
@@ -170,7 +178,11 @@ def _weights(
         scores = problem.softcap * bent
     scores = _hide(problem, group, arrays, tile, start, scores)
     best = jnp.maximum(jnp.max(lax.stop_gradient(scores), axis=-1, keepdims=True), ROW_FLOOR)
-    return jnp.exp(scores - best), slope
+    if arrays.sinks is None:
+        return jnp.exp(scores - best), slope, None
+    sinks = jnp.repeat(arrays.sinks, tile.rows, axis=1)[..., None]
+    best = jnp.maximum(best, lax.stop_gradient(sinks))
+    return jnp.exp(scores - best), slope, jnp.exp(sinks - best)
 
 
 def _inverse(total: jax.Array) -> jax.Array:
@@ -222,8 +234,9 @@ def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Arr
         for tile in tiles:
 
             def block(__: None, start: Any, tile: Tile = tile) -> tuple[None, tuple[jax.Array, jax.Array]]:
-                weights, _slope = _weights(problem, group, part, tile, start)
+                weights, _slope, of_sinks = _weights(problem, group, part, tile, start)
                 total = jnp.sum(weights, axis=-1, keepdims=True)
+                total = total if of_sinks is None else total + of_sinks
                 values = part.value[:, tile.key_start : tile.key_stop]
                 out = _dot(problem, weights, values, 2, 1) * _inverse(total)
                 shape = (out.shape[0], problem.group, tile.rows)
@@ -280,7 +293,7 @@ def _bias_gradient(
 def backward(
     problem: AttentionProblem, arrays: tuple[Any, ...], out: jax.Array, total: jax.Array, out_grad: jax.Array
 ) -> tuple[Any, ...]:
-    """Gradients of query, key, value and bias (``None`` without one), in the caller's layout and dtype."""
+    """Gradients of query, key, value, bias and sinks (``None`` without them), in the caller's layout and dtype."""
     tiles = cut_tiles(problem, _rows(problem))
     group = cut_group(problem, tiles, SCORE_BYTES)
     wide = problem.accumulate_dtype
@@ -297,17 +310,17 @@ def backward(
         do = do * _inverse(sums).reshape(*do.shape[:3], 1)
         # Three axes: the CPU compiler reduces [n, 1, rows, dim] four times slower.
         delta = jnp.sum(_flat(do * o), axis=-1, keepdims=True).reshape(*do.shape[:3], 1)
-        dqs, dks, dvs = [], [], []
+        dqs, dks, dvs, dsinks = [], [], [], []
         for tile in tiles:
 
-            def block(carry: Any, start: Any, tile: Tile = tile) -> tuple[Any, jax.Array]:
+            def block(carry: Any, start: Any, tile: Tile = tile) -> tuple[Any, tuple[jax.Array, Any]]:
                 dbias, dk, dv = carry
                 q, g, d = (
                     _flat(lax.dynamic_slice_in_dim(x, start, tile.rows, 2)) for x in (part.query, do, delta)
                 )
                 k = part.key[:, tile.key_start : tile.key_stop]
                 v = part.value[:, tile.key_start : tile.key_stop]
-                weights, slope = _weights(problem, group, part, tile, start)
+                weights, slope, of_sinks = _weights(problem, group, part, tile, start)
                 ds = weights * (_dot(problem, g, v, 2, 2) - d)
                 if dbias is not None:
                     dbias = _bias_gradient(dbias, problem, group, tile, b, h, start, ds)
@@ -316,7 +329,8 @@ def backward(
                 dq = _dot(problem, ds, k, 2, 1).reshape(q.shape[0], problem.group, tile.rows, -1)
                 more_k, more_v = _dot(problem, q, ds, 1, 1), _dot(problem, g, weights, 1, 1)
                 dk, dv = (more_k, more_v) if dk is None else (dk + more_k, dv + more_v)
-                return (dbias, dk, dv), dq
+                dsink = None if of_sinks is None else (-of_sinks * d).reshape(*dq.shape[:3], 1)
+                return (dbias, dk, dv), (dq, dsink)
 
             start_k = start_v = None
             if tile.blocks > 1:
@@ -329,8 +343,9 @@ def backward(
                     ),
                     *used,
                 )
-            (dbias, dk, dv), dq = _over_blocks(tile, (dbias, start_k, start_v), block)
+            (dbias, dk, dv), (dq, dsink) = _over_blocks(tile, (dbias, start_k, start_v), block)
             dqs.append(dq)
+            dsinks.append(dsink)
             dks.append((tile.key_start, tile.key_stop, dk))
             dvs.append((tile.key_start, tile.key_stop, dv))
 
@@ -340,10 +355,17 @@ def backward(
             x = jnp.swapaxes(_sum_pieces(pieces, problem.kv_len), 1, 2).astype(problem.dtype)
             x = x.reshape(group.batch, group.kv_heads, problem.kv_len, -1)
             grads.append(from_bhsd(x, problem.layout))
+        if part.sinks is not None:
+            grads.append(jnp.concatenate(dsinks, axis=2).reshape(group.batch, heads, problem.q_len, 1))
         return dbias, tuple(grads)
 
     dbias = None if bias is None else alike(jnp.zeros(bias.shape, wide), *used)
     dbias, grads = _over_groups(group, dbias, one)
     head_axis = 1 if problem.layout == "bhsd" else 2
-    dq, dk, dv = (_assemble(group, g, head_axis) for g in grads)
-    return dq, dk, dv, None if bias is None else dbias.astype(bias.dtype)
+    dq, dk, dv = (_assemble(group, g, head_axis) for g in grads[:3])
+    of_bias = None if bias is None else dbias.astype(bias.dtype)
+    sinks: jax.Array | None = arrays[6]
+    of_sinks = (
+        None if sinks is None else jnp.sum(_assemble(group, grads[3], 1), axis=(0, 2, 3)).astype(sinks.dtype)
+    )
+    return dq, dk, dv, of_bias, of_sinks

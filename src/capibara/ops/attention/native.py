@@ -16,6 +16,7 @@ from capibara import native
 from capibara.measure.flops import register_foreign_call
 from capibara.ops.attention import cpu, xla
 from capibara.ops.attention.problem import AttentionProblem
+from capibara.ops.attention.sinks import sinks_gradient, with_sinks
 from capibara.ops.one_device import native_call
 
 __all__ = ["backward", "check", "forward"]
@@ -67,7 +68,7 @@ def _like(x: jax.Array, last: int | None = None) -> jax.ShapeDtypeStruct:
 
 def _inputs(arrays: tuple[Any, ...]) -> tuple[jax.Array, ...]:
     """Query, key, value, bias and segments as the library takes them: an empty array stands for none."""
-    *qkv, bias, query_ids, key_ids = arrays
+    *qkv, bias, query_ids, key_ids, _sinks = arrays
     bias = jnp.zeros((0,), jnp.float32) if bias is None else bias.astype(jnp.float32)
     ids = [jnp.zeros((0,), jnp.int32) if x is None else x for x in (query_ids, key_ids)]
     return *qkv, bias, *ids
@@ -98,19 +99,21 @@ def _differentiable(problem: AttentionProblem) -> ModuleType:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(problem: AttentionProblem, *arrays: Any) -> tuple[Any, ...]:
-    """Gradients of query, key, value and bias."""
+    """Gradients of query, key, value, bias and sinks."""
     *arguments, out, stat, out_grad = arrays
     inputs, attributes = _inputs(tuple(arguments)), _attributes(problem)
     results = tuple(_like(x) for x in inputs[:3])
     more = (out, stat, out_grad)
     gradients = native_call("capibara_attention_backward", results, *inputs, *more, **attributes)
     bias: jax.Array | None = arguments[3]
+    sinks: jax.Array | None = arguments[6]
+    of_sinks = None if sinks is None else sinks_gradient(problem, sinks, *more, binary=True)
     if bias is None:
-        return *gradients, None
+        return *gradients, None, of_sinks
     shape = (jax.ShapeDtypeStruct(bias.shape, jnp.float32),)
     # A call of its own, which XLA leaves out where nobody asks for its result.
     (bias_gradient,) = native_call("capibara_attention_bias", shape, *inputs, *more, **attributes)
-    return *gradients, bias_gradient.astype(bias.dtype)
+    return *gradients, bias_gradient.astype(bias.dtype), of_sinks
 
 
 def _gradients_forward(problem: AttentionProblem, *arrays: Any) -> tuple[Any, Any]:
@@ -119,18 +122,18 @@ def _gradients_forward(problem: AttentionProblem, *arrays: Any) -> tuple[Any, An
 
 
 def _gradients_backward(problem: AttentionProblem, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    # The output and the statistic are functions of query, key, value and bias: taken as such here, they get no
+    # The output and the statistic are functions of query, key, value, bias and sinks: taken as such here, they get no
     # gradient of their own.
     form = _differentiable(problem)
-    query, key, value, bias, query_ids, key_ids, out_grad = residuals
+    query, key, value, bias, query_ids, key_ids, sinks, out_grad = residuals
 
-    def gradients(query: Any, key: Any, value: Any, bias: Any, out_grad: Any) -> Any:
-        arrays = (query, key, value, bias, query_ids, key_ids)
+    def gradients(query: Any, key: Any, value: Any, bias: Any, sinks: Any, out_grad: Any) -> Any:
+        arrays = (query, key, value, bias, query_ids, key_ids, sinks)
         return form.backward(problem, arrays, *form.forward(problem, *arrays), out_grad)
 
-    _, pull = jax.vjp(gradients, query, key, value, bias, out_grad)
-    *pulled, out_pulled = pull(tuple(cotangents))
-    return *pulled, None, None, None, None, out_pulled
+    _, pull = jax.vjp(gradients, query, key, value, bias, sinks, out_grad)
+    *pulled, sinks_pulled, out_pulled = pull(tuple(cotangents))
+    return *pulled, None, None, sinks_pulled, None, None, out_pulled
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
@@ -140,7 +143,9 @@ _gradients.defvjp(_gradients_forward, _gradients_backward)
 def _output(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     stat = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.q_len), jnp.float32)
     out = (_like(arrays[0], problem.value_dim), stat)
-    return native_call("capibara_attention_forward", out, *_inputs(arrays), **_attributes(problem))
+    out, stat = native_call("capibara_attention_forward", out, *_inputs(arrays), **_attributes(problem))
+    sinks: jax.Array | None = arrays[6]
+    return (out, stat) if sinks is None else with_sinks(problem, sinks, out, stat, binary=True)
 
 
 def _output_forward(problem: AttentionProblem, *arrays: Any) -> tuple[Any, Any]:
@@ -150,7 +155,9 @@ def _output_forward(problem: AttentionProblem, *arrays: Any) -> tuple[Any, Any]:
 
 def _output_backward(problem: AttentionProblem, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     # Only `_gradients` reads the statistic, and gives it no gradient; so there is one for the output alone.
-    return *_gradients(problem, *residuals, cotangents[0]), None, None
+    found: Any = _gradients(problem, *residuals, cotangents[0])
+    *gradients, of_sinks = found
+    return *gradients, None, None, of_sinks
 
 
 _output.defvjp(_output_forward, _output_backward)
@@ -158,13 +165,13 @@ _output.defvjp(_output_forward, _output_backward)
 
 def _taken(problem: AttentionProblem, arrays: tuple[Any, ...]) -> tuple[AttentionProblem, tuple[Any, ...]]:
     """The problem with its operands rounded, where the caller wants that, in a dtype that the library reads."""
-    *qkv, bias, query_ids, key_ids = arrays
+    *qkv, bias, query_ids, key_ids, sinks = arrays
     if problem.operand_dtype is not None:
         qkv = [x.astype(problem.operand_dtype).astype(problem.dtype) for x in qkv]
     if problem.dtype == "float16":
         qkv = [x.astype(jnp.float32) for x in qkv]
     mine = dataclasses.replace(problem, dtype=str(qkv[0].dtype), operand_dtype=None)
-    return mine, (*qkv, bias, *_small_ids(query_ids, key_ids))
+    return mine, (*qkv, bias, *_small_ids(query_ids, key_ids), sinks)
 
 
 def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
@@ -178,8 +185,8 @@ def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Arr
 def backward(
     problem: AttentionProblem, arrays: tuple[Any, ...], out: jax.Array, stat: jax.Array, out_grad: jax.Array
 ) -> tuple[Any, ...]:
-    """Gradients of query, key, value and bias (``None`` without one), in the caller's layout and dtype."""
+    """Gradients of query, key, value, bias and sinks (``None`` without them), in the caller's layout and dtype."""
     mine, taken = _taken(problem, arrays)
     results: Any = _gradients(mine, *taken, out.astype(mine.dtype), stat, out_grad.astype(mine.dtype))
-    *gradients, of_bias = results
-    return *(g.astype(problem.dtype) for g in gradients), of_bias
+    *gradients, of_bias, of_sinks = results
+    return *(g.astype(problem.dtype) for g in gradients), of_bias, of_sinks

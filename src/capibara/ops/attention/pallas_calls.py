@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from capibara.ops.attention import xla
 from capibara.ops.attention.problem import AttentionProblem
+from capibara.ops.attention.sinks import sinks_gradient, with_sinks
 from capibara.ops.one_device import on_platform
 
 __all__ = ["EXACT", "FAST", "Kernels", "grouped", "pad", "round_up", "ungrouped"]
@@ -46,11 +47,11 @@ def ungrouped(problem: AttentionProblem, x: jax.Array) -> jax.Array:
 
 
 def _split_forward(problem: AttentionProblem, *arrays: Any) -> Any:
-    return xla.forward(problem, *arrays[:3], None, *(arrays[3:] or (None, None)))
+    return xla.forward(problem, *arrays[:3], None, *(arrays[3:] or (None, None)), None)
 
 
 def _split_backward(problem: AttentionProblem, *arrays: Any) -> Any:
-    given = (*arrays[:3], None, *(arrays[6:] or (None, None)))
+    given = (*arrays[:3], None, *(arrays[6:] or (None, None)), None)
     return xla.backward(problem, given, *arrays[3:6])[:3]
 
 
@@ -72,30 +73,34 @@ class Kernels:
             return on_platform(platform, problem.implementation, kernel, split, *arrays)
 
         @partial(jax.custom_vjp, nondiff_argnums=(0,))
-        def gradients(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, ...]:
-            return run(problem, backward, _split_backward, *arrays)
+        def gradients(problem: AttentionProblem, sinks: Any, *arrays: Any) -> tuple[Any, ...]:
+            """Of query, key, value and sinks."""
+            found = run(problem, backward, _split_backward, *arrays)
+            return *found, None if sinks is None else sinks_gradient(problem, sinks, *arrays[3:6])
 
         def gradients_forward(problem: AttentionProblem, *arrays: Any) -> tuple[Any, Any]:
             return gradients(problem, *arrays), arrays
 
         def gradients_backward(problem: AttentionProblem, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
-            # The output and the statistic are functions of query, key and value: taken as such in the XLA form, they
-            # get no gradient of their own.
-            query, key, value, _out, _stat, out_grad, *ids = arrays
+            # The output and the statistic are functions of query, key, value and sinks: taken as such in the XLA form,
+            # they get no gradient of their own.
+            sinks, query, key, value, _out, _stat, out_grad, *ids = arrays
 
-            def again(query: Any, key: Any, value: Any, out_grad: Any) -> Any:
-                given = (query, key, value, None, *(ids or (None, None)))
-                return xla.backward(problem, given, *xla.forward(problem, *given), out_grad)[:3]
+            def again(sinks: Any, query: Any, key: Any, value: Any, out_grad: Any) -> Any:
+                given = (query, key, value, None, *(ids or (None, None)), sinks)
+                *found, _, of_sinks = xla.backward(problem, given, *xla.forward(problem, *given), out_grad)
+                return *found, of_sinks
 
-            pulled: Any = jax.vjp(again, query, key, value, out_grad)[1](tuple(cotangents))
-            query, key, value, out_grad = pulled
-            return query, key, value, None, None, out_grad, *(None for _ in ids)
+            pulled: Any = jax.vjp(again, sinks, query, key, value, out_grad)[1](tuple(cotangents))
+            *pulled, out_grad = pulled
+            return *pulled, None, None, out_grad, *(None for _ in ids)
 
         gradients.defvjp(gradients_forward, gradients_backward)
 
         @partial(jax.custom_vjp, nondiff_argnums=(0,))
-        def output(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-            return run(problem, forward, _split_forward, *arrays)
+        def output(problem: AttentionProblem, sinks: Any, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+            out, stat = run(problem, forward, _split_forward, *arrays)
+            return (out, stat) if sinks is None else with_sinks(problem, sinks, out, stat)
 
         def output_forward(problem: AttentionProblem, *arrays: Any) -> tuple[Any, Any]:
             results: Any = output(problem, *arrays)
@@ -103,16 +108,17 @@ class Kernels:
 
         def output_backward(problem: AttentionProblem, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
             # Only `gradients` reads the statistic, and gives it no gradient; so there is one for the output alone.
-            query, key, value, *ids, out, stat = residuals
-            grads: Any = gradients(problem, query, key, value, out, stat, cotangents[0], *ids)
-            return *grads, *(None for _ in ids)
+            sinks, query, key, value, *ids, out, stat = residuals
+            found: Any = gradients(problem, sinks, query, key, value, out, stat, cotangents[0], *ids)
+            *grads, of_sinks = found
+            return of_sinks, *grads, *(None for _ in ids)
 
         output.defvjp(output_forward, output_backward)
         self._output, self._gradients = output, gradients
 
     def forward(self, problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Array]:
         """The output in the caller's layout, and the log-sum-exp of each row's scores [batch, heads, q_len]."""
-        return self._output(problem, *arrays[:3], *_ids(problem, arrays))
+        return self._output(problem, arrays[6], *arrays[:3], *_ids(problem, arrays))
 
     def backward(
         self,
@@ -122,8 +128,11 @@ class Kernels:
         stat: jax.Array,
         out_grad: jax.Array,
     ) -> tuple[Any, ...]:
-        """Gradients of query, key, value and (none) of the bias, in the caller's layout and dtype."""
-        return *self._gradients(problem, *arrays[:3], out, stat, out_grad, *_ids(problem, arrays)), None
+        """Gradients of query, key, value, (none) of the bias, and of the sinks, in the caller's layout and dtype."""
+        given = (*arrays[:3], out, stat, out_grad, *_ids(problem, arrays))
+        found: Any = self._gradients(problem, arrays[6], *given)
+        *gradients, of_sinks = found
+        return *gradients, None, of_sinks
 
 
 def _ids(problem: AttentionProblem, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.errors import did_you_mean
-from capibara.ops.checks import check_flag, check_scale, check_softcap
+from capibara.ops.checks import check_flag, check_scale, check_sinks, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.tuning import Tuned
 
@@ -208,6 +208,7 @@ def prepare(
     precision: Any = None,
     bias: Any = None,
     segment_ids: Any = None,
+    sinks: Any = None,
     window: Any = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -273,6 +274,7 @@ def prepare(
     left, right = _check_window(window, check_flag("flash_attention", "use_causal_mask", use_causal_mask))
     operand_dtype, lax_precision = _check_precision(precision)
     q_ids, kv_ids = _check_segments(segment_ids, batch, q_len, kv_len)
+    check_sinks("flash_attention", sinks, heads)
     problem = AttentionProblem(
         batch=batch,
         heads=heads,
@@ -294,4 +296,4 @@ def prepare(
         has_segments=q_ids is not None,
         implementation=implementation,
     )
-    return problem, (query, key, value, bias, q_ids, kv_ids)
+    return problem, (query, key, value, bias, q_ids, kv_ids, sinks)

@@ -18,8 +18,12 @@ def attention(
     bias: jax.Array | None,
     query_ids: jax.Array | None,
     key_ids: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """``softmax(softcap(q kᵀ · scale) + bias, without hidden keys) v``, quadratic in memory."""
+    """``softmax(softcap(q kᵀ · scale) + bias, without hidden keys) v``, quadratic in memory.
+
+    Sinks are a last column of scores, whose weights are dropped.
+    """
     q, k, v = (to_bhsd(x, problem.layout) for x in (query, key, value))
     k, v = (jnp.repeat(x, problem.group, axis=1) for x in (k, v))
     wide = problem.accumulate_dtype
@@ -42,10 +46,13 @@ def attention(
     if query_ids is not None and key_ids is not None:
         visible &= (query_ids[:, :, None] == key_ids[:, None, :])[:, None]
     scores = scores + jnp.where(visible, 0.0, HIDDEN).astype(wide)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(wide)[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
     best = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), ROW_FLOOR))
     weights = jnp.exp(scores - best)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0, 1.0, total)
+    weights = (weights / jnp.where(total == 0, 1.0, total))[..., : problem.kv_len]
     if problem.operand_dtype is not None:
         weights = weights.astype(problem.operand_dtype)
     out = jnp.einsum("bhqk,bhkd->bhqd", weights, v, precision=problem.precision, preferred_element_type=wide)

@@ -25,6 +25,7 @@ class AttentionSpec:
     bias: tuple[bool, bool, bool, bool] | None = None
     """Which of the bias' four axes are full (the others have size 1)."""
     segments: bool = False
+    sinks: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ("small",)
 
@@ -46,6 +47,8 @@ class AttentionSpec:
         }
         if self.bias is not None:
             shapes["bias"] = tuple(f if keep else 1 for f, keep in zip(full, self.bias, strict=True))
+        if self.sinks:
+            shapes["sinks"] = (self.heads,)
         return shapes
 
 
@@ -79,6 +82,19 @@ SPECS: tuple[AttentionSpec, ...] = (
     ),
     AttentionSpec("segments", 2, 2, 11, 4, segments=True, options={**_CAUSAL, "block_size": 4}),
     AttentionSpec("other value size", 1, 2, 6, 4, value_dim=3, options={**_CAUSAL, "scale": 0.3}),
+    AttentionSpec("sinks", 2, 4, 13, 4, kv_heads=2, sinks=True, options={**_CAUSAL, "window": 5}),
+    AttentionSpec(
+        "sinks, segments, bias",
+        2,
+        3,
+        9,
+        4,
+        kv_heads=1,
+        bias=(False, True, True, True),
+        segments=True,
+        sinks=True,
+        options={"layout": "bshd", "softcap": 2.0},
+    ),
     AttentionSpec("model 8 heads", 16, 8, 256, 32, options=_CAUSAL, tags=("large",)),
     AttentionSpec("model 6 heads", 16, 6, 256, 32, options=_CAUSAL, tags=("large",)),
     AttentionSpec(

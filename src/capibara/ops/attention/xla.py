@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR, AttentionProblem, from_bhsd, to_bhsd
+from capibara.ops.attention.sinks import sinks_gradient, with_sinks
 from capibara.ops.one_device import alike
 
 __all__ = ["backward", "forward"]
@@ -73,7 +74,7 @@ def _heads(problem: AttentionProblem, x: jax.Array, rows: int) -> jax.Array:
 
 
 def _prepare(problem: AttentionProblem, blocks: _Blocks, arrays: tuple[Any, ...]) -> _Prepared:
-    query, key, value, bias, query_ids, key_ids = arrays
+    query, key, value, bias, query_ids, key_ids, _sinks = arrays
     rows, keys = blocks.rows * blocks.row_blocks, blocks.keys * blocks.key_blocks
     q = _heads(problem, to_bhsd(query, problem.layout), rows)
     k, v = (_pad(to_bhsd(x, problem.layout), 2, keys) for x in (key, value))
@@ -182,7 +183,9 @@ def forward(problem: AttentionProblem, *arrays: Any) -> tuple[jax.Array, jax.Arr
         return (acc / safe).astype(problem.dtype), (best + jnp.log(safe))[..., 0]
 
     out, logsumexp = lax.map(row_block, jnp.arange(blocks.row_blocks, dtype=jnp.int32))
-    return from_bhsd(_rows_back(problem, out), problem.layout), _rows_back(problem, logsumexp)
+    out, logsumexp = from_bhsd(_rows_back(problem, out), problem.layout), _rows_back(problem, logsumexp)
+    sinks: jax.Array | None = arrays[6]
+    return (out, logsumexp) if sinks is None else with_sinks(problem, sinks, out, logsumexp)
 
 
 def backward(
@@ -192,7 +195,7 @@ def backward(
     logsumexp: jax.Array,
     out_grad: jax.Array,
 ) -> tuple[Any, ...]:
-    """Gradients of query, key, value and bias (``None`` without one), in the caller's layout and dtype."""
+    """Gradients of query, key, value, bias and sinks (``None`` without them), in the caller's layout and dtype."""
     blocks = _blocks(problem)
     wide = problem.accumulate_dtype
     p = _prepare(problem, blocks, arrays)
@@ -246,7 +249,9 @@ def backward(
     if dbias is not None:
         dbias = dbias.reshape(dbias.shape[0], -1, *dbias.shape[3:])
         dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-    return *grads, dbias
+    sinks: jax.Array | None = arrays[6]
+    of_sinks = None if sinks is None else sinks_gradient(problem, sinks, out, logsumexp, out_grad)
+    return *grads, dbias, of_sinks
 
 
 def _add_at(x: jax.Array, index: Any, more: jax.Array, axis: int) -> jax.Array:

@@ -5,8 +5,9 @@ have all rows or none, and no row is dropped. Both gradients are products of the
 :func:`grouped_matmul` with the matrices transposed; that of the matrices is a product of columns for each group, which
 the implementations call ``outer``.
 
-XLA has an operation for this, ``jax.lax.ragged_dot``. On CPUs it multiplies every row with every matrix, so there the
-implementation ``"cpu"`` runs instead (:mod:`capibara.ops.linalg.grouped_blocks`).
+XLA has an operation for this, ``jax.lax.ragged_dot``. On CPUs it multiplies every row with every matrix, so there
+compiled kernels run instead (:mod:`capibara.ops.linalg.grouped_native`), or blocks of rows where these do not
+(:mod:`capibara.ops.linalg.grouped_blocks`); on TPUs kernels of our own do (:mod:`capibara.ops.linalg.grouped_tpu`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 
 from capibara.ops.checks import check_flag, check_precision
 from capibara.ops.errors import OpShapeError, OpTypeError
 from capibara.ops.explicit import over_explicit_axes
-from capibara.ops.linalg import grouped_blocks
+from capibara.ops.linalg import grouped_blocks, grouped_native, grouped_tpu, grouped_xla
 from capibara.ops.linalg.arguments import FLOATS, WIDE, check_matrix
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
@@ -139,37 +138,28 @@ def _reference_outer(
     return jnp.stack(found).astype(problem.dtype)
 
 
-# ---- XLA's own operation, which jax.vmap cannot map over everything ----------------------------------------------
-
-
-@grouped_blocks.one_by_one
-def _xla(problem: GroupedProblem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-    inner = 2 if problem.transpose_rhs else 1
-    starts, ends = grouped_blocks.bounds(problem, sizes)
-    # On explicit axes it wants to be told; what is sharded over some has been made automatic before.
-    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    out = lax.ragged_dot_general(
-        lhs,
-        rhs,
-        ends - starts,
-        lax.RaggedDotDimensionNumbers((((1,), (inner,)), ((), ())), [0], [0]),
-        precision=problem.precision,
-        preferred_element_type=jnp.dtype(problem.accumulate_dtype),
-        out_sharding=PartitionSpec() if explicit else None,
-    )
-    # What it leaves in rows of no group is not specified everywhere.
-    return grouped_blocks.without_rest(problem, sizes, out.astype(problem.dtype))
-
-
 OP = Op(
     "grouped_matmul",
     _prepare,
     [
         Implementation(
+            "native",
+            {"forward": grouped_native.forward, "outer": grouped_native.outer},
+            platforms=("cpu",),
+            check=grouped_native.check,
+            portable=False,
+        ),
+        Implementation(
             "cpu", {"forward": grouped_blocks.forward, "outer": grouped_blocks.outer}, platforms=("cpu",)
         ),
+        Implementation(
+            "pallas_tpu",
+            {"forward": grouped_tpu.forward, "outer": grouped_tpu.outer},
+            platforms=("tpu",),
+            check=grouped_tpu.check,
+        ),
         # XLA's own product of columns multiplies all rows for every group, on TPUs too.
-        Implementation("xla", {"forward": _xla, "outer": grouped_blocks.outer}),
+        Implementation("xla", {"forward": grouped_xla.forward, "outer": grouped_blocks.outer}),
         Implementation("reference", {"forward": _reference, "outer": _reference_outer}),
     ],
 )
@@ -231,10 +221,10 @@ def grouped_matmul(
         group = jnp.repeat(jnp.arange(groups), group_sizes, total_repeat_length=rows)
         out = jnp.einsum("rk,rkn->rn", lhs, rhs[group])      # rows after sum(group_sizes): 0
 
-    No row is dropped, whatever the sizes are. The work is that of one product ``[rows, inner] @ [inner, columns]``; on
-    CPUs each group's rows are rounded up to a multiple of 16, and matrices of empty groups are not read. Works under
-    ``jit``, ``vmap`` and ``grad`` (also twice); forward-mode differentiation (``jvp``) is not defined for it. A NaN
-    or infinity stays in its row, and in the gradient of its group's matrix.
+    No row is dropped, whatever the sizes are. The work is that of one product ``[rows, inner] @ [inner, columns]``
+    (``"cpu"`` rounds each group's rows up to a multiple of 16), and on CPUs matrices of empty groups are not read.
+    Works under ``jit``, ``vmap`` and ``grad`` (also twice); forward-mode differentiation (``jvp``) is not defined for
+    it. A NaN or infinity stays in its row, and in the gradient of its group's matrix.
 
     Args:
       lhs: ``[rows, inner]``, floating point.
@@ -244,7 +234,8 @@ def grouped_matmul(
       transpose_rhs: multiply with the transposed matrices.
       precision: as for ``jnp.matmul``; of float32 products on accelerators.
       accumulate_dtype: of sums; None: float32, and float64 for float64.
-      implementation: ``"auto"``, ``"cpu"`` (blocks of rows for XLA's CPU compiler), ``"xla"``
+      implementation: ``"auto"``, ``"native"`` (compiled kernels for CPUs, float32, if the library is built), ``"cpu"``
+        (blocks of rows for XLA's CPU compiler), ``"pallas_tpu"`` (kernels for TPUs, elsewhere interpreted), ``"xla"``
         (``jax.lax.ragged_dot``) or ``"reference"`` (every group multiplies every row).
 
     Returns:

@@ -14,6 +14,7 @@ multiplied separately, so that they need not be interleaved.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +24,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from capibara.ops.errors import OpShapeError, OpTypeError
+from capibara.native.levels import NF4
+from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.linalg import quantised_native, quantised_tpu
 from capibara.ops.linalg.arguments import FLOATS, check_count, check_matrix, on_any_mesh
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
 
-__all__ = ["by_slabs", "dequantise_matrix", "quantised_matmul", "transposable"]
+__all__ = ["by_slabs", "dequantise_matrix", "quantise_matrix", "quantised_matmul", "transposable"]
 
 # Numbers of a slab: 8 MiB as float32, which a cache holds and which is large enough for a product's threads.
 _SLAB = 1 << 21
@@ -298,6 +300,45 @@ def transposable(dtype: str) -> str:
     """The implementation that ``jax.linear_transpose`` can transpose for this dtype: Pallas has no transpose."""
     problem = QuantisedProblem((), 1, 1, 8, 1, False, False, dtype, "auto")
     return "native" if "native" in OP.usable(problem, "cpu") else "xla"
+
+
+def quantise_matrix(matrix: Any, *, kind: str, group: int) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of a matrix ``[rows, inner]`` for :func:`quantised_matmul`, each rounded to the nearest level.
+
+    Args:
+      matrix: floating point. A group of zeros, or of numbers that are not finite, has no scale that fits it: of zeros
+        it stays zeros.
+      kind: ``"int8"``, whole numbers to ±127; or ``"nf4"``, whose ``levels`` are :data:`capibara.native.levels.NF4`
+        (Dettmers et al., arXiv:2305.14314). The largest of a group is ±127, or ±1.
+      group: elements of a row that share a scale; the last group may have fewer.
+
+    Returns:
+      ``(codes, scales)``: int8 ``[rows, inner]`` or uint8 ``[rows, ceil(inner / 2)]``; float32
+      ``[rows, ceil(inner / group)]``.
+
+    Raises:
+      OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
+    """
+    op = "quantise_matrix"
+    check_matrix(op, "matrix", matrix)
+    group = check_count(op, "group", group, 1)
+    if kind not in ("int8", "nf4"):
+        raise OpValueError(f"{op}: kind must be 'int8' or 'nf4', got {kind!r}")
+    if len(matrix.shape) != 2:
+        raise OpShapeError(f"{op}: matrix must be [rows, inner], got shape {tuple(matrix.shape)}")
+    rows, inner = matrix.shape
+    matrix = jnp.asarray(matrix).astype("float32")
+    groups = -(-inner // group)
+    grouped = jnp.pad(matrix, ((0, 0), (0, groups * group - inner))).reshape(rows, groups, group)
+    scales = jnp.max(jnp.abs(grouped), axis=2) / (127 if kind == "int8" else 1)
+    grouped = grouped / jnp.where(scales == 0, 1, scales)[..., None]
+    flat = grouped.reshape(rows, groups * group)[:, :inner]
+    if kind == "int8":
+        return jnp.rint(flat).astype("int8"), scales
+    between = jnp.asarray([(a + b) / 2 for a, b in itertools.pairwise(NF4)], jnp.float32)
+    codes = sum(((flat > edge).astype("uint8") for edge in between), jnp.zeros(flat.shape, "uint8"))
+    codes = jnp.pad(codes, ((0, 0), (0, inner % 2)))
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales
 
 
 def dequantise_matrix(codes: Any, scales: Any, levels: Any = None, *, inner: int, group: int) -> jax.Array:

@@ -34,10 +34,12 @@ from capibara.ops.one_device import alike, on_one_device
 
 __all__ = ["chunks", "forward", "vocab_block"]
 
-# A chunk has a 32nd of the tokens, and at most 512 MiB of logits as float32. Products with fewer tokens are slow.
+# A chunk has a 32nd of the tokens, and at most 512 MiB of logits as float32. Products with fewer tokens are slow, and
+# each chunk adds to the whole gradient of the head: where 256 tokens have at most 32 MiB of logits, they are worth it.
 _PARTS = 32
 _LARGEST = 1 << 27
 _FEWEST = 128
+_FEWEST_LOGITS = 1 << 23
 # Elements of a block: 2 MiB as float32, unless it had fewer entries of the vocabulary than are worth a product.
 _BLOCK = 1 << 19
 _NARROWEST = 2048
@@ -50,7 +52,8 @@ def chunks(problem: LossProblem) -> tuple[int, int]:
     tokens = max(problem.tokens, 1)
     size = problem.chunk_size
     if size is None:
-        size = max(min(-(-tokens // _PARTS), _LARGEST // problem.vocab), _FEWEST)
+        fewest = 2 * _FEWEST if 2 * _FEWEST * problem.vocab <= _FEWEST_LOGITS else _FEWEST
+        size = max(min(-(-tokens // _PARTS), _LARGEST // problem.vocab), fewest)
     count = -(-tokens // size)
     return count, -(-tokens // count)
 

@@ -26,12 +26,12 @@ OP = Op(
 )
 
 
-def _places(x: Dims, dt: Dims, a: Dims, b: Dims, c: Dims, state: Dims) -> list[Dims]:
+def _places(x: Dims, dt: Dims, a: Dims, b: Dims, c: Dims, state: Dims, starts: Dims) -> list[Dims]:
     return [x, join_dims((*x[:1], *x[2:], None), state)]
 
 
 @public(OP)
-@over_explicit_axes("x", "dt", "a", "b", "c", "initial_state", out=_places)
+@over_explicit_axes("x", "dt", "a", "b", "c", "initial_state", "starts", out=_places)
 def selective_scan(
     x: jax.Array,
     dt: jax.Array,
@@ -40,6 +40,7 @@ def selective_scan(
     c: jax.Array,
     *,
     initial_state: jax.Array | None = None,
+    starts: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
@@ -68,10 +69,13 @@ def selective_scan(
         group serves ``heads // groups`` adjacent heads.
       c: ``[batch, length, groups, states]``, the output weights of the state.
       initial_state: ``[batch, heads, width, states]``; zeros when ``None``.
+      starts: ``bool [batch, length]``: where several sequences follow one another in a row, where each of them begins.
+        The state before such a position is zero (whatever ``initial_state`` is). What is not finite in one sequence
+        may make later ones in its row NaN.
       chunk_size: Positions per chunk; ``None``: what ``capibara tune`` has measured here, otherwise 64. It affects
         speed and memory, not the result.
-      implementation: ``"auto"``, ``"native"`` (compiled loops on CPUs; forward-mode and second derivatives are those
-        of ``"xla"``), ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
+      implementation: ``"auto"``, ``"native"`` (compiled loops on CPUs, without ``starts``; forward-mode and second
+        derivatives are those of ``"xla"``), ``"xla"`` (chunked) or ``"reference"`` (one position at a time).
 
     Returns:
       ``y [batch, length, heads, width]`` in the dtype of ``x``, and the state after the last position,
@@ -90,9 +94,10 @@ def selective_scan(
         b,
         c,
         initial_state=initial_state,
+        starts=starts,
         chunk_size=chunk_size,
         implementation=implementation,
     )
     if problem.length == 0:
-        return jnp.zeros(x.shape, x.dtype), arrays[-1].astype(problem.accumulate_dtype)
+        return jnp.zeros(x.shape, x.dtype), arrays[5].astype(problem.accumulate_dtype)
     return OP.run("forward", problem, *alike(arrays, arrays))

@@ -35,6 +35,8 @@ def check(problem: ScanProblem) -> None:
         raise NotImplementedError(f"computes in float32, not {problem.dtype}")
     if problem.chunk_size is not None:
         raise NotImplementedError("has no chunk_size")
+    if problem.starts:
+        raise NotImplementedError("does not begin anew within a row (starts)")
 
 
 # For every number of the state: what is added, and what is read.

@@ -28,6 +28,7 @@ class ScanProblem:
     chunk_size: int | None
     dtype: str
     implementation: str
+    starts: bool = False
     tuned: Tuned | None = None
 
     @property
@@ -55,6 +56,7 @@ def prepare(
     c: Any,
     *,
     initial_state: Any = None,
+    starts: Any = None,
     chunk_size: int | None = None,
     implementation: str = "auto",
 ) -> tuple[ScanProblem, tuple[Any, ...]]:
@@ -85,6 +87,15 @@ def prepare(
                 f"selective_scan: {name} must have shape {shape} to go with x {tuple(x.shape)} and b "
                 f"{tuple(b.shape)}, got {tuple(named[name][0].shape)}"
             )
+    if starts is not None:
+        if not hasattr(starts, "shape") or not jnp.issubdtype(starts.dtype, jnp.bool_):
+            found = getattr(starts, "dtype", type(starts).__name__)
+            raise OpTypeError(f"selective_scan: starts must be a boolean array, got {found}")
+        if tuple(starts.shape) != (batch, length):
+            raise OpShapeError(
+                f"selective_scan: starts must have shape {(batch, length)} to go with x {tuple(x.shape)}, got "
+                f"{tuple(starts.shape)}"
+            )
     if groups == 0 or heads % groups:
         raise OpShapeError(
             f"selective_scan: {groups} groups of b and c cannot serve {heads} heads; the number of groups must "
@@ -105,7 +116,9 @@ def prepare(
         chunk_size=None if chunk_size is None else int(chunk_size),
         dtype=str(jax.dtypes.canonicalize_dtype(x.dtype)),
         implementation=implementation,
+        starts=starts is not None,
     )
     if initial_state is None:
         initial_state = jnp.zeros((batch, heads, width, states), problem.accumulate_dtype)
-    return problem, (x, dt, a, b, c, initial_state)
+    arrays = (x, dt, a, b, c, initial_state)
+    return problem, arrays if starts is None else (*arrays, starts)

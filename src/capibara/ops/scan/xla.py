@@ -2,7 +2,8 @@
 
 Within a chunk the recurrence is expanded: position ``i`` receives from position ``j ≤ i`` the input ``dt_j x_j``
 times ``(c_i · b_j) exp(sum of dt·a over j+1 … i)``, which is a masked matrix product like attention without its
-softmax. Between chunks only the state is passed on, so the sequential part has ``length/chunk`` steps. This is the
+softmax. Between chunks only the state is passed on, so the sequential part has ``length/chunk`` steps. Where several
+sequences share a row, a position receives from those of its own alone. This is the
 state-space dual form of Dao & Gu 2024 (arXiv:2405.21060, section 6).
 
 All decays are differences of one running sum of ``dt·a`` and are exponentiated only where they are at most zero
@@ -50,6 +51,11 @@ def _from(first: jax.Array, axis: int, size: int, dtype: Any) -> jax.Array:
     return jnp.where(lax.broadcasted_iota(jnp.int32, shape, axis) >= first, jnp.nan, 0).astype(dtype)
 
 
+def _where(allowed: Any, exponent: jax.Array) -> jax.Array:
+    """An exponent, or that of 0 where nothing passes."""
+    return exponent if allowed is True else jnp.where(allowed, exponent, -jnp.inf)
+
+
 def _step(
     problem: ScanProblem,
     x: jax.Array,
@@ -58,12 +64,16 @@ def _step(
     b: jax.Array,
     c: jax.Array,
     initial_state: jax.Array,
+    starts: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """One position: the decoding step."""
     p = problem
     wide = p.accumulate_dtype
     split = (p.batch, p.groups, p.heads_per_group)
-    h = initial_state.astype(wide).reshape(*split, p.width, p.states)
+    h = initial_state.astype(wide)
+    if starts is not None:
+        h = jnp.where(starts[:, 0, None, None, None], 0, h)
+    h = h.reshape(*split, p.width, p.states)
     step = dt[:, 0].astype(wide)
     decay = jnp.exp(step * a.astype(wide)).reshape(*split, 1, 1)
     push = (step[..., None] * x[:, 0].astype(wide)).reshape(*split, p.width, 1)
@@ -81,9 +91,10 @@ def scan(
     b: jax.Array,
     c: jax.Array,
     initial_state: jax.Array,
+    starts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     if problem.length == 1:
-        return _step(problem, x, dt, a, b, c, initial_state)
+        return _step(problem, x, dt, a, b, c, initial_state, starts)
     p = problem
     wide = p.accumulate_dtype
     size = min(p.chunk_size or CHUNK, p.length)
@@ -93,7 +104,7 @@ def scan(
 
     def cut(v: jax.Array) -> jax.Array:
         """[batch, length, …] → [chunks, batch, size, …]."""
-        v = jnp.pad(v.astype(wide), [(0, 0), (0, lack)] + [(0, 0)] * (v.ndim - 2))
+        v = jnp.pad(v, [(0, 0), (0, lack)] + [(0, 0)] * (v.ndim - 2))
         return jnp.moveaxis(v.reshape(p.batch, chunks, size, *v.shape[2:]), 1, 0)
 
     # exp(-inf) is 0, and so is that of a bound below which a sum can neither overflow nor lose its smaller terms.
@@ -108,7 +119,7 @@ def scan(
     first = initial_state.astype(wide).reshape(n, heads, p.width, p.states)
 
     def chunk(h: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        x_k, step_k, rate_k, b_k, c_k = now
+        x_k, step_k, rate_k, b_k, c_k = now[:5]
         # Sums of dt·a up to and with each position. A product, not a cumulative sum: it is as exact, and XLA's CPU
         # compiler does not fuse it into the loop over pairs below, which would then read it with a stride.
         sound = jnp.where(jnp.isfinite(rate_k), rate_k, 0)
@@ -124,14 +135,25 @@ def scan(
         push_k, b_k = _finite(_finite(x_k) * _finite(step_k)), _finite(b_k)
 
         # Masked before the exponential: above the diagonal the difference is positive and could overflow.
-        gap = jnp.where(below, total_k[..., :, None] - total_k[..., None, :], -jnp.inf)
+        seen: Any = below
+        entering: Any = True
+        fresh: Any = True
+        ends: Any = True
+        if starts is not None:
+            # Which sequence of the chunk a position belongs to, [n, 1, size]; 0: the one that came from before it.
+            number = jnp.cumsum(now[5], axis=1, dtype=jnp.int32)
+            number = jnp.repeat(number, p.groups, axis=0)[:, None]
+            seen = below & (number[..., :, None] == number[..., None, :])
+            entering, fresh, ends = number == 0, number[..., -1:] == 0, number == number[..., -1:]
+        gap = jnp.where(seen, total_k[..., :, None] - total_k[..., None, :], -jnp.inf)
         mixing = jnp.einsum("nis,njs->nij", c_k, b_k)[:, None] * jnp.exp(gap)
         inside = jnp.einsum("nhij,nhjp->nhip", mixing, push_k)
-        carried = jnp.einsum("nis,nhps->nhip", c_k, h) * jnp.exp(total_k)[..., None]
+        carried = jnp.einsum("nis,nhps->nhip", c_k, h) * jnp.exp(_where(entering, total_k))[..., None]
 
         last = total_k[..., -1:]
-        kept = jnp.exp(last)[..., None] * h
-        added = jnp.einsum("nhjp,njs->nhps", push_k * jnp.exp(last - total_k)[..., None], b_k)
+        kept = jnp.exp(_where(fresh, last))[..., None] * h
+        left = jnp.exp(_where(ends, last - total_k))
+        added = jnp.einsum("nhjp,njs->nhps", push_k * left[..., None], b_k)
         # NaN is added to what the products give and not put in its place, as their gradient by what was written at
         # other positions depends on no value of the state. That by c and the decay does: hence the products with 0.
         decay = 1 + 0 * _finite(rate_k)[..., 0]
@@ -144,6 +166,9 @@ def scan(
         y = y.reshape(p.batch, p.heads, size, p.width)
         return kept + added + jnp.where(gone, jnp.nan, 0).astype(wide), jnp.swapaxes(y, 1, 2)
 
-    state, y = lax.scan(jax.checkpoint(chunk), first, tuple(map(cut, (x, dt, rate, b, c))))
+    rows = [cut(v.astype(wide)) for v in (x, dt, rate, b, c)]
+    if starts is not None:
+        rows.append(cut(starts))
+    state, y = lax.scan(jax.checkpoint(chunk), first, tuple(rows))
     y = jnp.moveaxis(y, 0, 1).reshape(p.batch, chunks * size, p.heads, p.width)[:, : p.length]
     return y.astype(x.dtype), state.reshape(initial_state.shape)

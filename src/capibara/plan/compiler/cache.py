@@ -24,8 +24,19 @@ __all__ = ["ProgramCache"]
 
 _ROOT = Path(capibara.__file__).parent
 # What a lowered program can depend on; planning's own reading of programs is not among it.
-_ROOMS = ("config", "compose", "core", "ops", "vq", "train", "serve", "plan/workloads", "plan/compiler")
-_FILES = ("plan/layout.py", "plan/slices.py")
+_ROOMS = (
+    "config",
+    "compose",
+    "core",
+    "ops",
+    "vq",
+    "sharding",
+    "train",
+    "serve",
+    "plan/workloads",
+    "plan/compiler",
+)
+_FILES = ("hardware/meshes.py", "plan/slices.py")
 _MOST_BYTES = 4 << 30
 _MOST_JSON = 64 << 20
 # What this module, the pool and step_work write. A folder may hold files of somebody else.

@@ -1,7 +1,7 @@
 """The exact arguments of a training step on one device, without a device and without tracing.
 
 The mesh axis of each dimension follows from :class:`~capibara.config.axes.AxisRules` with the rules of a
-:class:`~capibara.plan.layout.Layout`, as in the trainer's own step; the arrays are those of the composed model.
+:class:`~capibara.sharding.Layout`, as in the trainer's own step; the arrays are those of the composed model.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
+from capibara.config.sections import OptimizerSection
+from capibara.data.packed import PACKED, is_packed
 from capibara.plan.errors import PlanError
-from capibara.plan.layout import Layout
 from capibara.plan.memory.tiles import padded_bytes
 from capibara.plan.validation import MeshSizes
+from capibara.sharding import Layout
 
-__all__ = ["Block", "item_size", "part_of", "step_arguments"]
+__all__ = ["Block", "is_base", "item_size", "part_of", "step_arguments", "step_gradients"]
 
 _ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "bool": 1}
-# Moments that an optimizer keeps of every parameter, in its dtype, and scalars of its own (steps).
-_MOMENTS = {"adamw": (("mu", "nu"), 2), "lion": (("mu",), 2)}
+# Of what weights beside adapters are stored as.
+_BASE_SIZES = {"weight_codes": 1, "weight_scales": 4}
+# Bytes of what an optimizer keeps besides moments, replicated: steps; Muon's coefficients.
+_OWN_BYTES = {"adamw": 8, "lion": 8, "adafactor": 8, "muon": 24, "sgd": 4}
+# Adafactor keeps the second moment of a matrix whose second-largest side is at least this as two sums.
+_FACTORED = 128
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,11 @@ def item_size(dtype: str) -> int:
     return _ITEM_SIZES[dtype]
 
 
+def is_base(path: tuple[str, ...]) -> bool:
+    """Whether a parameter's path is that of a weight's codes or their scales."""
+    return path[-1] in _BASE_SIZES
+
+
 def part_of(
     shape: tuple[int, ...],
     names: tuple[str | None, ...],
@@ -88,50 +99,90 @@ def part_of(
 def step_arguments(config: ModularModelConfig, layout: Layout) -> tuple[Block, ...]:
     """All arguments of the training step: parameters, moments, tokens, model state, and the scalars.
 
+    With adapters only these have moments; weights beside them may be codes of eight or four bits. Packed rows have
+    segments, positions and weights.
+
     Raises:
       PlanError: an unknown optimizer.
     """
     return tuple(_arguments(config, layout))
 
 
+@lru_cache(maxsize=256)
+def _gradients(model: Any, finetune: Any, size: int, layout: Layout) -> tuple[Block, ...]:
+    from capibara.core.adapters import is_adapter
+
+    return tuple(
+        Block("gradients", path, part_of(shape, names, layout.mesh, layout.optimizer_rules), size)
+        for path, shape, names in _specs(model, finetune)[0]
+        if finetune.method == "full" or is_adapter(path)
+    )
+
+
+def step_gradients(config: ModularModelConfig, layout: Layout) -> tuple[Block, ...]:
+    """The gradients of the parameters that are trained: sharded as the moments that they go into."""
+    model: Any = config.model
+    finetune: Any = config.finetune
+    return _gradients(model, finetune, item_size(config.precision.param_dtype), layout)
+
+
 def _arguments(config: ModularModelConfig, layout: Layout) -> Iterator[Block]:
-    section: Any = config.model
-    parameters, states = _specs(section)
+    from capibara.core.adapters import is_adapter  # imports JAX, as the specifications do
+
+    model: Any = config.model
+    finetune: Any = config.finetune
+    parameters, states = _specs(model, finetune)
     size = item_size(config.precision.param_dtype)
-    if config.optimizer.name not in _MOMENTS:
-        raise PlanError(f"optimizer.name={config.optimizer.name!r} must be one of {', '.join(_MOMENTS)}")
-    moments, scalars = _MOMENTS[config.optimizer.name]
     on_host = layout.offload == "optimizer"
     for path, shape, names in parameters:
-        yield Block("parameters", path, part_of(shape, names, layout.mesh, layout.rules), size)
-        part = part_of(shape, names, layout.mesh, layout.optimizer_rules)
-        yield Block("optimizer", path, part, size, len(moments), on_host)
-    yield Block("optimizer", ("count",), (), 4, scalars)
+        width = _BASE_SIZES.get(path[-1], size)
+        yield Block("parameters", path, part_of(shape, names, layout.mesh, layout.rules), width)
+        if config.finetune.method != "full" and not is_adapter(path):
+            continue
+        for kept, count in _moments(config.optimizer, path, shape, names):
+            whole = kept != shape  # a sum: replicated
+            part = kept if whole else part_of(shape, names, layout.mesh, layout.optimizer_rules)
+            yield Block("optimizer", path, part, size, count, on_host)
+    yield Block("optimizer", ("count",), (), _OWN_BYTES[config.optimizer.name])
     for path, shape, names in states:
         yield Block("model state", path, part_of(shape, names, layout.mesh, layout.rules), 4)
     rows = config.train.batch_size // layout.microbatches
     tokens = (layout.microbatches, rows, config.train.sequence_length + 1)
-    yield Block(
-        "inputs",
-        ("tokens",),
-        part_of(tokens, (None, "batch", None), layout.mesh, layout.rules, "activations"),
-        4,
-    )
+    part = part_of(tokens, (None, "batch", None), layout.mesh, layout.rules, "activations")
+    for name in PACKED if is_packed(config.data) else ("tokens",):
+        yield Block("inputs", (name,), part, 4)
     yield Block("inputs", ("step",), (), 4)
     yield Block("inputs", ("key",), (2,), 4)
+
+
+def _moments(
+    settings: OptimizerSection, path: tuple[str, ...], shape: tuple[int, ...], names: tuple[str | None, ...]
+) -> list[tuple[tuple[int, ...], int]]:
+    """Shapes of the arrays that an optimizer keeps of a parameter, in its dtype, and how many of each."""
+    from capibara.train.optimizer import is_orthogonal
+
+    if settings.name == "adafactor":
+        order = sorted(range(len(shape)), key=lambda n: shape[n])
+        if len(shape) < 2 or shape[order[-2]] < _FACTORED:
+            return [((1,), 2), (shape, 1)]
+        sums = [tuple(size for n, size in enumerate(shape) if n != gone) for gone in order[-2:]]
+        return [((1,), 1), *((one, 1) for one in sums)]
+    count = {"adamw": 2, "lion": 1, "sgd": 1 if settings.beta1 else 0, "muon": 2}[settings.name]
+    if settings.name == "muon" and is_orthogonal(path, names):
+        count = 1
+    return [(shape, count)] if count else []
 
 
 _Specs = tuple[tuple[tuple[str, ...], tuple[int, ...], tuple[str | None, ...]], ...]
 
 
 @lru_cache(maxsize=64)
-def _specs(model: Any) -> tuple[_Specs, _Specs]:
-    """Path, shape and logical axes of the parameters and states of a ``[model]`` section, from the backend that needs
-    no device."""
+def _specs(model: Any, finetune: Any) -> tuple[_Specs, _Specs]:
+    """Path, shape and logical axes of the parameters and states of a model, from the backend that needs no device."""
     from capibara.compose import NumpyBackend, compile
     from capibara.core.decoder import build_decoder
 
-    compiled = compile(build_decoder(model), NumpyBackend())
+    compiled = compile(build_decoder(model, finetune=finetune), NumpyBackend())
 
     def listed(specs: Any) -> _Specs:
         return tuple(

@@ -12,11 +12,11 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.plan.errors import PlanError
-from capibara.plan.layout import Layout
 from capibara.plan.memory.arguments import Block, step_arguments
 from capibara.plan.memory.working_set import working_set
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
+from capibara.sharding import Layout
 
 __all__ = ["MemoryEstimate", "estimate_memory", "estimate_memory_of"]
 

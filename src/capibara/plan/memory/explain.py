@@ -16,7 +16,6 @@ from typing import Any
 from capibara.config import ModularModelConfig
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
 from capibara.plan.errors import CompilationError, PlanError
-from capibara.plan.layout import Layout
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
 from capibara.plan.memory.naming import named
 from capibara.plan.memory.remedies import Change, changes
@@ -26,6 +25,7 @@ from capibara.plan.slices import Slice
 from capibara.plan.time import predict_step
 from capibara.plan.validation import check_counts, limit_of
 from capibara.plan.work import TrainWork
+from capibara.sharding import Layout
 
 __all__ = ["OomReport", "Remedy", "explain_oom"]
 

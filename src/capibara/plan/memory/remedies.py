@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from capibara.config import ModularModelConfig
+from capibara.data.packed import decided
 from capibara.plan.errors import PlanError
-from capibara.plan.layout import Layout
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
+from capibara.sharding import Layout
 
 __all__ = ["Change", "changes"]
 
@@ -42,6 +43,7 @@ def changes(
     Args:
       limit: bytes that a device may use, if less than it has.
     """
+    config = config.replace(data=decided(config.data))
     found: list[Change] = []
     seen = {layout}
     for words, other, where in _proposals(config, layout, target):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["padded_bytes"]
+__all__ = ["padded_bytes", "padded_rows"]
 
 _LANES = 128
 _ROWS = 8
@@ -43,6 +43,12 @@ def padded_bytes(shape: Sequence[int], item_size: int) -> int:
         if i != j
     )
     return _whole(least * item_size)
+
+
+def padded_rows(shape: tuple[int, ...], item_size: int) -> int:
+    """Bytes of a matrix whose rows lie in tiles one after another, whatever padding that needs."""
+    *outer, rows, columns = shape
+    return _whole(math.prod(outer) * _rows(rows) * _up(columns, _LANES) * item_size)
 
 
 def _up(size: int, unit: int) -> int:

@@ -35,14 +35,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from capibara.config import ModularModelConfig
-from capibara.plan.layout import Layout
-from capibara.plan.memory.arguments import Block, item_size, part_of
+from capibara.plan.memory.arguments import Block, is_base, item_size, step_gradients
+from capibara.plan.memory.kept import BlockType, kept_of_turn, recomputed_of_turn, turns_of
+from capibara.plan.memory.tiles import padded_rows
+from capibara.plan.memory.widths import Widths, widths
 from capibara.plan.slices import Slice
+from capibara.sharding import Layout
 
 __all__ = ["WorkingSet", "working_set"]
 
 _MANY_DEVICES = 32
-_TILE = 128
 # In one block's backward pass, at its fullest: values as wide as the stream and as the feed-forward layer; logits;
 # feed-forward matrices, and tables of the vocabulary, in the compute dtype (a gradient in float32 counts twice).
 _ALIVE = (10.5, 4.0, 1.4, 4.5, 0.0)
@@ -55,10 +57,11 @@ _ALIVE_ONE_WHOLE = (7.0, 3.0, 0.0, 4.0, 0.0)
 _ALIVE_ONE_DEFERRED = (3.0, 1.5, 1.0, 4.5, 1.0)
 # The compiler's option for which products it cuts into windows, and from where on that is none.
 _WINDOWS, _NO_WINDOWS_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib", 10_000
-# Of a block that is not attention: values as wide as its own inner width that it keeps with its matrix products kept,
-# and without rematerialisation, and that its backward pass has beside the others'. A state-space block's recurrence
-# keeps matrices between the tokens of a chunk in float32.
-_OWN = {"ssm": (2.0, 36.0, 9.0), "vq": (1.0, 4.0, 2.0)}
+# Of a block that is not attention: values as wide as its own inner width that its backward pass has beside the others'.
+_OWN = {"ssm": 9.0, "vq": 2.0}
+# What a state-space block's backward pass has more of the same for each state of a channel beyond so many: states
+# between chunks, and their gradients (Mamba-2 of 130 million and 2.7 billion parameters on v5e; three programs).
+_STATES, _PER_STATE = 32, 1 / 5
 # Of the moments in the hosts' memory, what is here at the memory peak: the step begins by fetching them, and the
 # compiler moves that later, on v4 nearly all of it (four programs, so the least certain of these figures).
 _FETCHED, _FETCHED_V4 = 0.6, 0.2
@@ -69,6 +72,17 @@ _REPLACED = 0.2
 # counts above (of a rematerialised one), and tables of the vocabulary beside them (the table's gradient in float32),
 # for a table that is whole on each device and for one sharded over ``model``.
 _CHUNKS = 32
+# Of the table's gradient at the loss: the sum so far, and the one with the chunk's.
+_SUMS = 1
+# Of a head with a table of its own: its gradient waits in the loop over blocks, or the logits' does, or both.
+_ALIVE_UNTIED, _ALIVE_UNTIED_LATE = (2.0, 0.0), (2.0, 2.0)
+# Of a plain feed-forward layer, in the counts of a gated one.
+_PLAIN = 0.67
+# Feed-forward matrices where adapters alone are trained: those gathered. None if they are codes.
+_FROZEN = 2.0
+# Of a mixture's backward pass: the matrices of its experts in the compute dtype; of the rows of its products the wider
+# ones in the dtypes of accumulation and of computing, and the narrower ones.
+_EXPERTS = (4.0, 3.0, 3.0, 1.0)
 _ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED = (0.13, 1.5), (0.0, 1.5)
 _ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED = (0.13, 0.8), (0.0, 0.4)
 
@@ -101,31 +115,6 @@ class WorkingSet:
         return "backward", self.sums + self.stacked, self.copies + block
 
 
-@dataclass(frozen=True)
-class _Widths:
-    """One device's share of the model's widths, and bytes a number."""
-
-    tokens: int
-    stream: int
-    inner: int
-    queries: int
-    keys: int
-    head: int
-    own: dict[str, int]
-    words: int
-    compute: int
-    accumulate: int
-
-    @property
-    def one_dtype(self) -> bool:
-        """Whether nothing is cast between computing and accumulating."""
-        return self.compute == self.accumulate
-
-    def values(self, width: float) -> int:
-        """Bytes of one value of this width for every token, in the compute dtype."""
-        return int(self.tokens * width * self.compute)
-
-
 def working_set(
     config: ModularModelConfig, layout: Layout, target: Slice, rows: int, arguments: tuple[Block, ...]
 ) -> WorkingSet:
@@ -135,22 +124,24 @@ def working_set(
       config, layout, target: as for :func:`~capibara.plan.memory.estimate_memory`.
       rows: sequences of a microbatch, on all devices. arguments: of the step.
     """
-    w = _widths(config, layout, rows)
-    kinds = config.model.block_kinds
-    kept = sum(_kept(kind, layout.remat, w) for kind in kinds)
+    m, w = config.model, widths(config, layout, rows)
+    turns = turns_of(m)
+    kept = sum(kept_of_turn(turn, config, layout.remat, w) for turn in turns)
     stored = item_size(config.precision.param_dtype)
     stacks = [b for b in arguments if b.kind == "parameters" and b.path[0].endswith("blocks")]
-    moments = [b for b in arguments if b.kind == "optimizer" and b.path[0].endswith("blocks")]
-    parameters = sum(b.bytes for b in stacks)
-    # Gradients lie as the moments they go into.
-    stacked = sum(b.bytes // b.count for b in moments)
-    every = sum(b.bytes // b.count for b in arguments if b.kind == "optimizer" and b.shape)
+    # Codes are used as they are.
+    parameters = sum(b.bytes for b in stacks if b.item_size == stored and not is_base(b.path))
+    frozen = config.finetune.method != "full"
+    gradients = step_gradients(config, layout)
+    stacked = sum(b.bytes for b in gradients if b.path[0].endswith("blocks"))
+    every = sum(b.bytes for b in gradients)
     logits = w.values(w.words)
     table = w.words * w.stream * w.compute
     stream, inner, words, matrices, tables = _alive(layout, target, w)
-    if _in_chunks(config, w):
+    chunks = _in_chunks(config, w)
+    if chunks:
         # The logits of one chunk, and the gradient of the table, which is a sum over chunks.
-        scores = (logits // _CHUNKS + w.words * w.stream * w.compute) * w.accumulate // w.compute
+        scores = logits // _CHUNKS * w.accumulate // w.compute + _SUMS * w.words * w.stream * w.accumulate
         chunked, sharded = (
             (_ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED)
             if w.one_dtype
@@ -158,21 +149,46 @@ def working_set(
         )
         words, more = sharded if _shards_vocab(layout) else chunked
         words, tables = (0.0 if layout.remat == "none" else words), tables + more
+        if frozen:
+            scores -= int(_SUMS * w.words * w.stream * w.accumulate)
     else:
         # In the compute dtype and, where that is another one, in that of accumulation.
         scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
+        if not m.tie_embeddings and not _shards_vocab(layout) and not frozen:
+            untied = _ALIVE_UNTIED_LATE if _late(layout, target) else _ALIVE_UNTIED
+            words, tables = max(words, untied[0]), max(tables, untied[1])
+    if frozen:
+        matrices = _FROZEN if config.finetune.base == "none" else 0.0
+        tables = 1.0 if chunks else 0.0
     loss = scores + table + 2 * w.values(w.stream)
-    block = (
-        stream * w.values(w.stream)
-        + inner * w.values(w.inner)
-        + words * logits
-        + matrices * w.stream * w.inner * w.compute
-        + tables * table
-        + max(_OWN[kind][2] * w.values(w.own[kind]) if kind in _OWN else 0.0 for kind in kinds)
+
+    own = dict(_OWN)
+    own["ssm"] += max(0, m.ssm.state_dim - _STATES) * _PER_STATE
+    if m.residual == "accumulate":
+        stream *= w.accumulate / w.compute
+
+    def peak(block: BlockType) -> int:
+        """The working set of a block of this type."""
+        if block.experts:
+            return _experts_peak(w)
+        plain = _PLAIN if m.mlp == "plain" else 1.0
+        return int(
+            stream * w.values(w.stream)
+            + plain * inner * w.values(w.inner)
+            + plain * matrices * w.stream * (w.inner or w.own.get(block.kind, w.stream)) * w.compute
+            + (own[block.kind] * w.values(w.own[block.kind]) if block.kind in own else 0.0)
+        )
+
+    block = max(
+        max(map(peak, turn)) + recomputed_of_turn(turn, config, layout.remat, w)
+        for turn in dict.fromkeys(turns)
     )
+    block += int(words * logits + tables * table)
     copies = parameters * w.compute // stored if w.compute != stored else 0
     if layout.rules != layout.optimizer_rules:
         copies += int(_REPLACED * sum(b.bytes for b in arguments if b.kind == "parameters"))
+    if not chunks:
+        copies += _lookup_copies(arguments)
     fetched = int(
         (_FETCHED_V4 if target.generation == "v4" else _FETCHED)
         * sum(b.padded for b in arguments if b.on_host)
@@ -185,11 +201,38 @@ def working_set(
         sums=every * max(4, stored) // stored if layout.microbatches > 1 else 0,
         stacked=stacked,
         loss=loss,
-        block=int(block),
+        block=block,
     )
 
 
-def _in_chunks(config: ModularModelConfig, w: _Widths) -> bool:
+def _lookup_copies(arguments: tuple[Block, ...]) -> int:
+    """Of a table that is stored in columns, because its rows would need padding: it and its moments are copied into
+    rows, which a lookup reads."""
+    return sum(
+        block.count * padded_rows(block.shape, block.item_size)
+        for block in arguments
+        if block.path == ("embedding", "weight")
+        and len(block.shape) > 1  # not the sums that Adafactor keeps
+        and not block.on_host
+        and block.padded < block.count * padded_rows(block.shape, block.item_size)
+    )
+
+
+def _experts_peak(w: Widths) -> int:
+    """The working set of a mixture's backward pass."""
+    mixture = w.mixture
+    assert mixture is not None
+    matrices, wide, narrow, less = _EXPERTS
+    widest, other = max(w.stream, mixture.inner), min(w.stream, mixture.inner)
+    tokens = mixture.rows * w.stream * w.accumulate
+    return int(
+        matrices * mixture.held * w.stream * mixture.inner * w.compute
+        + mixture.rows * (widest * (wide * w.accumulate + narrow * w.compute) + less * other * w.compute)
+        + tokens // mixture.top
+    )
+
+
+def _in_chunks(config: ModularModelConfig, w: Widths) -> bool:
     """Whether the loss takes its logits in chunks."""
     from capibara.ops.loss.api import reason_for_whole  # imports JAX, which the rest here does not need
 
@@ -197,7 +240,7 @@ def _in_chunks(config: ModularModelConfig, w: _Widths) -> bool:
     return reason_for_whole(w.tokens, w.stream, w.words, dtype) is None
 
 
-def _alive(layout: Layout, target: Slice, w: _Widths) -> tuple[float, float, float, float, float]:
+def _alive(layout: Layout, target: Slice, w: Widths) -> tuple[float, float, float, float, float]:
     """The counts of this layout."""
     usual, whole, deferred = (
         (_ALIVE_ONE, _ALIVE_ONE_WHOLE, _ALIVE_ONE_DEFERRED)
@@ -207,8 +250,12 @@ def _alive(layout: Layout, target: Slice, w: _Widths) -> tuple[float, float, flo
     if _shards_vocab(layout):
         return whole if _whole_products(layout) else usual
     few = w.tokens < w.stream and layout.num_devices > _MANY_DEVICES
-    late = target.generation in ("v4", "v5e") and target.view == "chip" and layout.remat == "full"
-    return deferred if few and late else usual
+    return deferred if few and _late(layout, target) else usual
+
+
+def _late(layout: Layout, target: Slice) -> bool:
+    """Whether the compiler leaves gradients for the end."""
+    return target.generation in ("v4", "v5e") and target.view == "chip" and layout.remat == "full"
 
 
 def _shards_vocab(layout: Layout) -> bool:
@@ -219,56 +266,3 @@ def _shards_vocab(layout: Layout) -> bool:
 def _whole_products(layout: Layout) -> bool:
     given = layout.compiler_options.get(_WINDOWS, "0")
     return given.isdigit() and int(given) >= _NO_WINDOWS_MIB
-
-
-def _widths(config: ModularModelConfig, layout: Layout, rows: int) -> _Widths:
-    m, p = config.model, config.precision
-
-    def share(sizes: tuple[int, ...], *names: str) -> tuple[int, ...]:
-        return part_of(sizes, names, layout.mesh, layout.rules, "activations")
-
-    mine, length = share((rows, config.train.sequence_length), "batch", "sequence")
-    head = m.resolved_head_dim
-    return _Widths(
-        tokens=mine * length,
-        stream=m.embed_dim,
-        inner=share((m.resolved_mlp_dim,), "mlp")[0],
-        queries=share((m.num_heads,), "heads")[0] * head,
-        keys=share((m.num_kv_heads,), "kv_heads")[0] * head,
-        head=head,
-        own={"ssm": share((m.ssm.expand * m.embed_dim,), "mlp")[0], "vq": m.embed_dim},
-        words=share((m.vocab_size,), "vocab")[0],
-        compute=item_size(p.compute_dtype),
-        accumulate=item_size(p.accumulate_dtype),
-    )
-
-
-def _kept(kind: str, remat: str, w: _Widths) -> int:
-    """Bytes that a block keeps for its backward pass.
-
-    ``full``: what comes in. ``dots``: that and the results of its matrix products, but for the last, which only is
-    added to. ``none``: whatever the derivatives of its operations read: of each normalisation three values in the
-    accumulation dtype and its result; of the feed-forward layer two products, what its activation function reads and
-    gives, and their product; of attention queries, keys and values, before and after their rotation, padded to whole
-    tiles, and the result.
-    """
-    stream, inner = w.values(w.stream), w.values(w.inner)
-    if remat == "full":
-        return stream
-    if kind in ("attention", "local"):
-        if remat == "dots":
-            return 2 * stream + w.values(w.queries + 2 * w.keys) + 2 * inner
-        wide = -(-w.head // _TILE) * _TILE / w.head
-        heads = w.values(w.queries * (1 + 2 * wide) + w.keys * (1 + wide))
-        return _normalised(w) + 6 * inner + heads
-    with_products, whole, _ = _OWN[kind]
-    own = w.values(w.own[kind])
-    if remat == "dots":
-        return int(2 * stream + 2 * inner + with_products * own)
-    return int(_normalised(w) + 6 * inner + whole * own)
-
-
-def _normalised(w: _Widths) -> int:
-    values = w.tokens * w.stream
-    # In one dtype what is normalised is not a copy of what comes in.
-    return values * (5 * w.accumulate if w.one_dtype else 6 * w.accumulate + 2 * w.compute)

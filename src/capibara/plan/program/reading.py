@@ -43,7 +43,8 @@ _DEPTH = 64
 _MOST_EVENTS = 1_000_000
 _MOST_TRIPS = 10**15
 _MOST_MEMBERS = 5_000_000
-_CYCLES = re.compile(r'"estimated_cycles":\s*"?(\d{1,18})')
+# The largest integer stands for no estimate.
+_CYCLES = re.compile(r'"estimated_cycles":\s*"?(\d{1,18})(?!\d)')
 
 
 def read_program(text: str) -> ProgramFacts:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from capibara.plan.layout import Layout
+    from capibara.sharding import Layout
 
 __all__ = ["distinct_flags", "mesh_word", "sharding_word"]
 

@@ -6,18 +6,20 @@ choose what to compile, and not reported if a compiler is available.
 Communication (each a ring over the axis; Xu et al., "GSPMD", arXiv:2105.04663; the table in "How to Scale Your Model",
 part 5): sharded parameters are gathered for the forward and again for the backward pass of every microbatch and their
 gradients reduce-scattered; replicated ones have their gradients all-reduced; a ``model`` axis all-reduces the residual
-stream twice a layer forward and five times backward, as programs compiled for it do.
+stream twice a layer forward and five times backward, as programs compiled for it do; an ``expert`` axis gathers tokens
+for the experts and scatters their sums. Parameters that are not trained have no gradients.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from capibara.config import ModularModelConfig
-from capibara.plan.layout import Layout
 from capibara.plan.slices import Slice
+from capibara.sharding import Group, Layout
 
 if TYPE_CHECKING:
     from capibara.compose import CompiledModel
@@ -36,6 +38,8 @@ _OPTIMIZER_BYTES = 4 * 7
 # copies take, forward and backward, as the compiler's cycles have it for the shipped production step on v4.
 _PASSES = 90
 _LOSS_PASSES = 8
+# The same over the rows of products with experts.
+_EXPERT_PASSES = 30
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,47 @@ class Estimate:
 def model_specs(config: ModularModelConfig) -> CompiledModel:
     """The model's parameters as specifications, on the backend that needs no device."""
     model: Any = config.model
-    return _specs(model)
+    finetune: Any = config.finetune
+    return _specs(model, finetune)
 
 
 @lru_cache(maxsize=16)
-def _specs(model: Any) -> CompiledModel:
+def _specs(model: Any, finetune: Any) -> CompiledModel:
     from capibara.compose import NumpyBackend, compile
     from capibara.core.decoder import build_decoder
 
-    return compile(build_decoder(model), NumpyBackend())
+    return compile(build_decoder(model, finetune=finetune), NumpyBackend())
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters: all, of experts, trained, and those that are codes (which no one gathers)."""
+
+    every: int
+    experts: int
+    trained: int
+    codes: int
+
+
+def count_parameters(config: ModularModelConfig) -> Parameters:
+    """Of a model, by what happens to them in a step."""
+    model: Any = config.model
+    finetune: Any = config.finetune
+    return _counted(model, finetune)
+
+
+@lru_cache(maxsize=64)
+def _counted(model: Any, finetune: Any) -> Parameters:
+    from capibara.core.adapters import is_adapter
+
+    every = experts = trained = codes = 0
+    for path, spec in _specs(model, finetune).params.items():
+        count = math.prod(spec.sizes({}, "a parameter"))
+        every += count
+        experts += count if "experts" in (spec.axes or ()) else 0
+        trained += count if finetune.method == "full" or is_adapter(path) else 0
+        codes += count if path[-1] in ("weight_codes", "weight_scales") else 0
+    return Parameters(every, experts, trained, codes)
 
 
 def step_flops(config: ModularModelConfig) -> float:
@@ -71,34 +107,43 @@ def step_flops(config: ModularModelConfig) -> float:
     from capibara.core.flops import flops_per_token
 
     tokens = config.train.batch_size * config.train.sequence_length
-    return flops_per_token(config.model, config.train.sequence_length) * tokens
+    adapters = None
+    if config.finetune.method != "full":
+        adapters = count_parameters(config).trained
+    return flops_per_token(config.model, config.train.sequence_length, adapters=adapters) * tokens
 
 
 def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> Estimate:
     """The rough time of one step."""
     devices = layout.num_devices
     sizes = layout.axis_sizes
-    data, model = sizes.get("data", 1), sizes.get("model", 1)
+    data, model, expert = (sizes.get(axis, 1) for axis in ("data", "model", "expert"))
     m, t = config.model, config.train
-    tokens = t.batch_size * t.sequence_length / data
+    batch = data * expert  # devices that have rows of their own
+    tokens = t.batch_size * t.sequence_length / batch
     repeated = {"none": 1.0, "dots": 1.05, "full": 4 / 3}[layout.remat]
     compute = step_flops(config) * repeated / devices / (target.chip.peak("bfloat16") * _REACHED)
 
     bandwidth = target.chip.hbm_bandwidth or 1e12
-    params = model_specs(config).num_params
-    held = (
-        params
-        / model
-        / (data if layout.optimizer_rules == layout.rules and layout.parameters == "sharded" else 1)
-    )
-    if layout.parameters == "replicated" and layout.optimizer == "sharded":
-        held = params / model / data
+    counts = count_parameters(config)
+    # On a device, with its part of the experts but nothing cut over the data axes.
+    dense, mixture = (counts.every - counts.experts) / model, counts.experts / model / expert
+    whole = dense + mixture
+    trained = whole if counts.trained == counts.every else counts.trained / model
+    sharded = "sharded" in (layout.parameters, layout.optimizer)
+    held = dense / batch + mixture / data if sharded else whole
+    held *= trained / whole
     memory = held * _OPTIMIZER_BYTES / bandwidth
-    widths = m.embed_dim + m.resolved_mlp_dim / model
-    memory += _PASSES * repeated * m.num_layers * tokens * widths * 2 / bandwidth
+    mixed = m.num_layers - m.dense_blocks
+    widths = m.num_layers * m.embed_dim + m.dense_blocks * m.widest_dim / model
+    memory += _PASSES * repeated * tokens * widths * 2 / bandwidth
+    # Rows of experts: with an axis for them those of all devices along it, most of which are nothing.
+    rows = tokens * expert * m.experts.per_token * mixed
+    inner = m.embed_dim + (m.resolved_expert_dim if mixed else 0) / model
+    memory += _EXPERT_PASSES * repeated * rows * inner * 2 / bandwidth
     memory += _LOSS_PASSES * tokens * m.vocab_size / model * 4 / bandwidth
     # Weights are read for each microbatch, forward and twice backward.
-    memory += layout.microbatches * 3 * (params / model) * 2 / bandwidth
+    memory += layout.microbatches * 3 * whole * 2 / bandwidth
 
     # Every microbatch walks through its accumulated gradients, and through a chain of small operations a layer.
     if layout.microbatches > 1:
@@ -107,13 +152,14 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
     count = layout.microbatches
 
     def ring(size: float, axis: int) -> float:
-        # Two neighbours share one link; a longer ring is sent both ways round.
-        links = target.link_bandwidth * min(axis - 1, 2)
-        return size * (axis - 1) / axis / links if axis > 1 else 0.0
+        # Two neighbours share one link; a longer ring is sent both ways round. Hops are nothing beside such sizes.
+        return Group(axis, target.link_bandwidth * min(axis - 1, 2)).gather(size)
 
     # Parameters travel in the type of the arithmetic and behind neighbouring layers; gradients in float32, waited for.
-    whole = params / model
-    gathered, reduced = ring(whole * 2, data), ring(whole * 4, data)
+    # Codes stay where they are.
+    gathered = ring((dense - counts.codes / model) * 2, batch) + ring(mixture * 2, data)
+    share = trained / whole
+    reduced = share * (ring(dense * 4, batch) + ring(mixture * 4, data))
     if layout.parameters == "sharded":
         communication = count * (2 * _EXPOSED * gathered + reduced)
     elif layout.optimizer == "sharded":
@@ -125,6 +171,10 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
     # value, gate, up), which XLA does not add up before; one more where the block is computed again.
     reduces = {"none": 7, "dots": 7, "full": 8}[layout.remat]
     communication += reduces * m.num_layers * 2 * ring(tokens * m.embed_dim * 4, model)
+    # Tokens of all devices along the expert axis are gathered, and the sums scattered back; the other way round for
+    # their gradients; and both again where the block is computed again.
+    exchanges = {"none": 4, "dots": 6, "full": 6}[layout.remat]
+    communication += exchanges * mixed * ring(tokens * expert * m.embed_dim * 2, expert)
     if layout.offload == "optimizer":
         # Moments travel to the hosts and back over PCIe, about 10 GB/s a chip each way.
         memory += held * 8 * 2 / 10e9

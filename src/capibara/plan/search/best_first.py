@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
-from capibara.plan.layout import Layout
 from capibara.plan.slices import Slice
 from capibara.plan.work import Rough, Work
+from capibara.sharding import Layout
 
 __all__ = ["Compiled", "Search", "search"]
 
@@ -84,10 +84,10 @@ def search(
     found = Search()
     rough = {layout: work.rough(layout, target) for layout in work.layouts(target)}
     found.considered = len(rough)
-    on_device = {
-        k: r for k, r in rough.items() if k.offload == "none" and r.hbm_bytes <= limit_bytes * _MARGIN
-    }
-    waiting = on_device or {k: r for k, r in rough.items() if r.hbm_bytes <= limit_bytes * _MARGIN}
+    # One compilation has to be of a layout that fits.
+    likely = limit_bytes * (_MARGIN if max_compiles > 1 else 2 - _MARGIN)
+    on_device = {k: r for k, r in rough.items() if k.offload == "none" and r.hbm_bytes <= likely}
+    waiting = on_device or {k: r for k, r in rough.items() if r.hbm_bytes <= likely}
     found.promising = len(waiting)
     if not waiting and rough:
         # Rough figures may be wrong: the compiler has the last word on the least of them.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capibara.config import ModularModelConfig
-from capibara.plan.layout import Layout
 from capibara.plan.slices import Slice
+from capibara.sharding import Layout
 
 __all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes"]
 
@@ -29,14 +29,25 @@ def meshes(devices: int, heads: int) -> Iterator[tuple[tuple[str, int], ...]]:
             yield (("data", devices // model), ("model", model))
 
 
+def _meshes_of(config: ModularModelConfig, devices: int) -> Iterator[tuple[tuple[str, int], ...]]:
+    """:func:`meshes`; of a model with experts also with an axis for them, whose size divides their number."""
+    count = config.model.experts.count
+    for mesh in meshes(devices, config.model.num_heads):
+        yield mesh
+        sizes = dict(mesh)
+        for experts in range(2, min(sizes["data"], count) + 1):
+            if sizes["data"] % experts == 0 and count % experts == 0:
+                yield (("data", sizes["data"] // experts), ("expert", experts), ("model", sizes["model"]))
+
+
 def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
     """The product of meshes, sharding, rematerialisation, microbatches, optimizer sharding and offload.
 
     Equivalent layouts (sharding over one device) and impossible ones (rows that do not divide) are omitted.
     """
     rows = config.train.batch_size
-    for mesh in meshes(target.num_devices, config.model.num_heads):
-        data = dict(mesh)["data"]
+    for mesh in _meshes_of(config, target.num_devices):
+        data = dict(mesh)["data"] * dict(mesh).get("expert", 1)
         if rows % data:
             continue
         counts = [n for n in _powers(rows // data) if rows % (n * data) == 0]

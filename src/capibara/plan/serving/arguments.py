@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from capibara.config import ModularModelConfig
+from capibara.core.encoders import require_decoder
 from capibara.errors import did_you_mean
 from capibara.plan.errors import PlanError
 from capibara.plan.serving.task import ITEM_SIZES, Mesh, ServingTask
@@ -54,6 +55,7 @@ def serving_task(config: ModularModelConfig, prompt: int, output: int, dtype: st
     Raises:
       PlanError: an invalid length, dtype or form.
     """
+    require_decoder(config.model, "a plan for serving")
     for name, value in (("prompt_length", prompt), ("output_length", output)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LONGEST:
             raise PlanError(f"{name}={value!r} must be a number of tokens from 1 to {_LONGEST}")

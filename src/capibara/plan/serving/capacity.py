@@ -125,26 +125,40 @@ class MeshSearch:
     # ---- searching ----------------------------------------------------------------------------------------
 
     def largest(self) -> ServingPoint | None:
-        """The most requests that fit; None if one per device does not."""
+        """The most requests that fit; None if one per device does not, or none is found within the budget."""
         rough = max(1, min(self.most_rows, self.task.rough(self.mesh).capacity(self.limit)))
         # The whole of what was estimated is hardly ever right: the compiler's temporaries come on top.
         self.decode(max(1, rough // 8), max(1, rough // 2))
-        while self.budget > 1 and (following := self._towards(self._fits_line(), self.most_rows)):
+        while following := self._towards(self._fits_line(), self.most_rows):
+            # Once something fits, two programs more are left for a prefill that needs more than decoding does.
+            if self.budget <= (3 if self._decoded_within(self.most_rows) else 1):
+                break
             self.decode(following)
-        rows = max((n for n, m in self.decoded.items() if m.fits), default=0)
+        rows = max(self._decoded_within(self.most_rows), default=0)
+        # The part of the rows that is given up if a prefill does not fit: at least that much, since memory grows in
+        # steps of tiles and one row less is often not one byte less.
+        part = _RESOLUTION
         while rows and self.budget > 0:
             prefill = self.prefill(rows)[0]
-            if prefill.fits:
+            if prefill.fits and (rows in self.decoded or self.budget > 0) and self.decode(rows)[0].fits:
                 return self.point(rows)
-            # What a prefill needs beyond the limit, in rows of cache.
-            over = (prefill.needed or self.limit * 5 // 4) - self.limit
-            each = max(1, self.task.rough(self.mesh).row)
-            rows = min(rows - 1, rows - -(-over // each))
-            if rows >= 1 and self.budget > 1:
-                self.decode(rows)
-            else:
+            if rows == 1:
                 return None
+            # What a prefill needs beyond the limit, in rows of cache.
+            over = max(0, (prefill.needed or self.limit * 5 // 4) - self.limit)
+            each = max(1, self.task.rough(self.mesh).row)
+            below = rows - 1
+            rows = max(1, min(below, rows - -(-over // each), int(rows * (1 - part))))
+            part = min(2 * part, 0.5)
+            if self.budget == 1:
+                # Only the prefill can be compiled: a batch whose decoding is known.
+                known = self._decoded_within(below)
+                rows = max((n for n in known if n <= rows), default=min(known, default=0))
         return None
+
+    def _decoded_within(self, most: int) -> list[int]:
+        """Batches of at most that many rows whose decoding fits."""
+        return [n for n, m in self.decoded.items() if m.fits and n <= most]
 
     def within(
         self, largest: ServingPoint, latency: float | None, first: float | None

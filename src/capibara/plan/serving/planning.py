@@ -18,7 +18,7 @@ from capibara.plan.serving.result import ServingOption, ServingPlan, ServingPoin
 from capibara.plan.serving.task import ServingTask
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
-from capibara.plan.validation import check_counts, limit_of, price_of
+from capibara.plan.validation import COMPILE_REMEDY, check_counts, limit_of, price_of
 
 __all__ = ["plan_serving"]
 
@@ -103,7 +103,7 @@ def plan_serving(
             compile = False
             notes.append(f"nothing was compiled, all figures are arithmetic: {error}")
     else:
-        notes.append("nothing was compiled: all figures are arithmetic (compile=True asks the TPU compiler)")
+        notes.append(f"nothing was compiled: all figures are arithmetic ({COMPILE_REMEDY})")
 
     rough = [
         by_arithmetic(task, target, limits[target], costs[target], fixed, latency, first, max_concurrency)

@@ -19,6 +19,7 @@ from capibara.plan.sizes import count_text
 from capibara.plan.slices import Slice
 from capibara.plan.time import Part, StepTime
 from capibara.plan.validation import MeshSizes
+from capibara.sharding import Group
 
 if TYPE_CHECKING:
     from capibara.compose import CompiledModel
@@ -32,8 +33,6 @@ _DECODE = "capibara.plan.workloads.decoding:lower_decode"
 _PREFILL = "capibara.plan.workloads.decoding:lower_prefill"
 # Tokens that a device reads in one prefill, about: enough to be bound by arithmetic, not by reading the weights.
 _GROUP_TOKENS = 1024
-# Seconds that a message takes over one link besides its bytes.
-_HOP = 1e-6
 
 
 def _cached_form(config: ModularModelConfig) -> tuple[CompiledModel, frozenset[Any]]:
@@ -179,16 +178,15 @@ class ServingTask:
         # Scores against the vocabulary in float32, the residual stream, and the branch of a block.
         width = 4 * (m.vocab_size // model) + 8 * m.embed_dim
         tokens = self.group(1 << 30) * self.prompt_length
-        wide = tokens * (8 * m.embed_dim + 3 * 2 * m.resolved_mlp_dim // model)
+        wide = tokens * (8 * m.embed_dim + 3 * 2 * m.widest_dim // model)
         return RoughServing(weights, max(row, 1), width, wide + self.group(1 << 30) * row)
 
     def rough_decode(self, target: Slice, mesh: Mesh, rows: int) -> StepTime:
         """Seconds of one token by arithmetic: weights and cache are read once, everything is multiplied once."""
-        from capibara.core.flops import flops_per_token
+        from capibara.core.flops import decoding_flops
 
         rough = self.rough(mesh)
-        # Of a token that looks back over the whole cache: twice the average of a sequence as long.
-        flops = flops_per_token(self.config.model, 2 * self.cache_length - 1, training=False)
+        flops = decoding_flops(self.config.model, self.cache_length)
         return self._roofline(target, mesh, rows, flops * rows, rough.weights + rows * rough.row)
 
     def rough_prefill(self, target: Slice, mesh: Mesh, rows: int) -> StepTime:
@@ -203,12 +201,10 @@ class ServingTask:
         model = dict(mesh)["model"]
         compute = flops / model / target.chip.peak("bfloat16")
         memory = moved / (target.chip.hbm_bandwidth or 1e12)
-        # Two all-reduces of the residual stream a layer, each a scatter and a gather around a ring.
+        # Two all-reduces of the residual stream a layer around a ring.
         m = self.config.model
-        once = (
-            tokens * m.embed_dim * ITEM_SIZES[self.dtype] * (model - 1) / model / (2 * target.link_bandwidth)
-        )
-        sent = 0.0 if model == 1 else 2 * m.num_layers * 2 * (once + model / 2 * _HOP)
+        ring = Group(model, 2 * target.link_bandwidth, hops=model / 2)
+        sent = 2 * m.num_layers * ring.reduce(tokens * m.embed_dim * ITEM_SIZES[self.dtype])
         longest = max(compute, memory)
         return StepTime(
             seconds=longest + sent,

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from capibara.config.axes import AxisRules
-from capibara.plan.sharding.links import Links
 from capibara.plan.sharding.roles import Role
 from capibara.plan.sharding.tree import Leaf
+from capibara.sharding import Links
 
 __all__ = ["Candidate", "Setting", "Work", "candidates", "cheapest", "priced"]
 

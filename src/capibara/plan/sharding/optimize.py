@@ -15,7 +15,6 @@ from capibara.hardware import Chip, get_chip
 from capibara.plan.errors import DoesNotFitError, PlanError
 from capibara.plan.sharding.candidates import Candidate, Setting, Work, priced
 from capibara.plan.sharding.explaining import assumptions, does_not_fit
-from capibara.plan.sharding.links import links_of
 from capibara.plan.sharding.roles import Role, assign_roles, embed_width
 from capibara.plan.sharding.search import (
     Problem,
@@ -29,6 +28,7 @@ from capibara.plan.sharding.search import (
 from capibara.plan.sharding.strategy import Alternative, ArraySharding, ShardingStrategy
 from capibara.plan.sharding.tree import Tree, compiled_of, read_tree
 from capibara.plan.validation import MeshSizes
+from capibara.sharding import links_of
 
 if TYPE_CHECKING:
     from capibara.compose import CompiledModel

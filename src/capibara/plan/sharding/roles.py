@@ -219,7 +219,7 @@ def _from_names(leaf: Leaf) -> Role:
     names = leaf.axes or ()
     stack = names.count("layers")
     rank = len(names) - stack
-    never = {None, "embed", "layers", "head_dim", "state", "conv", "codes", "batch", "sequence"}
+    never = {None, "embed", "latent", "layers", "head_dim", "state", "conv", "codes", "batch", "sequence"}
     inner = tuple(i for i, name in enumerate(names) if name not in never)
     embed = names.index("embed") if "embed" in names else None
     kind = "vector" if rank < 2 else "matrix"

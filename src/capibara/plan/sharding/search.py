@@ -18,11 +18,11 @@ from typing import Any
 
 from capibara.config.axes import AxisRules
 from capibara.plan.sharding.candidates import Candidate, Setting, Work, candidates, cheapest
-from capibara.plan.sharding.links import Links
 from capibara.plan.sharding.roles import Role
 from capibara.plan.sharding.strategy import MemoryUse
 from capibara.plan.sharding.tree import Leaf
 from capibara.plan.validation import MeshSizes
+from capibara.sharding import Links
 
 __all__ = ["STREAMS", "Problem", "Solution", "batch_by_rules", "entries", "memory_of", "settings_of", "solve"]
 

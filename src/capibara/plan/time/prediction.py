@@ -22,6 +22,7 @@ from capibara.plan.program.facts import Collective, Kernel, Piece, ProgramFacts
 from capibara.plan.program.groups import mesh_axes_of
 from capibara.plan.slices import Slice
 from capibara.plan.time.torus import Torus
+from capibara.sharding import Group
 
 __all__ = ["Constants", "Part", "StepTime", "predict_step"]
 
@@ -234,7 +235,7 @@ class _Rates:
         dims = len(self.torus.slice.shape)
         outside = tuple(ring for ring in rings if ring.axis < dims)
         size = collective.group_size
-        share = collective.bytes * (size - 1) / max(1, size)
+        share = Group(size, self.link).moved(collective.bytes)
         # Cores of a chip share its links, each for its own group unless they are in one.
         together = math.prod(ring.size for ring in rings if ring.axis >= dims)
         sharing = self.torus.slice.devices_per_chip / together
@@ -251,14 +252,12 @@ class _Rates:
             # One ring that winds through several axes closes where these have an even number of chips.
             links = min(links, 2.0 * collective.ring_dims)
             hops = size // 2
-        through = sharing * share
-        if self.best:
-            # Rings run over the cores: for an all-reduce on 4×4×4 chips the compiler says "cores:{8 4 4}". What is for
-            # both cores of a chip then comes over its links once for each; at best it came once.
-            chips = size // together
-            through = sharing * collective.bytes * (chips - 1) / chips
-        once = max(through / (links * self.link), inside) + hops * self.latency
-        return (2 * once if collective.kind == "all-reduce" else once), busy
+        # Rings run over the cores: for an all-reduce on 4×4×4 chips the compiler says "cores:{8 4 4}". What is for both
+        # cores of a chip then comes over its links once for each; at best it came once.
+        members = size // together if self.best else size
+        group = Group(members, links * self.link / sharing, hops, self.latency)
+        takes = group.reduce if collective.kind == "all-reduce" else group.gather
+        return takes(collective.bytes, at_least=inside), busy
 
 
 @dataclass

@@ -44,7 +44,7 @@ def serving_config(config: ModularModelConfig, dtype: str) -> ModularModelConfig
 
 def serving_rules() -> AxisRules:
     """The usual rules, with parameters replicated along ``data``."""
-    from capibara.plan.layout import Layout
+    from capibara.sharding import Layout
 
     return Layout(mesh=(("data", 1),), parameters="replicated").rules
 

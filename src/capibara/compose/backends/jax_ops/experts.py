@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 __all__ = [
     "choose_experts",
+    "clamped_swiglu",
     "expert_dense",
     "expert_mlp",
     "moe_combine",
@@ -63,14 +64,42 @@ def expert_dense(x: Array, weight: Array, accumulate: str) -> Array:
 
 
 def choose_experts(
-    logits: Array, top: int, router: str, normalise: bool, scale: float, accumulate: str
+    logits: Array,
+    bias: Array | None = None,
+    *,
+    top: int,
+    router: str,
+    normalise: bool,
+    scale: float,
+    accumulate: str,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "max",
 ) -> tuple[Array, Array]:
     wide = logits.astype(accumulate)
     scores = jax.nn.softmax(wide, axis=-1) if router == "softmax" else jax.nn.sigmoid(wide)
-    weights, experts = jax.lax.top_k(scores, top)
+    if bias is None and top_groups == groups:
+        weights, experts = jax.lax.top_k(scores, top)
+    else:
+        choice = scores if bias is None else scores + bias.astype(accumulate)
+        choice = _in_best_groups(jax.lax.stop_gradient(choice), groups, top_groups, group_score)
+        experts = jax.lax.top_k(choice, top)[1]
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
     if normalise:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        # Sigmoids can all be 0.
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-20)
     return (weights * scale).astype(logits.dtype), experts
+
+
+def _in_best_groups(scores: Array, groups: int, top_groups: int, group_score: str) -> Array:
+    """``scores [n, e]``, and -inf for experts of other groups than the ``top_groups`` best ones."""
+    if top_groups == groups:
+        return scores
+    apart = scores.reshape(scores.shape[0], groups, scores.shape[1] // groups)
+    first = jax.lax.top_k(apart, min(1 if group_score == "max" else 2, apart.shape[-1]))[0]
+    best = jax.lax.top_k(jnp.sum(first, axis=-1), top_groups)[1]
+    chosen = jnp.sum(jax.nn.one_hot(best, groups, dtype=jnp.int32), axis=1)
+    return jnp.where(chosen[:, :, None] > 0, apart, -jnp.inf).reshape(scores.shape)
 
 
 @jax.custom_vjp
@@ -99,6 +128,35 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+def clamped_swiglu(gate: Array, up: Array, limit: float, alpha: float) -> Array:
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+
+@jax.custom_vjp
+def _entries(table: Array, places: Array) -> Array:
+    """``table[places]``, and 0 for places that it does not have.
+
+    Its gradient is a product with the places' indicators, which TPUs compute faster than scattered sums.
+    """
+    return jnp.take(table, places, axis=0, mode="fill", fill_value=0)
+
+
+def _entries_forward(table: Array, places: Array) -> tuple[Array, Any]:
+    return _entries(table, places), (places, table.shape[0])
+
+
+def _entries_backward(kept: Any, slope: Array) -> tuple[Any, ...]:
+    places, count = kept
+    chosen = jax.nn.one_hot(places, count, dtype=slope.dtype)
+    wide = jnp.promote_types(slope.dtype, jnp.float32)
+    found = jnp.einsum("ne,nd->ed", chosen, slope, precision="highest", preferred_element_type=wide)
+    return found.astype(slope.dtype), None
+
+
+_entries.defvjp(_entries_forward, _entries_backward)
+
+
 def expert_mlp(
     x: Array,
     weights: Array,
@@ -106,12 +164,19 @@ def expert_mlp(
     gate: Array,
     up: Array,
     down: Array,
+    gate_bias: Array | None = None,
+    up_bias: Array | None = None,
+    down_bias: Array | None = None,
+    *,
     activation: str,
     accumulate: str,
+    limit: float = 7.0,
+    alpha: float = 1.702,
     first: Array | None = None,
 ) -> Array:
     """With ``first``, the matrices are those of the experts from this one on; other experts give 0."""
     from capibara.ops.linalg import grouped_matmul
+    from capibara.ops.one_device import alike
 
     count, top = gate.shape[0], experts.shape[1]
     if first is not None:
@@ -122,9 +187,19 @@ def expert_mlp(
     back = jnp.argsort(order)
     sizes = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     product = partial(grouped_matmul, group_sizes=sizes, accumulate_dtype=accumulate)
+    owners = jnp.take(flat, order, mode="clip")
+
+    def linear(rows: Array, matrices: Array, biases: Array | None) -> Array:
+        out = product(rows, matrices)
+        return out if biases is None else out + _entries(alike(biases, owners), owners).astype(out.dtype)
+
     rows = _permuted(jnp.repeat(x, top, axis=0), order, back)
-    inner = _ACTIVATIONS[activation](product(rows, gate)) * product(rows, up)
-    each = _permuted(product(inner, down), back, order).reshape(*weights.shape, x.shape[-1])
+    gates, ups = linear(rows, gate, gate_bias), linear(rows, up, up_bias)
+    if activation == "swiglu_clamped":
+        inner = clamped_swiglu(gates, ups, limit, alpha)
+    else:
+        inner = _ACTIVATIONS[activation](gates) * ups
+    each = _permuted(linear(inner, down, down_bias), back, order).reshape(*weights.shape, x.shape[-1])
     wide = jnp.dtype(accumulate)
     return jnp.einsum("nkd,nk->nd", each, weights, preferred_element_type=wide).astype(x.dtype)
 

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from capibara.compose.backends.jax_stacked import read, write
+from capibara.compose.backends.cache_room import check_end, check_room
+from capibara.compose.backends.jax_stacked import read, write, write_places
 from capibara.compose.errors import InputError
+from capibara.native.levels import NF4
 
 __all__ = [
     "attention",
@@ -29,9 +31,17 @@ __all__ = [
     "positions",
     "project",
     "quantise",
+    "quantised_product",
+    "ragged_cached_attention",
+    "ragged_cached_conv",
+    "ragged_continued_scan",
+    "ragged_positions",
     "rms_norm",
     "rotary_table",
     "rotate",
+    "segment_attention",
+    "segment_conv",
+    "segment_scan",
     "selective_scan",
     "unembed",
 ]
@@ -69,6 +79,17 @@ def merge(x: Array, weight: Array, accumulate: str) -> Array:
     return _dot(_joined(x, x.ndim - 2), _joined(weight, 0, 2), accumulate)
 
 
+def quantised_product(
+    x: Array, codes: Array, scales: Array, kind: str, ins: int, outs: tuple[int, ...], group: int
+) -> Array:
+    from capibara.ops.linalg import quantised_matmul
+
+    levels = None if kind == "int8" else jnp.asarray(NF4, jnp.float32)
+    codes = codes.astype("int8" if kind == "int8" else "uint8")  # as inputs of a model they are int32
+    out = quantised_matmul(_joined(x, x.ndim - ins), codes, scales, levels, group=group)
+    return out.reshape(*x.shape[: x.ndim - ins], *outs)
+
+
 def unembed(x: Array, table: Array, accumulate: str) -> Array:
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     out = lax.dot_general(x, table, dims, preferred_element_type=jnp.dtype(accumulate))
@@ -95,10 +116,13 @@ def rms_norm(
     accumulate: str,
     offset: float = 0.0,
     dims: int = 1,
+    groups: int = 1,
 ) -> Array:
     wide, axes = x.astype(accumulate), tuple(range(-dims, 0))
+    if groups > 1:
+        wide = wide.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + epsilon)
-    out = wide * inverse
+    out = (wide * inverse).reshape(x.shape)
     return _scaled(out, scale, offset).astype(x.dtype)
 
 
@@ -124,6 +148,13 @@ def positions(like: Array, start: Array) -> tuple[Array, Array]:
     return start + jnp.arange(count, dtype=jnp.int32), start + count
 
 
+def ragged_positions(segments: Array, start: Array) -> tuple[Array, Array, Array]:
+    real = segments != 0
+    start = jnp.asarray(start, jnp.int32)
+    ends = start[:, None] + jnp.cumsum(real, axis=1, dtype=jnp.int32)
+    return jnp.where(real, ends - 1, 0), jnp.where(real, ends - 1, -1), ends[:, -1]
+
+
 def rotary_table(
     positions: Array,
     dim: int,
@@ -132,30 +163,27 @@ def rotary_table(
     frequencies: tuple[float, ...] | None = None,
     factor: float = 1.0,
 ) -> tuple[Array, Array]:
-    if frequencies is None:
-        inverse = jnp.asarray(theta, accumulate) ** (-jnp.arange(0, dim, 2, dtype=accumulate) / dim)
-    else:
-        inverse = jnp.asarray(frequencies, accumulate)
-    angle = positions[..., None].astype(accumulate) * inverse
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+    from capibara.ops.rotary.table import rotary_table as table
+
+    return table(positions, dim, theta, accumulate, frequencies, factor)
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False, last: bool = False) -> Array:
+    from capibara.ops.rotary import rotary
+
+    layout = "pairs" if interleaved else "halves"
+    start = x.shape[-1] - 2 * cos.shape[-1] if last else 0
     # cos and sin stay in the accumulation dtype: positions past 256 are not exact in bfloat16.
-    turned, wide = 2 * cos.shape[-1], x.astype(cos.dtype)
-    a, b = jnp.split(wide if turned == x.shape[-1] else wide[..., :turned], 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    parts = [a * cos - b * sin, b * cos + a * sin]
-    if turned < x.shape[-1]:
-        parts.append(wide[..., turned:])
-    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+    turned = rotary(x[..., start:] if start else x, cos=cos, sin=sin, layout=layout)
+    return jnp.concatenate([x[..., :start], turned], axis=-1) if start else turned
 
 
 def attention(
     query: Array,
     key: Array,
     value: Array,
+    sinks: Array | None = None,
+    *,
     causal: bool,
     window: int | None,
     softcap: float | None,
@@ -163,9 +191,27 @@ def attention(
 ) -> Array:
     from capibara.ops.attention import flash_attention
 
-    return flash_attention(
-        query, key, value, use_causal_mask=causal, window=window, softcap=softcap, scale=scale, layout="bshd"
-    )
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "scale": scale, "layout": "bshd"}
+    return flash_attention(query, key, value, use_causal_mask=causal, sinks=sinks, **options)
+
+
+def segment_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array,
+    sinks: Array | None = None,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None = None,
+) -> Array:
+    from capibara.ops.attention import flash_attention
+
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "scale": scale, "layout": "bshd"}
+    options |= {"segment_ids": segments, "sinks": sinks}
+    return flash_attention(query, key, value, use_causal_mask=causal, **options)
 
 
 def cached_attention(
@@ -175,6 +221,8 @@ def cached_attention(
     key_cache: Array,
     value_cache: Array,
     position: Array,
+    sinks: Array | None = None,
+    *,
     window: int | None,
     softcap: float | None,
     scale: float | None = None,
@@ -187,7 +235,8 @@ def cached_attention(
             f"{new} tokens do not fit a cache of {places} positions: make a longer cache "
             "(init_cache(batch_size, max_length)) or feed fewer tokens"
         )
-    _check_room(position, new, places)
+    if not isinstance(position, Tracer):
+        check_room(int(position), new, places)
     position = jnp.asarray(position, jnp.int32)
     zero = jnp.zeros((), jnp.int32)  # a Python 0 would be int64 while 64-bit numbers are on
     start = (zero, zero, position, zero)
@@ -196,35 +245,93 @@ def cached_attention(
     at = jnp.broadcast_to(position + jnp.arange(new, dtype=jnp.int32), query.shape[:2])
     # No copies: the products of attention take their operands in any order of dimensions.
     keys, values = (jnp.swapaxes(read(cache), 1, 2) for cache in (key_cache, value_cache))
-    out = attend(query, keys, values, at, window=window, softcap=softcap, scale=scale)
+    out = attend(query, keys, values, at, sinks=sinks, window=window, softcap=softcap, scale=scale)
     return out, key_cache, value_cache
 
 
-def _check_room(position: Any, new: int, places: int) -> None:
-    """Refuse rows past the end of a cache, which would be written over its last ones, if the position is known."""
-    if isinstance(position, Tracer):
-        return
-    at = int(position)
-    if not 0 <= at <= places - new:
-        raise InputError(
-            f"position {at} and {new} new token{'s' * (new != 1)} need {at + new} places, the cache has {places}: "
-            "make a longer cache (init_cache(batch_size, max_length)), or start a new one from the last tokens"
-        )
+def ragged_cached_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    slots: Array,
+    sinks: Array | None = None,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None = None,
+) -> tuple[Array, Array, Array]:
+    from capibara.ops.attention import cached_attention as attend
+
+    places = key_cache.shape[2]
+    if not isinstance(slots, Tracer) and slots.size:
+        check_end(int(slots.max()), places)
+    key_cache = write_places(key_cache, jnp.swapaxes(key, 1, 2), slots)
+    value_cache = write_places(value_cache, jnp.swapaxes(value, 1, 2), slots)
+    keys, values = (jnp.swapaxes(read(cache), 1, 2) for cache in (key_cache, value_cache))
+    at = jnp.maximum(slots, 0)
+    out = attend(query, keys, values, at, sinks=sinks, window=window, softcap=softcap, scale=scale)
+    return out, key_cache, value_cache
 
 
-def causal_conv(x: Array, weight: Array, bias: Array) -> Array:
+def causal_conv(x: Array, weight: Array, bias: Array | None = None) -> Array:
     from capibara.ops.conv import causal_conv1d
 
-    out, _ = causal_conv1d(_joined(x, 2), _joined(weight, 1), _joined(bias, 0))
+    flat = None if bias is None else _joined(bias, 0)
+    out, _ = causal_conv1d(_joined(x, 2), _joined(weight, 1), flat)
     return out.reshape(x.shape)
 
 
-def cached_conv(x: Array, weight: Array, bias: Array, tail: Array) -> tuple[Array, Array]:
+def cached_conv(x: Array, weight: Array, tail: Array, bias: Array | None = None) -> tuple[Array, Array]:
     from capibara.ops.conv import causal_conv1d
 
     before = _joined(tail, 2).astype(x.dtype)
-    out, after = causal_conv1d(_joined(x, 2), _joined(weight, 1), _joined(bias, 0), state=before)
+    flat = None if bias is None else _joined(bias, 0)
+    out, after = causal_conv1d(_joined(x, 2), _joined(weight, 1), flat, state=before)
     return out.reshape(x.shape), after.reshape(tail.shape).astype(tail.dtype)
+
+
+def _starts(segments: Array) -> Array:
+    """Where another run of equal numbers begins; the first position is part of the first run."""
+    changes = segments[:, 1:] != segments[:, :-1]
+    return jnp.pad(changes, [(0, 0), (min(1, segments.shape[1]), 0)])
+
+
+def segment_conv(x: Array, weight: Array, segments: Array, bias: Array | None = None) -> Array:
+    runs = jnp.cumsum(_starts(segments), axis=1, dtype=jnp.int32)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    each = (..., *[None] * (x.ndim - 2))
+    total = x.astype(wide) * weight[-1].astype(wide)
+    if bias is not None:
+        total = total + bias.astype(wide)
+    for back in range(1, min(weight.shape[0], x.shape[1])):
+        own = runs[:, back:] == runs[:, :-back]
+        past = jnp.where(own[each], x[:, :-back], 0).astype(wide) * weight[-1 - back].astype(wide)
+        total = total + jnp.pad(past, [(0, 0), (back, 0)] + [(0, 0)] * (x.ndim - 2))
+    return total.astype(x.dtype)
+
+
+def ragged_cached_conv(
+    x: Array, weight: Array, tail: Array, slots: Array, bias: Array | None = None
+) -> tuple[Array, Array]:
+    length, before = x.shape[1], tail.shape[1]
+    each = (..., *[None] * (x.ndim - 2))
+    real = slots >= 0
+    if length == 1:
+        out, after = cached_conv(x, weight, tail, bias)
+        return jnp.where(real[each], out, 0), jnp.where(real[each], after, tail)
+    # What is real is moved to the end of its row, and the tail before it: then it is a convolution like any other.
+    count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
+    padding = length - count[:, -1:]
+    places = jnp.where(real, before + padding + count - 1, before + length)  # padding goes nowhere
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    whole = jnp.zeros((x.shape[0], before + length, *x.shape[2:]), x.dtype)
+    whole = whole.at[rows, padding + jnp.arange(before, dtype=jnp.int32)].set(tail.astype(x.dtype))
+    whole = whole.at[rows, places].set(x, mode="drop")
+    out, after = cached_conv(whole[:, before:], weight, whole[:, :before], bias)
+    out = jnp.take_along_axis(out, (places - before)[each], axis=1, mode="clip")
+    return jnp.where(real[each], out, 0), after.astype(tail.dtype)
 
 
 def selective_scan(
@@ -242,6 +349,37 @@ def continued_scan(
 
     out, after = scan(x, step, rate, write, read, initial_state=memory, chunk_size=chunk_size)
     return out.astype(x.dtype), after.astype(memory.dtype)
+
+
+def segment_scan(
+    x: Array,
+    step: Array,
+    rate: Array,
+    write: Array,
+    read: Array,
+    segments: Array,
+    chunk_size: int | None,
+) -> Array:
+    from capibara.ops.scan import selective_scan as scan
+
+    step = jnp.where(segments[..., None] == 0, 0, step)
+    starts = _starts(segments)
+    return scan(x, step, rate, write, read, starts=starts, chunk_size=chunk_size)[0].astype(x.dtype)
+
+
+def ragged_continued_scan(
+    x: Array,
+    step: Array,
+    rate: Array,
+    write: Array,
+    read: Array,
+    memory: Array,
+    slots: Array,
+    chunk_size: int | None,
+) -> tuple[Array, Array]:
+    # A step of 0 leaves the state as it is.
+    step = jnp.where(slots[..., None] < 0, 0, step)
+    return continued_scan(x, step, rate, write, read, memory, chunk_size)
 
 
 def group_merge(x: Array) -> Array:

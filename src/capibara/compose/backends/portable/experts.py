@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
-from capibara.compose.backends.portable.elementwise import gelu, silu, softmax
+from capibara.compose.backends.portable.elementwise import clip, gelu, silu, softmax
 from capibara.compose.backends.portable.indexing import one_hot
 from capibara.compose.backends.portable.space import space
 
@@ -60,16 +60,44 @@ def expert_dense(x: Array, weight: Array, accumulate: str) -> Array:
 
 
 def choose_experts(
-    logits: Array, top: int, router: str, normalise: bool, scale: float, accumulate: str
+    logits: Array,
+    bias: Array | None = None,
+    *,
+    top: int,
+    router: str,
+    normalise: bool,
+    scale: float,
+    accumulate: str,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "max",
 ) -> tuple[Array, Array]:
     xp = space(logits)
     wide = xp.astype(logits, accumulate)
     scores = softmax(wide, -1) if router == "softmax" else xp.sigmoid(wide)
-    experts = xp.argsort(xp.stop(scores), -1, True)[:, :top]
+    choice = xp.stop(scores)
+    if bias is not None:
+        choice = choice + xp.astype(xp.stop(bias), accumulate)
+    experts = xp.argsort(_in_best_groups(choice, groups, top_groups, group_score), -1, True)[:, :top]
     weights = xp.take_along_axis(scores, experts, -1)
     if normalise:
-        weights = weights / xp.sum(weights, -1, True)
+        total = xp.sum(weights, -1, True)
+        weights = weights / xp.where(total < 1e-20, xp.constant(1e-20, total), total)
     return xp.astype(weights * scale, xp.dtype_of(logits)), experts
+
+
+def _in_best_groups(scores: Array, groups: int, top_groups: int, group_score: str) -> Array:
+    """``scores [n, e]``, and -inf for experts of other groups than the ``top_groups`` best ones."""
+    if top_groups == groups:
+        return scores
+    xp = space(scores)
+    apart = xp.reshape(scores, (scores.shape[0], groups, scores.shape[1] // groups))
+    order = xp.argsort(apart, -1, True)[..., : 1 if group_score == "max" else 2]
+    best = xp.argsort(xp.sum(xp.take_along_axis(apart, order, -1), -1), -1, True)[:, :top_groups]
+    chosen = xp.sum(one_hot(best, groups, "int32"), 1)
+    return xp.reshape(
+        xp.where(chosen[:, :, None] > 0, apart, xp.constant(-math.inf, apart)), tuple(scores.shape)
+    )
 
 
 _ACTIVATIONS = {
@@ -80,6 +108,11 @@ _ACTIVATIONS = {
 }
 
 
+def clamped_swiglu(gate: Array, up: Array, limit: float, alpha: float) -> Array:
+    gate, up = clip(gate, None, limit), clip(up, -limit, limit)
+    return gate * space(gate).sigmoid(alpha * gate) * (up + 1)
+
+
 def expert_mlp(
     x: Array,
     weights: Array,
@@ -87,14 +120,26 @@ def expert_mlp(
     gate: Array,
     up: Array,
     down: Array,
+    gate_bias: Array | None = None,
+    up_bias: Array | None = None,
+    down_bias: Array | None = None,
+    *,
     activation: str,
     accumulate: str,
+    limit: float = 7.0,
+    alpha: float = 1.702,
 ) -> Array:
     xp = space(x)
     wide, own, top = xp.wide(x, accumulate), xp.dtype_of(x), experts.shape[1]
 
-    def product(rows: Array, matrix: Array) -> Array:
-        return xp.astype(xp.matmul(xp.astype(rows, wide), xp.astype(matrix, wide)), own)
+    def linear(rows: Array, expert: int, matrices: Array, biases: Array | None) -> Array:
+        out = xp.astype(xp.matmul(xp.astype(rows, wide), xp.astype(matrices[expert], wide)), own)
+        return out if biases is None else out + xp.astype(biases[expert], own)
+
+    def gated(gates: Array, ups: Array) -> Array:
+        if activation == "swiglu_clamped":
+            return clamped_swiglu(gates, ups, limit, alpha)
+        return _ACTIVATIONS[activation](gates) * ups
 
     flat = xp.reshape(experts, (-1,))
     order = xp.argsort(flat, -1)
@@ -103,8 +148,8 @@ def expert_mlp(
     for expert, size in enumerate(xp.to_numpy(xp.bincount(flat, gate.shape[0])).tolist()):
         if size:
             mine = rows[start : start + size]
-            inner = _ACTIVATIONS[activation](product(mine, gate[expert])) * product(mine, up[expert])
-            parts.append(product(inner, down[expert]))
+            inner = gated(linear(mine, expert, gate, gate_bias), linear(mine, expert, up, up_bias))
+            parts.append(linear(inner, expert, down, down_bias))
             start += size
     each = xp.take(xp.concatenate(parts, 0), xp.argsort(order, -1), 0)
     each = xp.reshape(xp.astype(each, wide), (*weights.shape, x.shape[-1]))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
+from capibara.compose.backends.cache_room import check_end, check_room
 from capibara.compose.backends.portable.indexing import one_hot
 from capibara.compose.backends.portable.linalg import masked_softmax
 from capibara.compose.backends.portable.space import space
 from capibara.compose.errors import InputError
+from capibara.native.levels import NF4
 
 Array = Any
 
@@ -37,6 +41,24 @@ def merge(x: Array, weight: Array, accumulate: str) -> Array:
     return dense(joined(x, x.ndim - 2), joined(weight, 0, 2), accumulate)
 
 
+def quantised_product(
+    x: Array, codes: Array, scales: Array, kind: str, ins: int, outs: tuple[int, ...], group: int
+) -> Array:
+    xp = space(x)
+    inner = math.prod(x.shape[x.ndim - ins :])
+    wide = xp.wide(x)
+    if kind == "nf4":
+        pairs = xp.stack([codes & 15, codes >> 4], -1)
+        places = joined(xp.astype(pairs, "int32"), 1)[:, :inner]
+        weight = xp.take(xp.asarray(NF4, wide, x), places, 0)
+    else:
+        weight = xp.astype(codes, wide)
+    of = xp.arange(0, inner, 1, "int32", x) // group
+    weight = weight * xp.astype(xp.take(scales, of, 1), wide)
+    out = xp.matmul(xp.astype(joined(x, x.ndim - ins), wide), xp.transpose(weight))
+    return xp.reshape(xp.astype(out, xp.dtype_of(x)), (*x.shape[: x.ndim - ins], *outs))
+
+
 def unembed(x: Array, table: Array, accumulate: str) -> Array:
     return dense(x, space(table).transpose(table), accumulate)
 
@@ -61,15 +83,18 @@ def rms_norm(
     accumulate: str,
     offset: float = 0.0,
     dims: int = 1,
+    groups: int = 1,
 ) -> Array:
     if dims > 1:
         flat = None if scale is None else joined(scale, 0)
         out = rms_norm(joined(x, x.ndim - dims), flat, epsilon=epsilon, accumulate=accumulate, offset=offset)
         return space(x).reshape(out, tuple(x.shape))
     xp = space(x)
-    wide = xp.astype(x, accumulate)
-    inverse = 1 / xp.sqrt(xp.sum(wide * wide, -1, True) / x.shape[-1] + epsilon)
-    out = wide * inverse
+    wide, shape = xp.astype(x, accumulate), tuple(x.shape)
+    if groups > 1:
+        wide = xp.reshape(wide, (*shape[:-1], groups, shape[-1] // groups))
+    inverse = 1 / xp.sqrt(xp.sum(wide * wide, -1, True) / wide.shape[-1] + epsilon)
+    out = xp.reshape(wide * inverse, shape)
     return xp.astype(_scaled(out, scale, offset, accumulate), xp.dtype_of(x))
 
 
@@ -103,6 +128,14 @@ def positions(like: Array, start: Array) -> tuple[Array, Array]:
     return start + xp.arange(0, count, 1, "int32", like), start + count
 
 
+def ragged_positions(segments: Array, start: Array) -> tuple[Array, Array, Array]:
+    xp = space(segments, start)
+    real = segments != 0
+    ends = start[:, None] + xp.astype(xp.cumsum(xp.astype(real, "int32"), 1), "int32")
+    count = xp.astype(real, "int32")
+    return (ends - 1) * count, ends * count - 1, ends[:, -1]
+
+
 def rotary_table(
     positions: Array,
     dim: int,
@@ -122,15 +155,25 @@ def rotary_table(
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False, last: bool = False) -> Array:
     xp = space(x)
-    half = cos.shape[-1]
+    half, size = cos.shape[-1], x.shape[-1]
     wide = xp.astype(x, xp.dtype_of(cos))
-    a, b = wide[..., :half], wide[..., half : 2 * half]
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    start = size - 2 * half if last else 0
+    end = start + 2 * half
+    if interleaved:
+        pairs = xp.reshape(wide[..., start:end], (*x.shape[:-1], half, 2))
+        a, b = pairs[..., 0], pairs[..., 1]
+    else:
+        a, b = wide[..., start : start + half], wide[..., start + half : end]
+    cos, sin = cos[..., None, :], sin[..., None, :]
     turned = [a * cos - b * sin, b * cos + a * sin]
-    if x.shape[-1] > 2 * half:
-        turned.append(wide[..., 2 * half :])
+    if interleaved:
+        turned = [xp.reshape(xp.stack(turned, -1), (*x.shape[:-1], 2 * half))]
+    if start:
+        turned.insert(0, wide[..., :start])
+    if end < size:
+        turned.append(wide[..., end:])
     return xp.astype(xp.concatenate(turned, -1), xp.dtype_of(x))
 
 
@@ -148,6 +191,7 @@ def _attend(
     seen: Array,
     softcap: float | None,
     scale: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Attention in [batch, sequence, heads, dim]; ``seen`` broadcasts to [batch, query, key]."""
     xp = space(query)
@@ -161,19 +205,49 @@ def _attend(
         scores = softcap * xp.tanh(scores / softcap)
     if seen.ndim == 3:
         seen = xp.reshape(seen, (seen.shape[0], 1, 1, *seen.shape[1:]))
-    out = xp.matmul(masked_softmax(scores, seen), v)
-    return xp.astype(xp.reshape(xp.transpose(out, (0, 3, 1, 2, 4)), query.shape), xp.dtype_of(query))
+    if sinks is None:
+        weights = masked_softmax(scores, seen)
+    else:
+        last = (*scores.shape[:-1], 1)
+        column = xp.reshape(xp.astype(sinks, wide), (1, groups, -1, 1, 1))
+        seen = xp.concatenate([xp.broadcast_to(seen, scores.shape), xp.full(last, True, "bool", query)], -1)
+        weights = masked_softmax(xp.concatenate([scores, xp.broadcast_to(column, last)], -1), seen)[..., :-1]
+    out = xp.matmul(weights, v)
+    shape = (*query.shape[:3], value.shape[-1])
+    return xp.astype(xp.reshape(xp.transpose(out, (0, 3, 1, 2, 4)), shape), xp.dtype_of(query))
 
 
 def attention(
     query: Array,
     key: Array,
     value: Array,
+    sinks: Array | None = None,
+    *,
     causal: bool,
     window: int | None,
     softcap: float | None,
     scale: float | None = None,
 ) -> Array:
+    return _attend(query, key, value, _seen(query, key, causal, window), softcap, scale, sinks)
+
+
+def segment_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array,
+    sinks: Array | None = None,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None = None,
+) -> Array:
+    same = segments[:, :, None] == segments[:, None, :]
+    return _attend(query, key, value, same & _seen(query, key, causal, window), softcap, scale, sinks)
+
+
+def _seen(query: Array, key: Array, causal: bool, window: int | None) -> Array:
     xp = space(query)
     rows = xp.arange(0, query.shape[1], 1, "int32", query)[:, None]
     columns = xp.arange(0, key.shape[1], 1, "int32", query)[None, :]
@@ -183,7 +257,7 @@ def attention(
         seen = seen & (columns > rows - window)
         if not causal:
             seen = seen & (columns < rows + window)
-    return _attend(query, key, value, seen, softcap, scale)
+    return seen
 
 
 def cached_attention(
@@ -193,6 +267,8 @@ def cached_attention(
     key_cache: Array,
     value_cache: Array,
     position: Array,
+    sinks: Array | None = None,
+    *,
     window: int | None,
     softcap: float | None,
     scale: float | None = None,
@@ -200,11 +276,7 @@ def cached_attention(
     xp = space(query)
     new, places = query.shape[1], key_cache.shape[2]
     at = int(xp.to_numpy(position))
-    if not 0 <= at <= places - new:
-        raise InputError(
-            f"position {at} and {new} new token{'s' * (new != 1)} need {at + new} places, the cache has {places}: "
-            "make a longer cache (init_cache(batch_size, max_length)), or start a new one from the last tokens"
-        )
+    check_room(at, new, places)
 
     def written(cache: Array, rows: Array) -> Array:
         rows = xp.astype(xp.swapaxes(rows, 1, 2), xp.dtype_of(cache))
@@ -218,32 +290,116 @@ def cached_attention(
     if window is not None:
         seen = seen & (columns > rows - window)
     keys, values = (xp.swapaxes(cache[:, :, : at + new], 1, 2) for cache in (key_cache, value_cache))
-    return _attend(query, keys, values, seen, softcap, scale), key_cache, value_cache
+    return _attend(query, keys, values, seen, softcap, scale, sinks), key_cache, value_cache
 
 
-def _convolved(x: Array, weight: Array, bias: Array, before: Array) -> tuple[Array, Array]:
+def ragged_cached_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    slots: Array,
+    sinks: Array | None = None,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None = None,
+) -> tuple[Array, Array, Array]:
+    xp = space(query)
+    places = key_cache.shape[2]
+    if 0 not in slots.shape:
+        check_end(int(xp.to_numpy(slots).max()), places)
+    columns = xp.arange(0, places, 1, "int32", query)
+    # [batch, cache, new]: which new token goes to a place.
+    goes = slots[:, None, :] == columns[None, :, None]
+
+    def written(cache: Array, new: Array) -> Array:
+        chosen = xp.astype(goes, xp.dtype_of(cache))
+        rows = xp.astype(xp.swapaxes(new, 1, 2), xp.dtype_of(cache))
+        return xp.where(xp.any(goes, 2)[:, None, :, None], xp.matmul(chosen[:, None], rows), cache)
+
+    key_cache, value_cache = written(key_cache, key), written(value_cache, value)
+    at = slots[:, :, None]
+    seen = columns[None, None, :] <= at * xp.astype(at >= 0, "int32")
+    if window is not None:
+        seen = seen & (columns[None, None, :] > at - window)
+    keys, values = (xp.swapaxes(cache, 1, 2) for cache in (key_cache, value_cache))
+    return _attend(query, keys, values, seen, softcap, scale, sinks), key_cache, value_cache
+
+
+def _convolved(x: Array, weight: Array, bias: Array | None, before: Array) -> tuple[Array, Array]:
     xp = space(x)
     wide = xp.wide(x)
     past = xp.concatenate([xp.astype(before, xp.dtype_of(x)), x], 1)
     length, taps = x.shape[1], weight.shape[0]
-    total = xp.astype(bias, wide)
-    for tap in range(taps):
-        total = total + xp.astype(past[:, tap : tap + length], wide) * xp.astype(weight[tap], wide)
+    products = [
+        xp.astype(past[:, tap : tap + length], wide) * xp.astype(weight[tap], wide) for tap in range(taps)
+    ]
+    total = sum(products[1:], products[0])
+    if bias is not None:
+        total = total + xp.astype(bias, wide)
     return xp.astype(total, xp.dtype_of(x)), past[:, length:]
 
 
-def causal_conv(x: Array, weight: Array, bias: Array) -> Array:
+def causal_conv(x: Array, weight: Array, bias: Array | None = None) -> Array:
     xp = space(x)
     before = xp.full((x.shape[0], weight.shape[0] - 1, *x.shape[2:]), 0, xp.dtype_of(x), x)
     return _convolved(x, weight, bias, before)[0]
 
 
-def cached_conv(x: Array, weight: Array, bias: Array, tail: Array) -> tuple[Array, Array]:
+def cached_conv(x: Array, weight: Array, tail: Array, bias: Array | None = None) -> tuple[Array, Array]:
     out, after = _convolved(x, weight, bias, tail)
     return out, space(x).astype(after, space(x).dtype_of(tail))
 
 
-def _scan(x: Array, step: Array, rate: Array, write: Array, read: Array, memory: Array | None) -> Any:
+def segment_conv(x: Array, weight: Array, segments: Array, bias: Array | None = None) -> Array:
+    xp = space(x)
+    changes = segments[:, 1:] != segments[:, : max(segments.shape[1] - 1, 0)]
+    # The number of a position's run of equal numbers.
+    runs = xp.concatenate([0 * segments[:, :1], xp.cumsum(xp.astype(changes, "int32"), 1)], 1)
+    wide = xp.wide(x)
+    total = xp.astype(x, wide) * xp.astype(weight[-1], wide)
+    if bias is not None:
+        total = total + xp.astype(bias, wide)
+    for back in range(1, min(weight.shape[0], x.shape[1])):
+        own = runs[:, back:] == runs[:, : runs.shape[1] - back]
+        own = xp.reshape(own, (*own.shape, *[1] * (x.ndim - 2)))
+        past = xp.astype(x[:, : x.shape[1] - back], wide)
+        past = xp.where(own, past, 0 * past) * xp.astype(weight[-1 - back], wide)
+        start = xp.full((x.shape[0], back, *x.shape[2:]), 0, wide, x)
+        total = total + xp.concatenate([start, past], 1)
+    return xp.astype(total, xp.dtype_of(x))
+
+
+def ragged_cached_conv(
+    x: Array, weight: Array, tail: Array, slots: Array, bias: Array | None = None
+) -> tuple[Array, Array]:
+    xp = space(x)
+    outs, afters = [], []
+    for row in range(x.shape[0]):
+        # One row after the other: what is real, what it gives, and where that belongs.
+        here = np.asarray(xp.to_numpy(slots))[row]
+        real = np.flatnonzero(here >= 0)
+        places = xp.asarray(real, "int32", x)
+        kept = xp.take(x[row : row + 1], places, 1)
+        out, after = cached_conv(kept, weight, tail[row : row + 1], bias)
+        zero = xp.full((1, 1, *x.shape[2:]), 0, xp.dtype_of(x), x)
+        back = np.where(here >= 0, np.searchsorted(real, np.arange(len(here))), len(real))
+        outs.append(xp.take(xp.concatenate([out, zero], 1), xp.asarray(back, "int32", x), 1))
+        afters.append(after)
+    return xp.concatenate(outs, 0), xp.concatenate(afters, 0)
+
+
+def _scan(
+    x: Array,
+    step: Array,
+    rate: Array,
+    write: Array,
+    read: Array,
+    memory: Array | None,
+    segments: Array | None = None,
+) -> Any:
     xp = space(x)
     wide = xp.wide(x)
     batch, length, heads, dim = x.shape
@@ -254,6 +410,10 @@ def _scan(x: Array, step: Array, rate: Array, write: Array, read: Array, memory:
         memory = xp.full((batch, heads, dim, states), 0, wide, x)
     h = xp.astype(memory, wide)
     keep = xp.exp(step * rate)
+    if segments is not None:
+        same = segments[:, 1:] == segments[:, : max(length - 1, 0)]
+        stays = xp.concatenate([keep[:, :1], keep[:, 1:] * xp.astype(same, wide)[..., None]], 1)
+        keep = stays if length else keep
     scaled = step[..., None] * x
 
     def spread(v: Array) -> Array:
@@ -282,6 +442,34 @@ def continued_scan(
     xp = space(x)
     out, after = _scan(x, step, rate, write, read, memory)
     return xp.astype(out, xp.dtype_of(x)), xp.astype(after, xp.dtype_of(memory))
+
+
+def segment_scan(
+    x: Array,
+    step: Array,
+    rate: Array,
+    write: Array,
+    read: Array,
+    segments: Array,
+    chunk_size: int | None,
+) -> Array:
+    xp = space(x)
+    step = step * xp.astype(segments != 0, xp.dtype_of(step))[..., None]
+    return xp.astype(_scan(x, step, rate, write, read, None, segments)[0], xp.dtype_of(x))
+
+
+def ragged_continued_scan(
+    x: Array,
+    step: Array,
+    rate: Array,
+    write: Array,
+    read: Array,
+    memory: Array,
+    slots: Array,
+    chunk_size: int | None,
+) -> tuple[Array, Array]:
+    step = step * space(x).astype(slots >= 0, space(x).dtype_of(step))[..., None]
+    return continued_scan(x, step, rate, write, read, memory, chunk_size)
 
 
 def group_merge(x: Array) -> Array:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from capibara.config.axes import AxisRules
 from capibara.config.flags import split_flag
 from capibara.config.overrides import setting_text
-from capibara.errors import did_you_mean
-from capibara.plan.errors import PlanError
+from capibara.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
@@ -36,7 +35,7 @@ class Layout:
 
     Attributes:
       mesh: mesh axes and their sizes, outermost first: ``(("data", 4), ("model", 8))``. ``data`` shards the batch,
-        ``model`` shards heads, feed-forward and vocabulary.
+        ``model`` shards heads, feed-forward and vocabulary, ``expert`` shards the batch and the experts of mixtures.
       parameters: ``"sharded"`` over ``data`` too (FSDP; Rajbhandari et al., "ZeRO", stage 3) or
         ``"replicated"`` there.
       optimizer: moments sharded like the parameters, or ``"sharded"`` over ``data`` even if those are not (ZeRO,
@@ -59,16 +58,16 @@ class Layout:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise PlanError(
+                raise ConfigError(
                     f"layout: {name}={value!r} must be one of {', '.join(choices)}.{did_you_mean(str(value), choices)}"
                 )
         if not self.mesh or len({axis for axis, _ in self.mesh}) != len(self.mesh):
-            raise PlanError(
+            raise ConfigError(
                 f"layout: mesh={self.mesh!r} must name each of its axes once, as (('data', 4), ('model', 8))"
             )
         for axis, size in self.mesh:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise PlanError(
+                raise ConfigError(
                     f"layout: the mesh axis {axis!r} has the size {size!r}, expected an integer from 1"
                 )
         if (
@@ -76,7 +75,7 @@ class Layout:
             or not isinstance(self.microbatches, int)
             or self.microbatches < 1
         ):
-            raise PlanError(f"layout: microbatches={self.microbatches!r} must be an integer from 1")
+            raise ConfigError(f"layout: microbatches={self.microbatches!r} must be an integer from 1")
 
     @property
     def num_devices(self) -> int:
@@ -91,12 +90,12 @@ class Layout:
     @property
     def rules(self) -> AxisRules:
         """The rules that shard parameters and activations over the mesh."""
-        return AxisRules() if self.parameters == "sharded" else _without_data(AxisRules())
+        return _EVERYWHERE if self.parameters == "sharded" else _REPLICATED
 
     @property
     def optimizer_rules(self) -> AxisRules:
         """The rules for the moments."""
-        return AxisRules() if "sharded" in (self.parameters, self.optimizer) else self.rules
+        return _EVERYWHERE if "sharded" in (self.parameters, self.optimizer) else self.rules
 
     @property
     def compiler_options(self) -> dict[str, str]:
@@ -112,11 +111,11 @@ class Layout:
         """Read the output of :meth:`to_json`.
 
         Raises:
-          PlanError: a key is unknown or a value is invalid.
+          ConfigError: a key is unknown or a value is invalid.
         """
         known = {f.name for f in fields(cls)}
         if not isinstance(data, Mapping) or not data.keys() <= known or "mesh" not in data:
-            raise PlanError(
+            raise ConfigError(
                 f"layout: expected a table with mesh and any of {', '.join(sorted(known))}; got {data!r:.200}"
             )
         try:
@@ -125,7 +124,7 @@ class Layout:
                 "flags": tuple((str(k), str(v)) for k, v in data.get("flags", ())),
             }
         except (TypeError, ValueError) as error:
-            raise PlanError(f"layout: mesh and flags must be lists of pairs: {error}") from None
+            raise ConfigError(f"layout: mesh and flags must be lists of pairs: {error}") from None
         return cls(**{**data, **pairs})
 
     def settings(self) -> dict[str, Any]:
@@ -177,8 +176,15 @@ class Layout:
 
 
 def _without_data(rules: AxisRules) -> AxisRules:
+    """Without the axes of the batch; experts stay where they are."""
     parameters = {
-        axis: tuple(place for place in places if not {"data", "fsdp"} & set(place.split("+")))
+        axis: places
+        if axis == "experts"
+        else tuple(place for place in places if not {"data", "fsdp", "expert"} & set(place.split("+")))
         for axis, places in rules.parameters.items()
     }
     return AxisRules(parameters=parameters, activations=rules.activations)
+
+
+_EVERYWHERE = AxisRules()
+_REPLICATED = _without_data(_EVERYWHERE)

@@ -1,8 +1,7 @@
 """The training step of a configuration, lowered for devices that need not be present.
 
-:mod:`capibara.plan` compiles it for slices without hardware. Function and shardings are those of
-:func:`capibara.train.train` (:mod:`capibara.train.step`, :mod:`capibara.train.placement`), so that the plan matches
-the training run.
+Function and shardings are those of :func:`capibara.train.train`: both are made by :class:`capibara.train.run.Run`, so
+that the plan matches the run.
 """
 
 from __future__ import annotations
@@ -15,22 +14,25 @@ from jax.sharding import Mesh
 
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
-from capibara.plan.layout import Layout
+from capibara.data.packed import PACKED
 from capibara.plan.workloads import Workload
-from capibara.train.optimizer import build_optimizer, learning_rate_schedule
+from capibara.sharding import Layout
 from capibara.train.placement import Placement
-from capibara.train.step import make_train_step
+from capibara.train.run import Run
 
 __all__ = ["lower_train_step"]
 
 
-def lower_train_step(mesh: Mesh, *, config: Mapping[str, Any], layout: Mapping[str, Any]) -> Workload:
+def lower_train_step(
+    mesh: Mesh, *, config: Mapping[str, Any], layout: Mapping[str, Any], packed: bool = False
+) -> Workload:
     """Lower one optimizer step.
 
     Args:
       mesh: devices, real or abstract.
       config: as ``ModularModelConfig.to_dict()``.
       layout: as ``Layout.to_json()``; its rematerialisation and microbatches replace the configuration's.
+      packed: whether rows hold several documents (:func:`capibara.data.is_packed`).
 
     Raises:
       ConfigError: the batch is not divisible into the microbatches, or their rows over the ``data`` axis.
@@ -41,21 +43,19 @@ def lower_train_step(mesh: Mesh, *, config: Mapping[str, Any], layout: Mapping[s
     placement = Placement.over(mesh, how)
     placement.check_rows(settings.train.batch_size)
     model = ModularCapibaraModel(settings, mesh=mesh, rules=placement.rules)
-    optimizer = build_optimizer(settings, param_axes=model.param_axes)
-    state = placement.describe_state(model, optimizer)
-    step = make_train_step(
-        model,
-        optimizer,
-        schedule=learning_rate_schedule(settings),
-        shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
-    )
+    run = Run(settings, placement, model)
+    state = run.state
     rows = settings.train.batch_size // how.microbatches
     shape = (how.microbatches, rows, settings.train.sequence_length + 1)
-    batch = {"tokens": jax.ShapeDtypeStruct(shape, "int32", sharding=placement.batch_sharding(shape))}
+    where = placement.batch_sharding(shape)
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+        for name, dtype in (PACKED if packed else {"tokens": "int32"}).items()
+    }
     kinds = {
         "parameters": state.params,
         "optimizer": state.opt_state,
         "batch": batch,
         "model state": state.model_state,
     }
-    return Workload(step.lower(state, batch), kinds)
+    return Workload(run.train_step.lower(state, batch), kinds)

@@ -1,0 +1,28 @@
+// Products of groups of rows: what the kernels of every instruction set share with the code that calls them.
+#pragma once
+
+#include <stdint.h>
+
+namespace capibara {
+
+// c[i, j] = sum over k of a[i, k] * b[k, j] for a block of a product; 0 where depth is 0.
+struct GroupedBlock {
+  int64_t rows, columns, depth;
+  const float* a;  // [rows, depth], or [depth, rows] if a_by_depth; a_step numbers from a row to the next
+  int64_t a_step;
+  bool a_by_depth;
+  const float* b;  // [depth, columns], or [columns, depth] if b_by_column
+  int64_t b_step;
+  bool b_by_column;
+  float* c;  // [rows, columns]
+  int64_t c_step;
+};
+
+struct GroupedKernels {
+  int64_t most_rows, most_columns;  // of a block
+  int64_t unit_rows, unit_columns;  // of a register tile
+  int64_t scratch;  // floats
+  void (*multiply)(const GroupedBlock&, float* scratch);
+};
+
+}  // namespace capibara

@@ -1,0 +1,115 @@
+// Blocks of grouped products, compiled once per instruction set. Parts of both operands are copied in the order in
+// which a register tile reads them: rows of a matrix that are a power of two apart would meet in the caches.
+#include "grouped.h"
+
+#include "vec.h"
+
+namespace CAPIBARA_ISA {
+
+using capibara::GroupedBlock;
+
+constexpr int64_t kPanel = kVectors * kWidth;  // columns of a register tile
+constexpr int64_t kDeep = 384;                 // summed over at a time
+constexpr int64_t kDeepStep = kDeep + 16;
+constexpr int64_t kMostRows = 360 / kRows * kRows;
+constexpr int64_t kMostColumns = 512;
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Rows of `a` from k0 on: by row with a step of kDeepStep, or by depth in panels [depth][kRows].
+static void pack_a(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
+  if (!p.a_by_depth) {
+    for (int64_t i = 0; i < p.rows; ++i) {
+      const float* const from = p.a + i * p.a_step + k0;
+      float* const row = to + i * kDeepStep;
+      int64_t k = 0;
+      for (; k + kWidth <= depth; k += kWidth) store(row + k, load(from + k));
+      for (; k < depth; ++k) row[k] = from[k];
+    }
+    return;
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    const float* const from = p.a + (k0 + k) * p.a_step;
+    float* panel = to + k * kRows;
+    int64_t i = 0;
+    for (; i + kRows <= p.rows; i += kRows, panel += kDeep * kRows)
+      __builtin_memcpy(panel, from + i, kRows * sizeof(float));
+    for (int64_t r = 0; i + r < p.rows; ++r) panel[r] = from[i + r];
+  }
+}
+
+// Columns of `b` in panels [depth][kPanel], the last one filled up with zeros.
+static void pack_b(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
+  if (!p.b_by_column) {
+    for (int64_t k = 0; k < depth; ++k) {
+      const float* const from = p.b + (k0 + k) * p.b_step;
+      float* panel = to + k * kPanel;
+      int64_t j = 0;
+      for (; j + kPanel <= p.columns; j += kPanel, panel += kDeep * kPanel)
+        for (int64_t l = 0; l < kPanel; l += kWidth) store(panel + l, load(from + j + l));
+      if (j < p.columns)
+        for (int64_t l = 0; l < kPanel; ++l) panel[l] = j + l < p.columns ? from[j + l] : 0;
+    }
+    return;
+  }
+  for (int64_t j = 0; j < p.columns; j += kWidth) {
+    float* const panel = to + j / kPanel * kDeep * kPanel + j % kPanel;
+    const float* const from = p.b + j * p.b_step + k0;
+    const int64_t there = least(p.columns - j, kWidth);
+    int64_t k = 0;
+    for (; k + kWidth <= depth; k += kWidth) {
+      Vec rows[kWidth];
+      for (int i = 0; i < kWidth; ++i) rows[i] = i < there ? load(from + i * p.b_step + k) : (Vec){};
+      transpose(rows);
+      for (int i = 0; i < kWidth; ++i) store(panel + (k + i) * kPanel, rows[i]);
+    }
+    for (; k < depth; ++k)
+      for (int64_t l = 0; l < kWidth; ++l) panel[k * kPanel + l] = l < there ? from[l * p.b_step + k] : 0;
+  }
+}
+
+static void grouped_multiply(const GroupedBlock& p, float* scratch) {
+  if (p.depth == 0) {
+    for (int64_t i = 0; i < p.rows; ++i) __builtin_memset(p.c + i * p.c_step, 0, p.columns * sizeof(float));
+    return;
+  }
+  float* const edge = scratch;  // a tile that is not all within the result
+  float* const a = edge + kRows * kPanel;
+  float* const b = a + kMostRows * kDeepStep;
+  const int64_t row_step = p.a_by_depth ? 1 : kDeepStep, depth_step = p.a_by_depth ? kRows : 1;
+  const int64_t tile_step = p.a_by_depth ? kDeep * kRows : kRows * kDeepStep;
+  // Even shares of the depth: a short last one would be mostly copies.
+  const int64_t shares = (p.depth + kDeep - 1) / kDeep, share = (p.depth + shares - 1) / shares;
+  for (int64_t k0 = 0; k0 < p.depth; k0 += share) {
+    const int64_t depth = least(share, p.depth - k0);
+    pack_a(p, k0, depth, a);
+    pack_b(p, k0, depth, b);
+    for (int64_t j = 0; j < p.columns; j += kPanel) {
+      const float* const panel = b + j * kDeep;
+      const int64_t columns = least(kPanel, p.columns - j);
+      for (int64_t i = 0; i < p.rows; i += kRows) {
+        const int rows = int(least(kRows, p.rows - i));
+        const float* const tile = a + i / kRows * tile_step;
+        float* const c = p.c + i * p.c_step + j;
+        if (columns == kPanel) {
+          Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, c, p.c_step, k0 > 0);
+          continue;
+        }
+        if (columns > kWidth)
+          Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
+        else
+          Rows<kRows, 1>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
+        for (int r = 0; r < rows; ++r)
+          for (int64_t l = 0; l < columns; ++l)
+            c[r * p.c_step + l] = edge[r * kPanel + l] + (k0 > 0 ? c[r * p.c_step + l] : 0);
+      }
+    }
+  }
+}
+
+extern const capibara::GroupedKernels kGrouped;
+const capibara::GroupedKernels kGrouped = {
+    kMostRows, kMostColumns, kRows, kPanel, kRows * kPanel + kMostRows * kDeepStep + kMostColumns * kDeep,
+    grouped_multiply};
+
+}  // namespace CAPIBARA_ISA

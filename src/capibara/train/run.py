@@ -1,0 +1,159 @@
+"""A run: settings, devices, model and data, and what follows from these alone, before any folder is looked at.
+
+It is built once, and everything that trains, resumes, validates or lowers a step asks it: the step that a plan compiles
+is that of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from capibara.config import ModularModelConfig
+from capibara.core.encoders import require_decoder
+from capibara.errors import ConfigError
+from capibara.train.float64 import check_float64
+from capibara.train.optimizer import build_optimizer, learning_rate_schedule
+from capibara.train.placement import Placement
+from capibara.train.protocols import Batch, Batches, DataSource, Model, Optimizer
+from capibara.train.state import TrainState
+from capibara.train.step import make_eval_step, make_train_step, microbatch
+
+__all__ = ["Run"]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What is trained, on what, where.
+
+    Attributes:
+      config: the settings.
+      placement: the devices, and the sharding of values over them.
+      model: compiled for the placement's mesh, if it can be.
+      data: what it trains on; None for a step that is only compiled.
+    """
+
+    config: ModularModelConfig
+    placement: Placement
+    model: Model
+    data: DataSource | None = None
+
+    @classmethod
+    def build(
+        cls, config: ModularModelConfig, model: Model, data: DataSource, devices: Sequence[Any] | None = None
+    ) -> Run:
+        """Place the model on the devices and check that settings, model and data go together.
+
+        Args:
+          devices: by default all local ones; see :meth:`Placement.of`.
+
+        Raises:
+          ConfigError: float64 without JAX's 64-bit mode, an encoder, devices or a vocabulary that are too few.
+          DataError: the text is too short for one sequence.
+        """
+        check_float64(config, "training")
+        require_decoder(config.model, "training")
+        placement = Placement.of(config, devices)
+        _check_vocabulary(config, data)
+        # A model that can be compiled for the mesh runs its kernels on each device's part.
+        on_mesh: Callable[..., Model] | None = getattr(model, "on_mesh", None)
+        if placement.mesh is not None and on_mesh is not None:
+            model = on_mesh(placement.mesh, placement.rules)
+        run = cls(config, placement, model, data)
+        # What is wrong with them is said now, before anything is written.
+        _ = run.validation, run.batches, run.optimizer
+        if config.checkpoint.keep_best and not run.validation:
+            raise ConfigError(
+                "checkpoint.keep_best=true compares validations, and the data has none. Hold out a part of it, or pass "
+                "checkpoint.keep_best=false"
+            )
+        return run
+
+    @cached_property
+    def batches(self) -> Batches:
+        """What it trains on.
+
+        Raises:
+          DataError: the text is too short for one sequence.
+        """
+        train = self.config.train
+        return self.source.batches(
+            batch_size=train.batch_size, sequence_length=train.sequence_length, seed=train.seed
+        )
+
+    @cached_property
+    def validation(self) -> list[Batch]:
+        """The batches of every validation, cut into microbatches where a layout has no room for more."""
+        train = self.config.train
+        whole = self.source.validation_batches(
+            batch_size=train.batch_size, sequence_length=train.sequence_length, max_batches=train.eval_batches
+        )
+        return self.placement.cut(whole, train.batch_size)
+
+    @cached_property
+    def schedule(self) -> Callable[[Any], Any]:
+        """Step → learning rate."""
+        return learning_rate_schedule(self.config)
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The gradient transformation of the settings."""
+        return build_optimizer(self.config, param_axes=getattr(self.model, "param_axes", None))
+
+    @cached_property
+    def state(self) -> TrainState:
+        """The state as ``jax.ShapeDtypeStruct`` with shardings."""
+        return self.placement.describe_state(self.model, self.optimizer)
+
+    @property
+    def shardings(self) -> TrainState | None:
+        """Of the state, where a layout fixes them."""
+        if self.placement.layout is None:
+            return None
+        return jax.tree.map(lambda leaf: leaf.sharding, self.state)
+
+    @cached_property
+    def train_step(self) -> jax.stages.Wrapped:
+        """See :func:`capibara.train.step.make_train_step`."""
+        return make_train_step(self.model, self.optimizer, schedule=self.schedule, shardings=self.shardings)
+
+    @cached_property
+    def eval_step(self) -> jax.stages.Wrapped:
+        """See :func:`capibara.train.step.make_eval_step`."""
+        return make_eval_step(self.model)
+
+    def put_batch(self, step: int) -> dict[str, jax.Array]:
+        """The batch of one step on the devices: arrays ``[microbatches, rows, length + 1]``."""
+        parts = self.config.train.gradient_accumulation_steps
+        return self.placement.put_batch(microbatch(self.batches.batch(step), parts))
+
+    def initial_state(self, params: Any = None) -> TrainState:
+        """The state before the first step, on the devices; without parameters these are drawn from the seed."""
+        return self.placement.make_state(
+            self.model, self.optimizer, seed=self.config.train.seed, params=params
+        )
+
+    @property
+    def source(self) -> DataSource:
+        """Its data.
+
+        Raises:
+          ConfigError: there is none.
+        """
+        if self.data is None:
+            raise ConfigError("this run has no data: it was built to compile its step. Give data=")
+        return self.data
+
+
+def _check_vocabulary(config: ModularModelConfig, data: DataSource) -> None:
+    highest = data.highest
+    if highest >= config.model.vocab_size:
+        needed = max(256, data.tokenizer.vocab_size)
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is too small for this text: it has the {data.unit} "
+            f"{highest}. Use model.vocab_size={needed}, which holds every {data.unit}."
+        )

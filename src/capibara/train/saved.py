@@ -1,0 +1,169 @@
+"""What a checkpoint of a run holds: its arrays and facts, written and read here and nowhere else.
+
+::
+
+    model/      params, state
+    training/   opt_state, step, key: what only training needs; an imported model has none
+    meta.json   :class:`Facts`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from capibara.compose import param_shardings
+from capibara.train.checkpoint import Checkpoint
+from capibara.train.errors import CheckpointDamagedError
+from capibara.train.state import TrainState
+
+__all__ = ["Facts", "items_of", "model_items", "restore_model", "restore_state"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a checkpoint says of its run, besides its step and its arrays.
+
+    Attributes:
+      seconds: of training so far; None for an imported model.
+      text: a readable name of the data. fingerprint: SHA-256 over it.
+      validation: bits per byte of held-out text at this step, if they were measured.
+      position: the place in the order of packed documents (:meth:`capibara.data.PackedBatches.position`).
+      reference: SHA-256 of the file with the log-probabilities of pairs before training.
+      pretrained: where the model came from, if it was published (:class:`capibara.families.Pretrained`), in JSON.
+    """
+
+    seconds: float | None = None
+    text: str | None = None
+    fingerprint: str | None = None
+    validation: float | None = None
+    position: Mapping[str, Any] | None = None
+    reference: str | None = None
+    pretrained: Mapping[str, Any] | None = None
+
+    def to_meta(self) -> dict[str, Any]:
+        """As JSON values, without those that are None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Facts:
+        """Read a checkpoint's.
+
+        Raises:
+          CheckpointDamagedError: one is of another type.
+        """
+        found = {name: checkpoint.meta.get(name) for name in cls.__dataclass_fields__}
+        for name, value in found.items():
+            if value is None:
+                continue
+            if name in ("seconds", "validation"):
+                good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18
+            else:
+                good = isinstance(value, Mapping if name in ("position", "pretrained") else str)
+            if not good:
+                path = checkpoint.path / "meta.json"
+                raise CheckpointDamagedError(
+                    f"{str(path)!r} has {name}={value!r:.80}; expected {_EXPECTED[name]}."
+                )
+        return cls(**found)
+
+    def trained(self, checkpoint: Checkpoint) -> float:
+        """The training time so far.
+
+        Raises:
+          CheckpointDamagedError: the checkpoint, whose facts these are, records none.
+        """
+        if self.seconds is None:
+            path = checkpoint.path / "meta.json"
+            raise CheckpointDamagedError(f"{str(path)!r} has seconds=None; expected {_EXPECTED['seconds']}.")
+        return self.seconds
+
+
+_EXPECTED = {
+    "seconds": "a time",
+    "validation": "bits per byte",
+    "text": "a name",
+    "fingerprint": "a digest",
+    "position": "a place in the documents",
+    "reference": "a digest",
+    "pretrained": "what is known of a published model",
+}
+
+
+def model_items(params: Any, state: Any) -> dict[str, Any]:
+    """The arrays of a model, for ``CheckpointStore.save``."""
+    return {"model": {"params": params, "state": state}}
+
+
+def items_of(state: TrainState) -> dict[str, Any]:
+    """The arrays of a run, for ``CheckpointStore.save``."""
+    return {
+        **model_items(state.params, state.model_state),
+        "training": {
+            "opt_state": state.opt_state,
+            "step": state.step,
+            "key": jax.random.key_data(state.key),
+        },
+    }
+
+
+def restore_model(
+    checkpoint: Checkpoint, model: Any, *, sharding: jax.sharding.Sharding | None = None
+) -> tuple[Any, Any]:
+    """Read a model's parameters and its non-trained state from a checkpoint.
+
+    Args:
+      checkpoint: an opened one.
+      model: anything with ``init(seed)``; only the shapes that it would give are used.
+      sharding: where the arrays go; by default over the model's own mesh as its rules say, if it has one, else to the
+        first local device. A checkpoint does not depend on the devices that wrote it.
+
+    Raises:
+      ResumeMismatchError: the checkpoint has other arrays than the model.
+    """
+    params, state = jax.eval_shape(lambda: model.init(0))
+    items = {"params": params, "state": state}
+    mesh = getattr(model, "mesh", None)
+    if sharding is None and mesh is not None:
+        axes = {"params": model.param_axes, "state": model.state_axes}
+        where = {name: param_shardings(items[name], axes[name], mesh, model.backend.rules) for name in items}
+    else:
+        one = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        where = jax.tree.map(lambda leaf: one, items)
+    items = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), items, where
+    )
+    restored = checkpoint.restore("model", items)
+    return restored["params"], restored["state"]
+
+
+def restore_state(checkpoint: Checkpoint, state: TrainState) -> TrainState:
+    """Read all that training needs, onto other devices than it was written from if need be.
+
+    Args:
+      state: as :meth:`capibara.train.placement.Placement.describe_state` gives it.
+
+    Raises:
+      ResumeMismatchError: the checkpoint has other arrays than ``state``.
+    """
+    key = jax.eval_shape(jax.random.key_data, state.key)
+    training = checkpoint.restore(
+        "training",
+        {
+            "opt_state": state.opt_state,
+            "step": state.step,
+            "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=state.key.sharding),
+        },
+    )
+    model = checkpoint.restore("model", {"params": state.params, "state": state.model_state})
+    restored = TrainState(
+        training["step"],
+        model["params"],
+        training["opt_state"],
+        model["state"],
+        jax.random.wrap_key_data(training["key"]),
+    )
+    return jax.device_put(restored, jax.tree.map(lambda leaf: leaf.sharding, state))
