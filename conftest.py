@@ -128,16 +128,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item], share: int) -> None:
-    """Keep every test, and of its parameters the first and about one of ``share`` others, the same in each process."""
+    """Keep the first test of each file and about one of ``share`` others, the same in each process."""
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
-    seen: set[str] = set()
+    seen: set[Any] = set()
     for item in items:
-        name = item.nodeid.partition("[")[0]
-        keep = name not in seen or zlib.crc32(item.nodeid.encode()) % share == 0
+        keep = item.path not in seen or zlib.crc32(item.nodeid.encode()) % share == 0
         # One that is left out for being slow does not stand for the others.
         if item.get_closest_marker("slow") is None:
-            seen.add(name)
+            seen.add(item.path)
         (kept if keep else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
