@@ -21,6 +21,7 @@ from pydantic import Field
 from capibara.config.files import ConfigFileNotFoundError, find_config, line_finder, write_text_atomically
 from capibara.config.overrides import apply_overrides, leaf_fields
 from capibara.config.problems import Problem, SettingsError
+from capibara.config.recovery import RecoverySection
 from capibara.config.sections import (
     CheckpointSection,
     DataSection,
@@ -39,7 +40,7 @@ __all__ = ["ModularModelConfig"]
 
 
 class ModularModelConfig(Section):
-    """Settings of a model, its precision, device mesh, training, data, checkpoints and sampling.
+    """Settings of a model, its precision, device mesh, training, data, checkpoints, recovery and sampling.
 
     Raises:
       SettingsError: (a ``ConfigError`` and ``ValueError``) unknown setting, wrong type, value out of range,
@@ -53,6 +54,9 @@ class ModularModelConfig(Section):
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
     data: DataSection = Field(default=DataSection(), description="the text")
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="saved states")
+    recovery: RecoverySection = Field(
+        default=RecoverySection(), description="what a run does when something goes wrong"
+    )
     finetune: FinetuneSection = Field(default=FinetuneSection(), description="which parameters are trained")
     generate: GenerateSection = Field(default=GenerateSection(), description="sampling")
 

@@ -8,6 +8,7 @@ __all__ = [
     "CheckpointDamagedError",
     "CheckpointNotFoundError",
     "CheckpointWriteError",
+    "CorruptionError",
     "DataError",
     "DivergedError",
     "ResumeMismatchError",
@@ -55,4 +56,24 @@ class RunLockedError(TrainError, OSError):
 
 
 class DivergedError(TrainError, ArithmeticError):
-    """The loss is no longer a finite number."""
+    """The loss or the gradients are no longer finite numbers, or the loss rose far above the recent ones.
+
+    Attributes:
+      step: the step that showed it, counted from 1; None if it was not a step of training.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class CorruptionError(TrainError, RuntimeError):
+    """A device computed something else from the same numbers.
+
+    Attributes:
+      devices: those whose results differ, as JAX names them.
+    """
+
+    def __init__(self, message: str, *, devices: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.devices = devices

@@ -21,6 +21,10 @@ from capibara.train.errors import DivergedError
 from capibara.train.metrics import MetricsLog
 from capibara.train.progress import Reporter
 from capibara.train.protocols import Batch
+from capibara.train.recovery.guard import Guard
+from capibara.train.recovery.replay import replayed
+from capibara.train.recovery.skips import Skips
+from capibara.train.recovery.watchdog import Watchdog
 from capibara.train.run import Run
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
@@ -28,6 +32,8 @@ from capibara.train.state import TrainState
 __all__ = ["Loop", "Utilisation"]
 
 _STEPS_AHEAD = 2
+# A checkpoint is as long in the writing as this many steps, at most.
+_SAVING = 20
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,8 @@ class Loop:
     """Runs optimizer steps until the plan, the time limit or a signal ends it.
 
     ``save(state, step, seconds, bits, best)`` writes a checkpoint, ``after_evaluation(step, bits)`` is called after
-    each validation. After :meth:`run_steps`, ``reason`` is "finished", "time" or "interrupted".
+    each validation, ``sound(step)`` after each step whose loss is sound. After :meth:`run_steps`, ``reason`` is
+    "finished", "time" or "interrupted".
     """
 
     run: Run
@@ -85,6 +92,10 @@ class Loop:
     after_evaluation: Callable[[int, float], None]
     reporter: Reporter
     stop: StopFlag
+    guard: Guard
+    skips: Skips
+    watchdog: Watchdog
+    sound: Callable[[int], None]
     utilisation: Utilisation | None = None
     seconds_before: float = 0.0
     last_loss: float | None = None
@@ -108,14 +119,17 @@ class Loop:
         """Train from ``start`` steps on; ``state`` is donated. Returns the last state and its step.
 
         Raises:
-          DivergedError: the loss is not finite any more.
+          DivergedError: the loss is not finite any more, or a spike.
+          CorruptionError: a step that was computed twice gave two results.
           CheckpointWriteError, RunWriteError: the disk is full …; earlier checkpoints stay.
         """
         settings, checkpoint = self.run.config.train, self.run.config.checkpoint
+        replay_every = self.run.config.recovery.replay_every
         limit = settings.max_seconds
         step = saved = start
         self._begun = time.perf_counter()
         self._resume_clock()
+        self.watchdog.beat(f"step {step + 1} was computed")
         while step < settings.steps:
             if self.stop.requested:
                 self.reason = "interrupted"
@@ -123,8 +137,13 @@ class Loop:
             if limit is not None and self.seconds >= limit:
                 self.reason = "time"
                 break
-            state, metrics = self.train_step(state, self.run.put_batch(step))
+            batch = self.run.put_batch(self.skips.number(step))
             step += 1
+            if replay_every and step % replay_every == 0:
+                with self.watchdog.during(f"step {step} was computed twice", parts=3):
+                    state, metrics = replayed(self.train_step, state, batch, step=step)
+            else:
+                state, metrics = self.train_step(state, batch)
             self._pending.append((step, metrics))
             while len(self._pending) > _STEPS_AHEAD:
                 self._finish_oldest()
@@ -166,12 +185,9 @@ class Loop:
         self.total.add(tokens)
         self._window.add(tokens)
         self.last_loss = values["loss"]
-        if not math.isfinite(self.last_loss):
-            raise DivergedError(
-                f"the loss became {self.last_loss} at step {step}. Nothing of that is saved: the newest "
-                "checkpoint is from before. Lower optimizer.learning_rate (now "
-                f"{self.run.config.optimizer.learning_rate:g}), or set optimizer.grad_clip_norm, and run again."
-            )
+        self.watchdog.beat("the next step was computed")
+        self.guard.check(step, values)
+        self.sound(step)
         self._line.append(values)
         self.reporter.step(step, self.last_loss)
         if step % self.run.config.train.log_every == 0 or step == self.run.config.train.steps:
@@ -206,12 +222,13 @@ class Loop:
         if not self.run.validation:
             return None
         # Queue every batch, then read: one wait instead of one per batch.
-        results = [
-            self.eval_step(state.params, state.model_state, self.run.placement.put_batch(batch))
-            for batch in self.run.validation
-        ]
+        with self.watchdog.during(f"the model of step {step} was validated", parts=len(self.run.validation)):
+            results = [
+                self.eval_step(state.params, state.model_state, self.run.placement.put_batch(batch))
+                for batch in self.run.validation
+            ]
+            values = [np.float64(value) for value in jax.device_get(results)]
         counts = [_counted(batch) for batch in self.run.validation]
-        values = [np.float64(value) for value in jax.device_get(results)]
         bits = self._bits(float(np.average(values, weights=counts)))
         if not math.isfinite(bits):
             raise DivergedError(
@@ -230,7 +247,8 @@ class Loop:
         self._write_line(step)
         self.log.sync()
         best = self._is_best(bits)
-        self.save(state, step, self.seconds, bits, best)
+        with self.watchdog.during(f"the checkpoint of step {step} was written", parts=_SAVING):
+            self.save(state, step, self.seconds, bits, best)
         if best:
             self.best_bits = bits
 

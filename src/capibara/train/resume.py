@@ -21,12 +21,17 @@ _MAY_DIFFER = frozenset({"model.remat", "model.dropout_rate", "model.scan_layers
 
 
 def seek_data(
-    batches: Batches, data: DataSource, config: ModularModelConfig, checkpoint: Checkpoint, facts: Facts
+    batches: Batches,
+    data: DataSource,
+    config: ModularModelConfig,
+    checkpoint: Checkpoint,
+    facts: Facts,
+    number: int,
 ) -> None:
     """Go on in the order of packed documents where a checkpoint left it.
 
-    Where the order is another one (other documents, rows of another length, another seed) it is read from its
-    beginning, passing over as many batches as steps were taken.
+    ``number`` is that of the next batch. Where the order is another one (other documents, rows of another length,
+    another seed) it is read from its beginning, passing over as many batches as steps were taken.
 
     Raises:
       CheckpointDamagedError: the checkpoint records no place in these documents.
@@ -39,7 +44,7 @@ def seek_data(
     if not same or facts.fingerprint != data.fingerprint:
         return
     try:
-        batches.seek(checkpoint.step, facts.position or {})
+        batches.seek(number, facts.position or {})
     except DocumentError:
         path = checkpoint.path / "meta.json"
         raise CheckpointDamagedError(

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class Facts:
       validation: bits per byte of held-out text at this step, if they were measured.
       position: the place in the order of packed documents (:meth:`capibara.data.PackedBatches.position`).
       reference: SHA-256 of the file with the log-probabilities of pairs before training.
+      skipped: numbers of batches that were left out (:class:`capibara.train.recovery.skips.Skips`).
       pretrained: where the model came from, if it was published (:class:`capibara.families.Pretrained`), in JSON.
     """
 
@@ -42,6 +43,7 @@ class Facts:
     validation: float | None = None
     position: Mapping[str, Any] | None = None
     reference: str | None = None
+    skipped: Sequence[int] | None = None
     pretrained: Mapping[str, Any] | None = None
 
     def to_meta(self) -> dict[str, Any]:
@@ -61,6 +63,8 @@ class Facts:
                 continue
             if name in ("seconds", "validation"):
                 good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18
+            elif name == "skipped":
+                good = isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
             else:
                 good = isinstance(value, Mapping if name in ("position", "pretrained") else str)
             if not good:
@@ -89,6 +93,7 @@ _EXPECTED = {
     "fingerprint": "a digest",
     "position": "a place in the documents",
     "reference": "a digest",
+    "skipped": "a list of numbers of batches",
     "pretrained": "what is known of a published model",
 }
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,17 @@ from capibara.data import PackedBatches, PairedBatches
 from capibara.errors import ConfigError
 from capibara.train import extras
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
-from capibara.train.errors import CheckpointDamagedError, ResumeMismatchError
+from capibara.train.errors import CheckpointDamagedError, CorruptionError, DivergedError, ResumeMismatchError
 from capibara.train.loop import Loop, Utilisation
-from capibara.train.metrics import MetricsLog
+from capibara.train.metrics import MetricsLog, read_losses
 from capibara.train.plot import plot_losses
 from capibara.train.preferences import REFERENCE, reference_digest, set_reference
 from capibara.train.progress import Reporter, SilentReporter, duration
 from capibara.train.protocols import DataSource, Model
+from capibara.train.recovery.guard import Guard
+from capibara.train.recovery.rollback import Rollback
+from capibara.train.recovery.skips import Skips
+from capibara.train.recovery.watchdog import Watchdog
 from capibara.train.resume import check_resumable, seek_data
 from capibara.train.run import Run
 from capibara.train.rundir import atomic_write, lock_run, remove_leftovers
@@ -173,13 +177,17 @@ def train(
                 (folder / name).unlink(missing_ok=True)
         checkpoint = store.newest(warn=reporter.warn)
         facts = Facts()
+
+        def first_state() -> TrainState:
+            return run.initial_state(None if origin is None else origin.load(run.model))
+
         if checkpoint is None:
             if origin is None and config.finetune.base != "none":
                 raise ConfigError(
                     f"finetune.base={config.finetune.base!r} stores the weights of a trained model in fewer bits: "
                     "name it (--model, origin=)"
                 )
-            state, start = run.initial_state(None if origin is None else origin.load(run.model)), 0
+            state, start = first_state(), 0
             facts = Facts(seconds=0.0, pretrained=None if origin is None else origin.record())
         else:
             if checkpoint.is_import:
@@ -195,7 +203,10 @@ def train(
             if start >= config.train.steps or (limit is not None and seconds >= limit):
                 return _already_trained(run, checkpoint, seconds, reporter)
             state = restore_state(checkpoint, run.state)
-            seek_data(run.batches, corpus, config, checkpoint, facts)
+            if facts.fingerprint != corpus.fingerprint:
+                facts = replace(facts, skipped=None)  # numbers of other batches
+            number = Skips(facts.skipped or ()).number(start)
+            seek_data(run.batches, corpus, config, checkpoint, facts, number)
             reporter.note(f"resuming after step {start:,} from {checkpoint.path}")
         set_reference(run, state, folder, new=checkpoint is None, digest=facts.reference, reporter=reporter)
         atomic_write(folder / "config.toml", config.to_toml().encode())
@@ -204,7 +215,7 @@ def train(
             utilisation = _measure(run)
             reporter.note(f"a matrix multiply here reaches {utilisation.device_flops / 1e9:,.0f} GFLOP/s")
             reporter.note(_forecast(run, utilisation, start))
-        return _run(run, store, state, start, facts, utilisation, reporter, stop or StopFlag())
+        return _run(run, store, first_state, state, start, facts, utilisation, reporter, stop or StopFlag())
 
 
 # Training reaches about this part of the rate of a matrix multiply.
@@ -227,6 +238,7 @@ def _forecast(run: Run, utilisation: Utilisation, start: int) -> str:
 def _run(
     run: Run,
     store: CheckpointStore,
+    first_state: Callable[[], TrainState],
     state: TrainState,
     start: int,
     facts: Facts,
@@ -237,6 +249,9 @@ def _run(
     config, data, folder = run.config, run.source, store.folder.parent
     num_params = int(run.model.num_params)
     config_toml = config.to_toml()
+    recovery = config.recovery
+    skips = Skips(facts.skipped or ())
+    rollback = Rollback(skips, max_skips=recovery.max_skips, reporter=reporter)
 
     def save(state: TrainState, step: int, seconds: float, validation: float | None, best: bool) -> None:
         now = Facts(
@@ -244,8 +259,11 @@ def _run(
             validation=validation,
             text=data.name,
             fingerprint=data.fingerprint,
-            position=run.batches.position(step) if isinstance(run.batches, PackedBatches) else None,
+            position=run.batches.position(skips.number(step))
+            if isinstance(run.batches, PackedBatches)
+            else None,
             reference=reference_digest(folder) if isinstance(run.batches, PairedBatches) else None,
+            skipped=list(skips.before(step)) or None,
             pretrained=facts.pretrained,
         )
         store.save(
@@ -262,43 +280,61 @@ def _run(
         title = f"{data.name}, {num_params:,} parameters"
         plot_losses(folder / "metrics.jsonl", folder / "loss.png", title=title)
 
-    with MetricsLog(folder / "metrics.jsonl", resume_step=start) as log:
-        loop = Loop(
-            run=run,
-            train_step=run.train_step,
-            eval_step=run.eval_step,
-            log=log,
-            save=save,
-            after_evaluation=after_evaluation,
-            reporter=reporter,
-            stop=stop,
-            utilisation=utilisation,
-            seconds_before=facts.seconds or 0.0,
-            best_bits=_mark_best(store, data) if config.checkpoint.keep_best else None,
-        )
-        options = run.placement.compiler_options or None
-        if config.tpu.enabled and config.tpu.flags and options is None:
-            platform = run.placement.devices[0].platform
-            reporter.note(f"tpu.flags are options of a TPU's compiler: left out on {platform}")
-        begun = time.perf_counter()
-        # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
-        loop.train_step = run.train_step.lower(state, run.put_batch(start)).compile(options)
-        if run.validation:
-            batch = run.placement.put_batch(run.validation[0])
-            loop.eval_step = run.eval_step.lower(state.params, state.model_state, batch).compile(options)
-        compile_seconds = time.perf_counter() - begun
-        reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
-        reporter.start(start, config.train.steps)
-        try:
-            state, step = loop.run_steps(state, start)
-        finally:
-            reporter.close()
+    options = run.placement.compiler_options or None
+    if config.tpu.enabled and config.tpu.flags and options is None:
+        platform = run.placement.devices[0].platform
+        reporter.note(f"tpu.flags are options of a TPU's compiler: left out on {platform}")
+    begun = time.perf_counter()
+    # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
+    train_step: Any = run.train_step.lower(state, run.put_batch(skips.number(start))).compile(options)
+    eval_step: Any = run.eval_step
+    if run.validation:
+        batch = run.placement.put_batch(run.validation[0])
+        eval_step = eval_step.lower(state.params, state.model_state, batch).compile(options)
+    compile_seconds = time.perf_counter() - begun
+    reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
+    reporter.start(start, config.train.steps)
+    seconds, first = facts.seconds or 0.0, start
+    watchdog = Watchdog(recovery.stuck_seconds, end=recovery.exit_when_stuck, warn=reporter.warn)
+    try:
+        while True:
+            with MetricsLog(folder / "metrics.jsonl", resume_step=start) as log, watchdog:
+                loop = Loop(
+                    run=run,
+                    train_step=train_step,
+                    eval_step=eval_step,
+                    log=log,
+                    save=save,
+                    after_evaluation=after_evaluation,
+                    reporter=reporter,
+                    stop=stop,
+                    guard=_guard(config, folder),
+                    skips=skips,
+                    watchdog=watchdog,
+                    sound=rollback.sound,
+                    utilisation=utilisation,
+                    seconds_before=seconds,
+                    best_bits=_mark_best(store, data) if config.checkpoint.keep_best else None,
+                )
+                try:
+                    state, step = loop.run_steps(state, start)
+                    break
+                except (DivergedError, CorruptionError) as error:
+                    # Time is spent, whatever came of it.
+                    seconds, failure = loop.seconds, error
+            del state
+            checkpoint = store.newest(warn=reporter.warn)
+            start = 0 if checkpoint is None else checkpoint.step
+            rollback.after(failure, start)
+            state = first_state() if checkpoint is None else restore_state(checkpoint, run.state)
+    finally:
+        reporter.close()
     rate = loop.total.rate or None
     return TrainReport(
         reason=loop.reason,
         directory=str(folder),
         step=step,
-        start_step=start,
+        start_step=first,
         loss=loop.last_loss,
         validation_bits_per_byte=loop.last_bits,
         tokens_per_second=rate,
@@ -311,6 +347,20 @@ def _run(
         signal=stop.signal,
         unit="pair" if isinstance(run.batches, PairedBatches) else data.unit,
     )
+
+
+def _guard(config: ModularModelConfig, folder: Path) -> Guard:
+    """What looks at the losses, which knows those up to the newest checkpoint."""
+    recovery = config.recovery
+    guard = Guard(
+        learning_rate=config.optimizer.learning_rate,
+        sigmas=recovery.spike_sigmas,
+        window=recovery.spike_window,
+    )
+    if recovery.spike_sigmas:
+        losses = read_losses(folder / "metrics.jsonl")
+        guard.know(losses[step] for step in sorted(losses)[-recovery.spike_window :])
+    return guard
 
 
 def _mark_best(store: CheckpointStore, data: DataSource) -> float | None:
