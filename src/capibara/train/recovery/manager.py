@@ -1,8 +1,8 @@
 """Going on after a device has failed: try again, take other devices, continue a run from its newest checkpoint.
 
 What can be tried again is what the machine did wrong. JAX says which by the first word of an error (the codes of
-``absl::Status``): a lost connection, an aborted or an internal failure may pass; too little memory or an invalid program
-will not.
+``absl::Status``): a lost connection, an aborted or an internal failure may pass; too little memory or an invalid
+program will not.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RecoveryEvent:
 
 
 def answering(
-    devices: Sequence[jax.Device] | None = None, *, warn: Callable[[str], None] | None = None
+    devices: Sequence[Any] | None = None, *, warn: Callable[[str], None] | None = None
 ) -> list[Any]:
     """Those of the devices that compute a small sum rightly; by default of all local ones."""
     good = []
@@ -148,7 +148,7 @@ class TpuRecoveryManager:
         """
         begun: float | None = None
         places: list[Any] = [None, *([self._other_devices()] if self.fallback_to_gpu else [])]
-        last: JaxRuntimeError | None = None
+        last: RuntimeError | None = None
         for place in places:
             if place is not None and not place:
                 continue
@@ -170,8 +170,8 @@ class TpuRecoveryManager:
                     ):
                         self._gave_up(error, begun)
                         raise DeviceFailedError(
-                            f"{_line(error)} It cannot be tried again: the function donated its inputs, which are gone. "
-                            "Keep a copy, or train with TpuRecoveryManager.train, which goes on from a checkpoint."
+                            f"{_line(error)} It cannot be tried again: the function donated its inputs, which are "
+                            "gone. Keep a copy, or use TpuRecoveryManager.train, which goes on from a checkpoint."
                         ) from error
                     time.sleep(self.wait_seconds * 2**attempt if attempt + 1 < self.max_attempts else 0)
         assert last is not None
@@ -251,20 +251,20 @@ class TpuRecoveryManager:
         except RuntimeError:  # no such platform
             return []
 
-    def _done(self, action: str, error: JaxRuntimeError, begun: float | None) -> None:
+    def _done(self, action: str, error: RuntimeError, begun: float | None) -> None:
         seconds = 0.0 if begun is None else time.monotonic() - begun
         self.events.append(RecoveryEvent(action, _line(error), seconds))
 
-    def _gave_up(self, error: JaxRuntimeError, begun: float | None) -> None:
+    def _gave_up(self, error: RuntimeError, begun: float | None) -> None:
         self._done("gave up", error, begun)
 
 
-def _code(error: JaxRuntimeError) -> str:
+def _code(error: RuntimeError) -> str:
     found = re.match(r"[A-Z_]+", str(error))
     return found[0] if found else "UNKNOWN"
 
 
-def _may_pass(error: JaxRuntimeError) -> bool:
+def _may_pass(error: RuntimeError) -> bool:
     return _code(error) in _MAY_PASS
 
 
@@ -273,7 +273,7 @@ def _line(error: BaseException) -> str:
     return line if line.endswith((".", "!")) else line + "."
 
 
-def _remedy(error: JaxRuntimeError) -> str:
+def _remedy(error: RuntimeError) -> str:
     code = _code(error)
     if code == "RESOURCE_EXHAUSTED":
         return (
