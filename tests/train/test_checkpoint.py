@@ -233,6 +233,31 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     assert [name for name in os.listdir(folder) if name != "elsewhere"] == []
 
 
+@pytest.mark.parametrize("flips", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_every_flipped_bit_is_detected(flips: int, two_checkpoints: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(two_checkpoints / "2", folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    sizes = np.array([path.stat().st_size for path in files])
+    # Half of them in any file alike, half in any byte alike.
+    random = np.random.default_rng(flips)
+    for number in range(flips):
+        shares = None if number % 2 else sizes / sizes.sum()
+        path = files[random.choice(np.flatnonzero(sizes), p=None if shares is None else shares[sizes > 0])]
+        place, bit = int(random.integers(path.stat().st_size)), int(random.integers(8))
+        with open(path, "r+b") as stream:
+            stream.seek(place)
+            byte = stream.read(1)[0]
+            stream.seek(place)
+            stream.write(bytes([byte ^ 1 << bit]))
+            stream.flush()
+            with pytest.raises(CheckpointDamagedError):
+                open_checkpoint(folder)
+            stream.seek(place)
+            stream.write(bytes([byte]))
+    assert open_checkpoint(folder).step == 2
+
+
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         open_checkpoint(tmp_path / "5")

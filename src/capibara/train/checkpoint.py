@@ -345,7 +345,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointNotFoundError(f"there is no checkpoint at {str(path)!r}.")
     try:
-        recorded = _read_json(path / "manifest.json")["files"]
+        manifest = _read_json(path / "manifest.json")
+        recorded = manifest["files"]
+        # Nothing has its digest: all that it says has to be what is expected.
+        if manifest != {"format": _FORMAT, "files": recorded}:
+            raise ValueError(
+                f"manifest.json is of format {manifest.get('format')!r:.40}, this version reads {_FORMAT}"
+            )
         present = set(_relative_files(path)) - {"manifest.json"}
         if not isinstance(recorded, dict):
             raise ValueError("the manifest lists no files")
