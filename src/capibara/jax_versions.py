@@ -5,11 +5,14 @@ Importing this module does not import JAX: ``import capibara`` asks it whether t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -30,6 +33,7 @@ __all__ = [
     "scan_counts",
     "varying_axes",
     "version_problem",
+    "watch_program_keys",
 ]
 
 # From the first, up to but not including the second. `dependencies` in pyproject.toml says the same: a test compares.
@@ -131,8 +135,8 @@ def libtpu_problem(version: str) -> str:
 class HeldJaxpr:
     """A jaxpr as a parameter of a primitive of our own, which is called like a function: ``held(*arrays)``.
 
-    JAX 0.12 asks a primitive that has a jaxpr among its parameters for a rule (``to_lojax``) that cannot be given with
-    public names. What it cannot see it does not ask for; the rules of the primitive call the function.
+    JAX 0.12 asks a primitive that has a jaxpr among its parameters for a rule (``to_lojax``) that cannot be given
+    with public names. What it cannot see it does not ask for; the rules of the primitive call the function.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -178,3 +182,66 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     """The mesh axes over which an array of this type varies inside ``jax.shard_map``; none elsewhere."""
     kind = getattr(aval, "mat", None)
     return frozenset() if kind is None else kind.varying
+
+
+class _ProgramKeys(logging.Filter):
+    """Reads the keys of programs from what JAX logs, and lets through what was let through without it."""
+
+    _LOGGER = "jax._src.compiler"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watchers: list[tuple[int | None, Callable[[str, bool], object]]] = []
+        self._lock = threading.Lock()
+        self._level = self._let_through = logging.NOTSET
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        words = str(record.msg).lower()
+        hit, miss = "compilation cache hit" in words, "compilation cache miss" in words
+        if (hit or miss) and isinstance(record.args, tuple) and len(record.args) == 2:
+            for thread, watcher in list(self._watchers):
+                if thread in (None, record.thread):
+                    watcher(str(record.args[1]), hit)
+        return record.levelno >= self._let_through
+
+    def add(self, watcher: tuple[int | None, Callable[[str, bool], object]]) -> None:
+        with self._lock:
+            self._watchers.append(watcher)
+            if len(self._watchers) == 1:
+                logger = logging.getLogger(self._LOGGER)
+                self._level, self._let_through = logger.level, logger.getEffectiveLevel()
+                logger.addFilter(self)
+                logger.setLevel(logging.DEBUG)
+
+    def remove(self, watcher: tuple[int | None, Callable[[str, bool], object]]) -> None:
+        with self._lock:
+            self._watchers.remove(watcher)
+            if not self._watchers:
+                logger = logging.getLogger(self._LOGGER)
+                logger.removeFilter(self)
+                logger.setLevel(self._level)
+
+
+_program_keys = _ProgramKeys()
+
+
+@contextlib.contextmanager
+def watch_program_keys(
+    watcher: Callable[[str, bool], object], *, every_thread: bool = False
+) -> Iterator[None]:
+    """Tell the key of each program that JAX looks for in its persistent compilation cache.
+
+    The file of a program is named after its key. JAX has no public function that tells it; every supported version
+    logs it, for a miss before the program is compiled.
+
+    Args:
+      watcher: called with the key and whether there was such a program. What it raises comes out of the compilation,
+        which has not begun then.
+      every_thread: also programs that other threads compile.
+    """
+    entry = (None if every_thread else threading.get_ident(), watcher)
+    _program_keys.add(entry)
+    try:
+        yield
+    finally:
+        _program_keys.remove(entry)

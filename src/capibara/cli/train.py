@@ -95,11 +95,11 @@ def of_plan(planned: Planned, path: str) -> ModularModelConfig:
 def run(args: argparse.Namespace) -> int:
     """Train; return 0, or 128 + n if signal n stopped it."""
     from capibara.cli._models import start_from
+    from capibara.compilation.persistent_cache import keep_compiled
     from capibara.config import ModularModelConfig
     from capibara.core.encoders import require_decoder
     from capibara.data import load_tokenizer
     from capibara.errors import ConfigError
-    from capibara.train.compilation_cache import keep_compiled
     from capibara.train.examples import load_data
     from capibara.train.float64 import check_float64
     from capibara.train.memory import keep_freed_memory

@@ -12,15 +12,13 @@ from typing import Any
 
 import jax.monitoring
 
+from capibara.compilation.counting import COMPILED, DISK_HIT, DISK_MISS
 from capibara.compress.system.jax_compilation import JaxCompilationOptimizer
 from capibara.compress.system.jax_memory import JaxMemoryPool
 from capibara.compress.system.monitor import MetricType, PipelineType, UnifiedPerformanceMonitor
 
 __all__ = ["JaxPerformanceMonitor"]
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
-DISK_HIT = "/jax/compilation_cache/cache_hits"
-DISK_MISS = "/jax/compilation_cache/cache_misses"
 _MB = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""Compiled programs kept from one ``capibara train`` to the next: hits, settings, and folders that are not fit."""
+"""Compiled programs kept from one start to the next: hits, size, settings, and folders that are not fit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from tiny_run import QUICK_COMPILE, TEXT, TINY
 
-from capibara.train import compilation_cache, read_losses
-from capibara.train.compilation_cache import cache_folder, keep_compiled
+from capibara.compilation import persistent_cache
+from capibara.compilation.persistent_cache import cache_folder, keep_compiled
+from capibara.train import read_losses
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
@@ -29,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The cache's folder, below a home of the test; JAX itself is told of none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
-    monkeypatch.setattr(compilation_cache, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(persistent_cache, "_MIN_SECONDS", 0.0)
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_compilation_cache_dir", None)
     jax_cache.reset_cache()
@@ -188,7 +189,7 @@ def test_a_process_that_lives_is_left_alone(folder: Path) -> None:
     with keep_compiled(never):
         (mine,) = folder.glob("session-*")
         script = (
-            "import sys; from capibara.train.compilation_cache import keep_compiled\n"
+            "import sys; from capibara.compilation.persistent_cache import keep_compiled\n"
             "with keep_compiled(print): pass"
         )
         done = subprocess.run(
@@ -203,7 +204,7 @@ def test_a_process_that_lives_is_left_alone(folder: Path) -> None:
 
 
 def test_the_oldest_programs_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation_cache, "MAX_BYTES", 250)
+    monkeypatch.setattr(persistent_cache, "MAX_BYTES", 250)
     folder.mkdir(parents=True, mode=0o700)
     folder.parent.chmod(0o700)
     for age, name in enumerate("abcd"):

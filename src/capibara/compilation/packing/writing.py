@@ -1,0 +1,105 @@
+"""Compile a function and put the program in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from capibara.compilation.cache_entries import decompress
+from capibara.compilation.errors import PackedProgramError
+from capibara.compilation.jitted import OptimizedJit, compile_lowered, platform_of
+from capibara.compilation.options import compiler_options
+from capibara.compilation.packing.container import PackedProgram, write_packed
+from capibara.compilation.packing.environment import environment_of
+from capibara.compilation.persistent_cache import private_cache
+from capibara.compilation.signature import Signature
+from capibara.jax_versions import watch_program_keys
+
+__all__ = ["devices_of", "pack_program", "prepare", "require_jitted"]
+
+
+def pack_program(
+    path: str | os.PathLike[str],
+    function: OptimizedJit,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+) -> PackedProgram:
+    """Compile a function for the arguments of a call, and write the program to a file.
+
+    Args:
+      path: the file.
+      function: made by :func:`create_tpu_optimized_jit`.
+      args, kwargs: of the call: arrays, or ``jax.ShapeDtypeStruct``, whose shardings may be over the devices of a
+        topology that is described (``jax.experimental.topologies``) and not attached. Static arguments have their
+        values.
+
+    Returns:
+      What is in the file. Its ``sha256`` lets the other machine know that it is this one.
+
+    Raises:
+      PackedProgramError: the platform cannot write its programs.
+      CompilationOptionError: as for a call.
+      OSError: the file cannot be written.
+    """
+    require_jitted(function)
+    signature, lowered, options = prepare(function, args, dict(kwargs or {}))
+    keys: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="capibara-program-") as folder:
+        with private_cache(Path(folder)), watch_program_keys(lambda key, _: keys.append(key)):
+            compile_lowered(lowered, options, function.name)
+        entry = Path(folder) / f"{keys[-1] if keys else ''}-cache"
+        if not entry.is_file():
+            raise PackedProgramError(
+                f"{function.name}: JAX cannot write programs for the platform {platform_of(signature)!r} to a file."
+            )
+        program = decompress(entry.read_bytes())
+    names = function._dynamic_names(len(args))
+    shown = tuple(
+        f"{where}: {leaf}" for where, leaf in zip(signature.paths(names), signature.leaves, strict=True)
+    )
+    return write_packed(
+        path,
+        function=function.name,
+        inputs=shown,
+        environment=environment_of(devices_of(signature), options),
+        stablehlo=stablehlo_digest(lowered),
+        program=program,
+    )
+
+
+def require_jitted(function: Any) -> None:
+    """Raise a PackedProgramError for anything but an OptimizedJit."""
+    if not isinstance(function, OptimizedJit):
+        raise PackedProgramError(
+            f"function: got {function!r:.100}, expected one made by create_tpu_optimized_jit."
+        )
+
+
+def prepare(
+    function: OptimizedJit, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Signature, Any, dict[str, Any]]:
+    """The signature of a call, its program as JAX lowered it, and the compiler options."""
+    signature = function._sign(args, kwargs)
+    options = compiler_options(function.config.effects(platform_of(signature)))
+    return signature, function.lower(*args, **kwargs), options
+
+
+def devices_of(signature: Signature) -> list[Any]:
+    """The devices that a program runs on: those of its arrays, else JAX's default."""
+    import jax
+
+    for leaf in signature.leaves:
+        if leaf.sharding is not None:
+            mesh = getattr(leaf.sharding, "mesh", None)
+            return list(mesh.devices.flat if mesh is not None else leaf.sharding.device_set)
+    default = jax.config.jax_default_device  # pyright: ignore
+    return [default if hasattr(default, "client") else jax.local_devices()[0]]
+
+
+def stablehlo_digest(lowered: Any) -> str:
+    """SHA-256 of a program before XLA, without places in source files."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
