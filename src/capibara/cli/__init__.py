@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from capibara.cli._signals import INTERRUPTED, Terminated, end_on_signals, raise_on_sigterm
+from capibara.cli._leaving import report
+from capibara.cli._signals import end_on_signals, raise_on_sigterm
 from capibara.errors import CapibaraError, did_you_mean
 
 __all__ = ["VERBS", "main"]
@@ -30,6 +31,7 @@ VERBS: dict[str, str] = {
     "embed": "make vectors of texts",
     "import": "make a run of a published model (a folder of Hugging Face, GGUF)",
     "export": "write a model in a form that others load (Hugging Face, vLLM, llama.cpp)",
+    "launch": "run a command as several processes that train one model",
     "tokenizer": "learn a tokenizer from text",
     "compress": "compress a safetensors file or a model, losslessly or to a ratio",
     "decompress": "write safetensors files from archives",
@@ -42,10 +44,11 @@ VERBS: dict[str, str] = {
 }
 
 # These handle SIGTERM themselves: a run stops between two steps, and is saved.
-_OWN_SIGNALS = ("train",)
+_OWN_SIGNALS = ("train", "launch")
+# What stands after -- is another command, with options of its own.
+_COMMANDS = ("launch",)
 # These write large files, on many threads or beside JAX, in whose callbacks an exception of a handler is lost.
 _ENDING = ("compress", "decompress", "embed", "export")
-_BROKEN_PIPE = 141
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,7 +111,12 @@ def _run(arguments: list[str], *, own_process: bool = False) -> int:
     parser = _Parser(prog=f"capibara {verb}", description=module.HELP, allow_abbrev=False)
     module.add_arguments(parser)
     # Intermixed: texts and key=value settings may stand before, between and after options.
+    after: list[str] = []
+    if verb in _COMMANDS and "--" in rest:
+        rest, after = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     parsed = parser.parse_intermixed_args(rest)
+    if after:
+        parsed.command = [*parsed.command, *after]
     with _handlers(verb, own_process):
         return module.run(parsed)
 
@@ -131,19 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv), own_process=argv is None)
         sys.stdout.flush()
-    except Terminated as stop:
-        print("capibara: terminated", file=sys.stderr)
-        return int(str(stop.code))
-    except SystemExit as stop:  # argparse, after it has printed what there is to say
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
-    except BrokenPipeError:
-        # The reader (`| head`) has what it wanted. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
-    except CapibaraError as error:
-        print(f"capibara: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("capibara: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except BaseException as error:
+        if (code := report(error)) is None:
+            raise
     return code

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capibara.cli._json import print_json
+from capibara.cli._leaving import leave
 
 if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
@@ -94,6 +95,20 @@ def of_plan(planned: Planned, path: str) -> ModularModelConfig:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return 0, or 128 + n if signal n stopped it."""
+    from capibara.train.memory import keep_freed_memory
+    from capibara.train.processes import join_processes
+
+    keep_freed_memory()
+    if join_processes().count == 1:
+        return _train(args)
+    try:
+        return _train(args)
+    except BaseException as error:
+        # The others wait for this process in a collective operation, and on its way out it would wait for them.
+        leave(error)
+
+
+def _train(args: argparse.Namespace) -> int:
     from capibara.cli._models import start_from
     from capibara.compilation.persistent_cache import keep_compiled
     from capibara.config import ModularModelConfig
@@ -102,12 +117,11 @@ def run(args: argparse.Namespace) -> int:
     from capibara.errors import ConfigError
     from capibara.train.examples import load_data
     from capibara.train.float64 import check_float64
-    from capibara.train.memory import keep_freed_memory
     from capibara.train.placement import Placement
-    from capibara.train.progress import make_reporter
+    from capibara.train.processes import Processes
+    from capibara.train.progress import SilentReporter, make_reporter
     from capibara.train.signals import stop_on_signals
 
-    keep_freed_memory()
     texts, settings = split_items(args.items)
     planned = origin = tokenizer = None
     if args.plan is not None:
@@ -139,7 +153,8 @@ def run(args: argparse.Namespace) -> int:
     if config.tpu.enabled:
         Placement.of(config)
     out = sys.stderr if args.json else sys.stdout
-    reporter = make_reporter(out)
+    first = Processes.here().first
+    reporter = make_reporter(out) if first else SilentReporter()
     if planned is not None:
         reporter.note(f"plan for {planned.topology}: {planned.layout}")
         if different := planned.differences(config):
@@ -170,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if report.reason != "already trained":
         reporter.note(str(report))
-    if args.json:
+    if args.json and first:
         print_json(report.to_dict())
     if report.reason == "interrupted" and report.signal is not None:
         reporter.note(f"stopped after step {report.step:,}; run the same command again to continue")

@@ -28,6 +28,7 @@ from capibara.train.errors import (
     CorruptionError,
     DataError,
     DivergedError,
+    ProcessesError,
     ResumeMismatchError,
     RunLockedError,
     RunWriteError,
@@ -38,6 +39,7 @@ from capibara.train.metrics import MetricsLog, read_losses, read_metrics
 from capibara.train.optimizer import build_optimizer, decay_mask, learning_rate_schedule
 from capibara.train.placement import Placement
 from capibara.train.plot import plot_losses
+from capibara.train.processes import Processes, join_processes
 from capibara.train.run import Run
 from capibara.train.saved import restore_model
 from capibara.train.state import TrainState
@@ -58,6 +60,8 @@ __all__ = [
     "MetricsLog",
     "Origin",
     "Placement",
+    "Processes",
+    "ProcessesError",
     "ResumeMismatchError",
     "Run",
     "RunLockedError",
@@ -69,6 +73,7 @@ __all__ = [
     "build_optimizer",
     "checkpoint_store",
     "decay_mask",
+    "join_processes",
     "learning_rate_schedule",
     "load_corpus",
     "make_eval_step",

@@ -50,6 +50,7 @@ from capibara.train.errors import (
     CheckpointWriteError,
     ResumeMismatchError,
 )
+from capibara.train.processes import Processes
 from capibara.train.rundir import atomic_write, prepare_folder
 
 __all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
@@ -211,6 +212,9 @@ class CheckpointStore:
     ) -> Checkpoint:
         """Write a checkpoint and, once it is complete, remove those that nothing keeps.
 
+        Of several processes each has to call it: all write the parts of the arrays that they hold, into one folder, and
+        process 0 the rest.
+
         Args:
           step: its name. A checkpoint of the same step is replaced.
           items: name → pytree of arrays; each becomes an Orbax folder.
@@ -222,32 +226,54 @@ class CheckpointStore:
         Raises:
           CheckpointWriteError: the disk is full, a file may not be written …; earlier checkpoints are unchanged.
         """
-        temporary = self.folder / f"{_TEMPORARY}{step}-{os.getpid()}"
-        final = self.folder / str(step)
+        processes, final = Processes.here(), self.folder / str(step)
+        content = {"format": _FORMAT, "step": step, **meta}
+
+        def begin() -> str:
+            temporary = self.folder / f"{_TEMPORARY}{step}-{os.getpid()}"
+            with self._explaining(step, temporary):
+                prepare_folder(self.folder)
+                _check_space(self.folder, items)
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
+            return temporary.name
+
+        temporary = self.folder / processes.first_does(begin)
+        with self._explaining(step, temporary), _quiet_orbax():
+            for name, tree in items.items():
+                _write_item(temporary.absolute() / name, tree)  # each process its own parts
+
+        def finish() -> None:
+            with self._explaining(step, temporary):
+                (temporary / "meta.json").write_text(json.dumps(content, indent=1) + "\n")
+                (temporary / "config.toml").write_text(config_toml)
+                if tokenizer:
+                    (temporary / _TOKENIZER).mkdir()
+                for name, file in (tokenizer or {}).items():
+                    (temporary / _TOKENIZER / name).write_bytes(file)
+                files = {
+                    name: list(_sync_and_digest(temporary / name)) for name in _relative_files(temporary)
+                }
+                manifest = json.dumps({"format": _FORMAT, "files": files}, indent=1) + "\n"
+                atomic_write(temporary / "manifest.json", manifest.encode())
+                for root, _, _ in os.walk(temporary):
+                    fsync_folder(Path(root))
+                if final.exists():
+                    shutil.rmtree(final)
+                os.rename(temporary, final)
+                fsync_folder(self.folder)
+            if best:
+                self.mark_best(step)
+            self._prune()
+
+        processes.first_does(finish)
+        return Checkpoint(final, step, content)
+
+    @contextmanager
+    def _explaining(self, step: int, temporary: Path) -> Iterator[None]:
+        """A save that fails leaves nothing behind, and says which failure of the disk it was."""
         try:
-            prepare_folder(self.folder)
-            _check_space(self.folder, items)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            with _quiet_orbax():
-                for name, tree in items.items():
-                    _write_item(temporary.absolute() / name, tree)
-            content = {"format": _FORMAT, "step": step, **meta}
-            (temporary / "meta.json").write_text(json.dumps(content, indent=1) + "\n")
-            (temporary / "config.toml").write_text(config_toml)
-            if tokenizer:
-                (temporary / _TOKENIZER).mkdir()
-            for name, file in (tokenizer or {}).items():
-                (temporary / _TOKENIZER / name).write_bytes(file)
-            files = {name: list(_sync_and_digest(temporary / name)) for name in _relative_files(temporary)}
-            manifest = json.dumps({"format": _FORMAT, "files": files}, indent=1) + "\n"
-            atomic_write(temporary / "manifest.json", manifest.encode())
-            for root, _, _ in os.walk(temporary):
-                fsync_folder(Path(root))
-            if final.exists():
-                shutil.rmtree(final)
-            os.rename(temporary, final)
-            fsync_folder(self.folder)
+            yield
         except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if (reason := _storage_reason(error)) is None:
@@ -260,10 +286,6 @@ class CheckpointStore:
                 f"could not write the checkpoint of step {step} to {str(self.folder)!r}: {reason}. "
                 f"{remains}. Free some space (or lower checkpoint.keep) and run the same command again."
             ) from error
-        if best:
-            self.mark_best(step)
-        self._prune()
-        return Checkpoint(final, step, content)
 
     def mark_best(self, step: int) -> None:
         """Let the link ``best`` point to the checkpoint of a step, which is kept from then on.

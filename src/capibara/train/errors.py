@@ -11,6 +11,7 @@ __all__ = [
     "CorruptionError",
     "DataError",
     "DivergedError",
+    "ProcessesError",
     "ResumeMismatchError",
     "RunLockedError",
     "RunWriteError",
@@ -77,3 +78,7 @@ class CorruptionError(TrainError, RuntimeError):
     def __init__(self, message: str, *, devices: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.devices = devices
+
+
+class ProcessesError(TrainError, RuntimeError):
+    """The processes of a run cannot work together: one cannot be reached, failed, or does not see the run's folder."""

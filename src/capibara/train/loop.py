@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from capibara.train.errors import DivergedError
-from capibara.train.metrics import MetricsLog
+from capibara.train.metrics import MetricsLog, SilentLog
+from capibara.train.processes import Ballots, Processes
 from capibara.train.progress import Reporter
 from capibara.train.protocols import Batch
 from capibara.train.recovery.guard import Guard
@@ -34,6 +35,8 @@ __all__ = ["Loop", "Utilisation"]
 _STEPS_AHEAD = 2
 # A checkpoint is as long in the writing as this many steps, at most.
 _SAVING = 20
+# What a process may want before a step. An interruption counts more than a time limit, and carries its signal's number.
+_GO_ON, _TIME, _INTERRUPTED = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Loop:
     run: Run
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
-    log: MetricsLog
+    log: MetricsLog | SilentLog
     save: Callable[[TrainState, int, float, float | None, bool], None]
     after_evaluation: Callable[[int, float], None]
     reporter: Reporter
@@ -104,6 +107,7 @@ class Loop:
     reason: str = "finished"
 
     def __post_init__(self) -> None:
+        self._ballots = Ballots(Processes.here(), _STEPS_AHEAD)
         self._pending: deque[tuple[int, dict[str, jax.Array]]] = deque()
         self._line: list[dict[str, float]] = []
         self.total = _Meter()
@@ -125,17 +129,12 @@ class Loop:
         """
         settings, checkpoint = self.run.config.train, self.run.config.checkpoint
         replay_every = self.run.config.recovery.replay_every
-        limit = settings.max_seconds
         step = saved = start
         self._begun = time.perf_counter()
         self._resume_clock()
         self.watchdog.beat(f"step {step + 1} was computed")
         while step < settings.steps:
-            if self.stop.requested:
-                self.reason = "interrupted"
-                break
-            if limit is not None and self.seconds >= limit:
-                self.reason = "time"
+            if self._must_stop():
                 break
             batch = self.run.put_batch(self.skips.number(step))
             step += 1
@@ -163,6 +162,22 @@ class Loop:
         if step > saved or self._is_best(bits):
             self._save(state, step, bits)
         return state, step
+
+    def _must_stop(self) -> bool:
+        """Whether training ends before the next step; ``reason`` tells why. All processes stop before the same one."""
+        limit, wish = self.run.config.train.max_seconds, _GO_ON
+        if self.stop.requested:
+            wish = _INTERRUPTED + (self.stop.signal or 0)
+        elif limit is not None and self.seconds >= limit:
+            wish = _TIME
+        outcome = self._ballots.vote(wish)
+        if outcome >= _INTERRUPTED:
+            self.reason = "interrupted"
+            # It may have been another process that got the signal.
+            self.stop.requested, self.stop.signal = True, self.stop.signal or (outcome - _INTERRUPTED) or None
+        elif outcome == _TIME:
+            self.reason = "time"
+        return outcome != _GO_ON
 
     def _is_best(self, bits: float | None) -> bool:
         """Whether a validation is better than all before, and that counts."""

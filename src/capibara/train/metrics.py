@@ -22,7 +22,7 @@ from typing import IO, Any
 from capibara.train.errors import RunWriteError
 from capibara.train.rundir import atomic_write
 
-__all__ = ["MetricsLog", "read_losses", "read_metrics"]
+__all__ = ["MetricsLog", "SilentLog", "read_losses", "read_metrics"]
 
 _MAX_LINE = 16 << 20
 
@@ -56,6 +56,22 @@ def read_losses(path: Path) -> dict[int, float]:
             first = entry["step"] - len(entry["losses"]) + 1
             losses.update(enumerate(entry["losses"], start=first))
     return losses
+
+
+class SilentLog:
+    """A metrics log that writes nothing, for all processes but the first."""
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Ignored."""
+
+    def sync(self) -> None:
+        """Nothing to wait for."""
+
+    def __enter__(self) -> SilentLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class MetricsLog:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from capibara.compose import param_shardings
@@ -27,6 +28,7 @@ from capibara.errors import ConfigError, did_you_mean
 from capibara.hardware import build_mesh
 from capibara.sharding import Layout
 from capibara.train import extras
+from capibara.train.processes import by_process
 from capibara.train.protocols import Batch, Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.trainable import trained_part
@@ -53,10 +55,22 @@ class Placement:
 
     @classmethod
     def choose(cls, rows: int, devices: Sequence[Any] | None = None) -> Placement:
-        """Use as many of the local devices as divide ``rows``, the sequences of one microbatch."""
-        available = list(jax.local_devices() if devices is None else devices)
-        count = max(n for n in range(1, len(available) + 1) if rows % n == 0)
-        chosen = tuple(available[:count])
+        """Use as many devices, of every process equally many, as divide ``rows``, the sequences of one microbatch.
+
+        Raises:
+          ConfigError: there are more processes than divide them.
+        """
+        groups = by_process(jax.devices() if devices is None else devices)
+        least = min(map(len, groups))
+        each = max((n for n in range(1, least + 1) if rows % (n * len(groups)) == 0), default=0)
+        if not each:
+            raise ConfigError(
+                f"train.batch_size: a microbatch of {rows} sequences cannot be divided among {len(groups)} processes. "
+                f"Use train.batch_size={-(-rows // len(groups)) * len(groups)} with "
+                "train.gradient_accumulation_steps=1, or fewer processes"
+            )
+        chosen = tuple(device for group in groups for device in group[:each])
+        count = len(chosen)
         return cls(chosen, build_mesh((count,), ("data",), chosen) if count > 1 else None)
 
     @classmethod
@@ -66,17 +80,12 @@ class Placement:
 
     @classmethod
     def planned(cls, layout: Layout, devices: Sequence[Any] | None = None) -> Placement:
-        """The layout's mesh on the first devices that JAX finds, as compiled by the plan.
+        """The layout's mesh on the first devices that JAX finds, of every process equally many, as compiled by the plan.
 
         Raises:
-          ConfigError: there are too few devices, they belong to several processes, or they do not support the
+          ConfigError: there are too few devices, they cannot be divided among the processes, or they do not support the
             layout's arrays in the hosts' memory; or one of its mesh axes shards nothing.
         """
-        if jax.process_count() > 1:
-            raise ConfigError(
-                f"tpu.enabled=true: the devices belong to {jax.process_count()} processes, and training runs in one. "
-                "Take a slice whose chips are all attached to one host, such as v4:2x2x1 or v5e:2x4"
-            )
         _check_axes(layout)
         available = list(jax.devices() if devices is None else devices)
         needed = layout.num_devices
@@ -88,7 +97,14 @@ class Placement:
                 f"try the mesh on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={needed} (and "
                 "JAX_PLATFORMS=cpu) in the environment"
             )
-        chosen = available[:needed]
+        groups = by_process(available)
+        each = needed // len(groups)
+        if needed % len(groups) or each > min(map(len, groups)):
+            raise ConfigError(
+                f"tpu.num_chips={needed} (tpu.enabled=true): expected a multiple of the {len(groups)} processes, with at "
+                f"most {min(map(len, groups))} devices in each. Choose another tpu.topology, or another number of processes"
+            )
+        chosen = [device for group in groups for device in group[:each]]
         if layout.offload != "none":
             there = {memory.kind for memory in chosen[0].addressable_memories()}
             if HOST_MEMORY not in there:
@@ -166,13 +182,31 @@ class Placement:
         """Move int32 tokens ``[..., rows, length]``, or a batch of such arrays, to the devices, sharded by rows if
         possible."""
         arrays = batch if isinstance(batch, dict) else {"tokens": batch}
-        return {
-            name: jax.device_put(array, self.batch_sharding(array.shape)) for name, array in arrays.items()
-        }
+        return {name: self._put(array, self.batch_sharding(array.shape)) for name, array in arrays.items()}
+
+    def _put(self, array: Any, where: Sharding) -> jax.Array:
+        if self._several:  # each process has the whole array and puts its part on its devices
+            return jax.make_array_from_process_local_data(where, np.asarray(array), array.shape)
+        return jax.device_put(array, where)
+
+    @property
+    def _several(self) -> bool:
+        return len({getattr(device, "process_index", 0) for device in self.devices}) > 1
 
     def put_state(self, state: Any) -> Any:
-        """Move a pytree of state to every device, replicated."""
-        return jax.device_put(state, self.replicated)
+        """Move a pytree of state, the same in each process, to every device, replicated."""
+        if not self._several:
+            return jax.device_put(state, self.replicated)
+
+        def put(leaf: Any) -> jax.Array:
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                return jax.device_put(leaf, self.replicated)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                data = self._put(jax.random.key_data(leaf), self.replicated)
+                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+            return self._put(leaf, self.replicated)
+
+        return jax.tree.map(put, state)
 
     def cut(self, batches: Sequence[_Batch], batch_size: int) -> list[_Batch]:
         """Split validation batches into microbatches as in training: a layout has no memory for more.

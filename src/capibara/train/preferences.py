@@ -16,6 +16,7 @@ from capibara.data import PairedBatches, Tokenizer, pair_rows
 from capibara.data.pairs import Pair
 from capibara.errors import ConfigError
 from capibara.train.errors import ResumeMismatchError
+from capibara.train.processes import Processes
 from capibara.train.progress import Reporter
 from capibara.train.rundir import atomic_write
 from capibara.train.state import TrainState
@@ -120,7 +121,10 @@ def set_reference(
     validation = [one for one in run.validation if isinstance(one, dict)]
     path, counts = folder / REFERENCE, [len(batches.pairs), *(len(one["tokens"]) for one in validation)]
     if new:
-        compute = jax.jit(lambda params, own, batch: pair_log_probs(model, params, batch, state=own))
+        compute = jax.jit(
+            lambda params, own, batch: pair_log_probs(model, params, batch, state=own),
+            out_shardings=run.placement.replicated,
+        )
         rows = [
             {name: batch[name] for name in ("tokens", "segments", "positions", "weights")}
             for batch in (*_batches_of(batches), *validation)
@@ -132,7 +136,7 @@ def set_reference(
         values = np.concatenate([first, *found[whole:]])
         stream = io.BytesIO()
         np.save(stream, values, allow_pickle=False)
-        atomic_write(path, stream.getvalue())
+        Processes.here().first_does(lambda: atomic_write(path, stream.getvalue()))
         reporter.note(f"computed the reference log-probabilities of {len(values):,} pairs: {path}")
     else:
         values = _read(path, digest, sum(counts))

@@ -15,6 +15,7 @@ uninterrupted one.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,9 +29,10 @@ from capibara.train import extras
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.errors import CheckpointDamagedError, CorruptionError, DivergedError, ResumeMismatchError
 from capibara.train.loop import Loop, Utilisation
-from capibara.train.metrics import MetricsLog, read_losses
+from capibara.train.metrics import MetricsLog, SilentLog, read_losses
 from capibara.train.plot import plot_losses
 from capibara.train.preferences import REFERENCE, reference_digest, set_reference
+from capibara.train.processes import Processes
 from capibara.train.progress import Reporter, SilentReporter, duration
 from capibara.train.protocols import DataSource, Model
 from capibara.train.recovery.guard import Guard
@@ -163,19 +165,27 @@ def train(
         64-bit mode, more devices than available.
     """
     extras.require()
-    reporter = reporter or SilentReporter()
+    processes = Processes.here()
+    if reporter is None or not processes.first:
+        reporter = SilentReporter()
     folder = Path(config.checkpoint.directory)
     run = Run.build(config, model, corpus, devices)
-    with lock_run(folder):
-        kept = config.checkpoint
-        store = checkpoint_store(folder, keep=kept.keep, keep_every=kept.keep_every)
-        store.clean()
-        remove_leftovers(folder)
-        if fresh or not config.checkpoint.resume:
-            store.clear()
-            for name in ("metrics.jsonl", "loss.png", REFERENCE):
-                (folder / name).unlink(missing_ok=True)
-        checkpoint = store.newest(warn=reporter.warn)
+    kept = config.checkpoint
+    store = checkpoint_store(folder, keep=kept.keep, keep_every=kept.keep_every)
+    with contextlib.ExitStack() as stack:
+
+        def take_folder() -> None:
+            stack.enter_context(lock_run(folder))
+            store.clean()
+            remove_leftovers(folder)
+            if fresh or not config.checkpoint.resume:
+                store.clear()
+                for name in ("metrics.jsonl", "loss.png", REFERENCE):
+                    (folder / name).unlink(missing_ok=True)
+
+        processes.first_does(take_folder)
+        processes.check_shared(folder)
+        checkpoint = _newest(store, processes, reporter)
         facts = Facts()
 
         def first_state() -> TrainState:
@@ -197,8 +207,8 @@ def train(
                 )
             facts = Facts.of(checkpoint)
             check_resumable(config, corpus, checkpoint, facts, reporter, allow_new_text=allow_new_text)
-            store.set_aside(after=checkpoint.step)
             start, seconds = checkpoint.step, facts.trained(checkpoint)
+            processes.first_does(lambda: store.set_aside(after=start))
             limit = config.train.max_seconds
             if start >= config.train.steps or (limit is not None and seconds >= limit):
                 return _already_trained(run, checkpoint, seconds, reporter)
@@ -209,13 +219,26 @@ def train(
             seek_data(run.batches, corpus, config, checkpoint, facts, number)
             reporter.note(f"resuming after step {start:,} from {checkpoint.path}")
         set_reference(run, state, folder, new=checkpoint is None, digest=facts.reference, reporter=reporter)
-        atomic_write(folder / "config.toml", config.to_toml().encode())
+        processes.first_does(lambda: atomic_write(folder / "config.toml", config.to_toml().encode()))
         utilisation = None
-        if measure_utilisation:
+        if measure_utilisation and processes.first:
             utilisation = _measure(run)
             reporter.note(f"a matrix multiply here reaches {utilisation.device_flops / 1e9:,.0f} GFLOP/s")
             reporter.note(_forecast(run, utilisation, start))
-        return _run(run, store, first_state, state, start, facts, utilisation, reporter, stop or StopFlag())
+        return _run(
+            run, store, first_state, state, start, facts, utilisation, reporter, stop or StopFlag(), processes
+        )
+
+
+def _newest(store: CheckpointStore, processes: Processes, reporter: Reporter) -> Checkpoint | None:
+    """The newest intact checkpoint. Process 0 compares the files with their checksums, for all."""
+
+    def look() -> list[Any] | None:
+        found = store.newest(warn=reporter.warn)
+        return None if found is None else [found.step, dict(found.meta)]
+
+    found = processes.first_does(look)
+    return None if found is None else Checkpoint(store.folder / str(found[0]), *found)
 
 
 # Training reaches about this part of the rate of a matrix multiply.
@@ -245,6 +268,7 @@ def _run(
     utilisation: Utilisation | None,
     reporter: Reporter,
     stop: StopFlag,
+    processes: Processes,
 ) -> TrainReport:
     config, data, folder = run.config, run.source, store.folder.parent
     num_params = int(run.model.num_params)
@@ -277,6 +301,8 @@ def _run(
 
     def after_evaluation(step: int, bits: float) -> None:
         reporter.note(f"step {step}: validation {bits:.4f} bits per byte")
+        if not processes.first:
+            return
         title = f"{data.name}, {num_params:,} parameters"
         plot_losses(folder / "metrics.jsonl", folder / "loss.png", title=title)
 
@@ -295,10 +321,14 @@ def _run(
     reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
     reporter.start(start, config.train.steps)
     seconds, first = facts.seconds or 0.0, start
-    watchdog = Watchdog(recovery.stuck_seconds, end=recovery.exit_when_stuck, warn=reporter.warn)
+    # Of the other processes nothing is shown, but that one is stuck goes to its standard error.
+    warn = reporter.warn if processes.first else None
+    watchdog = Watchdog(recovery.stuck_seconds, end=recovery.exit_when_stuck, warn=warn)
     try:
         while True:
-            with MetricsLog(folder / "metrics.jsonl", resume_step=start) as log, watchdog:
+            best = processes.first_does(lambda: _mark_best(store, data)) if config.checkpoint.keep_best else None
+            first_log = MetricsLog(folder / "metrics.jsonl", resume_step=start) if processes.first else SilentLog()
+            with first_log as log, watchdog:
                 loop = Loop(
                     run=run,
                     train_step=train_step,
@@ -308,13 +338,13 @@ def _run(
                     after_evaluation=after_evaluation,
                     reporter=reporter,
                     stop=stop,
-                    guard=_guard(config, folder),
+                    guard=_guard(config, folder, processes),
                     skips=skips,
                     watchdog=watchdog,
                     sound=rollback.sound,
                     utilisation=utilisation,
                     seconds_before=seconds,
-                    best_bits=_mark_best(store, data) if config.checkpoint.keep_best else None,
+                    best_bits=best,
                 )
                 try:
                     state, step = loop.run_steps(state, start)
@@ -323,7 +353,7 @@ def _run(
                     # Time is spent, whatever came of it.
                     seconds, failure = loop.seconds, error
             del state
-            checkpoint = store.newest(warn=reporter.warn)
+            checkpoint = _newest(store, processes, reporter)
             start = 0 if checkpoint is None else checkpoint.step
             rollback.after(failure, start)
             state = first_state() if checkpoint is None else restore_state(checkpoint, run.state)
@@ -349,7 +379,7 @@ def _run(
     )
 
 
-def _guard(config: ModularModelConfig, folder: Path) -> Guard:
+def _guard(config: ModularModelConfig, folder: Path, processes: Processes) -> Guard:
     """What looks at the losses, which knows those up to the newest checkpoint."""
     recovery = config.recovery
     guard = Guard(
@@ -358,8 +388,12 @@ def _guard(config: ModularModelConfig, folder: Path) -> Guard:
         window=recovery.spike_window,
     )
     if recovery.spike_sigmas:
-        losses = read_losses(folder / "metrics.jsonl")
-        guard.know(losses[step] for step in sorted(losses)[-recovery.spike_window :])
+
+        def recent() -> list[float]:
+            losses = read_losses(folder / "metrics.jsonl")
+            return [losses[step] for step in sorted(losses)[-recovery.spike_window :]]
+
+        guard.know(processes.first_does(recent))
     return guard
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.train.errors import CorruptionError
+from capibara.train.processes import Processes
 from capibara.train.state import TrainState
 
 __all__ = ["fingerprints", "replayed"]
@@ -76,16 +77,15 @@ def replayed(
     after, metrics = train_step(state, batch)
     now = fingerprints(after)
     again = {key for key, value in now.items() if before.get(key) != value}
+    found = None
     if again:
-        devices = _devices(again)
-        raise CorruptionError(
-            _words(step, "was computed twice, and the results differ", again), devices=devices
-        )
-    odd = _odd_copies(now)
-    if odd:
-        raise CorruptionError(
-            _words(step, "left copies of one array that differ between devices", odd), devices=_devices(odd)
-        )
+        found = [_words(step, "was computed twice, and the results differ", again), _devices(again)]
+    elif odd := _odd_copies(now):
+        found = [_words(step, "left copies of one array that differ between devices", odd), _devices(odd)]
+    # Each process sees its own devices, and all have to go back.
+    if said := [one for one in Processes.here().all_say(found) if one is not None]:
+        devices = sorted({device for _, names in said for device in names})
+        raise CorruptionError(said[0][0], devices=tuple(devices))
     return after, metrics
 
 

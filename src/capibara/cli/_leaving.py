@@ -1,0 +1,51 @@
+"""What an error that ends a verb says, and the exit code that it gives."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from capibara.cli._signals import INTERRUPTED, Terminated
+from capibara.errors import CapibaraError
+
+__all__ = ["leave", "report"]
+
+_BROKEN_PIPE = 141
+
+
+def report(error: BaseException) -> int | None:
+    """Print what there is to say; the exit code, or None for an error that Python is to report itself."""
+    if isinstance(error, Terminated):
+        print("capibara: terminated", file=sys.stderr)
+        return int(str(error.code))
+    if isinstance(error, SystemExit):  # argparse, after it has printed what there is to say
+        return error.code if isinstance(error.code, int) else 0 if error.code is None else 2
+    if isinstance(error, BrokenPipeError):
+        # The reader (`| head`) has what it wanted. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    if isinstance(error, CapibaraError):
+        print(f"capibara: {error}", file=sys.stderr)
+        return 2
+    if isinstance(error, KeyboardInterrupt):
+        print("capibara: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return None
+
+
+def leave(error: BaseException) -> NoReturn:
+    """End this process at once, with its temporary files removed: nothing that Python does at exit is waited for."""
+    from capibara.files import remove_temporaries
+
+    if (code := report(error)) is None:
+        traceback.print_exception(error)
+        code = 1
+    remove_temporaries()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(code)

@@ -1,0 +1,8 @@
+"""Starting one program as several processes: on this machine, on a cluster, or by an engine that is there already."""
+
+from __future__ import annotations
+
+from capibara.launch.environment import Membership, described_by_platform, read_membership
+from capibara.launch.supervisor import launch_processes
+
+__all__ = ["Membership", "described_by_platform", "launch_processes", "read_membership"]

@@ -1,0 +1,108 @@
+"""Which process of a group this one is: what its environment says.
+
+A launcher gives each process three variables; ``capibara train`` reads them before JAX starts::
+
+    CAPIBARA_COORDINATOR=10.0.0.1:1234     where process 0 can be reached by the others
+    CAPIBARA_NUM_PROCESSES=4
+    CAPIBARA_PROCESS_ID=0                  0 to 3
+
+``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` mean the same. Without either, JAX asks the platform
+that starts the processes: GKE and Cloud TPU, Slurm, Open MPI (:func:`described_by_platform`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from capibara.errors import ConfigError, printable
+from capibara.startup import has_tpu
+
+__all__ = ["Membership", "described_by_platform", "read_membership"]
+
+_NAMES = (
+    ("CAPIBARA_COORDINATOR", "CAPIBARA_NUM_PROCESSES", "CAPIBARA_PROCESS_ID"),
+    ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A process's place in a group of processes.
+
+    Attributes:
+      coordinator: ``host:port`` of process 0.
+      count: number of processes.
+      index: the number of this one, from 0.
+    """
+
+    coordinator: str
+    count: int
+    index: int
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that :func:`read_membership` reads."""
+        return dict(zip(_NAMES[0], (self.coordinator, str(self.count), str(self.index)), strict=True))
+
+
+def read_membership(environment: Mapping[str, str]) -> Membership | None:
+    """Read a process's place from its environment variables; None if they do not give one.
+
+    Raises:
+      ConfigError: some of the variables of a kind are set and others are missing, or a value is invalid.
+    """
+    for names in _NAMES:
+        given = {name: environment[name] for name in names if environment.get(name)}
+        if not given:
+            continue
+        if names[0] == "JAX_COORDINATOR_ADDRESS" and len(given) < len(names):
+            continue  # JAX takes the others from the platform
+        if missing := [name for name in names if name not in given]:
+            raise ConfigError(
+                f"the environment has {', '.join(given)}, but not {', '.join(missing)}. Set all three of "
+                f"{', '.join(names)} for each process, or none of them to train in one process"
+            )
+        address, count, index = (given[name] for name in names)
+        if not re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", address):
+            raise ConfigError(f"{names[0]}={printable(address)!r}: expected host:port of process 0")
+        numbers = [int(text) if re.fullmatch(r"[0-9]{1,6}", text) else -1 for text in (count, index)]
+        if numbers[0] < 1:
+            raise ConfigError(f"{names[1]}={printable(count)!r}: expected the number of processes, from 1")
+        if not 0 <= numbers[1] < numbers[0]:
+            raise ConfigError(
+                f"{names[2]}={printable(index)!r}: expected the number of this process, 0 to {numbers[0] - 1}"
+            )
+        return Membership(address, numbers[0], numbers[1])
+    return None
+
+
+def described_by_platform(environment: Mapping[str, str], system: str = "/") -> bool:
+    """Whether the platform that started this process says that it belongs to several.
+
+    ``jax.distributed.initialize()`` without arguments then finds the others.
+
+    Args:
+      environment: variables, such as ``os.environ``.
+      system: the root of the file system in which a TPU's device files are looked for.
+    """
+    if environment.get("JAX_COORDINATOR_ADDRESS"):
+        return True
+    # The batch script of Slurm has tasks, too, but is not one of them: only a step has SLURM_STEP_NODELIST.
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
+    if all(environment.get(name) for name in slurm) and _above_one(environment.get("SLURM_NTASKS")):
+        return True
+    if environment.get("OMPI_MCA_orte_hnp_uri") and _above_one(environment.get("OMPI_COMM_WORLD_SIZE")):
+        return True
+    if not has_tpu(system):
+        return False
+    # GKE has them in the environment, a Cloud TPU machine in its metadata.
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
+    slices = environment.get("MEGASCALE_NUM_SLICES")
+    if "KUBERNETES_SERVICE_HOST" in environment or hosts:
+        return "," in hosts or _above_one(slices)
+    return "TPU_SKIP_MDS_QUERY" not in environment
+
+
+def _above_one(text: str | None) -> bool:
+    return text is not None and text.isdecimal() and int(text) > 1

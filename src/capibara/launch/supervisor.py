@@ -1,0 +1,318 @@
+"""One program as several processes of this machine, from a free port to the last of them.
+
+The processes belong together: when one fails, the others wait for it in a collective operation for ever. So the first
+failure ends them all, and it is the first that is reported, not what followed from it. Signals that the launcher gets are
+passed on, and the processes decide when to stop; each leads a process group of its own, so that a terminal's Ctrl-C
+reaches it once and nothing that it started is left. Should the launcher itself be killed, the kernel kills them
+(``PR_SET_PDEATHSIG``).
+
+One thread does all of it: output, signals and ends of processes are waited for in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from capibara.errors import ConfigError, printable
+from capibara.launch.environment import Membership
+
+__all__ = ["launch_processes"]
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POLL = 0.5  # seconds: should a signal of a child's end be lost
+_LONGEST = 1 << 16  # bytes of a line that are waited for
+_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Process:
+    index: int
+    popen: subprocess.Popen[bytes]
+    log: IO[bytes] | None
+    partial: dict[int, bytes] = field(default_factory=dict)
+    last: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def last_line(self) -> str:
+        """What it said last, on standard error if it did."""
+        return self.last.get(2) or self.last.get(1) or ""
+
+
+def launch_processes(
+    command: Sequence[str],
+    count: int,
+    *,
+    devices: int | None = None,
+    logs: str | os.PathLike[str] | None = None,
+    grace: float = 10.0,
+    environment: Mapping[str, str] | None = None,
+    out: BinaryIO | None = None,
+    err: BinaryIO | None = None,
+) -> int:
+    """Run a command as several processes of this machine that find one another, and wait for all of them.
+
+    Their lines are passed on with the number of the process in front. If one fails, the others are ended: with SIGTERM, and
+    with SIGKILL after ``grace`` seconds. SIGINT, SIGTERM and SIGHUP are passed on to all. Call it in the main thread.
+
+    Args:
+      command: program and arguments.
+      count: number of processes.
+      devices: emulated CPU devices of each process; None: the devices that JAX finds.
+      logs: a folder for the output of each process, ``process-0.log`` …; None: none.
+      grace: seconds.
+      environment: of the processes; by default this one's. out, err: where their lines go; by default this process's
+        standard output and standard error.
+
+    Returns:
+      0; or of the first process that failed its exit code, 128 + n if signal n ended it; or 128 + n after a signal n that
+      was passed on. The last line on ``err`` names the process and its last words.
+
+    Raises:
+      ConfigError: an argument is out of range, or the command or the folder cannot be used.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("launch_processes handles signals: call it in the main thread")
+    for name, value in (("count", count), ("devices", 1 if devices is None else devices)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096:
+            raise ConfigError(f"{name}={value!r}: expected an integer from 1 to 4096")
+    if not command:
+        raise ConfigError("command: got none, expected a program and its arguments")
+    base = dict(os.environ if environment is None else environment)
+    if devices is not None:
+        base["JAX_PLATFORMS"] = "cpu"
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        base["XLA_FLAGS"] = f"{base.get('XLA_FLAGS', '')} {flags}".strip()
+    base["PYTHONUNBUFFERED"] = "1"
+    if isinstance(grace, bool) or not 0 <= grace <= 86400:
+        raise ConfigError(f"grace={grace!r}: expected seconds, from 0 to 86400")
+    streams = {1: out or sys.stdout.buffer, 2: err or sys.stderr.buffer}
+    with _reserved_port() as port, contextlib.ExitStack() as stack:
+        group = _Group(streams, grace)
+        stack.callback(group.close)
+        stack.enter_context(group.signals())
+        base["JAX_COORDINATOR_BIND_ADDRESS"] = f"127.0.0.1:{port}"  # not for other machines
+        for index in range(count):
+            place = Membership(f"127.0.0.1:{port}", count, index)
+            group.start(command, index, {**base, **place.variables()}, logs)
+        return group.wait()
+
+
+class _Group:
+    def __init__(self, streams: Mapping[int, BinaryIO], grace: float) -> None:
+        self.processes: list[_Process] = []
+        self._streams, self._grace = streams, grace
+        self._selector = selectors.DefaultSelector()
+        self._passed_on: list[int] = []
+        self._failed: _Process | None = None
+        self._kill_at: float | None = None
+
+    def start(self, command: Sequence[str], index: int, environment: dict[str, str], logs: Any) -> None:
+        log = None
+        try:
+            if logs is not None:
+                Path(logs).mkdir(parents=True, exist_ok=True)
+                log = open(Path(logs) / f"process-{index}.log", "wb")  # noqa: SIM115 - closed by close()
+            popen = subprocess.Popen(
+                list(command),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            if log is not None:
+                log.close()
+            raise ConfigError(
+                f"could not start process {index}: {printable(command[0])!r}: {getattr(error, 'strerror', None) or error}. "
+                "Check the command and the folder of --logs"
+            ) from error
+        process = _Process(index, popen, log)
+        self.processes.append(process)
+        for number, pipe in ((1, popen.stdout), (2, popen.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, (process, number))
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Signals wake the selector instead of interrupting anything."""
+        read, write = os.pipe()
+        for end in (read, write):
+            os.set_blocking(end, False)
+        numbers = (*_PASSED_ON, signal.SIGCHLD)
+        # What the one who started this ignores (nohup: SIGHUP) stays so.
+        handled = [one for one in numbers if signal.getsignal(one) is not signal.SIG_IGN or one == signal.SIGCHLD]
+        before = {number: signal.signal(number, lambda *_: None) for number in handled}
+        old = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._selector.register(read, selectors.EVENT_READ, None)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old)
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self._selector.unregister(read)
+            os.close(read)
+            os.close(write)
+
+    def wait(self) -> int:
+        """Wait for all of them; the exit code of the group."""
+        while any(process.popen.poll() is None for process in self.processes):
+            for key, _ in self._selector.select(_POLL):
+                if key.data is None:
+                    for number in os.read(key.fd, 4096):
+                        if number != signal.SIGCHLD:
+                            self._pass_on(number)
+                else:
+                    self._read(key)
+            self._look_for_failures()
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._signal(signal.SIGKILL, whole_group=True)
+        self._look_for_failures()
+        self._drain()
+        return self._outcome()
+
+    def close(self) -> None:
+        """End what is still there, and everything that the processes started."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.popen.pid, signal.SIGKILL)
+            process.popen.wait()
+            for stream in (process.popen.stdout, process.popen.stderr, process.log):
+                if stream is not None:
+                    stream.close()
+        self._selector.close()
+
+    def _pass_on(self, number: int) -> None:
+        self._passed_on.append(number)
+        # Asked for the third time: not to be waited for any longer.
+        self._signal(signal.SIGKILL if len(self._passed_on) > 2 else number, whole_group=len(self._passed_on) > 2)
+
+    def _signal(self, number: int, *, whole_group: bool = False) -> None:
+        for process in self.processes:
+            if process.popen.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    (os.killpg if whole_group else os.kill)(process.popen.pid, number)
+
+    def _look_for_failures(self) -> None:
+        if self._failed is not None:
+            return
+        expected = {0, *(code for number in self._passed_on for code in (-number, 128 + number))}
+        failed = [p for p in self.processes if p.popen.poll() is not None and p.popen.returncode not in expected]
+        if not failed:
+            return
+        # One that a signal ended is a cause; others may already have failed of it.
+        self._failed = min(failed, key=lambda p: (p.popen.returncode > 0, p.index))
+        self._signal(signal.SIGTERM)
+        self._kill_at = time.monotonic() + self._grace
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        process, number = key.data
+        try:
+            content = os.read(key.fd, 1 << 16)
+        except BlockingIOError:
+            return
+        if not content:
+            self._selector.unregister(key.fileobj)
+            if rest := process.partial.pop(number, b""):
+                self._line(process, number, rest + b"\n")
+            return
+        if process.log is not None:
+            process.log.write(content)
+            process.log.flush()
+        lines = (process.partial.pop(number, b"") + content).split(b"\n")
+        for line in lines[:-1]:
+            self._line(process, number, line + b"\n")
+        if len(lines[-1]) > _LONGEST:
+            self._line(process, number, lines[-1] + b"\n")
+        elif lines[-1]:
+            process.partial[number] = lines[-1]
+
+    def _line(self, process: _Process, number: int, line: bytes) -> None:
+        if text := line.decode(errors="replace").strip():
+            process.last[number] = text
+        stream = self._streams[number]
+        stream.write(f"[{process.index}] ".encode() + line)
+        stream.flush()
+
+    def _drain(self) -> None:
+        """What the processes wrote before they ended; something that they started may still hold a pipe open."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.popen.pid, signal.SIGKILL)
+        end = time.monotonic() + 1.0
+        while pipes := [key for key in self._selector.get_map().values() if key.data is not None]:
+            self._selector.select(0.05)
+            for key in pipes:
+                self._read(key)
+            if time.monotonic() > end:
+                return
+
+    def _outcome(self) -> int:
+        if self._failed is not None:
+            code, who = self._failed.popen.returncode, f"process {self._failed.index} of {len(self.processes)}"
+            if code < 0:
+                how = f"was ended by {_name(-code)}"
+            else:
+                how = f"failed with exit code {code}"
+            # A signal leaves no words of its own; what was said before it is not its cause.
+            words = f": {printable(self._failed.last_line, 500)}" if code > 0 and self._failed.last_line else ""
+            self._say(f"{who} {how}; the others were stopped{words}")
+            return 128 - code if code < 0 else code
+        if self._passed_on and any(process.popen.returncode for process in self.processes):
+            self._say(f"stopped by {_name(self._passed_on[0])}")
+            return 128 + self._passed_on[0]
+        return 0
+
+    def _say(self, text: str) -> None:
+        self._streams[2].write(f"capibara launch: {text}\n".encode())
+        self._streams[2].flush()
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """What a new process does before its program starts: it asks the kernel to be killed when its parent is gone."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up here: nothing is imported or allocated after the fork
+
+    def prepare() -> None:
+        prctl(_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it was gone before that
+            os._exit(1)
+
+    return prepare
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A free port of this machine that stays this group's until its end.
+
+    The socket does not listen, and lets the one of process 0 have the same port (``SO_REUSEPORT``).
+    """
+    with socket.socket() as holder:
+        if hasattr(socket, "SO_REUSEPORT"):
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
