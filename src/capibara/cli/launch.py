@@ -23,17 +23,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-n", "--processes", type=int, metavar="N", help="number of processes")
     parser.add_argument(
-        "--devices", type=int, metavar="K", help="emulated CPU devices of each process (default: the machine's own)"
+        "--devices",
+        type=int,
+        metavar="K",
+        help="emulated CPU devices of each process (default: the machine's own)",
     )
     parser.add_argument(
-        "--logs", metavar="FOLDER", help="also write the output of each process to process-0.log … in this folder"
+        "--logs",
+        metavar="FOLDER",
+        help="also write the output of each process to process-0.log … in this folder",
     )
     parser.add_argument(
         "--grace",
         type=float,
-        default=10.0,
+        default=3.0,
         metavar="SECONDS",
-        help="how long processes that are stopped after a failure may take (default: 10)",
+        help="how long processes that are stopped after a failure may take (default: 3)",
     )
 
 
@@ -67,10 +72,12 @@ def run(args: argparse.Namespace) -> int:
     from capibara.launch import launch_processes
 
     if not args.command:
-        raise ConfigError("command: got none. Give one after --, such as: capibara launch -n 2 -- train text.txt")
+        raise ConfigError(
+            "command: got none. Give one after --, such as: capibara launch -n 2 -- train text.txt"
+        )
     program = program_of(args.command)
     if args.processes is None:
-        raise ConfigError("-n: got none, expected the number of processes, such as: capibara launch -n 2 -- train")
-    return launch_processes(
-        program, args.processes, devices=args.devices, logs=args.logs, grace=args.grace
-    )
+        raise ConfigError(
+            "-n: got none, expected the number of processes, such as: capibara launch -n 2 -- train"
+        )
+    return launch_processes(program, args.processes, devices=args.devices, logs=args.logs, grace=args.grace)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import selectors
 import signal
 import socket
@@ -35,6 +36,8 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL = 0.5  # seconds: should a signal of a child's end be lost
 _LONGEST = 1 << 16  # bytes of a line that are waited for
 _SET_PDEATHSIG = 1
+# JAX's collective operations on CPU print this for every new group of devices.
+_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to")
 
 
 @dataclass
@@ -57,7 +60,7 @@ def launch_processes(
     *,
     devices: int | None = None,
     logs: str | os.PathLike[str] | None = None,
-    grace: float = 10.0,
+    grace: float = 3.0,
     environment: Mapping[str, str] | None = None,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
@@ -156,7 +159,9 @@ class _Group:
             os.set_blocking(end, False)
         numbers = (*_PASSED_ON, signal.SIGCHLD)
         # What the one who started this ignores (nohup: SIGHUP) stays so.
-        handled = [one for one in numbers if signal.getsignal(one) is not signal.SIG_IGN or one == signal.SIGCHLD]
+        handled = [
+            one for one in numbers if signal.getsignal(one) is not signal.SIG_IGN or one == signal.SIGCHLD
+        ]
         before = {number: signal.signal(number, lambda *_: None) for number in handled}
         old = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self._selector.register(read, selectors.EVENT_READ, None)
@@ -201,7 +206,9 @@ class _Group:
     def _pass_on(self, number: int) -> None:
         self._passed_on.append(number)
         # Asked for the third time: not to be waited for any longer.
-        self._signal(signal.SIGKILL if len(self._passed_on) > 2 else number, whole_group=len(self._passed_on) > 2)
+        self._signal(
+            signal.SIGKILL if len(self._passed_on) > 2 else number, whole_group=len(self._passed_on) > 2
+        )
 
     def _signal(self, number: int, *, whole_group: bool = False) -> None:
         for process in self.processes:
@@ -213,7 +220,11 @@ class _Group:
         if self._failed is not None:
             return
         expected = {0, *(code for number in self._passed_on for code in (-number, 128 + number))}
-        failed = [p for p in self.processes if p.popen.poll() is not None and p.popen.returncode not in expected]
+        if len(self._passed_on) > 2:
+            expected.add(-signal.SIGKILL)
+        failed = [
+            p for p in self.processes if p.popen.poll() is not None and p.popen.returncode not in expected
+        ]
         if not failed:
             return
         # One that a signal ended is a cause; others may already have failed of it.
@@ -244,6 +255,8 @@ class _Group:
             process.partial[number] = lines[-1]
 
     def _line(self, process: _Process, number: int, line: bytes) -> None:
+        if _NOISE.match(line):  # it is in the logs
+            return
         if text := line.decode(errors="replace").strip():
             process.last[number] = text
         stream = self._streams[number]
@@ -265,13 +278,20 @@ class _Group:
 
     def _outcome(self) -> int:
         if self._failed is not None:
-            code, who = self._failed.popen.returncode, f"process {self._failed.index} of {len(self.processes)}"
+            code, who = (
+                self._failed.popen.returncode,
+                f"process {self._failed.index} of {len(self.processes)}",
+            )
             if code < 0:
                 how = f"was ended by {_name(-code)}"
+            elif code - 128 in _PASSED_ON:  # it got the signal from somebody else, and ended in order
+                how = f"was stopped by {_name(code - 128)}"
             else:
                 how = f"failed with exit code {code}"
             # A signal leaves no words of its own; what was said before it is not its cause.
-            words = f": {printable(self._failed.last_line, 500)}" if code > 0 and self._failed.last_line else ""
+            words = (
+                f": {printable(self._failed.last_line, 500)}" if code > 0 and self._failed.last_line else ""
+            )
             self._say(f"{who} {how}; the others were stopped{words}")
             return 128 - code if code < 0 else code
         if self._passed_on and any(process.popen.returncode for process in self.processes):
