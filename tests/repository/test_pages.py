@@ -50,6 +50,10 @@ def test_command_lines_are_understood(line: str):
     module = importlib.import_module(f"capibara.cli.{verb}")
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     module.add_arguments(parser)
+    if verb == "launch" and "--" in rest:
+        rest, after = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+        if after[0] in VERBS:
+            test_command_lines_are_understood(shlex.join(["capibara", *after]))
     args = parser.parse_intermixed_args(rest)
     if verb == "train":
         _, settings = split_items(args.items)

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 HELP = """Run a command as several processes of this machine that train one model together, such as
-'capibara launch -n 4 -- train text.txt'. Lines of output begin with the number of their process. If one process fails, the
-others are stopped, and the last line tells which and why. Ctrl-C and SIGTERM are passed on: training stops after the same
-step everywhere, and is saved."""
+'capibara launch -n 4 -- train text.txt'. Lines of output begin with the number of their process. If one process fails,
+the others are stopped, and the last line tells which and why. Ctrl-C and SIGTERM are passed on: training stops after
+the same step everywhere, and is saved."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def program_of(command: Sequence[str]) -> list[str]:
       ConfigError: it is none of these.
     """
     from capibara.cli import VERBS
-    from capibara.errors import ConfigError, did_you_mean, printable
+    from capibara.errors import ConfigError, did_you_mean
 
     name, *rest = command
     if name == "capibara" and rest:
@@ -60,7 +60,7 @@ def program_of(command: Sequence[str]) -> list[str]:
         return [sys.executable, name, *rest]
     if shutil.which(name) is None or name == "launch":
         raise ConfigError(
-            f"command: got {printable(name)!r}, expected a verb of capibara, such as train, a Python file or a program."
+            f"command: got {name!r:.200}, expected a verb of capibara, such as train, a Python file or a program."
             f"{did_you_mean(name, VERBS)}"
         )
     return [name, *rest]

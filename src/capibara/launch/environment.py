@@ -6,8 +6,8 @@ A launcher gives each process three variables; ``capibara train`` reads them bef
     CAPIBARA_NUM_PROCESSES=4
     CAPIBARA_PROCESS_ID=0                  0 to 3
 
-``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` mean the same. Without either, JAX asks the platform
-that starts the processes: GKE and Cloud TPU, Slurm, Open MPI (:func:`described_by_platform`).
+``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` mean the same. Without either, JAX asks the
+platform that starts the processes: GKE and Cloud TPU, Slurm, Open MPI (:func:`described_by_platform`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from capibara.errors import ConfigError, printable
+from capibara.errors import ConfigError
 from capibara.startup import has_tpu
 
 __all__ = ["Membership", "described_by_platform", "read_membership"]
@@ -65,13 +65,13 @@ def read_membership(environment: Mapping[str, str]) -> Membership | None:
             )
         address, count, index = (given[name] for name in names)
         if not re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", address):
-            raise ConfigError(f"{names[0]}={printable(address)!r}: expected host:port of process 0")
+            raise ConfigError(f"{names[0]}={address!r:.200}: expected host:port of process 0")
         numbers = [int(text) if re.fullmatch(r"[0-9]{1,6}", text) else -1 for text in (count, index)]
         if numbers[0] < 1:
-            raise ConfigError(f"{names[1]}={printable(count)!r}: expected the number of processes, from 1")
+            raise ConfigError(f"{names[1]}={count!r:.200}: expected the number of processes, from 1")
         if not 0 <= numbers[1] < numbers[0]:
             raise ConfigError(
-                f"{names[2]}={printable(index)!r}: expected the number of this process, 0 to {numbers[0] - 1}"
+                f"{names[2]}={index!r:.200}: expected the number of this process, 0 to {numbers[0] - 1}"
             )
         return Membership(address, numbers[0], numbers[1])
     return None

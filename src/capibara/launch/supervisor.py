@@ -1,8 +1,8 @@
 """One program as several processes of this machine, from a free port to the last of them.
 
 The processes belong together: when one fails, the others wait for it in a collective operation for ever. So the first
-failure ends them all, and it is the first that is reported, not what followed from it. Signals that the launcher gets are
-passed on, and the processes decide when to stop; each leads a process group of its own, so that a terminal's Ctrl-C
+failure ends them all, and it is the first that is reported, not what followed from it. Signals that the launcher gets
+are passed on, and the processes decide when to stop; each leads a process group of its own, so that a terminal's Ctrl-C
 reaches it once and nothing that it started is left. Should the launcher itself be killed, the kernel kills them
 (``PR_SET_PDEATHSIG``).
 
@@ -12,17 +12,17 @@ One thread does all of it: output, signals and ends of processes are waited for 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -35,7 +35,17 @@ __all__ = ["launch_processes"]
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL = 0.5  # seconds: should a signal of a child's end be lost
 _LONGEST = 1 << 16  # bytes of a line that are waited for
-_SET_PDEATHSIG = 1
+# What a process runs before its program: it asks the kernel to be killed when its parent is gone, or ends if it is.
+# A function between fork and exec would do, too, but not in programs with threads, such as all that have started JAX.
+_DIE_WITH_PARENT = """
+import os, sys
+if sys.platform.startswith("linux"):
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 # JAX's collective operations on CPU print this for every new group of devices.
 _NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to")
 
@@ -67,8 +77,9 @@ def launch_processes(
 ) -> int:
     """Run a command as several processes of this machine that find one another, and wait for all of them.
 
-    Their lines are passed on with the number of the process in front. If one fails, the others are ended: with SIGTERM, and
-    with SIGKILL after ``grace`` seconds. SIGINT, SIGTERM and SIGHUP are passed on to all. Call it in the main thread.
+    Their lines are passed on with the number of the process in front. If one fails, the others are ended: with SIGTERM,
+    and with SIGKILL after ``grace`` seconds. SIGINT, SIGTERM and SIGHUP are passed on to all. Call it in the main
+    thread.
 
     Args:
       command: program and arguments.
@@ -80,8 +91,8 @@ def launch_processes(
         standard output and standard error.
 
     Returns:
-      0; or of the first process that failed its exit code, 128 + n if signal n ended it; or 128 + n after a signal n that
-      was passed on. The last line on ``err`` names the process and its last words.
+      0; or of the first process that failed its exit code, 128 + n if signal n ended it; or 128 + n after a signal n
+      that was passed on. The last line on ``err`` names the process and its last words.
 
     Raises:
       ConfigError: an argument is out of range, or the command or the folder cannot be used.
@@ -93,6 +104,8 @@ def launch_processes(
             raise ConfigError(f"{name}={value!r}: expected an integer from 1 to 4096")
     if not command:
         raise ConfigError("command: got none, expected a program and its arguments")
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"command: got {command[0]!r:.200}, expected a program that can be run")
     base = dict(os.environ if environment is None else environment)
     if devices is not None:
         base["JAX_PLATFORMS"] = "cpu"
@@ -129,20 +142,19 @@ class _Group:
                 Path(logs).mkdir(parents=True, exist_ok=True)
                 log = open(Path(logs) / f"process-{index}.log", "wb")  # noqa: SIM115 - closed by close()
             popen = subprocess.Popen(
-                list(command),
+                [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             if log is not None:
                 log.close()
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"could not start process {index}: {printable(command[0])!r}: {getattr(error, 'strerror', None) or error}. "
-                "Check the command and the folder of --logs"
+                f"could not start process {index}: {reason}. Check the command and the folder of logs="
             ) from error
         process = _Process(index, popen, log)
         self.processes.append(process)
@@ -309,20 +321,6 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """What a new process does before its program starts: it asks the kernel to be killed when its parent is gone."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl  # looked up here: nothing is imported or allocated after the fork
-
-    def prepare() -> None:
-        prctl(_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it was gone before that
-            os._exit(1)
-
-    return prepare
 
 
 @contextlib.contextmanager

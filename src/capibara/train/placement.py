@@ -80,7 +80,7 @@ class Placement:
 
     @classmethod
     def planned(cls, layout: Layout, devices: Sequence[Any] | None = None) -> Placement:
-        """The layout's mesh on the first devices that JAX finds, of every process equally many, as compiled by the plan.
+        """The layout's mesh on the first devices that JAX finds, as compiled by the plan; of each process equally many.
 
         Raises:
           ConfigError: there are too few devices, they cannot be divided among the processes, or they do not support the
@@ -101,8 +101,9 @@ class Placement:
         each = needed // len(groups)
         if needed % len(groups) or each > min(map(len, groups)):
             raise ConfigError(
-                f"tpu.num_chips={needed} (tpu.enabled=true): expected a multiple of the {len(groups)} processes, with at "
-                f"most {min(map(len, groups))} devices in each. Choose another tpu.topology, or another number of processes"
+                f"tpu.num_chips={needed} (tpu.enabled=true): expected a multiple of the {len(groups)} processes, with "
+                f"at most {min(map(len, groups))} devices in each. Choose another tpu.topology, or another number of "
+                "processes"
             )
         chosen = [device for group in groups for device in group[:each]]
         if layout.offload != "none":

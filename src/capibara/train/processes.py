@@ -43,7 +43,7 @@ _SHARED = 10.0  # seconds until a file of process 0 has to be seen by the others
 def join_processes() -> Processes:
     """Join the other processes that the environment describes (:mod:`capibara.launch.environment`), if any.
 
-    It has to be called before JAX is used. A process that belongs to a group already, as one of Ray's does, stays in it.
+    It has to be called before JAX is used. A process that belongs to a group already, as Ray's do, stays in it.
 
     Equivalent JAX: ``jax.distributed.initialize(coordinator_address, num_processes, process_id)``.
 
@@ -170,8 +170,8 @@ class Processes:
 class Ballots:
     """A vote of all processes in every step, which nobody waits for: its outcome is read some steps later.
 
-    The processes' integers are compared on the devices, in a program of its own that is queued before a step's; the largest
-    is read once the steps of ``delay`` votes ago are done, as the loop's losses are.
+    The processes' integers are compared on the devices, in a program of its own that is queued before a step's; the
+    largest is read once the steps of ``delay`` votes ago are done, as the loop's losses are.
 
     Args:
       processes: all of them call :meth:`vote` equally often.

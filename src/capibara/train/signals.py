@@ -1,7 +1,7 @@
 """Stopping gracefully: Ctrl-C and SIGTERM ask for a stop, and the loop stops between two steps.
 
-A signal handler may run between any two Python instructions, so it only leaves a note. A second signal does not wait: it
-raises KeyboardInterrupt. Of several processes it may be any that is asked; all stop before the same step
+A signal handler may run between any two Python instructions, so it only leaves a note. A second signal does not wait:
+it raises KeyboardInterrupt. Of several processes it may be any that is asked; all stop before the same step
 (:class:`capibara.train.processes.Ballots`).
 """
 
@@ -33,8 +33,9 @@ class StopFlag:
 def stop_on_signals() -> Iterator[StopFlag]:
     """Turn SIGINT and SIGTERM into a :class:`StopFlag` while the context lasts.
 
-    A signal within half a second of the one before is the same wish: a service manager sends it to a launcher, which passes
-    it on, and to its processes. Outside the main thread, where Python lets nobody install handlers, the flag is never set.
+    A signal within half a second of the one before is the same wish: a service manager sends it to a launcher, which
+    passes it on, and to its processes. Outside the main thread, where Python lets nobody install handlers, the flag is
+    never set.
     """
     flag, last = StopFlag(), -math.inf
     if threading.current_thread() is not threading.main_thread():

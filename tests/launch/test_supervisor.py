@@ -1,0 +1,240 @@
+"""Processes of one machine: their output, their failures, signals, and that none of them is ever left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from capibara.errors import ConfigError
+from capibara.launch import launch_processes
+
+# Each process writes its number to a file, so that a test finds it after the launcher is gone.
+BEGIN = """
+import os, pathlib, signal, subprocess, sys, time
+me = int(os.environ["CAPIBARA_PROCESS_ID"])
+pathlib.Path(sys.argv[1], str(me)).write_text(str(os.getpid()))
+def others(count):
+    while sum(p.stat().st_size > 0 for p in pathlib.Path(sys.argv[1]).glob("[0-9]")) < count:
+        time.sleep(0.005)
+"""
+
+
+def program(tmp_path: Path, body: str) -> list[str]:
+    """A Python program, without the modules of site-packages, that runs ``body`` in every process."""
+    path = tmp_path / "program.py"
+    path.write_text(BEGIN + textwrap.dedent(body))
+    (tmp_path / "pids").mkdir()
+    return [sys.executable, "-S", str(path), str(tmp_path / "pids")]
+
+
+def command(count: int, program: list[str], *options: str) -> list[str]:
+    return [sys.executable, "-m", "capibara", "launch", "-n", str(count), *options, "--", *program]
+
+
+def pids(tmp_path: Path, names: str = "*") -> list[int]:
+    found = (path.read_text() for path in sorted((tmp_path / "pids").glob(names)))
+    return [int(text) for text in found if text]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # of a zombie only the number is left
+
+
+def all_gone(tmp_path: Path, count: int, within: float = 10.0) -> bool:
+    found = pids(tmp_path)
+    assert len(found) == count
+    end = time.monotonic() + within
+    while any(map(alive, found)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(alive, found))
+
+
+@contextlib.contextmanager
+def started(tmp_path: Path, count: int, body: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in its own process, once all of its processes run."""
+    launcher = subprocess.Popen(
+        command(count, program(tmp_path, body), *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(lambda: launcher.poll() is not None or len(pids(tmp_path, "[0-9]")) == count)
+        assert launcher.poll() is None
+        yield launcher
+    finally:
+        for pid in [launcher.pid, *pids(tmp_path)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.communicate()
+
+
+def launched(tmp_path: Path, count: int, body: str, **options: object) -> tuple[int, list[str], list[str]]:
+    """In this process: exit code, and the lines of standard output and of standard error."""
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
+        code = launch_processes(program(tmp_path, body), count, out=out, err=err, **options)  # type: ignore[arg-type]
+    return code, (tmp_path / "out").read_text().splitlines(), (tmp_path / "err").read_text().splitlines()
+
+
+def test_every_process_is_told_its_place_and_its_lines_have_its_number(tmp_path: Path) -> None:
+    body = """
+        e = os.environ
+        print(e["CAPIBARA_COORDINATOR"], e["CAPIBARA_NUM_PROCESSES"], e["XLA_FLAGS"][-2:], e["JAX_PLATFORMS"])
+        print("no end of line", end="", file=sys.stderr)
+    """
+    code, out, err = launched(tmp_path, 3, body, devices=5, logs=tmp_path / "logs")
+    assert code == 0
+    assert sorted(line.split()[0] for line in out) == ["[0]", "[1]", "[2]"]
+    addresses, *rest = zip(*(line.split()[1:] for line in out), strict=True)
+    assert len(set(addresses)) == 1
+    assert 0 < int(addresses[0].removeprefix("127.0.0.1:")) < 65536
+    assert rest == [("3",) * 3, ("=5",) * 3, ("cpu",) * 3]
+    assert sorted(err) == [f"[{n}] no end of line" for n in range(3)]
+    logs = sorted((tmp_path / "logs").iterdir())
+    assert [path.name for path in logs] == ["process-0.log", "process-1.log", "process-2.log"]
+    assert all("no end of line" in path.read_text() for path in logs)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "last"),
+    [
+        # The others would wait for ever, ignore SIGTERM, and fail of it themselves.
+        (
+            "if me == 1: others(3); print('a reason', file=sys.stderr); sys.exit(7)\ntime.sleep(600)",
+            7,
+            "capibara launch: process 1 of 3 failed with exit code 7; the others were stopped: a reason",
+        ),
+        (
+            "signal.signal(15, signal.SIG_IGN)\nif me == 2: others(3); os.kill(os.getpid(), 9)\ntime.sleep(600)",
+            137,
+            "capibara launch: process 2 of 3 was ended by SIGKILL; the others were stopped",
+        ),
+        (
+            "signal.signal(15, lambda *_: sys.exit(3))\nif me == 0: others(3); raise ValueError('its words')\n"
+            "time.sleep(600)",
+            1,
+            "capibara launch: process 0 of 3 failed with exit code 1; the others were stopped: ValueError: its words",
+        ),
+    ],
+)
+def test_the_first_failure_ends_all_and_is_the_last_line(
+    tmp_path: Path, body: str, code: int, last: str
+) -> None:
+    found, _, err = launched(tmp_path, 3, body, grace=0.3)
+    assert (found, err[-1]) == (code, last)
+    assert all_gone(tmp_path, 3)
+
+
+def test_what_a_process_started_is_gone_with_it(tmp_path: Path) -> None:
+    body = """
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+        pathlib.Path(sys.argv[1], f"child {me}").write_text(str(child.pid))
+        others(2)
+    """
+    code, _, _ = launched(tmp_path, 2, body)
+    assert code == 0
+    assert all_gone(tmp_path, 4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_process_once(tmp_path: Path, number: signal.Signals) -> None:
+    body = """
+        got = []
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, lambda number, _: got.append(number))
+        pathlib.Path(sys.argv[1], f"ready {me}").write_text(str(os.getpid()))
+        while not got: time.sleep(0.005)
+        time.sleep(0.2)
+        print("got", got, flush=True)
+        sys.exit(128 + got[0])
+    """
+    with started(tmp_path, 4, body) as launcher:
+        until(lambda: len(pids(tmp_path, "ready *")) == 4)
+        launcher.send_signal(number)
+        out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + number
+    assert sorted(out.splitlines()) == [f"[{n}] got [{number.value}]" for n in range(4)]
+    assert err.splitlines()[-1] == f"capibara launch: stopped by {number.name}"
+    assert all_gone(tmp_path, 8)
+
+
+def test_processes_that_do_not_stop_are_killed_at_the_third_signal(tmp_path: Path) -> None:
+    body = """
+        signal.signal(15, signal.SIG_IGN)
+        pathlib.Path(sys.argv[1], f"ready {me}").write_text(str(os.getpid()))
+        time.sleep(600)
+    """
+    with started(tmp_path, 4, body) as launcher:
+        until(lambda: len(pids(tmp_path, "ready *")) == 4)
+        for _ in range(3):
+            assert launcher.poll() is None
+            launcher.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        assert launcher.wait(timeout=60) == 143
+    assert all_gone(tmp_path, 8)
+
+
+def test_no_process_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    with started(tmp_path, 3, "signal.signal(15, signal.SIG_IGN)\ntime.sleep(600)") as launcher:
+        assert all(map(alive, pids(tmp_path)))
+        launcher.kill()
+        launcher.wait()
+        assert all_gone(tmp_path, 3)
+
+
+def test_a_reader_that_goes_away_ends_all(tmp_path: Path) -> None:
+    body = "while True: print('a line'); time.sleep(0.01)"
+    with started(tmp_path, 2, body) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.close()
+        assert launcher.wait(timeout=60) == 141
+        assert all_gone(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "2"], "command: got none"),
+        (["--", "train"], "-n: got none"),
+        (["-n", "0", "--", "train"], "count=0"),
+        (["-n", "2", "--devices", "0", "--", "train"], "devices=0"),
+        (["-n", "2", "--grace", "-1", "--", "train"], "grace=-1.0"),
+        (["-n", "2", "--", "trian"], "Did you mean 'train'?"),
+        (["-n", "2", "--", "launch", "-n", "2"], "'launch'"),
+        (["-n", "2", "--logs", "/dev/null/logs", "--", "train"], "could not start process 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from capibara.cli import main
+
+    assert main(["launch", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_program_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="command: got '/not/there'"):
+        launch_processes(["/not/there"], 2)
+    with pytest.raises(ConfigError, match="command: got none"):
+        launch_processes([], 2)

@@ -1,0 +1,94 @@
+"""What one process of a run trains, and what it saw of it: ``python process_run.py SPECS.json``.
+
+The file has a list of runs, one after another in the same processes: ``directory``, ``settings``, and ``stop``: the
+step after which one process is asked to stop, as by a signal, and the number of that process. Each process writes what
+it saw to ``process-N.json`` in the folder of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from capibara.train.processes import Processes, join_processes
+
+joined = join_processes()  # before JAX is used
+
+import jax
+import numpy as np
+from tiny_model import TinyModel
+from tiny_run import tiny_config, tiny_corpus
+
+from capibara.train import Run, train
+from capibara.train.progress import SilentReporter
+from capibara.train.signals import StopFlag
+
+
+class Watch(SilentReporter):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Stop(StopFlag):
+    """Asked to stop once it was looked at so often."""
+
+    looks, after = 0, None
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        self.looks += 1
+        return self.after is not None and self.looks > self.after
+
+    @requested.setter
+    def requested(self, value: bool) -> None:
+        if value:
+            self.after = 0
+
+
+def batches(run: Run) -> str:
+    """A digest of the first batches as the devices of this process hold them, by row of the global batch."""
+    rows = {}
+    for step in range(3):
+        for shard in run.put_batch(step)["tokens"].addressable_shards:
+            for row, tokens in zip(
+                range(*shard.index[1].indices(10**6)), np.asarray(shard.data)[0], strict=False
+            ):
+                rows[f"{step} {row}"] = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+    return json.dumps(rows)
+
+
+def one(spec: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(spec["directory"])
+    config = tiny_config(folder, *spec["settings"])
+    stop, watch = Stop(), Watch()
+    if spec.get("stop") and spec["stop"][1] == joined.index:
+        stop.after, stop.signal = spec["stop"][0], 15
+    report = train(
+        config, TinyModel(config), tiny_corpus(), measure_utilisation=False, reporter=watch, stop=stop
+    )
+    return {
+        "report": report.to_dict(),
+        "notes": watch.notes,
+        "batches": json.loads(batches(Run.build(config, TinyModel(config), tiny_corpus()))),
+        "processes": [Processes.here().count, Processes.here().index, len(jax.devices())],
+    }
+
+
+if __name__ == "__main__":
+    for spec in json.loads(Path(sys.argv[1]).read_text()):
+        found = one(spec)
+        (Path(spec["directory"]) / f"process-{joined.index}.json").write_text(json.dumps(found))
+        Processes.here().barrier("written")
+    if "FAIL" in os.environ and joined.index == 1:
+        os.kill(os.getpid(), 9)

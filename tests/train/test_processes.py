@@ -1,0 +1,236 @@
+"""One run over several processes is the run of one device: batches, losses, gradients, parameters, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_model import TinyModel
+from tiny_run import QUICK_COMPILE, tiny_config, tiny_corpus
+
+from capibara.errors import ConfigError
+from capibara.launch import launch_processes
+from capibara.sharding import Layout
+from capibara.train import Placement, checkpoint_store, read_metrics, restore_model, train
+from capibara.train.errors import DataError, ProcessesError, RunLockedError
+from capibara.train.processes import _error_of, join_processes
+
+PROGRAM = Path(__file__).parent.parent / "support" / "process_run.py"
+SETTINGS = (
+    "train.steps=8",
+    "batch_size=8",
+    "train.log_every=1",
+    "train.eval_every=4",
+    "checkpoint.every_steps=4",
+)
+LAYOUTS = {
+    "data": None,
+    "fsdp": Layout(mesh=(("data", 4),)),
+    "tensor": Layout(mesh=(("data", 2), ("model", 2)), microbatches=2),
+}
+
+
+def overrides(layout: Layout | None) -> list[str]:
+    return [*SETTINGS, *([] if layout is None else layout.overrides())]
+
+
+def run(tmp_path: Path, count: int, devices: int, specs: list[dict[str, Any]]) -> tuple[int, list[str]]:
+    """Run specifications in processes; gives the exit code and the lines of standard error."""
+    (tmp_path / "specs.json").write_text(json.dumps(specs))
+    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}"}
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
+        command = [sys.executable, str(PROGRAM), str(tmp_path / "specs.json")]
+        code = launch_processes(
+            command, count, devices=devices, environment=environment, out=out, err=err, grace=1.0
+        )
+    return code, (tmp_path / "err").read_text().splitlines()
+
+
+def seen(folder: Path, count: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"process-{index}.json").read_text()) for index in range(count)]
+
+
+def metrics(folder: Path) -> dict[str, np.ndarray]:
+    lines = [entry for entry in read_metrics(folder / "metrics.jsonl") if entry["kind"] == "train"]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    return {
+        "loss": np.array([line["losses"][0] for line in lines]),
+        "grad_norm": np.array([line["grad_norm"] for line in lines]),
+    }
+
+
+def parameters(folder: Path) -> Any:
+    checkpoint = checkpoint_store(folder).newest()
+    assert checkpoint is not None
+    assert checkpoint.step == 8
+    config = tiny_config(folder, *SETTINGS)
+    return restore_model(checkpoint, TinyModel(config))
+
+
+def check_same(folder: Path, reference: Path) -> None:
+    for name, values in metrics(reference).items():
+        np.testing.assert_allclose(metrics(folder)[name], values, rtol=2e-4 if name == "grad_norm" else 2e-5)
+    for mine, wanted in zip(
+        jax.tree.leaves(parameters(folder)), jax.tree.leaves(parameters(reference)), strict=True
+    ):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-3, atol=2e-4)
+
+
+def one_device(folder: Path) -> Path:
+    config = tiny_config(folder, *SETTINGS)
+    train(config, TinyModel(config), tiny_corpus(), devices=jax.devices()[:1], measure_utilisation=False)
+    losses = metrics(folder)["loss"]
+    assert losses[-1] < losses[0] - 0.01  # it learns, so that equal losses say something of the optimizer
+    return folder
+
+
+def check_batches(found: list[dict[str, Any]]) -> None:
+    """The rows of every process are those of the one global order, and all are there."""
+    batch = tiny_corpus().batches(batch_size=8, sequence_length=16, seed=tiny_config("unused").train.seed)
+    import hashlib
+
+    wanted = {
+        f"{step} {row}": hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+        for step in range(3)
+        for row, tokens in enumerate(batch.batch(step))
+    }
+    together: dict[str, str] = {}
+    for one in found:
+        assert one["batches"].items() <= wanted.items()
+        assert len(one["batches"]) == len(wanted) // len(found)  # each has its part
+        together |= one["batches"]
+    assert together == wanted
+
+
+def test_two_processes_are_one_device(tmp_path: Path) -> None:
+    one, folder = one_device(tmp_path / "one"), tmp_path / "run"
+    # Stopped by a signal that only process 1 gets.
+    spec = {"directory": str(folder), "settings": overrides(LAYOUTS["fsdp"]), "stop": [4, 1]}
+    code, err = run(tmp_path, 2, 2, [spec])
+    assert code == 0, err
+    found = seen(folder, 2)
+    assert [one["processes"] for one in found] == [[2, 0, 4], [2, 1, 4]]
+    check_batches(found)
+    assert found[1]["notes"] == []  # of process 0 alone
+    assert any("compiled" in note for note in found[0]["notes"])
+    (step,) = {one["report"]["step"] for one in found}
+    assert step == checkpoint_store(folder).steps()[-1]
+    assert 4 <= step < 8
+    assert {(one["report"]["reason"], one["report"]["signal"]) for one in found} == {("interrupted", 15)}
+    # The checkpoint of two processes goes on in this one.
+    config = tiny_config(folder, *SETTINGS)
+    report = train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False)
+    assert report.start_step == step
+    check_same(folder, one)
+
+
+@pytest.mark.slow
+def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
+    one = one_device(tmp_path / "one")
+    folder = tmp_path / "run"
+    first = [
+        *(
+            {"directory": str(tmp_path / name), "settings": overrides(layout)}
+            for name, layout in LAYOUTS.items()
+        ),
+        {"directory": str(folder), "settings": overrides(LAYOUTS["tensor"]), "stop": [1, 3]},
+    ]
+    code, err = run(tmp_path, 4, 1, first)
+    assert code == 0, err
+    for name in LAYOUTS:
+        check_same(tmp_path / name, one)
+    check_batches(seen(tmp_path / "data", 4))
+    stopped = seen(folder, 4)
+    assert len({one["report"]["step"] for one in stopped}) == 1
+    second = {"directory": str(folder), "settings": overrides(LAYOUTS["fsdp"]), "stop": [1, 0]}
+    code, err = run(tmp_path, 2, 2, [second])
+    assert code == 0, err
+    again = seen(folder, 2)
+    assert again[0]["report"]["start_step"] == stopped[0]["report"]["step"] >= 1
+    assert again[0]["report"]["step"] < 8
+    config = tiny_config(folder, *SETTINGS)
+    report = train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False)
+    assert report.start_step == again[0]["report"]["step"] > again[0]["report"]["start_step"]
+    check_same(folder, one)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_run_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL", "1")
+    code, err = run(tmp_path, 2, 2, [{"directory": str(tmp_path / "run"), "settings": overrides(None)}])
+    assert code == 137
+    assert err[-1] == "capibara launch: process 1 of 2 was ended by SIGKILL; the others were stopped"
+    assert checkpoint_store(tmp_path / "run").steps()[-1] == 8
+
+
+class Device:
+    platform = "cpu"
+
+    def __init__(self, process: int) -> None:
+        self.process_index = process
+
+
+def places(*counts: int) -> list[Any]:
+    return [Device(process) for process, count in enumerate(counts) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "expected"),
+    [
+        (8, (2, 2), [2, 2]),
+        (8, (4, 4, 4, 4), [2] * 4),
+        (6, (4, 4), [3, 3]),
+        (8, (3, 3), [2, 2]),
+        (7, (4,), [1]),
+    ],
+)
+def test_every_process_gives_as_many_devices(
+    rows: int, counts: tuple[int, ...], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capibara.train.placement.build_mesh", lambda sizes, names, devices: (sizes, devices))
+    chosen = Placement.choose(rows, places(*counts)).devices
+    assert [sum(d.process_index == n for d in chosen) for n in range(len(counts))] == expected
+
+
+def test_more_processes_than_rows() -> None:
+    with pytest.raises(ConfigError, match=r"6 sequences .* among 4 processes.*train.batch_size=8"):
+        Placement.choose(6, places(1, 1, 1, 1))
+    with pytest.raises(ConfigError, match=r"tpu.num_chips=4 .* multiple of the 3 processes"):
+        Placement.planned(Layout(mesh=(("data", 4),)), places(2, 2, 2))
+    with pytest.raises(ConfigError, match=r"at most 1 devices"):
+        Placement.planned(Layout(mesh=(("data", 4),)), places(1, 4))
+
+
+def test_the_error_of_another_process_is_of_its_class() -> None:
+    assert type(_error_of("RunLockedError", "a text")) is RunLockedError
+    assert type(_error_of("DataError", "a text")) is DataError
+    assert type(_error_of("ConfigError", "a text")) is ConfigError
+    other = _error_of("ZeroDivisionError", "a text")
+    assert type(other) is ProcessesError
+    assert "ZeroDivisionError: a text" in str(other)
+    assert isinstance(_error_of("MissingExtraError", "a text"), ProcessesError)
+
+
+def test_a_group_that_cannot_be_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: Any) -> None:
+        assert options["process_id"] == 1
+        raise RuntimeError("Barrier timed out\nand more")
+
+    monkeypatch.setattr(jax.distributed, "initialize", refuse)
+    for name, value in (("COORDINATOR", "host:1"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "1")):
+        monkeypatch.setenv(f"CAPIBARA_{name}", value)
+    with pytest.raises(
+        ProcessesError, match=r"2 processes at host:1 as process 1: Barrier timed out\. Check"
+    ):
+        join_processes()
+    monkeypatch.setenv("CAPIBARA_NUM_PROCESSES", "1")
+    monkeypatch.setenv("CAPIBARA_PROCESS_ID", "0")
+    assert join_processes().count == 1  # nobody to join
