@@ -92,7 +92,7 @@ def started(tmp_path: Path, count: int, body: str, *options: str) -> Iterator[su
 def launched(tmp_path: Path, count: int, body: str, **options: object) -> tuple[int, list[str], list[str]]:
     """In this process: exit code, and the lines of standard output and of standard error."""
     with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
-        code = launch_processes(program(tmp_path, body), count, out=out, err=err, **options)  # type: ignore[arg-type]
+        code = launch_processes(program(tmp_path, body), count, out=out, err=err, **options)  # pyright: ignore
     return code, (tmp_path / "out").read_text().splitlines(), (tmp_path / "err").read_text().splitlines()
 
 

@@ -46,7 +46,7 @@ class Stop(StopFlag):
     looks, after = 0, None
 
     @property
-    def requested(self) -> bool:  # type: ignore[override]
+    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.looks += 1
         return self.after is not None and self.looks > self.after
 
