@@ -326,8 +326,12 @@ def _run(
     watchdog = Watchdog(recovery.stuck_seconds, end=recovery.exit_when_stuck, warn=warn)
     try:
         while True:
-            best = processes.first_does(lambda: _mark_best(store, data)) if config.checkpoint.keep_best else None
-            first_log = MetricsLog(folder / "metrics.jsonl", resume_step=start) if processes.first else SilentLog()
+            best = (
+                processes.first_does(lambda: _mark_best(store, data)) if config.checkpoint.keep_best else None
+            )
+            first_log = (
+                MetricsLog(folder / "metrics.jsonl", resume_step=start) if processes.first else SilentLog()
+            )
             with first_log as log, watchdog:
                 loop = Loop(
                     run=run,
