@@ -25,14 +25,12 @@ from __future__ import annotations
 
 import errno
 import gc
-import hashlib
 import inspect
 import json
 import logging
 import os
 import re
 import shutil
-import stat
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +42,13 @@ from typing import Any
 from capibara.errors import CapibaraError
 from capibara.files import fsync_folder
 from capibara.train import extras
+from capibara.train.checkpoint_files import (
+    digest_of,
+    first_line,
+    read_json,
+    relative_files,
+    sync_and_digest,
+)
 from capibara.train.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
@@ -56,8 +61,6 @@ from capibara.train.rundir import atomic_write, prepare_folder
 __all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
 
 _FORMAT = 1
-_MAX_JSON = 64 << 20
-_MAX_FILES = 1_000_000
 _TEMPORARY = ".tmp-"
 _DAMAGED = "damaged-"
 _TOKENIZER = "tokenizer"
@@ -131,7 +134,7 @@ class Checkpoint:
         except Exception as error:
             _drop_readers(error)
             raise CheckpointDamagedError(
-                f"the checkpoint {str(self.path)!r} cannot be read: {item}: {_first_line(error)}. Restore the folder "
+                f"the checkpoint {str(self.path)!r} cannot be read: {item}: {first_line(error)}. Restore the folder "
                 "from a copy, or start over with --fresh."
             ) from error
 
@@ -251,9 +254,7 @@ class CheckpointStore:
                     (temporary / _TOKENIZER).mkdir()
                 for name, file in (tokenizer or {}).items():
                     (temporary / _TOKENIZER / name).write_bytes(file)
-                files = {
-                    name: list(_sync_and_digest(temporary / name)) for name in _relative_files(temporary)
-                }
+                files = {name: list(sync_and_digest(temporary / name)) for name in relative_files(temporary)}
                 manifest = json.dumps({"format": _FORMAT, "files": files}, indent=1) + "\n"
                 atomic_write(temporary / "manifest.json", manifest.encode())
                 for root, _, _ in os.walk(temporary):
@@ -367,14 +368,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointNotFoundError(f"there is no checkpoint at {str(path)!r}.")
     try:
-        manifest = _read_json(path / "manifest.json")
+        manifest = read_json(path / "manifest.json")
         recorded = manifest["files"]
         # Nothing has its digest: all that it says has to be what is expected.
         if manifest != {"format": _FORMAT, "files": recorded}:
             raise ValueError(
                 f"manifest.json is of format {manifest.get('format')!r:.40}, this version reads {_FORMAT}"
             )
-        present = set(_relative_files(path)) - {"manifest.json"}
+        present = set(relative_files(path)) - {"manifest.json"}
         if not isinstance(recorded, dict):
             raise ValueError("the manifest lists no files")
         if strays := present ^ set(recorded):
@@ -384,14 +385,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
             found = (path / name).stat().st_size
             if found != size:
                 raise ValueError(f"{name!r} has {found:,} bytes instead of {size:,}")
-            if _digest(path / name) != digest:
+            if digest_of(path / name) != digest:
                 raise ValueError(f"{name!r} has other content than was written")
-        meta = _read_json(path / "meta.json")
+        meta = read_json(path / "meta.json")
         if meta.get("format") != _FORMAT or not isinstance(meta.get("step"), int):
             raise ValueError(f"meta.json is of format {meta.get('format')!r}, this version reads {_FORMAT}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamagedError(
-            f"the checkpoint {str(path)!r} is damaged: {_first_line(error)}."
+            f"the checkpoint {str(path)!r} is damaged: {first_line(error)}."
         ) from error
     return Checkpoint(path, meta["step"], meta)
 
@@ -433,51 +434,12 @@ def _write_item(path: Path, tree: Any) -> None:
         checkpointer.save(path, args=ocp.args.StandardSave(tree))
 
 
-def _relative_files(folder: Path) -> Iterator[str]:
-    """Yield every file below ``folder``, sorted; refuse what is neither a regular file nor a folder."""
-    found = []
-    for root, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
-            path = Path(root, name)
-            mode = path.lstat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                raise ValueError(f"{str(path.relative_to(folder))!r} is not a regular file")
-            if stat.S_ISREG(mode):
-                found.append(path.relative_to(folder).as_posix())
-        if len(found) > _MAX_FILES:
-            raise ValueError(f"it has more than {_MAX_FILES:,} files")
-    yield from sorted(found)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync_and_digest(path: Path) -> tuple[int, str]:
-    with open(path, "rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        os.fsync(stream.fileno())
-        return os.fstat(stream.fileno()).st_size, digest
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as stream:
-        content = stream.read(_MAX_JSON + 1)
-    if len(content) > _MAX_JSON:
-        raise ValueError(f"{path.name} is larger than {_MAX_JSON:,} bytes")
-    value = json.loads(content)
-    if not isinstance(value, dict):
-        raise ValueError(f"{path.name} does not hold an object")
-    return value
-
-
 def _storage_reason(error: BaseException) -> str | None:
     """Say which failure of the disk lies behind ``error``, or None if it is another kind of error."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError):
-            return seen.strerror or _first_line(seen)
+            return seen.strerror or first_line(seen)
         # TensorStore reports the operating system's error inside the text of a ValueError.
         if match := re.search(r"os_error_code='(\d+)'", str(seen)):
             return os.strerror(int(match[1]))
@@ -485,11 +447,6 @@ def _storage_reason(error: BaseException) -> str | None:
             return os.strerror(errno.ENOSPC)
         seen = seen.__cause__ or seen.__context__
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:400].rstrip(".")
 
 
 def _drop_readers(error: Exception) -> None:
