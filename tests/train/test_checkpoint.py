@@ -303,7 +303,7 @@ def test_a_failing_disk_leaves_the_old_checkpoint(
         if where == "orbax":
             patch.setattr(module, "_write_item", fail)
         elif where == "manifest":
-            patch.setattr(module, "_sync_and_digest", fail)
+            patch.setattr(module, "sync_and_digest", fail)
         else:
             patch.setattr("os.rename", fail)
         with pytest.raises(CheckpointWriteError) as caught:
