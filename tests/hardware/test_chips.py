@@ -52,6 +52,9 @@ def test_every_figure_has_a_source(name):
         "link_bandwidth",
         "interconnect_bandwidth",
         "links_per_chip",
+        "gke_accelerator",
+        "chips_per_host",
+        "most_chips_on_one_host",
     ):
         if getattr(chip, figure) is not None:
             source = chip.source(figure)

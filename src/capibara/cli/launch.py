@@ -40,6 +40,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long processes that are stopped after a failure may take (default: 3)",
     )
+    cluster = parser.add_argument_group("Kubernetes: write a manifest instead of running anything")
+    cluster.add_argument(
+        "--jobset", metavar="NAME", help="print a JobSet of this name, for kubectl apply -f -"
+    )
+    cluster.add_argument("--image", help="the container image, in which Capibara is installed")
+    cluster.add_argument(
+        "--topology",
+        metavar="SLICE",
+        help="a TPU slice of GKE, such as v5e:4x4: one process on each of its hosts",
+    )
+    cluster.add_argument(
+        "--volume",
+        action="append",
+        default=[],
+        metavar="CLAIM:PATH",
+        help="a persistent volume claim that all pods mount, for the folder of the run; may be given again",
+    )
+    cluster.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an environment variable of the processes",
+    )
+    cluster.add_argument("--namespace", help="namespace of the pods")
+    cluster.add_argument("--service-account", metavar="NAME", help="service account of the pods")
+    cluster.add_argument("--spot", action="store_true", help="run on spot nodes of GKE")
+    cluster.add_argument(
+        "--restarts", type=int, default=10, metavar="N", help="start all pods again so often (default: 10)"
+    )
 
 
 def program_of(command: Sequence[str]) -> list[str]:
@@ -75,9 +105,56 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "command: got none. Give one after --, such as: capibara launch -n 2 -- train text.txt"
         )
+    if args.jobset is not None:
+        return _print_jobset(args)
+    for option in ("image", "topology", "volume", "env", "namespace", "service_account", "spot"):
+        if getattr(args, option):
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is for a manifest. Give it a name: --jobset NAME"
+            )
     program = program_of(args.command)
     if args.processes is None:
         raise ConfigError(
             "-n: got none, expected the number of processes, such as: capibara launch -n 2 -- train"
         )
     return launch_processes(program, args.processes, devices=args.devices, logs=args.logs, grace=args.grace)
+
+
+def _print_jobset(args: argparse.Namespace) -> int:
+    from capibara.cli import VERBS
+    from capibara.errors import ConfigError
+    from capibara.launch import jobset_manifest, to_yaml
+
+    if args.image is None:
+        raise ConfigError("--image: got none, expected the container image, in which Capibara is installed")
+    if args.devices is not None or args.logs is not None:
+        raise ConfigError(
+            "--devices and --logs are for processes of this machine. Leave them out with --jobset"
+        )
+    volumes = {path: claim for claim, path in _pairs("volume", args.volume, ":")}
+    manifest = jobset_manifest(
+        args.jobset,
+        # The image has programs of its own: only verbs are known here.
+        ["capibara", *args.command] if args.command[0] in VERBS else args.command,
+        image=args.image,
+        topology=args.topology,
+        processes=args.processes,
+        volumes=volumes,
+        environment=dict(_pairs("env", args.env, "=")),
+        namespace=args.namespace,
+        service_account=args.service_account,
+        spot=args.spot,
+        max_restarts=args.restarts,
+    )
+    sys.stdout.write(to_yaml(manifest))
+    return 0
+
+
+def _pairs(option: str, texts: Sequence[str], sign: str) -> list[tuple[str, str]]:
+    from capibara.errors import ConfigError
+
+    found = [text.partition(sign) for text in texts]
+    for text, (name, _, value) in zip(texts, found, strict=True):
+        if not name or (not value and sign not in text):
+            raise ConfigError(f"--{option}: got {text!r:.80}, expected two parts with {sign!r} between them")
+    return [(name, value) for name, _, value in found]

@@ -27,6 +27,9 @@ _PLAIN = (
     "topology_dims",
     "hbm_bytes",
     "hbm_bandwidth",
+    "gke_accelerator",
+    "chips_per_host",
+    "most_chips_on_one_host",
 )
 _OTHER = {"aliases", "device_kinds", "peak_flops", "sources", "usable_hbm_gib_core", "usable_hbm_gib_chip"}
 

@@ -70,6 +70,9 @@ class Chip:
       links_per_chip: number of such links.
       interconnect_bandwidth: bytes per second, both ways together, over all links of a chip (vendor's figure).
       topology_dims: axes of the grid of chips.
+      gke_accelerator: what Kubernetes calls nodes with these chips (GKE's label ``gke-tpu-accelerator``).
+      chips_per_host: chips on each host of a slice with several hosts.
+      most_chips_on_one_host: chips of the largest slice that has one host.
       sources: (figure, :class:`Source`) pairs.
       measured: whether ``peaks`` were measured on this machine.
     """
@@ -89,6 +92,9 @@ class Chip:
     links_per_chip: int | None = None
     interconnect_bandwidth: float | None = None
     topology_dims: int | None = None
+    gke_accelerator: str | None = None
+    chips_per_host: int | None = None
+    most_chips_on_one_host: int | None = None
     aliases: tuple[str, ...] = ()
     device_kinds: tuple[str, ...] = ()
     sources: tuple[tuple[str, Source], ...] = ()

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from capibara.launch.environment import Membership, described_by_platform, read_membership
+from capibara.launch.jobset import jobset_manifest, to_yaml
 from capibara.launch.supervisor import launch_processes
 
-__all__ = ["Membership", "described_by_platform", "launch_processes", "read_membership"]
+__all__ = [
+    "Membership",
+    "described_by_platform",
+    "jobset_manifest",
+    "launch_processes",
+    "read_membership",
+    "to_yaml",
+]
