@@ -14,8 +14,8 @@ from capibara.hardware import get_chip, list_chips
 from capibara.launch import jobset_manifest, read_membership, to_yaml
 
 # What these manifests use of the schema that JobSet publishes (config/components/crd in kubernetes-sigs/jobset,
-# v1alpha2), which has batch/v1 and core/v1 in it. A dict has these keys and no others, those with "!" always; a list has
-# elements of this kind; a dict of one key "*" has any keys.
+# v1alpha2), which has batch/v1 and core/v1 in it. A dict has these keys and no others, those with "!" always; a list
+# has elements of this kind; a dict of one key "*" has any keys.
 STRING, INTEGER, BOOLEAN = str, int, bool
 NAMES = {"*": STRING}
 POD = {
