@@ -57,6 +57,35 @@ def test_split_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings == ["train.steps=3", "num_layers=2", "steps=5", "trian.steps=1"]
 
 
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".SVG", b"<?xml"), (".pdf", b"%PDF")])
+def test_a_picture_of_a_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, magic: bytes
+) -> None:
+    image = tmp_path / f"curves{suffix}"
+    arguments = [
+        "train",
+        str(trained / "text.txt"),
+        *TINY,
+        "--directory",
+        str(trained / "run"),
+        "--plot",
+        str(image),
+    ]
+    assert main(arguments) == 0
+    assert f"drawn: {image}" in capsys.readouterr().out
+    assert image.read_bytes().startswith(magic)
+
+
+def test_a_picture_of_another_kind_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["train", *TINY, "--directory", str(tmp_path / "run"), "--plot", str(tmp_path / "a.txt")]) == 2
+    )
+    assert "expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_training_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = [
@@ -77,6 +106,9 @@ def test_what_training_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "step 5/6  loss ",
         " left\n",
         "tokens/s  MFU ",
+        "  gradient ",
+        "  rate ",
+        " GiB  pass 0.",
         "step 6: validation ",
         "finished: 6 steps",
     ):

@@ -31,9 +31,14 @@ def test_lines_say_how_long_the_rest_takes(monkeypatch):
     reporter = PlainReporter(stream)
     reporter.start(100, 400)  # resumed: steps before this process say nothing of its speed
     now = 30.0
-    reporter.log(200, 1.0, 1000.0, None)
+    line = {"loss": 1.0, "tokens_per_second": 1000.0, "utilisation": None}
+    reporter.log(200, line)
     now = 90.0
-    reporter.log(400, 1.0, 1000.0, 0.5)
+    more = {"grad_norm": 0.12345, "learning_rate": 2e-3, "memory": 3 << 29, "passes": 0.126}
+    reporter.log(400, {**line, "utilisation": 0.5, **more})
     first, last = stream.getvalue().splitlines()
     assert first == "step 200/400  loss 1.0000  1,000 tokens/s  60 s left"
-    assert last == "step 400/400  loss 1.0000  1,000 tokens/s  MFU 50%"
+    assert (
+        last
+        == "step 400/400  loss 1.0000  1,000 tokens/s  MFU 50%  gradient 0.123  rate 2.00e-03  1.50 GiB  pass 0.13"
+    )

@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train a model further: the folder of a published one (Hugging Face) or of a run, or a GGUF file",
     )
     parser.add_argument("--directory", help="folder of the run (default: checkpoint.directory)")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw the run at the end: losses, gradients, learning rate, speed (.png, .svg, .pdf)",
+    )
     parser.add_argument("--fresh", action="store_true", help="remove the run in the folder and start over")
     parser.add_argument("--allow-new-text", action="store_true", help="continue a run on different text")
     parser.add_argument(
@@ -118,10 +123,13 @@ def _train(args: argparse.Namespace) -> int:
     from capibara.train.examples import load_data
     from capibara.train.float64 import check_float64
     from capibara.train.placement import Placement
+    from capibara.train.plot import check_suffix, plot_run
     from capibara.train.processes import Processes
     from capibara.train.progress import SilentReporter, make_reporter
     from capibara.train.signals import stop_on_signals
 
+    if args.plot is not None:
+        check_suffix(Path(args.plot))
     texts, settings = split_items(args.items)
     planned = origin = tokenizer = None
     if args.plan is not None:
@@ -185,6 +193,10 @@ def _train(args: argparse.Namespace) -> int:
         )
     if report.reason != "already trained":
         reporter.note(str(report))
+    if args.plot is not None and first:
+        metrics = Path(report.directory) / "metrics.jsonl"
+        drawn = plot_run(metrics, Path(args.plot), title=f"{corpus.name}, {model.num_params:,} parameters")
+        reporter.note(f"drawn: {args.plot}" if drawn else f"nothing to draw: {metrics} has no lines")
     if args.json and first:
         print_json(report.to_dict())
     if report.reason == "interrupted" and report.signal is not None:

@@ -684,6 +684,7 @@ class TrainSection(Section):
     eval_every: _Count = Field(default=200, description="steps between validations")
     eval_batches: _Count = Field(default=8, description="batches a validation")
     log_every: _Count = Field(default=10, description="steps between lines in metrics.jsonl")
+    tensorboard: bool = Field(default=False, description="also write files for TensorBoard")
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65_536)] = Field(
         default=1, description="parts that a batch is split into to save memory; divides batch_size"
     )

@@ -105,6 +105,12 @@ class PackedBatches:
             block, row = block + 1, 0
         return packed_rows(rows[self._own], self.sequence_length)
 
+    def passes(self, step: int) -> float:
+        """How often the documents were read before a step: places in the order of them, over their number."""
+        block, row = self._find(step * self.batch_size)
+        places = (block + row / len(self._packed(block))) * self._block
+        return places / sum(len(numbers) for numbers in self._chosen)
+
     def position(self, step: int) -> dict[str, int]:
         """Where the batch of a step begins: what :meth:`seek` takes, as JSON values."""
         block, row = self._find(step * self.batch_size)

@@ -83,6 +83,10 @@ class PairedBatches:
                 )
         self._order = endless_order([len(pairs)], None, seed)
 
+    def passes(self, step: int) -> float:
+        """How often the pairs were read before a step."""
+        return step * self.batch_size / len(self.pairs)
+
     def batch(self, step: int) -> Batch:
         """The batch of a step, counted from 0, as :func:`pair_rows` gives it, and ``reference`` if it is set."""
         first = step * self.batch_size

@@ -97,6 +97,10 @@ class BatchSampler:
         """Number of sequences in one pass over the text."""
         return max(1, (self.tokens.size - self.sequence_length) // self.sequence_length)
 
+    def passes(self, step: int) -> float:
+        """How often the text was read before a step."""
+        return step * self.batch_size / self.windows_per_epoch
+
     def starts(self, step: int) -> np.ndarray:
         """Return where each sequence of the batch at ``step`` begins: int64 ``[batch_size]``."""
         windows = self.windows_per_epoch

@@ -11,7 +11,7 @@ from typing import Any
 
 from capibara.errors import MissingExtraError
 
-__all__ = ["figure_canvas", "optax", "orbax", "require"]
+__all__ = ["figure_canvas", "optax", "orbax", "require", "tensorboard"]
 
 
 def optax() -> Any:
@@ -43,8 +43,17 @@ def figure_canvas() -> tuple[Any, Any]:
     return figure.Figure, canvas.FigureCanvasAgg
 
 
+def tensorboard() -> Any:
+    """The module ``tensorboardX``.
+
+    Raises:
+      MissingExtraError: it is not installed.
+    """
+    return _import("tensorboardX", "tensorboardX", "train.tensorboard=true")
+
+
 def require() -> None:
-    """Import all of them.
+    """Import all that every run needs.
 
     Raises:
       MissingExtraError: one is not installed.

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from capibara.hardware.telemetry import device_memory, host_memory
 from capibara.train.errors import DivergedError
 from capibara.train.metrics import MetricsLog, SilentLog
 from capibara.train.processes import Ballots, Processes
@@ -224,12 +225,19 @@ class Loop:
             "learning_rate": self._line[-1]["learning_rate"],
             "tokens_per_second": rate,
             "utilisation": used,
+            "memory": _memory(self.run.placement.devices),
+            "passes": self._passes(step),
             "seconds": self.seconds,
         }
         self.log.write(entry)
-        self.reporter.log(step, means["loss"], rate, used)
+        self.reporter.log(step, entry)
         self._line.clear()
         self._window = _Meter()
+
+    def _passes(self, step: int) -> float | None:
+        """How often the data was read, if it knows."""
+        passes: Callable[[int], float | None] | None = getattr(self.run.batches, "passes", None)
+        return None if passes is None else passes(self.skips.number(step))
 
     def _evaluate(self, state: TrainState, step: int) -> float | None:
         """Bits per byte of the held-out text; None if there is none."""
@@ -266,6 +274,12 @@ class Loop:
             self.save(state, step, self.seconds, bits, best)
         if best:
             self.best_bits = bits
+
+
+def _memory(devices: Sequence[Any]) -> int | None:
+    """Peak bytes of the fullest device or, where devices say nothing (CPU), of the process."""
+    peaks = [found.peak for found in device_memory(devices) if found.peak is not None]
+    return max(peaks) if peaks else host_memory().peak
 
 
 def _counted(batch: Batch) -> float:

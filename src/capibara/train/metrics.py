@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from capibara.train.errors import RunWriteError
 from capibara.train.rundir import atomic_write
+from capibara.train.tensorboard import EventFiles
 
 __all__ = ["MetricsLog", "SilentLog", "read_losses", "read_metrics"]
 
@@ -75,10 +76,15 @@ class SilentLog:
 
 
 class MetricsLog:
-    """Appends to a metrics file that continues at ``resume_step``; a context manager."""
+    """Appends to a metrics file that continues at ``resume_step``; a context manager.
 
-    def __init__(self, path: Path, *, resume_step: int = 0) -> None:
-        self.path = path
+    ``events`` is given every line too, and closed with the file.
+    """
+
+    _events: EventFiles | None = None
+
+    def __init__(self, path: Path, *, resume_step: int = 0, events: EventFiles | None = None) -> None:
+        self.path, self._events = path, events
         kept = [entry for entry in read_metrics(path) if entry["step"] <= resume_step]
         atomic_write(path, "".join(map(_line, kept)).encode())
         self._stream: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
@@ -91,6 +97,8 @@ class MetricsLog:
         """
         self._guarded(lambda: self._stream.write(_line(entry)))
         self._guarded(self._stream.flush)
+        if self._events is not None:
+            self._events.write(entry)
 
     def sync(self) -> None:
         """Return once every line is on disk."""
@@ -98,6 +106,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file."""
+        if self._events is not None:
+            self._events.close()
         try:
             self._stream.close()
         except OSError as error:  # what a full disk kept in the buffer

@@ -7,12 +7,21 @@ can bring its own.
 from __future__ import annotations
 
 import time
-from typing import Protocol, TextIO
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-__all__ = ["PlainReporter", "Reporter", "RichReporter", "SilentReporter", "duration", "make_reporter"]
+__all__ = [
+    "PlainReporter",
+    "Reporter",
+    "RichReporter",
+    "SilentReporter",
+    "duration",
+    "figures",
+    "make_reporter",
+]
 
 
 def duration(seconds: float) -> str:
@@ -21,6 +30,22 @@ def duration(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / size:.1f} {unit}" if unit == "h" else f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:.1f} days"
+
+
+def figures(line: Mapping[str, Any]) -> list[str]:
+    """The figures of one line of ``metrics.jsonl``, those that it has: loss, rate, MFU, gradient norm, memory …"""
+    found = [f"loss {line['loss']:.4f}", f"{line['tokens_per_second']:,.0f} tokens/s"]
+    if line.get("utilisation") is not None:
+        found.append(f"MFU {line['utilisation']:.0%}")
+    if line.get("grad_norm") is not None:
+        found.append(f"gradient {line['grad_norm']:.3g}")
+    if line.get("learning_rate") is not None:
+        found.append(f"rate {line['learning_rate']:.2e}")
+    if line.get("memory") is not None:
+        found.append(f"{line['memory'] / 2**30:.2f} GiB")
+    if line.get("passes") is not None:
+        found.append(f"pass {line['passes']:.2f}")
+    return found
 
 
 class Reporter(Protocol):
@@ -39,9 +64,8 @@ class Reporter(Protocol):
     def step(self, step: int, loss: float) -> None:
         """A step was finished; ``loss`` in nats."""
 
-    def log(self, step: int, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
-        """A metrics line was written: mean loss, rate, and the part of the measured matrix-multiply rate
-        used."""
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
+        """A line was written to ``metrics.jsonl``; :func:`figures` puts it into words."""
 
     def close(self) -> None:
         """The run is over."""
@@ -62,7 +86,7 @@ class SilentReporter:
     def step(self, step: int, loss: float) -> None:
         """Ignored."""
 
-    def log(self, step: int, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
         """Ignored."""
 
     def close(self) -> None:
@@ -86,15 +110,12 @@ class PlainReporter(SilentReporter):
     def start(self, step: int, total: int) -> None:
         self._total, self._first, self._begun = total, step, time.perf_counter()
 
-    def log(self, step: int, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
-        used = "" if utilisation is None else f"  MFU {utilisation:.0%}"
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
         left = ""
         if self._first < step < self._total:
             seconds = (time.perf_counter() - self._begun) / (step - self._first) * (self._total - step)
             left = f"  {duration(seconds)} left"
-        self.note(
-            f"step {step}/{self._total}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{used}{left}"
-        )
+        self.note(f"step {step}/{self._total}  {'  '.join(figures(line))}{left}")
 
 
 class RichReporter:
@@ -129,10 +150,15 @@ class RichReporter:
         if self._task is not None:
             self._progress.update(self._task, completed=step, loss=f"{loss:.3f}")
 
-    def log(self, step: int, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
         if self._task is not None:
-            used = "" if utilisation is None else f", MFU {utilisation:.0%}"
-            self._progress.update(self._task, rate=f"{tokens_per_second:,.0f} tokens/s{used}")
+            # As many as there is room for beside the bar, the most telling first.
+            room, kept = self._console.width - 75, []
+            for figure in figures(line)[1:]:
+                room -= len(figure) + 2
+                if room >= 0 or not kept:
+                    kept.append(figure)
+            self._progress.update(self._task, rate=", ".join(kept))
 
     def close(self) -> None:
         self._progress.stop()

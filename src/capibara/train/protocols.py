@@ -48,7 +48,10 @@ class Model(Protocol):
 
 
 class Batches(Protocol):
-    """An endless sequence of batches, each a function of its number alone."""
+    """An endless sequence of batches, each a function of its number alone.
+
+    If there is ``passes(step)``, how often the data was read before a step, it is shown.
+    """
 
     @property
     def batch_size(self) -> int:

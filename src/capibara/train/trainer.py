@@ -16,6 +16,7 @@ uninterrupted one.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +46,7 @@ from capibara.train.rundir import atomic_write, lock_run, remove_leftovers
 from capibara.train.saved import Facts, items_of, restore_state
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
+from capibara.train.tensorboard import EventFiles
 
 __all__ = ["Origin", "TrainReport", "checkpoint_store", "train"]
 
@@ -165,6 +167,8 @@ def train(
         64-bit mode, more devices than available.
     """
     extras.require()
+    if config.train.tensorboard:
+        extras.tensorboard()
     processes = Processes.here()
     if reporter is None or not processes.first:
         reporter = SilentReporter()
@@ -182,6 +186,7 @@ def train(
                 store.clear()
                 for name in ("metrics.jsonl", "loss.png", REFERENCE):
                     (folder / name).unlink(missing_ok=True)
+                shutil.rmtree(folder / "tensorboard", ignore_errors=True)
 
         processes.first_does(take_folder)
         processes.check_shared(folder)
@@ -329,10 +334,7 @@ def _run(
             best = (
                 processes.first_does(lambda: _mark_best(store, data)) if config.checkpoint.keep_best else None
             )
-            first_log = (
-                MetricsLog(folder / "metrics.jsonl", resume_step=start) if processes.first else SilentLog()
-            )
-            with first_log as log, watchdog:
+            with _log(config, folder, start) if processes.first else SilentLog() as log, watchdog:
                 loop = Loop(
                     run=run,
                     train_step=train_step,
@@ -381,6 +383,12 @@ def _run(
         signal=stop.signal,
         unit="pair" if isinstance(run.batches, PairedBatches) else data.unit,
     )
+
+
+def _log(config: ModularModelConfig, folder: Path, start: int) -> MetricsLog:
+    """What the run writes besides checkpoints."""
+    events = EventFiles(folder / "tensorboard", resume_step=start) if config.train.tensorboard else None
+    return MetricsLog(folder / "metrics.jsonl", resume_step=start, events=events)
 
 
 def _guard(config: ModularModelConfig, folder: Path, processes: Processes) -> Guard:
