@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import subprocess
@@ -14,12 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from tiny_run import QUICK_COMPILE, TEXT, TINY
 
-from capibara.compilation import persistent_cache
+from capibara.compilation import count_compilations, persistent_cache
 from capibara.compilation.persistent_cache import cache_folder, keep_compiled
+from capibara.jax_versions import watch_program_keys
 from capibara.train import read_losses
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
@@ -215,6 +218,68 @@ def test_the_oldest_programs_make_room(folder: Path, monkeypatch: pytest.MonkeyP
     with keep_compiled(never):
         assert set(entries(folder)) == {"a-cache", "b-cache"}
     assert (folder / "something else").exists()
+
+
+def one_program(number: float) -> bool:
+    """Compile and run one program, another for each number; whether it was read from disk."""
+    x = np.float32(2)
+    jax.clear_caches()
+    with count_compilations() as counts:
+        assert float(np.asarray(jax.jit(lambda x: x * number + 1)(x))) == pytest.approx(2 * number + 1)
+    assert counts.programs == 1
+    return counts.hits == 1
+
+
+def test_what_was_used_stays_and_the_rest_makes_room(folder: Path) -> None:
+    with keep_compiled(never):
+        written: list[str] = []
+        for number in (1.5, 2.5, 3.5):
+            one_program(number)
+            written += sorted(entries(folder).keys() - set(written))
+    names = dict(zip((1.5, 2.5, 3.5), written, strict=True))
+    for age, number in enumerate((3.5, 2.5, 1.5)):
+        os.utime(folder / names[number], (1000 - age, 1000 - age))
+    sizes = {name: (folder / name).stat().st_size for name in names.values()}
+    with keep_compiled(never):
+        assert one_program(1.5)  # the oldest, used now
+    with keep_compiled(never, max_bytes=sizes[names[1.5]] + sizes[names[3.5]]):
+        assert set(entries(folder)) == {names[1.5], names[3.5]}
+
+
+def test_the_size_holds_while_a_process_runs(folder: Path) -> None:
+    with keep_compiled(never):
+        one_program(0.5)
+    (size,) = (path.stat().st_size for path in folder.glob("*-cache"))
+    with keep_compiled(never, max_bytes=3 * size + 20):
+        for number in range(10):
+            one_program(number + 0.25)
+            # The newest is added after room was made.
+            assert len(entries(folder)) <= 4
+    assert len(entries(folder)) == 3
+
+
+def test_threads_share_the_folder_and_the_last_one_restores_the_settings(folder: Path) -> None:
+    before = settings()
+    with keep_compiled(never) as outer:
+        with keep_compiled(never, folder=folder / "other") as inner:
+            assert inner == outer == folder
+        assert settings() == [str(folder), 0.0]
+        assert len(list(folder.glob("session-*"))) == 1
+    assert settings() == before
+    assert not list(folder.glob("session-*"))
+
+
+def test_keys_are_watched_without_a_line_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[tuple[str, bool]] = []
+    logger = logging.getLogger("jax._src.compiler")
+    before = logger.level, list(logger.filters)
+    with keep_compiled(never), watch_program_keys(lambda key, found: seen.append((key, found))):
+        one_program(7.75)
+        one_program(7.75)
+    assert [found for _, found in seen] == [False, True]
+    assert {f"{key}-cache" for key, _ in seen} == set(entries(folder))
+    assert (logger.level, list(logger.filters)) == before
+    assert caplog.records == []
 
 
 @pytest.mark.slow

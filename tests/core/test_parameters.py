@@ -245,3 +245,14 @@ def test_loss_needs_the_state_that_the_model_has() -> None:
 def test_what_is_no_seed_is_refused(wrong: Any) -> None:
     with pytest.raises(InputError, match=r"seed=.* must be an integer"):
         ModularCapibaraModel(small_config("ssm")).init(wrong)
+
+
+def test_parameters_that_are_first_used_inside_a_transformation_are_arrays():
+    config = small_config("attention")
+    model, other = ModularCapibaraModel(config), ModularCapibaraModel(config)
+    jax.eval_shape(model.forward, jax.ShapeDtypeStruct((1, 4), "int32"))
+    assert all(
+        isinstance(leaf, jax.Array) and leaf.is_fully_addressable for leaf in jax.tree.leaves(model.params)
+    )
+    for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,21 +107,23 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     jax.config.update("jax_compilation_cache_dir", before)
 
 
+@cache
 def inputs() -> jax.Array:
-    return jnp.asarray(np.random.default_rng(1).normal(size=(32, 512, 768)), jnp.float32)
+    return jnp.asarray(np.random.default_rng(1).standard_normal((32, 512, 768), np.float32))
 
 
-def rounded_product(x: Any, w: Any) -> np.ndarray:
-    """The product of operands that were rounded to bfloat16."""
-    x, w = (np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for a in (x, w))
-    return x @ w
+def check(result: Any, model: Model) -> None:
+    """The result is the product of operands that were rounded to bfloat16."""
+    assert result.shape == (32, 512, 4)
+    x, w = (np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for a in (inputs()[:2], model.params["w"]))
+    np.testing.assert_allclose(result[:2], x @ w, rtol=1e-4, atol=1e-4)
 
 
 def test_document_1_forward(model: Model) -> None:
     x = inputs()
     with pytest.warns(CompilationOptionWarning, match="enable_async_collective: no effect on cpu"):
         names = run(JITTED_FORWARD, model=model, inputs=x)
-    np.testing.assert_allclose(names["result"], rounded_product(x, model.params["w"]), rtol=1e-4, atol=1e-4)
+    check(names["result"], model)
     (program,) = names["optimized_forward"].programs
     assert "bf16[" in program.as_text()
     with count_compilations() as counts:
@@ -141,7 +144,7 @@ def test_document_2_compile(model: Model) -> None:
         again = names["optimized_forward"](model.params, x)
         jax.block_until_ready((result, again))
     assert counts.programs == 0
-    np.testing.assert_allclose(result, rounded_product(x, model.params["w"]), rtol=1e-4, atol=1e-4)
+    check(result, model)
     np.testing.assert_array_equal(result, again)
     assert "bf16[" in names["compiled_forward"].as_text()
 

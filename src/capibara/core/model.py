@@ -225,7 +225,11 @@ class ModularCapibaraModel:
         if self._state is None and not self.compiled.states:
             self._state = {}  # nothing to be drawn: parameters that were set are not drawn once more for it
         if self._params is None or self._state is None:
-            params, state = self.init(self.config.train.seed)
+            import jax
+
+            # The first use may be inside a transformation, whose values must not stay in the model.
+            with jax.ensure_compile_time_eval():
+                params, state = self.init(self.config.train.seed)
             self._params = params if self._params is None else self._params
             self._state = state if self._state is None else self._state
         return self._params, self._state

@@ -8,6 +8,7 @@ own, and nothing in the file is interpreted but the code.
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import tempfile
@@ -22,9 +23,16 @@ from capibara.compilation.errors import PackedProgramError
 from capibara.compilation.jitted import OptimizedJit, compile_lowered, platform_of
 from capibara.compilation.packing.container import PackedProgram, read_packed
 from capibara.compilation.packing.environment import differences, environment_of
-from capibara.compilation.packing.writing import devices_of, prepare, require_jitted, stablehlo_digest
+from capibara.compilation.packing.writing import (
+    devices_of,
+    inputs_of,
+    prepare,
+    require_jitted,
+    stablehlo_digest,
+)
 from capibara.compilation.persistent_cache import private_cache
 from capibara.compilation.programs import Program
+from capibara.errors import printable
 from capibara.jax_versions import watch_program_keys
 
 __all__ = ["load_program"]
@@ -78,8 +86,8 @@ def load_program(
         )
     if stablehlo_digest(lowered) != packed.stablehlo:
         raise PackedProgramError(
-            f"{name}: was compiled from another program than {function.name} is now: {packed}. "
-            "The function, its inputs or its options changed. Pack it again."
+            f"{name}: was compiled from another program than {function.name} is now: "
+            f"{_changed(packed.inputs, inputs_of(function, signature, len(args)))}. Pack it again."
         )
     compiled = _load(name, packed, lowered, options, function.name)
     program = Program(
@@ -96,6 +104,15 @@ def load_program(
     )
     function.adopt(program)
     return program
+
+
+def _changed(then: tuple[str, ...], now: tuple[str, ...]) -> str:
+    found = [
+        f"{printable(old)} in the file, {new} here"
+        for old, new in itertools.zip_longest(then, now, fillvalue="nothing")
+        if old != new
+    ]
+    return "; ".join(found[:4]) or "with the same inputs, so the function or JAX's settings changed"
 
 
 def _load(name: str, packed: PackedProgram, lowered: Any, options: dict[str, Any], function: str) -> Any:

@@ -19,7 +19,7 @@ from capibara.compilation.persistent_cache import private_cache
 from capibara.compilation.signature import Signature
 from capibara.jax_versions import watch_program_keys
 
-__all__ = ["devices_of", "pack_program", "prepare", "require_jitted"]
+__all__ = ["devices_of", "inputs_of", "pack_program", "prepare", "require_jitted"]
 
 
 def pack_program(
@@ -57,14 +57,10 @@ def pack_program(
                 f"{function.name}: JAX cannot write programs for the platform {platform_of(signature)!r} to a file."
             )
         program = decompress(entry.read_bytes())
-    names = function._dynamic_names(len(args))
-    shown = tuple(
-        f"{where}: {leaf}" for where, leaf in zip(signature.paths(names), signature.leaves, strict=True)
-    )
     return write_packed(
         path,
         function=function.name,
-        inputs=shown,
+        inputs=inputs_of(function, signature, len(args)),
         environment=environment_of(devices_of(signature), options),
         stablehlo=stablehlo_digest(lowered),
         program=program,
@@ -86,6 +82,12 @@ def prepare(
     signature = function._sign(args, kwargs)
     options = compiler_options(function.config.effects(platform_of(signature)))
     return signature, function.lower(*args, **kwargs), options
+
+
+def inputs_of(function: OptimizedJit, signature: Signature, count: int) -> tuple[str, ...]:
+    """One text for each array of a call with ``count`` positional arguments: ``"params['w']: float32[768,16]"``."""
+    paths = signature.paths(function._dynamic_names(count))
+    return tuple(f"{where}: {leaf}" for where, leaf in zip(paths, signature.leaves, strict=True))
 
 
 def devices_of(signature: Signature) -> list[Any]:
