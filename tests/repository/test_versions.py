@@ -358,5 +358,5 @@ def test_the_newest_python_is_found(tmp_path: Path):
 def test_every_extra_is_tried_alone():
     script = (ROOT / ".ci/extras.py").read_text(encoding="utf-8")
     tried = set(re.findall(r"^def (\w+)\(e: Environment\)", script, re.MULTILINE))
-    # `gpu` and `tpu` need their devices, `docs` builds this site.
-    assert tried == {"base", *PROJECT["optional-dependencies"]} - {"gpu", "tpu", "docs"}
+    # `gpu` and `tpu` need their devices, `ray` a cluster; `docs` builds this site.
+    assert tried == {"base", *PROJECT["optional-dependencies"]} - {"gpu", "tpu", "ray", "docs"}
