@@ -244,6 +244,11 @@ class ModularCapibaraModel:
         self._params = value
 
     @property
+    def given(self) -> dict[str, Any] | None:
+        """The model's own parameters if it has them already: they were read, set or used."""
+        return self._params
+
+    @property
     def state(self) -> dict[str, Any]:
         """The model's own non-trained state (codebooks); ``{}`` if it has none. Can be set."""
         return self._own()[1]

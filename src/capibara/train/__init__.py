@@ -21,6 +21,7 @@ require_supported_jax()  # first: an old JAX would fail below, less clearly
 from capibara.train.batches import BatchSampler, validation_batches
 from capibara.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from capibara.train.data import Corpus, load_corpus, split_corpus
+from capibara.train.distributed import TpuDistributedTrainer
 from capibara.train.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
@@ -35,6 +36,7 @@ from capibara.train.errors import (
     TextNotFoundError,
     TrainError,
 )
+from capibara.train.fitting import FitReport
 from capibara.train.metrics import MetricsLog, read_losses, read_metrics
 from capibara.train.optimizer import build_optimizer, decay_mask, learning_rate_schedule
 from capibara.train.placement import Placement
@@ -57,6 +59,7 @@ __all__ = [
     "CorruptionError",
     "DataError",
     "DivergedError",
+    "FitReport",
     "MetricsLog",
     "Origin",
     "Placement",
@@ -67,6 +70,7 @@ __all__ = [
     "RunLockedError",
     "RunWriteError",
     "TextNotFoundError",
+    "TpuDistributedTrainer",
     "TrainError",
     "TrainReport",
     "TrainState",

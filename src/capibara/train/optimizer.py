@@ -18,7 +18,14 @@ from capibara.train import extras
 if TYPE_CHECKING:
     import optax
 
-__all__ = ["build_optimizer", "decay_mask", "is_orthogonal", "learning_rate_schedule", "muon_dimensions"]
+__all__ = [
+    "build_optimizer",
+    "decay_mask",
+    "is_orthogonal",
+    "learning_rate_schedule",
+    "muon_dimensions",
+    "named_optimizer",
+]
 
 STACKING_AXES = frozenset({"layers", "layer", "repeat", "blocks"})
 """Logical axes that only stack equal blocks; they do not make a norm's scale a matrix."""
@@ -143,12 +150,41 @@ def build_optimizer(config: Any, *, param_axes: Any | None = None) -> optax.Grad
     Raises:
       ConfigError: an unknown optimizer.
     """
-    optax = extras.optax()
     settings = config.optimizer
-    betas = {"b1": settings.beta1, "b2": settings.beta2}
+    return named_optimizer(
+        settings.name,
+        learning_rate_schedule(config),
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        grad_clip_norm=settings.grad_clip_norm,
+        param_axes=param_axes,
+    )
+
+
+def named_optimizer(
+    name: str,
+    schedule: Callable[[Any], Any],
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+    grad_clip_norm: float,
+    param_axes: Any | None = None,
+) -> optax.GradientTransformation:
+    """One of the optimizers of :func:`build_optimizer`.
+
+    Args:
+      name: as ``optimizer.name``. schedule: step → learning rate. betas: as ``optimizer.beta1`` and ``beta2``.
+      weight_decay: decoupled, on matrices. grad_clip_norm: the largest global norm; 0: not clipped.
+      param_axes: logical names of the parameters' dimensions, if there are any.
+
+    Raises:
+      ConfigError: an unknown optimizer.
+    """
+    optax = extras.optax()
+    beta1, beta2 = betas
     directions: dict[str, Callable[[], optax.GradientTransformation]] = {
-        "adamw": lambda: optax.scale_by_adam(**betas),
-        "lion": lambda: optax.scale_by_lion(**betas),
+        "adamw": lambda: optax.scale_by_adam(b1=beta1, b2=beta2),
+        "lion": lambda: optax.scale_by_lion(b1=beta1, b2=beta2),
         "adafactor": lambda: optax.chain(
             optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
         ),
@@ -156,28 +192,21 @@ def build_optimizer(config: Any, *, param_axes: Any | None = None) -> optax.Grad
         "muon": lambda: optax.chain(
             optax.contrib.muon(
                 1.0,
-                beta=settings.beta1,
-                adam_b1=settings.beta1,
-                adam_b2=settings.beta2,
+                beta=beta1,
+                adam_b1=beta1,
+                adam_b2=beta2,
                 muon_weight_dimension_numbers=lambda params: muon_dimensions(params, param_axes),
                 consistent_rms=0.2,
             ),
             optax.scale(-1.0),
         ),
-        "sgd": lambda: optax.trace(decay=settings.beta1) if settings.beta1 else optax.identity(),
+        "sgd": lambda: optax.trace(decay=beta1) if beta1 else optax.identity(),
     }
-    if settings.name not in directions:
-        raise ConfigError(
-            f"optimizer.name={settings.name!r} is not known; it must be one of {', '.join(directions)}."
-        )
-    clip = (
-        optax.identity()
-        if not settings.grad_clip_norm
-        else optax.clip_by_global_norm(settings.grad_clip_norm)
-    )
+    if name not in directions:
+        raise ConfigError(f"optimizer.name={name!r} is not known; it must be one of {', '.join(directions)}.")
     return optax.chain(
-        clip,
-        directions[settings.name](),
-        optax.add_decayed_weights(settings.weight_decay, mask=lambda params: decay_mask(params, param_axes)),
-        optax.scale_by_learning_rate(learning_rate_schedule(config)),
+        optax.clip_by_global_norm(grad_clip_norm) if grad_clip_norm else optax.identity(),
+        directions[name](),
+        optax.add_decayed_weights(weight_decay, mask=lambda params: decay_mask(params, param_axes)),
+        optax.scale_by_learning_rate(schedule),
     )

@@ -232,35 +232,39 @@ class Placement:
             ]
         return pieces
 
-    def make_state(self, model: Model, optimizer: Optimizer, *, seed: int, params: Any = None) -> TrainState:
+    def make_state(
+        self, model: Model, optimizer: Optimizer, *, seed: int, params: Any = None, ema: bool = False
+    ) -> TrainState:
         """The state before the first step, on the devices.
 
         Args:
           params: the parameters, which nothing else may use: the first step donates them. By default drawn from the
             seed.
+          ema: with a moving average of the parameters, which begins with them.
         """
-        make = first_state(model, optimizer, seed)
+        make = first_state(model, optimizer, seed, ema=ema)
         if self.layout is not None:
             # Every device makes its own part: the whole state need not fit on any.
-            where = jax.tree.map(lambda leaf: leaf.sharding, self.describe_state(model, optimizer))
+            where = jax.tree.map(lambda leaf: leaf.sharding, self.describe_state(model, optimizer, ema=ema))
             return jax.jit(make, out_shardings=where)(params)
         if params is not None:
             return self.put_state(make(params))
         # A copy: the step donates its state, and the model may still hold the arrays it was initialised with.
         return self.put_state(jax.tree.map(jnp.copy, make(None)))
 
-    def describe_state(self, model: Model, optimizer: Optimizer) -> TrainState:
+    def describe_state(self, model: Model, optimizer: Optimizer, *, ema: bool = False) -> TrainState:
         """The state of a run as ``jax.ShapeDtypeStruct`` with shardings.
 
         Args:
           model: anything with ``init(seed)``; ``param_axes`` and ``state_axes`` (logical axis names, nested like the
             parameters and the state) are used if it has them.
           optimizer: an ``optax.GradientTransformation``.
+          ema: with a moving average of the parameters, sharded as moments are.
 
         Raises:
           ConfigError: the layout shards parameters, but the model does not name their dimensions.
         """
-        shapes = jax.eval_shape(first_state(model, optimizer, 0), None)
+        shapes = jax.eval_shape(first_state(model, optimizer, 0, ema=ema), None)
         whole = self.replicated
 
         def placed(leaf: Any, where: Sharding) -> Any:
@@ -293,14 +297,9 @@ class Placement:
             # Of a moment that is kept in factors these are small: sums over rows and over columns.
             return placed(leaf, where if leaf.shape == param.shape else whole)
 
-        opt_state = optax.tree_utils.tree_map_params(
-            optimizer,
-            placed_moment,
-            shapes.opt_state,
-            moments,
-            trained_part(model, shapes.params),
-            transform_non_params=lambda leaf: placed(leaf, whole),
-            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+        trained = trained_part(model, shapes.params)
+        opt_state = _placed_optimizer(
+            optimizer, shapes.opt_state, trained, moments, placed_moment, lambda leaf: placed(leaf, whole)
         )
         if self.layout.offload == "optimizer":
             opt_state = jax.tree.map(_in_host_memory, opt_state)
@@ -310,10 +309,50 @@ class Placement:
             opt_state=opt_state,
             model_state=jax.tree.map(placed, shapes.model_state, states),
             key=placed(shapes.key, whole),
+            ema=None if shapes.ema is None else jax.tree.map(placed, shapes.ema, moments),
         )
 
 
-def first_state(model: Model, optimizer: Optimizer, seed: int) -> Callable[[Any], TrainState]:
+def _placed_optimizer(
+    optimizer: Optimizer,
+    state: Any,
+    params: Any,
+    moments: Any,
+    moment: Callable[..., Any],
+    other: Callable[..., Any],
+) -> Any:
+    """``moment(leaf, sharding, parameter)`` of what is kept of each parameter, ``other(leaf)`` of the rest.
+
+    Optax knows which is which, by running a transformation's ``init`` on placeholders. One of another kind that looks
+    at the parameters cannot be asked: there, what is nested like the parameters belongs to them.
+    """
+    optax = extras.optax()
+    try:
+        return optax.tree_utils.tree_map_params(
+            optimizer,
+            moment,
+            state,
+            moments,
+            params,
+            transform_non_params=other,
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+        )
+    except Exception:
+        nesting = jax.tree.structure(params)
+
+        def alike(tree: Any) -> bool:
+            return jax.tree.structure(tree) == nesting
+
+        return jax.tree.map(
+            lambda tree: jax.tree.map(moment, tree, moments, params) if alike(tree) else other(tree),
+            state,
+            is_leaf=alike,
+        )
+
+
+def first_state(
+    model: Model, optimizer: Optimizer, seed: int, *, ema: bool = False
+) -> Callable[[Any], TrainState]:
     """A function of the parameters, or of ``None`` to draw them, that creates the state before the first step."""
 
     def make(params: Any) -> TrainState:
@@ -321,7 +360,14 @@ def first_state(model: Model, optimizer: Optimizer, seed: int) -> Callable[[Any]
             params, model_state = model.init(seed)
         else:
             model_state = jax.jit(lambda: model.init(seed)[1])()  # does not draw parameters
-        return TrainState.create(params, model_state, optimizer.init(trained_part(model, params)), seed=seed)
+        trained = trained_part(model, params)
+        # At least float32: what one step adds to it is small. A copy: the step donates both.
+        average = (
+            jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), trained)
+            if ema
+            else None
+        )
+        return TrainState.create(params, model_state, optimizer.init(trained), seed=seed, ema=average)
 
     return make
 

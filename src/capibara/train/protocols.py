@@ -24,7 +24,8 @@ class Model(Protocol):
 
     Further attributes are used if there are any: ``param_axes`` and ``state_axes`` (the logical name of each dimension,
     nested like the parameters and the state), which layouts shard by; ``on_mesh(mesh, rules)``, the same model compiled
-    for a mesh; ``trainable`` (a boolean for each parameter), if not all are trained.
+    for a mesh; ``trainable`` (a boolean for each parameter), if not all are trained; ``given``, parameters that it has
+    already.
     """
 
     @property

@@ -3,6 +3,7 @@
 ::
 
     model/      params, state
+    ema/        params: the moving average of those that are trained, if it is kept
     training/   opt_state, step, key: what only training needs; an imported model has none
     meta.json   :class:`Facts`
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from capibara.compose import param_shardings
 from capibara.train.checkpoint import Checkpoint
@@ -107,6 +109,7 @@ def items_of(state: TrainState) -> dict[str, Any]:
     """The arrays of a run, for ``CheckpointStore.save``."""
     return {
         **model_items(state.params, state.model_state),
+        **({} if state.ema is None else {"ema": {"params": state.ema}}),
         "training": {
             "opt_state": state.opt_state,
             "step": state.step,
@@ -164,11 +167,22 @@ def restore_state(checkpoint: Checkpoint, state: TrainState) -> TrainState:
         },
     )
     model = checkpoint.restore("model", {"params": state.params, "state": state.model_state})
+    average = None
+    if state.ema is not None and (checkpoint.path / "ema").is_dir():
+        average = checkpoint.restore("ema", {"params": state.ema})["params"]
+    elif state.ema is not None:  # it begins now, with the parameters
+        average = jax.tree.map(
+            lambda like, leaf: None if like is None else jnp.array(leaf, like.dtype, copy=True),
+            state.ema,
+            model["params"],
+            is_leaf=lambda leaf: leaf is None,
+        )
     restored = TrainState(
         training["step"],
         model["params"],
         training["opt_state"],
         model["state"],
         jax.random.wrap_key_data(training["key"]),
+        average,
     )
     return jax.device_put(restored, jax.tree.map(lambda leaf: leaf.sharding, state))

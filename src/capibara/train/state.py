@@ -27,6 +27,7 @@ class TrainState:
       opt_state: the optimizer's state.
       model_state: what the model updates without gradients (codebook averages …); ``{}`` if nothing.
       key: a typed PRNG key that never changes; step ``t`` uses ``jax.random.fold_in(key, t)``.
+      ema: the exponential moving average of the trained parameters, nested like them; None: not kept.
     """
 
     step: jax.Array
@@ -34,8 +35,11 @@ class TrainState:
     opt_state: Any
     model_state: Any
     key: jax.Array
+    ema: Any = None
 
     @classmethod
-    def create(cls, params: Any, model_state: Any, opt_state: Any, *, seed: int) -> TrainState:
+    def create(
+        cls, params: Any, model_state: Any, opt_state: Any, *, seed: int, ema: Any = None
+    ) -> TrainState:
         """Build the state before the first step; ``seed`` names the run's randomness (dropout …)."""
-        return cls(jnp.int32(0), params, opt_state, model_state, jax.random.key(seed))
+        return cls(jnp.int32(0), params, opt_state, model_state, jax.random.key(seed), ema)

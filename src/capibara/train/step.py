@@ -26,7 +26,7 @@ __all__ = ["make_eval_step", "make_train_step", "train_step"]
 
 
 def microbatch(batch: Any, accumulation_steps: int) -> Any:
-    """Split ``[batch, length]`` into ``[accumulation_steps, batch / accumulation_steps, length]``.
+    """Split ``[batch, …]`` into ``[accumulation_steps, batch / accumulation_steps, …]``.
 
     Args:
       batch: tokens, or a batch of several arrays.
@@ -41,20 +41,29 @@ def microbatch(batch: Any, accumulation_steps: int) -> Any:
                 f"train.batch_size={array.shape[0]} must be a multiple of "
                 f"train.gradient_accumulation_steps={accumulation_steps}."
             )
-        return array.reshape(accumulation_steps, -1, array.shape[1])
+        return array.reshape(accumulation_steps, array.shape[0] // accumulation_steps, *array.shape[1:])
 
     return jax.tree.map(split, batch)
 
 
 def train_step(
-    model: Model, optimizer: Optimizer, *, schedule: Callable[[Any], Any] | None = None
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    schedule: Callable[[Any], Any] | None = None,
+    ema: float | None = None,
 ) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
     """The pure function ``(state, batch) -> (state, metrics)`` that :func:`make_train_step` compiles.
 
     ``batch["tokens"]`` is int32 ``[microbatches, rows, length + 1]``, as are the other arrays of a batch that the
-    model's loss takes; with ``weights`` a microbatch counts as much as its tokens do. Metrics are float32 scalars,
-    means over the microbatches: ``loss``, ``cross_entropy`` (nats per token), ``grad_norm`` before clipping,
-    ``learning_rate`` if a schedule is given, and whatever else the model's loss reports.
+    model's loss takes; of another model's batch each array is ``[microbatches, rows, …]``. With ``weights`` a
+    microbatch counts as much as its tokens (or targets) do. Metrics are float32 scalars, means over the microbatches:
+    ``loss``, ``cross_entropy`` (nats per token), ``grad_norm`` before clipping, ``learning_rate`` if a schedule is
+    given, and whatever else the model's loss reports.
+
+    Args:
+      ema: the decay of the moving average of the parameters, ``ema = decay · ema + (1 - decay) · params`` after each
+        step (Polyak & Juditsky, 1992); None or 0: there is none.
     """
 
     def loss_and_grad(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
@@ -68,7 +77,7 @@ def train_step(
         return grads, new_state, {**metrics, "loss": value}
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        count = batch["tokens"].shape[0]
+        count = jax.tree.leaves(batch)[0].shape[0]
         key = jax.random.fold_in(state.key, state.step)
         trained = trained_part(model, state.params)
         if count == 1:
@@ -78,7 +87,8 @@ def train_step(
             # Each microbatch's mean, as often as its tokens count.
             shares = None
             if "weights" in batch and "reference" not in batch:  # of pairs each counts alike
-                shares = jnp.sum(batch["weights"][..., 1:], axis=(1, 2))
+                counted = batch["weights"][..., 1:] if "tokens" in batch else batch["weights"]
+                shares = jnp.sum(counted, axis=tuple(range(1, counted.ndim)))
                 shares = shares * (count / jnp.maximum(jnp.sum(shares), 1e-9))
 
             def body(carry: Any, inputs: Any) -> Any:
@@ -114,7 +124,13 @@ def train_step(
         scalars = {
             name: jnp.asarray(value, jnp.float32) for name, value in metrics.items() if not jnp.ndim(value)
         }
-        return TrainState(state.step + 1, params, opt_state, model_state, state.key), scalars
+        average = state.ema
+        if ema and average is not None:
+            part = 1 - ema
+            average = jax.tree.map(
+                lambda old, new: old + part * (new.astype(old.dtype) - old), average, trained
+            )
+        return TrainState(state.step + 1, params, opt_state, model_state, state.key, average), scalars
 
     return step
 
@@ -125,14 +141,16 @@ def make_train_step(
     *,
     schedule: Callable[[Any], Any] | None = None,
     shardings: TrainState | None = None,
+    ema: float | None = None,
 ) -> jax.stages.Wrapped:
     """Compile :func:`train_step`; the input state is donated.
 
     Args:
       shardings: of the state, on input and output; by default left to the compiler. Optimizer arrays in the hosts'
         memory are fetched before their update and sent back after it.
+      ema: as for :func:`train_step`.
     """
-    step = train_step(model, optimizer, schedule=schedule)
+    step = train_step(model, optimizer, schedule=schedule, ema=ema)
     if shardings is None:
         return jax.jit(step, donate_argnums=0)
     if any(where.memory_kind == HOST_MEMORY for where in jax.tree.leaves(shardings.opt_state)):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from capibara.compose.errors import InputError, PicklingError
+from capibara.compose.errors import CompileError, InputError, PicklingError
 from capibara.compose.logical.model import Model
 from capibara.compose.physical.checks import as_dicts, check_call, check_float64, checked_cotangents
 from capibara.compose.physical.explicit import automatic_mesh, is_explicit, run_automatic
@@ -193,6 +193,38 @@ class CompiledModel:
         import math
 
         return sum(math.prod(spec.sizes({}, ".".join(path))) for path, spec in self.params.items())
+
+    def on_mesh(self, mesh: Any, rules: Any | None = None) -> CompiledModel:
+        """The same program for a mesh: parameters and activations are sharded over it.
+
+        Args:
+            mesh: a ``jax.sharding.Mesh``. rules: the mesh axis of each logical axis; by default ``AxisRules()``.
+
+        Raises:
+            CompileError: the backend is not JAX, or the model has an unknown axis name.
+        """
+        if not self._in_jax:
+            raise CompileError(
+                f"on_mesh: {self.backend!r} has no meshes. Compile the model with a JaxBackend"
+            )
+        backend = type(self.backend)(
+            policy=self.backend.policy,
+            jit=self.backend.jit_default,
+            device_mesh=automatic_mesh(mesh),
+            rules=rules,
+            precision=self.backend.precision,
+            debug=self.backend.debug,
+        )
+        groups = {
+            "input": self.inputs,
+            "output": self.outputs,
+            "parameter": self.params,
+            "state": self.states,
+        }
+        backend.check_axes(
+            {f"{what} {k!r}": s.axes for what, group in groups.items() for k, s in group.items()}
+        )
+        return type(self)(self.model, backend, self._program)
 
     # ---- arrays to start from -----------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""Training meshes, at their documented name: a thin face of :mod:`capibara.plan.sharding`."""
+"""Distributed training, at its documented names: a face of :mod:`capibara.train` and :mod:`capibara.plan.sharding`."""
 
 from __future__ import annotations
 
 from capibara.plan.sharding import create_training_mesh
+from capibara.train.distributed import TpuDistributedTrainer
 
-__all__ = ["create_training_mesh"]
+__all__ = ["TpuDistributedTrainer", "create_training_mesh"]

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from capibara import sharding
 from capibara.config import ModularModelConfig
 from capibara.plan.slices import Slice
 from capibara.sharding import Layout
 
 __all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes"]
 
-# Gathers of parameters run while the layer before computes. On v4 the compiler refuses the wider
-# xla_tpu_enable_async_collective_fusion, and its all-reduce always waits.
-ASYNCHRONOUS = (
-    ("xla_enable_async_all_gather", "true"),
-    ("xla_tpu_enable_latency_hiding_scheduler", "true"),
-)
+ASYNCHRONOUS = tuple((name, str(value)) for name, value in sharding.ASYNCHRONOUS["tpu"].items())
 # XLA cuts a product with a gathered operand into a loop over its parts, to send one while it multiplies by another.
 # Gathers of parameters are hidden better behind whole products: the shipped production step on v4-32 is predicted at
 # 2.2 s so, at 4.0 s cut. Where activations are exchanged (a model axis) it can be either way, so both are tried.

@@ -1,0 +1,111 @@
+"""The loop of :meth:`capibara.train.TpuDistributedTrainer.train`, and what it did."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from capibara.train.errors import DataError, DivergedError
+from capibara.train.feed import rows_of
+
+if TYPE_CHECKING:
+    from capibara.train.distributed import TpuDistributedTrainer
+
+__all__ = ["FitReport", "run_batches", "sizes_for"]
+
+_STEPS_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What :meth:`TpuDistributedTrainer.train` did.
+
+    Attributes:
+      steps: optimizer steps that it took; step: those of the trainer in all.
+      losses: of each of its steps.
+      metrics: of the last step.
+      validation: of the last evaluation; None without validation data.
+      dropped_rows: rows of batches that the mesh does not divide, which were left out.
+      seconds: from the first step to the last, with compilation.
+    """
+
+    steps: int
+    step: int
+    losses: tuple[float, ...] = field(repr=False)
+    metrics: Mapping[str, float]
+    validation: Mapping[str, float] | None
+    dropped_rows: int
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Of the last step."""
+        return self.losses[-1]
+
+
+def run_batches(
+    trainer: TpuDistributedTrainer,
+    batches: Iterable[Any],
+    *,
+    on_step: Callable[[int, Mapping[str, float]], None] | None,
+    save: tuple[str | os.PathLike[str], int | None] | None,
+) -> tuple[list[float], dict[str, float], int]:
+    """Take a step for each batch, reading the loss of one only when the next ones are already queued.
+
+    Args:
+      on_step: called with the number and the metrics of each step.
+      save: the folder of checkpoints, and the number of steps between them.
+
+    Returns:
+      ``(losses, metrics of the last step, rows left out)``.
+
+    Raises:
+      DataError: there are no batches. DivergedError: a loss is not finite.
+    """
+    losses: list[float] = []
+    pending: deque[tuple[int, dict[str, jax.Array]]] = deque()
+    last: dict[str, float] = {}
+    full = dropped = 0
+
+    def finish() -> None:
+        nonlocal last
+        number, metrics = pending.popleft()
+        last = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not math.isfinite(last["loss"]):
+            raise DivergedError(f"the loss became {last['loss']} at step {number}. Lower the learning rate.")
+        losses.append(last["loss"])
+        if on_step is not None:
+            on_step(number, last)
+
+    for batch in batches:
+        arrays = trainer.arrays(batch)
+        rows = rows_of(arrays)
+        if rows < full and not trainer.divides(rows):
+            dropped += rows  # the rest at the end of a data set
+            continue
+        full = max(full, rows)
+        metrics = trainer.step(arrays)
+        pending.append((trainer.step_count, metrics))
+        while len(pending) > _STEPS_AHEAD:
+            finish()
+        if save is not None and save[1] and trainer.step_count % save[1] == 0:
+            trainer.save(save[0])
+    while pending:
+        finish()
+    if not losses:
+        raise DataError("data: there is not one batch in it.")
+    return losses, last, dropped
+
+
+def sizes_for(given: Mapping[str, Any], data: Any) -> dict[str, Any]:
+    """The sizes that a validation set is asked for, of those that training was given."""
+    if callable(getattr(data, "validation_batches", None)):
+        return {name: given[name] for name in ("batch_size", "sequence_length")}
+    in_memory = isinstance(data, tuple | Mapping) or hasattr(data, "shape")
+    return {"batch_size": given["batch_size"]} if in_memory else {}

@@ -1,0 +1,211 @@
+"""What a trainer's options turn into: compiler options, a policy of what is kept, an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from capibara.compose.physical.explicit import automatic_mesh
+from capibara.config.axes import AxisRules
+from capibara.config.sections import OptimizerSection
+from capibara.errors import ConfigError, did_you_mean
+from capibara.hardware import build_mesh
+from capibara.sharding import ASYNCHRONOUS
+from capibara.train import extras
+from capibara.train.optimizer import build_optimizer, learning_rate_schedule, named_optimizer
+from capibara.train.placement import HOST_MEMORY
+from capibara.train.rematerialise import recomputed
+
+__all__ = [
+    "asynchronous_options",
+    "check_axes",
+    "chosen_optimizer",
+    "offload_policy",
+    "training_mesh",
+    "with_recomputing",
+]
+
+_BATCH_AXES = ("data", "fsdp", "expert")
+
+
+def asynchronous_options(device: Any) -> dict[str, Any]:
+    """The compiler options that let collectives run beside computation.
+
+    Raises:
+      ConfigError: the platform's compiler has none.
+    """
+    if device.platform not in ASYNCHRONOUS:
+        raise ConfigError(
+            f"async_gradient_communication=True: no compiler option is known for {device.platform} devices, only for "
+            f"{', '.join(ASYNCHRONOUS)}. Leave it out"
+        )
+    return dict(ASYNCHRONOUS[device.platform])
+
+
+def offload_policy(device: Any) -> Callable[..., Any]:
+    """A policy of ``jax.checkpoint``: the results of matrix products go to the host's memory.
+
+    Raises:
+      ConfigError: the devices cannot reach it.
+    """
+    there = {memory.kind for memory in device.addressable_memories()}
+    if HOST_MEMORY not in there:
+        raise ConfigError(
+            f"activation_offloading=True: {device.platform} devices here cannot reach the host's memory "
+            f"({HOST_MEMORY!r} is not among {', '.join(sorted(there))}). Leave it out"
+        )
+    return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
+
+
+class with_recomputing:
+    """A model whose loss computes activations again in the backward pass; otherwise the same."""
+
+    def __init__(self, model: Any, policy: Callable[..., Any] | None) -> None:
+        self._model, self._policy = model, policy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def loss(self, params: Any, batch: Any, *, state: Any, key: Any = None, train: bool = True) -> Any:
+        """As the model's."""
+
+        def run(params: Any, batch: Any, state: Any, key: Any) -> Any:
+            return self._model.loss(params, batch, state=state, key=key, train=train)
+
+        return recomputed(run, self._policy)(params, batch, state, key)
+
+
+def check_axes(model: Any, mesh: Any, *, named: bool) -> None:
+    """Refuse a mesh axis along which every device would do the same work.
+
+    Raises:
+      ConfigError: it names the axis.
+    """
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    rules = AxisRules()
+    known = {
+        name
+        for table in (rules.parameters, rules.activations)
+        for places in table.values()
+        for place in places
+        for name in place.split("+")
+    }
+    for axis, size in sizes.items():
+        if axis not in known:
+            raise ConfigError(
+                f"mesh: nothing is sharded along {axis!r}, so that its {size} devices would all do the same work; "
+                f"expected any of {', '.join(sorted(known))}.{did_you_mean(axis, sorted(known))}"
+            )
+        if axis == "pipeline":
+            raise ConfigError(
+                f"mesh: the axis 'pipeline' has {size} devices, and the trainer has no pipeline schedule. Use "
+                "pipeline_parallel_size=1, and more devices along data, fsdp, model or context"
+            )
+        composed = hasattr(model, "on_mesh")
+        if axis not in _BATCH_AXES and not (composed or named or _names_axes(model)):
+            raise ConfigError(
+                "mesh: this model does not name the dimensions of its parameters, so nothing would be sharded along "
+                f"{axis!r}. Give param_axes=, nested like the parameters, as {{'kernel': ('embed', 'mlp')}}, or use "
+                "the axes data and fsdp"
+            )
+        if axis in ("context", "sequence") and not composed:
+            raise ConfigError(
+                f"mesh: {axis!r} shards the positions of Capibara's own models; a function of another framework would "
+                "compute all of them on every device. Use the axes data, fsdp and model"
+            )
+
+
+def _names_axes(model: Any) -> bool:
+    """Whether a model's own parameters have names of dimensions that are not guessed."""
+    return getattr(model, "axes", None) is not None or (
+        not hasattr(model, "loss_of") and getattr(model, "param_axes", None) is not None
+    )
+
+
+def chosen_optimizer(
+    given: Any,
+    model: Any,
+    *,
+    optimizer: Any,
+    learning_rate: Any,
+    weight_decay: float | None,
+    max_grad_norm: float | None,
+) -> tuple[Any, Any]:
+    """``(gradient transformation, schedule)``; the schedule of one's own transformation is not known: None.
+
+    Raises:
+      ConfigError: an unknown name, something that is not a transformation, or settings that it would ignore.
+    """
+    settings: Mapping[str, Any] = {
+        "learning_rate": learning_rate,
+        "weight_decay": weight_decay,
+        "max_grad_norm": max_grad_norm,
+    }
+    axes = getattr(model, "axes", None) if hasattr(model, "make") else getattr(model, "param_axes", None)
+    said = {name: value for name, value in settings.items() if value is not None}
+    if optimizer is not None and not isinstance(optimizer, str):
+        if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+            raise ConfigError(
+                f"optimizer: got {type(optimizer).__name__}, expected an optax.GradientTransformation or one of "
+                f"{', '.join(OptimizerSection.model_fields['name'].annotation.__args__)}"  # type: ignore[union-attr]
+            )
+        if said:
+            raise ConfigError(
+                f"{', '.join(said)}: an optimizer of your own has these itself, and would ignore them here. Leave them "
+                "out, or name the optimizer: optimizer='adamw'"
+            )
+        return optimizer, None
+    config = getattr(model, "config", None)
+    if optimizer is None and not said and hasattr(config, "optimizer"):
+        return build_optimizer(config, param_axes=axes), learning_rate_schedule(config)
+    rate = 1e-3 if learning_rate is None else learning_rate
+    schedule = rate if callable(rate) else extras.optax().constant_schedule(_rate(rate))
+    own = OptimizerSection(name="adamw" if optimizer is None else _known(optimizer))
+    built = named_optimizer(
+        own.name,
+        schedule,
+        betas=(own.beta1, own.beta2),
+        weight_decay=weight_decay or 0.0,
+        grad_clip_norm=max_grad_norm or 0.0,
+        param_axes=axes,
+    )
+    return built, schedule
+
+
+def _rate(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 10:
+        raise ConfigError(
+            f"learning_rate: got {value!r}, expected a number above 0, or a function of the step"
+        )
+    return float(value)
+
+
+def _known(name: str) -> Any:
+    from typing import get_args
+
+    names = get_args(OptimizerSection.model_fields["name"].annotation)
+    if name not in names:
+        raise ConfigError(
+            f"optimizer: got {name!r}, expected one of {', '.join(names)}.{did_you_mean(name, names)}"
+        )
+    return name
+
+
+def training_mesh(mesh: Any) -> jax.sharding.Mesh:
+    """A mesh with automatic axes; of all devices along ``data`` if there is none.
+
+    Raises:
+      ConfigError: it is something else.
+    """
+    if mesh is None:
+        devices = jax.devices()
+        return build_mesh((len(devices),), ("data",), devices)
+    mesh = getattr(mesh, "mesh", mesh)  # of create_mesh_sharding
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ConfigError(
+            f"mesh: got {type(mesh).__name__}, expected a jax.sharding.Mesh, such as "
+            "create_training_mesh(total_chips=8, data_parallel_size=4, model_parallel_size=2)"
+        )
+    return automatic_mesh(mesh)
