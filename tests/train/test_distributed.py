@@ -282,7 +282,7 @@ out["fsdp"] = run(both, use_gradient_checkpointing=True)
 names = {"in": (None, "mlp"), "out": ("mlp", None)}
 out["tensor"] = run(mesh(("data", 2), ("model", 4)), param_axes=names)
 refused = {}
-for name, axes in {"model": [("data", 2), ("model", 4)], "context": [("sequence", 8)], "pipeline": [("pipeline", 8)],
+for name, axes in {"model": [("data", 2), ("model", 4)], "context": [("context", 8)], "pipeline": [("pipeline", 8)],
                    "nothing": [("modell", 8)]}.items():
     try:
         TpuDistributedTrainer((init, apply), mesh(*axes))

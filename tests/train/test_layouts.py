@@ -226,7 +226,7 @@ for layout, settings in json.loads(sys.argv[1]):
     here = [
         sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
             if x.sharding.memory_kind != "pinned_host")
-        for tree in (run.state.params, run.state.opt_state, [batch, run.state.step])
+        for tree in (run.state.params, (run.state.opt_state, run.state.ema), [batch, run.state.step])
     ]
     here[2] += 8  # the key, two numbers of 32 bits
     out.append([text == planned.lowered.as_text(), text.count("sharding") > 10, mine == here])
@@ -245,7 +245,7 @@ def test_the_step_is_the_one_that_was_planned() -> None:
     low = ["finetune.method=lora", "finetune.base=nf4"]
     check_steps(
         [
-            (LAYOUTS["tensor"].to_json(), []),
+            (LAYOUTS["tensor"].to_json(), ["train.ema=0.99"]),
             ({**LAYOUTS["host"].to_json(), "remat": "dots"}, []),
             (experts.to_json(), mixture),
             ({**LAYOUTS["fsdp"].to_json(), "remat": "dots"}, low),

@@ -152,25 +152,29 @@ def model_bytes(path: str | Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def load_source(path: str, *, quiet: bool) -> LoadedModel:
+def load_source(path: str, *, quiet: bool, ema: bool = False) -> LoadedModel:
     """The model in a run, the folder of a published model, a GGUF file, or a compressed file that carries its settings.
 
     Args:
       quiet: no progress bar.
+      ema: with the averaged parameters of a run.
 
     Raises:
       CapibaraError: there is none, or it is damaged.
     """
     from capibara.cli._archives import progress_bar
     from capibara.core import ModularCapibaraModel
+    from capibara.errors import ConfigError
     from capibara.serve.load import LoadedModel, find_checkpoint, load_model
 
+    if ema and (is_archive(path) or is_published(path)):
+        raise ConfigError(f"--ema: {path!r} is not a run, which alone has averaged parameters. Leave it out")
     if is_archive(path):
         from capibara.serve.weights import load_compressed
 
         return load_compressed(path)
     if not is_published(path):
-        return load_model(find_checkpoint(path, warn=warn_on_stderr))
+        return load_model(find_checkpoint(path, warn=warn_on_stderr), ema=ema)
     with progress_bar("loading", model_bytes(path), quiet=quiet) as progress:
         model = ModularCapibaraModel.from_pretrained(path, progress=progress)
     return LoadedModel(model, model.params, model.state, None)

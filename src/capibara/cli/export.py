@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="write the low-rank adapters only, in the form of PEFT"
     )
+    parser.add_argument("--ema", action="store_true", help="the averaged parameters of a run (train.ema)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("dtype", "format", "quantize"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name} cannot be combined with --adapter. Remedy: leave it out")
-    loaded = load_source(args.run, quiet=args.json)
+    loaded = load_source(args.run, quiet=args.json, ema=args.ema)
     source = loaded.model.pretrained
     folder = Path(args.run)
     with contextlib.ExitStack() as stack:

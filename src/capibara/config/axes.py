@@ -53,7 +53,7 @@ _PARAMETERS = {
 }
 _ACTIVATIONS = {
     "batch": ("data+fsdp+expert", "data+expert", "fsdp+expert", "data+fsdp", "data", "fsdp", "expert"),
-    "sequence": ("sequence",),
+    "sequence": ("context", "sequence"),
     "vocab": ("model", "tensor"),
     "heads": ("model", "tensor"),
     "kv_heads": ("model", "tensor"),

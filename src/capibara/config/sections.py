@@ -691,8 +691,18 @@ class TrainSection(Section):
     max_seconds: Annotated[float, Field(gt=0.0, le=1e9)] | None = Field(
         default=None, description="time limit; default: none"
     )
+    ema: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.0, description="decay of a moving average of the parameters, as 0.999; 0: none is kept"
+    )
+    validate_ema: bool = Field(
+        default=False, description="validate with the averaged parameters; checkpoint.keep_best goes by them"
+    )
 
     def _rules(self) -> Iterator[Problem]:
+        if self.validate_ema and not self.ema:
+            yield Problem(
+                "validate_ema", "got true, but train.ema = 0: there is no average. Set it, as 0.999"
+            )
         if self.batch_size % self.gradient_accumulation_steps:
             yield Problem(
                 "gradient_accumulation_steps",
@@ -734,6 +744,20 @@ class OptimizerSection(Section):
     grad_clip_norm: Annotated[float, Field(ge=0.0, le=1e9)] = Field(
         default=1.0, description="largest global norm of the gradients; 0: not clipped"
     )
+
+    def _rules(self) -> Iterator[Problem]:
+        for key in _IGNORED.get(self.name, ()):
+            value, usual = getattr(self, key), type(self).model_fields[key].default
+            if value != usual:
+                names = get_args(type(self).model_fields["name"].annotation)
+                users = ", ".join(name for name in names if key not in _IGNORED.get(name, ()))
+                yield Problem(
+                    key, f"got {value}, but {self.name} has no such decay. Leave it out, or use {users}"
+                )
+
+
+_IGNORED = {"sgd": ("beta2",), "adafactor": ("beta1", "beta2")}
+"""Settings that an optimizer does not have."""
 
 
 class DataSection(Section):

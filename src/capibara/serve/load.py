@@ -87,10 +87,14 @@ def find_checkpoint(
     )
 
 
-def load_model(checkpoint: Checkpoint) -> LoadedModel:
+def load_model(checkpoint: Checkpoint, *, ema: bool = False) -> LoadedModel:
     """Build the model that a checkpoint's own settings describe, with its parameters.
 
+    Args:
+      ema: with the averaged ones (``train.ema``).
+
     Raises:
+      CheckpointNotFoundError: there are no averaged parameters.
       ConfigError: the settings cannot be read by this version, or need float64 without JAX's 64-bit mode.
       ResumeMismatchError: the arrays are not those of the model.
     """
@@ -100,7 +104,7 @@ def load_model(checkpoint: Checkpoint) -> LoadedModel:
     if (record := Facts.of(checkpoint).pretrained) is not None:
         model.pretrained = Pretrained.from_json(record, checkpoint.path / "meta.json")
     take_tokenizer(model, checkpoint.tokenizer_path)
-    params, state = restore_model(checkpoint, model)
+    params, state = restore_model(checkpoint, model, ema=ema)
     return LoadedModel(model, params, state, checkpoint)
 
 

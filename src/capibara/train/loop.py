@@ -222,7 +222,7 @@ class Loop:
             "losses": [values["loss"] for values in self._line],
             "bits_per_byte": self._bits(means["cross_entropy"]),
             **{name: value for name, value in means.items() if math.isfinite(value)},
-            "learning_rate": self._line[-1]["learning_rate"],
+            "learning_rate": self._line[-1].get("learning_rate"),
             "tokens_per_second": rate,
             "utilisation": used,
             "memory": _memory(self.run.placement.devices),
@@ -246,8 +246,9 @@ class Loop:
             return None
         # Queue every batch, then read: one wait instead of one per batch.
         with self.watchdog.during(f"the model of step {step} was validated", parts=len(self.run.validation)):
+            params = self.run.validated(state)
             results = [
-                self.eval_step(state.params, state.model_state, self.run.placement.put_batch(batch))
+                self.eval_step(params, state.model_state, self.run.placement.put_batch(batch))
                 for batch in self.run.validation
             ]
             values = [np.float64(value) for value in jax.device_get(results)]

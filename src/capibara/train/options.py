@@ -104,16 +104,16 @@ def check_axes(model: Any, mesh: Any, *, named: bool) -> None:
                 "pipeline_parallel_size=1, and more devices along data, fsdp, model or context"
             )
         composed = hasattr(model, "on_mesh")
+        if axis in ("context", "sequence") and not composed:
+            raise ConfigError(
+                f"mesh: {axis!r} shards the positions of Capibara's own models; a function of another framework would "
+                "compute all of them on every device. Use the axes data, fsdp and model"
+            )
         if axis not in _BATCH_AXES and not (composed or named or _names_axes(model)):
             raise ConfigError(
                 "mesh: this model does not name the dimensions of its parameters, so nothing would be sharded along "
                 f"{axis!r}. Give param_axes=, nested like the parameters, as {{'kernel': ('embed', 'mlp')}}, or use "
                 "the axes data and fsdp"
-            )
-        if axis in ("context", "sequence") and not composed:
-            raise ConfigError(
-                f"mesh: {axis!r} shards the positions of Capibara's own models; a function of another framework would "
-                "compute all of them on every device. Use the axes data, fsdp and model"
             )
 
 

@@ -22,6 +22,7 @@ from capibara.train.placement import Placement
 from capibara.train.protocols import Batch, Batches, DataSource, Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.step import make_eval_step, make_train_step, microbatch
+from capibara.train.trainable import joined
 
 __all__ = ["Run"]
 
@@ -35,21 +36,29 @@ class Run:
       placement: the devices, and the sharding of values over them.
       model: compiled for the placement's mesh, if it can be.
       data: what it trains on; None for a step that is only compiled.
+      transformation: an optimizer of one's own, in place of the one of the settings.
     """
 
     config: ModularModelConfig
     placement: Placement
     model: Model
     data: DataSource | None = None
+    transformation: Optimizer | None = None
 
     @classmethod
     def build(
-        cls, config: ModularModelConfig, model: Model, data: DataSource, devices: Sequence[Any] | None = None
+        cls,
+        config: ModularModelConfig,
+        model: Model,
+        data: DataSource,
+        devices: Sequence[Any] | None = None,
+        optimizer: Optimizer | None = None,
     ) -> Run:
         """Place the model on the devices and check that settings, model and data go together.
 
         Args:
           devices: by default all local ones; see :meth:`Placement.of`.
+          optimizer: by default that of the settings.
 
         Raises:
           ConfigError: float64 without JAX's 64-bit mode, an encoder, devices or a vocabulary that are too few.
@@ -63,7 +72,7 @@ class Run:
         on_mesh: Callable[..., Model] | None = getattr(model, "on_mesh", None)
         if placement.mesh is not None and on_mesh is not None:
             model = on_mesh(placement.mesh, placement.rules)
-        run = cls(config, placement, model, data)
+        run = cls(config, placement, model, data, optimizer)
         # What is wrong with them is said now, before anything is written.
         _ = run.validation, run.batches, run.optimizer
         if config.checkpoint.keep_best and not run.validation:
@@ -95,19 +104,30 @@ class Run:
         return self.placement.cut(whole, train.batch_size)
 
     @cached_property
-    def schedule(self) -> Callable[[Any], Any]:
-        """Step → learning rate."""
-        return learning_rate_schedule(self.config)
+    def schedule(self) -> Callable[[Any], Any] | None:
+        """Step → learning rate; None if an optimizer of one's own keeps it to itself."""
+        return None if self.transformation is not None else learning_rate_schedule(self.config)
 
     @cached_property
     def optimizer(self) -> Optimizer:
-        """The gradient transformation of the settings."""
+        """The gradient transformation: one's own, or that of the settings."""
+        if self.transformation is not None:
+            return self.transformation
         return build_optimizer(self.config, param_axes=getattr(self.model, "param_axes", None))
 
     @cached_property
     def state(self) -> TrainState:
         """The state as ``jax.ShapeDtypeStruct`` with shardings."""
-        return self.placement.describe_state(self.model, self.optimizer)
+        return self.placement.describe_state(self.model, self.optimizer, ema=self.ema is not None)
+
+    @property
+    def ema(self) -> float | None:
+        """The decay of the parameters' moving average; None: there is none."""
+        return self.config.train.ema or None
+
+    def validated(self, state: TrainState) -> Any:
+        """The parameters that are validated: the averaged ones if the settings say so."""
+        return joined(state.ema, state.params) if self.config.train.validate_ema else state.params
 
     @property
     def shardings(self) -> TrainState | None:
@@ -119,7 +139,9 @@ class Run:
     @cached_property
     def train_step(self) -> jax.stages.Wrapped:
         """See :func:`capibara.train.step.make_train_step`."""
-        return make_train_step(self.model, self.optimizer, schedule=self.schedule, shardings=self.shardings)
+        return make_train_step(
+            self.model, self.optimizer, schedule=self.schedule, shardings=self.shardings, ema=self.ema
+        )
 
     @cached_property
     def eval_step(self) -> jax.stages.Wrapped:
@@ -134,7 +156,11 @@ class Run:
     def initial_state(self, params: Any = None) -> TrainState:
         """The state before the first step, on the devices; without parameters these are drawn from the seed."""
         return self.placement.make_state(
-            self.model, self.optimizer, seed=self.config.train.seed, params=params
+            self.model,
+            self.optimizer,
+            seed=self.config.train.seed,
+            params=params,
+            ema=self.ema is not None,
         )
 
     @property

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 
 from capibara.compose import param_shardings
 from capibara.train.checkpoint import Checkpoint
-from capibara.train.errors import CheckpointDamagedError
+from capibara.train.errors import CheckpointDamagedError, CheckpointNotFoundError
 from capibara.train.state import TrainState
+from capibara.train.trainable import trained_part
 
 __all__ = ["Facts", "items_of", "model_items", "restore_model", "restore_state"]
 
@@ -119,7 +120,11 @@ def items_of(state: TrainState) -> dict[str, Any]:
 
 
 def restore_model(
-    checkpoint: Checkpoint, model: Any, *, sharding: jax.sharding.Sharding | None = None
+    checkpoint: Checkpoint,
+    model: Any,
+    *,
+    sharding: jax.sharding.Sharding | None = None,
+    ema: bool = False,
 ) -> tuple[Any, Any]:
     """Read a model's parameters and its non-trained state from a checkpoint.
 
@@ -128,8 +133,10 @@ def restore_model(
       model: anything with ``init(seed)``; only the shapes that it would give are used.
       sharding: where the arrays go; by default over the model's own mesh as its rules say, if it has one, else to the
         first local device. A checkpoint does not depend on the devices that wrote it.
+      ema: the averaged parameters (``train.ema``), in the dtype of the others.
 
     Raises:
+      CheckpointNotFoundError: there are no averaged parameters.
       ResumeMismatchError: the checkpoint has other arrays than the model.
     """
     params, state = jax.eval_shape(lambda: model.init(0))
@@ -145,7 +152,27 @@ def restore_model(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), items, where
     )
     restored = checkpoint.restore("model", items)
-    return restored["params"], restored["state"]
+    params = restored["params"]
+    if ema:
+        if not (checkpoint.path / "ema").is_dir():
+            raise CheckpointNotFoundError(
+                f"{str(checkpoint.path)!r} has no averaged parameters: it was trained with train.ema=0. Leave --ema "
+                "out."
+            )
+        wide = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32), sharding=leaf.sharding
+            ),
+            trained_part(model, items["params"]),
+        )
+        average = checkpoint.restore("ema", {"params": wide})["params"]
+        params = jax.tree.map(
+            lambda new, old: old if new is None else new.astype(old.dtype),
+            average,
+            params,
+            is_leaf=lambda leaf: leaf is None,
+        )
+    return params, restored["state"]
 
 
 def restore_state(checkpoint: Checkpoint, state: TrainState) -> TrainState:

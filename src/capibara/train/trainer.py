@@ -35,7 +35,7 @@ from capibara.train.plot import plot_losses
 from capibara.train.preferences import REFERENCE, reference_digest, set_reference
 from capibara.train.processes import Processes
 from capibara.train.progress import Reporter, SilentReporter, duration
-from capibara.train.protocols import DataSource, Model
+from capibara.train.protocols import DataSource, Model, Optimizer
 from capibara.train.recovery.guard import Guard
 from capibara.train.recovery.rollback import Rollback
 from capibara.train.recovery.skips import Skips
@@ -138,6 +138,7 @@ def train(
     devices: Sequence[Any] | None = None,
     measure_utilisation: bool = True,
     origin: Origin | None = None,
+    optimizer: Optimizer | None = None,
 ) -> TrainReport:
     """Train ``model`` on ``corpus`` according to ``config``, in the folder ``config.checkpoint.directory``.
 
@@ -154,6 +155,7 @@ def train(
         first of them; the state is sharded over it according to those settings.
       measure_utilisation: measure the matrix-multiply rate first.
       origin: a published model, whose parameters a new run begins with; by default they are drawn.
+      optimizer: an ``optax.GradientTransformation`` in place of the one of the settings; a resumed run needs the same.
 
     Raises:
       MissingExtraError: a package of the extra ``train`` is not installed.
@@ -173,7 +175,7 @@ def train(
     if reporter is None or not processes.first:
         reporter = SilentReporter()
     folder = Path(config.checkpoint.directory)
-    run = Run.build(config, model, corpus, devices)
+    run = Run.build(config, model, corpus, devices, optimizer)
     kept = config.checkpoint
     store = checkpoint_store(folder, keep=kept.keep, keep_every=kept.keep_every)
     with contextlib.ExitStack() as stack:
@@ -321,7 +323,7 @@ def _run(
     eval_step: Any = run.eval_step
     if run.validation:
         batch = run.placement.put_batch(run.validation[0])
-        eval_step = eval_step.lower(state.params, state.model_state, batch).compile(options)
+        eval_step = eval_step.lower(run.validated(state), state.model_state, batch).compile(options)
     compile_seconds = time.perf_counter() - begun
     reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
     reporter.start(start, config.train.steps)

@@ -9,6 +9,9 @@ it would take on one device, and nothing is communicated.
 Key heads (of state-space layers: groups) each serve several heads. They are split with the heads where they can be.
 Where a mesh axis is larger than their number they are replicated, which takes those that its heads read.
 
+Attention needs all positions of its rows. Where the sequence is sharded over a mesh axis (``context``), the keys go
+round a ring of devices (:mod:`capibara.ops.attention.ring`).
+
 What cannot be divided is left to XLA as a whole, as is what runs outside of a trace, or inside a ``shard_map`` already.
 """
 
@@ -22,6 +25,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from capibara.compose.backends.jax_expert_parts import experts_on_parts
+from capibara.compose.backends.jax_ring import RINGS
 from capibara.compose.backends.meshes import is_free
 from capibara.config.axes import AxisRules
 
@@ -74,7 +78,7 @@ class Division:
     """How an operation is divided over a mesh.
 
     Attributes:
-        axes: the mesh axes of the batch and of the heads.
+        axes: the mesh axes of the batch, of the heads and of the sequence.
         parts: the number of parts that the heads have.
         groups: the number of key heads that are replicated; 0 where they are split with the heads.
     """
@@ -98,12 +102,15 @@ class Division:
         return ", ".join(said)
 
 
-def divide(layout: Layout, shapes: Sequence[Sequence[int]], mesh: Any, rules: AxisRules) -> Division | str:
+def divide(
+    layout: Layout, shapes: Sequence[Sequence[int]], mesh: Any, rules: AxisRules, *, ring: bool = False
+) -> Division | str:
     """How an operation on arrays of these shapes is divided, or why it is not.
 
     Args:
         layout: of the operation. shapes: of its arrays; a size of 0 is taken to be divisible.
         mesh, rules: the backend's.
+        ring: whether it can be computed of a sequence that is sharded.
     """
     sizes = {
         name: n
@@ -115,10 +122,17 @@ def divide(layout: Layout, shapes: Sequence[Sequence[int]], mesh: Any, rules: Ax
     for name, entry in zip(first, rules.spec(first, mesh, shapes[0], kind="activations"), strict=True):
         axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
         axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-        if axes and name not in ("batch", "heads"):
+        if axes and name not in ("batch", "heads", *(("sequence",) if ring else ())):
             return f"its {name} is sharded over {'+'.join(axes)}, and it needs all of it"
         found[name] = axes
-    axes = {name: found[name] for name in ("batch", "heads")}
+    axes = {name: found.get(name, ()) for name in ("batch", "heads", "sequence")}
+    lengths = {
+        shape[names.index("sequence")]
+        for names, shape in zip(layout.inputs, shapes, strict=False)
+        if "sequence" in names
+    }
+    if axes["sequence"] and len(lengths) > 1:
+        return f"its sequence is sharded over {'+'.join(axes['sequence'])}, and its lengths differ"
     if not any(axes.values()):
         return f"neither its batch nor its {sizes['heads']} heads can be split"
     parts = math.prod(mesh.shape[axis] for axis in axes["heads"])
@@ -134,12 +148,17 @@ def on_parts(ops: Any, mesh: Mesh, rules: AxisRules) -> Any:
     Args:
         ops: :mod:`capibara.compose.backends.jax_ops`. mesh: with automatic axes. rules: which axis goes where.
     """
-    own = {name: _on_parts(getattr(ops, name), layout, mesh, rules) for name, layout in LAYOUTS.items()}
+    own = {
+        name: _on_parts(getattr(ops, name), layout, mesh, rules, RINGS.get(name))
+        for name, layout in LAYOUTS.items()
+    }
     own["expert_mlp"] = experts_on_parts(ops.expert_mlp, mesh, rules)
     return SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__} | own)
 
 
-def _on_parts(op: Callable[..., Any], layout: Layout, mesh: Any, rules: AxisRules) -> Callable[..., Any]:
+def _on_parts(
+    op: Callable[..., Any], layout: Layout, mesh: Any, rules: AxisRules, ring: Callable[..., Any] | None
+) -> Callable[..., Any]:
     import jax
     from jax.core import Tracer
 
@@ -147,12 +166,15 @@ def _on_parts(op: Callable[..., Any], layout: Layout, mesh: Any, rules: AxisRule
     def run(*arrays: Any, **options: Any) -> Any:
         if not any(isinstance(x, Tracer) for x in arrays) or not is_free(mesh):
             return op(*arrays, **options)
-        division = divide(layout, [x.shape for x in arrays], mesh, rules)
+        division = divide(layout, [x.shape for x in arrays], mesh, rules, ring=ring is not None)
         if isinstance(division, str):
             return op(*arrays, **options)
+        own = op
+        if ring is not None and division.axes["sequence"]:
+            own = partial(ring, axis_name=division.axes["sequence"])
         results = [division.spec(names) for names in layout.outputs]
         part = jax.shard_map(
-            partial(_part, op, layout, division, options),
+            partial(_part, own, layout, division, options),
             mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
             in_specs=tuple(map(division.spec, layout.inputs[: len(arrays)])),
             out_specs=tuple(results) if len(results) > 1 else results[0],
@@ -206,7 +228,10 @@ def describe(graph: Any, mesh: Mesh, rules: AxisRules) -> tuple[str, ...]:
         shapes = [wire.find().shape.known for wire in node.inputs]
         if any(shape is None for shape in shapes):
             continue
-        division = divide(layout, [[n or 0 for n in shape] for shape in shapes], mesh, rules)
+        op = node.block.op
+        division = divide(
+            layout, [[n or 0 for n in shape] for shape in shapes], mesh, rules, ring=op in RINGS
+        )
         how = f"left to XLA: {division}" if isinstance(division, str) else f"on parts: {division}"
         lines.append(f"{node.label} {how}")
     return tuple(lines)

@@ -152,9 +152,13 @@ def _buffer(size: int, shape: str, op_name: str, kind: str, place: str) -> dict[
 
 def _kind(op_name: str, otherwise: str) -> str:
     head = re.split(r"[\[.']", op_name.removeprefix("state.") or "", maxsplit=1)[0]
-    return {"params": "parameters", "opt_state": "optimizer", "batch": "batch", "tokens": "batch"}.get(
-        head, otherwise
-    )
+    return {
+        "params": "parameters",
+        "opt_state": "optimizer",
+        "ema": "optimizer",
+        "batch": "batch",
+        "tokens": "batch",
+    }.get(head, otherwise)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -99,8 +99,8 @@ def part_of(
 def step_arguments(config: ModularModelConfig, layout: Layout) -> tuple[Block, ...]:
     """All arguments of the training step: parameters, moments, tokens, model state, and the scalars.
 
-    With adapters only these have moments; weights beside them may be codes of eight or four bits. Packed rows have
-    segments, positions and weights.
+    The moving average of the parameters counts as the optimizer's. With adapters only these have moments; weights
+    beside them may be codes of eight or four bits. Packed rows have segments, positions and weights.
 
     Raises:
       PlanError: an unknown optimizer.
@@ -139,6 +139,9 @@ def _arguments(config: ModularModelConfig, layout: Layout) -> Iterator[Block]:
         yield Block("parameters", path, part_of(shape, names, layout.mesh, layout.rules), width)
         if config.finetune.method != "full" and not is_adapter(path):
             continue
+        if config.train.ema:
+            part = part_of(shape, names, layout.mesh, layout.optimizer_rules)
+            yield Block("optimizer", path, part, max(size, 4))
         for kept, count in _moments(config.optimizer, path, shape, names):
             whole = kept != shape  # a sum: replicated
             part = kept if whole else part_of(shape, names, layout.mesh, layout.optimizer_rules)

@@ -54,7 +54,7 @@ def lower_train_step(
     }
     kinds = {
         "parameters": state.params,
-        "optimizer": state.opt_state,
+        "optimizer": (state.opt_state, state.ema),
         "batch": batch,
         "model state": state.model_state,
     }

@@ -21,7 +21,7 @@ __all__ = [
 Array = jax.Array
 
 
-def _expanded(query: Array, key_value: Array, rotary_key: Array) -> tuple[Array, Array]:
+def expanded(query: Array, key_value: Array, rotary_key: Array) -> tuple[Array, Array]:
     """Keys ``[b, s, h, q]`` and values ``[b, s, h, v]``: the rotary part of a key is the same for every head."""
     own = query.shape[-1] - rotary_key.shape[-1]
     shared = jnp.broadcast_to(rotary_key, (*key_value.shape[:3], rotary_key.shape[-1]))
@@ -40,7 +40,7 @@ def latent_attention(
     from capibara.ops.attention import flash_attention
 
     options: dict[str, Any] = {"window": window, "softcap": softcap, "scale": scale, "layout": "bshd"}
-    keys, values = _expanded(query, key_value, rotary_key)
+    keys, values = expanded(query, key_value, rotary_key)
     return flash_attention(query, keys, values, use_causal_mask=causal, **options)
 
 
@@ -57,7 +57,7 @@ def segment_latent_attention(
     from capibara.ops.attention import flash_attention
 
     options: dict[str, Any] = {"window": window, "softcap": softcap, "scale": scale, "layout": "bshd"}
-    keys, values = _expanded(query, key_value, rotary_key)
+    keys, values = expanded(query, key_value, rotary_key)
     return flash_attention(query, keys, values, use_causal_mask=causal, segment_ids=segments, **options)
 
 
@@ -146,5 +146,5 @@ def _attended(
         out = cached_attention(inner, rows, rows[..., :rank], at, **options)
         return product("bshr,rhd->bshd", out, weight[..., own:])
     key_value = product("blr,rhd->blhd", rows[:, :, 0, :rank].astype(weight.dtype), weight)
-    keys, values = _expanded(query, key_value, rows[..., rank:].astype(query.dtype))
+    keys, values = expanded(query, key_value, rows[..., rank:].astype(query.dtype))
     return cached_attention(query, keys, values, at, **options)
