@@ -85,11 +85,7 @@ def train_step(
             grads, model_state, metrics = loss_and_grad(state.params, state.model_state, only, key)
         else:
             # Each microbatch's mean, as often as its tokens count.
-            shares = None
-            if "weights" in batch and "reference" not in batch:  # of pairs each counts alike
-                counted = batch["weights"][..., 1:] if "tokens" in batch else batch["weights"]
-                shares = jnp.sum(counted, axis=tuple(range(1, counted.ndim)))
-                shares = shares * (count / jnp.maximum(jnp.sum(shares), 1e-9))
+            shares = _shares(batch)
 
             def body(carry: Any, inputs: Any) -> Any:
                 sums, model_state = carry
@@ -133,6 +129,25 @@ def train_step(
         return TrainState(state.step + 1, params, opt_state, model_state, state.key, average), scalars
 
     return step
+
+
+def _shares(batch: dict[str, jax.Array]) -> jax.Array | None:
+    """How much each microbatch counts, 1 on average: as its tokens or targets do. None: all alike."""
+    weights, segments = batch.get("weights"), batch.get("segments")
+    if "reference" in batch or (weights is None and segments is None):  # of pairs each counts alike
+        return None
+    if "tokens" not in batch:
+        if weights is None:
+            return None
+        counted = weights
+    else:
+        counted = jnp.ones(batch["tokens"].shape) if weights is None else weights
+        counted = counted[..., 1:]
+        if segments is not None:  # no token is predicted from one of another text
+            follows = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] != 0)
+            counted = jnp.where(follows, counted, 0)
+    sums = jnp.sum(counted, axis=tuple(range(1, counted.ndim)))
+    return sums * (sums.shape[0] / jnp.maximum(jnp.sum(sums), 1e-9))
 
 
 def make_train_step(

@@ -78,7 +78,7 @@ class Division:
     """How an operation is divided over a mesh.
 
     Attributes:
-        axes: the mesh axes of the batch, of the heads and of the sequence.
+        axes: the mesh axes of the batch and of the heads; of the sequence, if it is sharded.
         parts: the number of parts that the heads have.
         groups: the number of key heads that are replicated; 0 where they are split with the heads.
     """
@@ -125,14 +125,16 @@ def divide(
         if axes and name not in ("batch", "heads", *(("sequence",) if ring else ())):
             return f"its {name} is sharded over {'+'.join(axes)}, and it needs all of it"
         found[name] = axes
-    axes = {name: found.get(name, ()) for name in ("batch", "heads", "sequence")}
+    axes = {name: found[name] for name in ("batch", "heads")}
+    if sequence := found.get("sequence"):
+        axes["sequence"] = sequence
     lengths = {
         shape[names.index("sequence")]
         for names, shape in zip(layout.inputs, shapes, strict=False)
         if "sequence" in names
     }
-    if axes["sequence"] and len(lengths) > 1:
-        return f"its sequence is sharded over {'+'.join(axes['sequence'])}, and its lengths differ"
+    if sequence and len(lengths) > 1:
+        return f"its sequence is sharded over {'+'.join(sequence)}, and its lengths differ"
     if not any(axes.values()):
         return f"neither its batch nor its {sizes['heads']} heads can be split"
     parts = math.prod(mesh.shape[axis] for axis in axes["heads"])
@@ -170,7 +172,7 @@ def _on_parts(
         if isinstance(division, str):
             return op(*arrays, **options)
         own = op
-        if ring is not None and division.axes["sequence"]:
+        if ring is not None and "sequence" in division.axes:
             own = partial(ring, axis_name=division.axes["sequence"])
         results = [division.spec(names) for names in layout.outputs]
         part = jax.shard_map(

@@ -1,0 +1,41 @@
+"""Steps over combinations of mesh axes are those of one device: losses, gradient norms and parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import axes_cases
+import pytest
+from emulation import emulated
+from other_process import run_apart
+
+CODE = Path(axes_cases.__file__).read_text()
+
+
+@pytest.fixture(scope="module")
+def everything() -> Any:
+    return run_apart(CODE, "all", XLA_FLAGS=emulated(8, quick=True))
+
+
+def check(name: str, found: dict[str, Any]) -> None:
+    assert found["loss"] < 2e-6
+    assert found["norm"] < 2e-6
+    # Adam divides by the size of the gradient, so that where there is hardly any its rounding is seen.
+    assert found["params"] < 1e-4
+    assert found["moved"] > 5e-3
+    _, axes, _ = axes_cases.CASES[name]
+    assert (found["permutes"] > 0) == ("context" in axes)  # the keys go round a ring
+    sharded = {"fsdp", "model", "expert"} & axes.keys()
+    assert (found["part"] < 0.75) == bool(sharded)
+
+
+@pytest.mark.slow  # about twenty programs over eight devices
+@pytest.mark.parametrize("name", axes_cases.CASES)
+def test_a_mesh_trains_as_one_device_does(everything: Any, name: str) -> None:
+    check(name, everything[name])
+
+
+@pytest.mark.parametrize("name", axes_cases.FEW)
+def test_a_few(name: str) -> None:
+    check(name, run_apart(CODE, "few", XLA_FLAGS=emulated(8, quick=True))[name])
