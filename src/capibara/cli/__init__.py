@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from capibara.cli._leaving import report
+from capibara.cli._leaving import leave, report
 from capibara.cli._signals import end_on_signals, raise_on_sigterm
 from capibara.errors import CapibaraError, did_you_mean
 
@@ -126,6 +126,12 @@ def _handlers(verb: str, own_process: bool) -> contextlib.AbstractContextManager
     return end_on_signals() if own_process and verb in _ENDING else raise_on_sigterm()
 
 
+def _is_waited_for() -> bool:
+    """Whether this is one of several processes: on its way out it would wait for the others, and they for it."""
+    distributed = sys.modules.get("jax.distributed")
+    return distributed is not None and distributed.is_initialized()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -139,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(list(sys.argv[1:] if argv is None else argv), own_process=argv is None)
         sys.stdout.flush()
     except BaseException as error:
+        if argv is None and _is_waited_for():
+            leave(error)
         if (code := report(error)) is None:
             raise
     return code

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capibara.cli._json import print_json
-from capibara.cli._leaving import leave
 
 if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
@@ -104,16 +105,9 @@ def run(args: argparse.Namespace) -> int:
     from capibara.train.processes import join_processes
 
     keep_freed_memory()
-    if join_processes().count == 1:
-        return _train(args)
-    try:
-        return _train(args)
-    except BaseException as error:
-        # The others wait for this process in a collective operation, and on its way out it would wait for them.
-        leave(error)
-
-
-def _train(args: argparse.Namespace) -> int:
+    if join_processes().count > 1 and threading.current_thread() is threading.main_thread():
+        # JAX's coordination takes SIGTERM for a notice of preemption and goes on. Until training handles it, it ends.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     from capibara.cli._models import start_from
     from capibara.compilation.persistent_cache import keep_compiled
     from capibara.config import ModularModelConfig

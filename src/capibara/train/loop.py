@@ -278,8 +278,9 @@ class Loop:
 
 
 def _memory(devices: Sequence[Any]) -> int | None:
-    """Peak bytes of the fullest device or, where devices say nothing (CPU), of the process."""
-    peaks = [found.peak for found in device_memory(devices) if found.peak is not None]
+    """Peak bytes of this process's fullest device or, where devices say nothing (CPU), of the process."""
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    peaks = [found.peak for found in device_memory(own) if found.peak is not None]
     return max(peaks) if peaks else host_memory().peak
 
 
