@@ -54,7 +54,8 @@ def test_a_runtime_that_hides_its_buffers_counts_every_array(monkeypatch):
             return False
 
     arrays = [
-        Array(addressable_shards=[SimpleNamespace(device=d, data=Array()) for d in (0, 1)]) for _ in "ab"
+        Array(sharding=None, addressable_shards=[SimpleNamespace(device=d, data=Array()) for d in (0, 1)])
+        for _ in "ab"
     ]
     monkeypatch.setattr(jax, "live_arrays", lambda: arrays)
     assert live_array_bytes() == 400

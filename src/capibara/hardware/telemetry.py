@@ -57,31 +57,47 @@ def device_memory(devices: Any = None) -> tuple[DeviceMemory, ...]:
     return tuple(report)
 
 
-def live_array_bytes() -> int:
-    """Bytes of all live JAX arrays of this process on its local devices; arrays that share a buffer count once.
+def live_array_bytes(devices: Any = None) -> int:
+    """Bytes of all live JAX arrays of this process on its devices; arrays that share a buffer count once.
 
-    On a CPU, whose runtime reports no allocator figures, this is the closest to allocated device memory.
+    On a CPU, whose runtime reports no allocator figures, this is the closest to allocated device memory. Other threads
+    may make and delete arrays meanwhile.
+
+    Args:
+      devices: the devices to count on; all local ones by default.
     """
     import jax
 
+    asked = None if devices is None else set(devices)
     buffers: dict[Any, int] = {}
     for array in jax.live_arrays():
-        if array.is_deleted():
+        if not hasattr(array, "addressable_shards"):
             continue
-        for shard in array.addressable_shards:
-            size = shard.data.nbytes
-            if size:
-                key = _buffer(array, shard)
-                buffers[key] = max(size, buffers.get(key, 0))
+        try:
+            for device, data in _parts(array):
+                if data.nbytes and (asked is None or device in asked):
+                    key = _buffer(array, device, data)
+                    buffers[key] = max(data.nbytes, buffers.get(key, 0))
+        except RuntimeError:
+            if not array.is_deleted():  # by another thread, in this moment
+                raise
     return sum(buffers.values())
 
 
-def _buffer(array: Any, shard: Any) -> Any:
+def _parts(array: Any) -> list[tuple[Any, Any]]:
+    """The array on each device. One on a single device is that itself: its shard would be another array for a while."""
+    devices = getattr(array.sharding, "device_set", ())
+    if len(devices) == 1 and array.is_fully_addressable:
+        return [(next(iter(devices)), array)]
+    return [(shard.device, shard.data) for shard in array.addressable_shards]
+
+
+def _buffer(array: Any, device: Any, data: Any) -> Any:
     """What is the same for two shards that share memory: their device, and where on it they begin."""
     try:
-        return shard.device, shard.data.unsafe_buffer_pointer()
+        return device, data.unsafe_buffer_pointer()
     except (RuntimeError, ValueError):  # a runtime that does not say where its buffers are
-        return shard.device, id(array)
+        return device, id(array)
 
 
 def host_memory() -> HostMemory:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from capibara.errors import CapibaraError
-from capibara.hardware.telemetry import DeviceMemory, device_memory, host_memory
+from capibara.hardware.telemetry import DeviceMemory, device_memory, host_memory, live_array_bytes
 from capibara.jax_versions import (
     INSTALL,
     RANGE,
@@ -289,22 +289,7 @@ def device_memory_allocated(device: Any | None = None) -> MemoryBytes:
     counted = [_memory(each).in_use for each in devices]
     if all(count is not None for count in counted):
         return MemoryBytes(sum(count or 0 for count in counted), "device.memory_stats()['bytes_in_use']")
-    buffers: dict[tuple[int, int], int] = {}
-    for array in jax.live_arrays():
-        if array.is_deleted() or not hasattr(array, "addressable_shards"):
-            continue
-        for shard in array.addressable_shards:
-            if shard.device in devices and shard.data is not None:
-                buffers[shard.device.id, _address(shard.data)] = shard.data.nbytes
-    return MemoryBytes(sum(buffers.values()), "sizes of the live JAX arrays")
-
-
-def _address(data: Any) -> int:
-    """Where a one-device array lies, so that two arrays over one buffer are counted once."""
-    try:
-        return data.unsafe_buffer_pointer()
-    except (NotImplementedError, RuntimeError, ValueError):
-        return id(data)
+    return MemoryBytes(live_array_bytes(devices), "sizes of the live JAX arrays")
 
 
 def device_memory_peak(device: Any | None = None) -> MemoryBytes:

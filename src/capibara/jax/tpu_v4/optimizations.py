@@ -1,5 +1,5 @@
-"""Sharding and compilation at their documented names: faces of :mod:`capibara.plan.sharding` and
-:mod:`capibara.compilation`."""
+"""Sharding, compilation and memory at their documented names: faces of :mod:`capibara.plan.sharding`,
+:mod:`capibara.compilation` and :mod:`capibara.memory`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from capibara.compilation import (
     create_jitted_forward,
     create_tpu_optimized_jit,
 )
+from capibara.compress.device_memory import TpuMemoryManager, create_optimized_cache
+from capibara.memory import TpuMemoryMonitor
 from capibara.plan.sharding import create_mesh_sharding, optimize_sharding_strategy
 
 __all__ = [
     "TpuCompilationConfig",
+    "TpuMemoryManager",
+    "TpuMemoryMonitor",
     "TpuWarmupManager",
     "create_jitted_forward",
     "create_mesh_sharding",
+    "create_optimized_cache",
     "create_tpu_optimized_jit",
     "optimize_sharding_strategy",
 ]

@@ -1,0 +1,43 @@
+"""What a block keeps for its backward pass: everything, its matrix products, nothing, or its products on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+from capibara.memory.arguments import checked_choice
+
+__all__ = ["REMAT", "rematerialise"]
+
+REMAT = ("none", "dots", "full", "offload")
+"""From the fastest to the one that takes the least memory; ``"offload"`` where host memory is apart."""
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def rematerialise(function: _Function, how: str, *, host_kind: str = "pinned_host") -> _Function:
+    """The function, with a rule for what its derivative keeps. Values and gradients stay the same.
+
+    Equivalent plain JAX: ``jax.checkpoint(function, policy=…)`` (Chen et al., "Training deep nets with sublinear memory
+    cost", 2016).
+
+    Args:
+      function: a block of a model: applied to a whole model, ``"full"`` saves nothing.
+      how: ``"none"`` (the function as it is), ``"dots"`` keeps the results of matrix products, ``"full"`` only its
+        arguments, ``"offload"`` moves the results of matrix products to the host, and fetches them when needed.
+      host_kind: the memory for ``"offload"``.
+
+    Raises:
+      MemorySettingError: ``how`` is unknown.
+    """
+    checked_choice("how", how, REMAT)
+    policies = jax.checkpoint_policies
+    if how == "none":
+        return function
+    if how == "full":
+        return jax.checkpoint(function)
+    if how == "dots":
+        return jax.checkpoint(function, policy=policies.dots_with_no_batch_dims_saveable)
+    return jax.checkpoint(function, policy=policies.offload_dot_with_no_batch_dims("device", host_kind))
