@@ -380,7 +380,9 @@ class DeviceCache:
         self._entries[entry.key] = self._entries.pop(entry.key)
 
     def _value(self, entry: _Entry) -> Any:
-        leaves = entry.hot if self._host_kind is None else [_on_device(leaf) for leaf in entry.hot or ()]
+        leaves = entry.hot or []
+        if self._host_kind is not None:
+            leaves = [_on_device(leaf) for leaf in leaves]
         return jax.tree.unflatten(entry.structure, leaves)
 
     def _stored(self, array: jax.Array) -> jax.Array:

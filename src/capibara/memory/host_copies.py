@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from capibara.memory.errors import MemorySettingError
 from capibara.memory.feeding import copied_to_device
@@ -93,7 +95,7 @@ class HostCopy:
 
 
 def _is_key(array: Any) -> bool:
-    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def checked_arrays(name: str, leaves: list[Any]) -> list[Any]:
@@ -107,7 +109,7 @@ def checked_arrays(name: str, leaves: list[Any]) -> list[Any]:
 
 
 def _checked(name: str, leaf: Any) -> Any:
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         raise MemorySettingError(
             f"{name}: got a traced value {leaf}, expected an array. Use the cache outside of jit, grad and vmap."
         )

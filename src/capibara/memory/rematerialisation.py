@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import jax
 
@@ -14,10 +14,10 @@ __all__ = ["REMAT", "rematerialise"]
 REMAT = ("none", "dots", "full", "offload")
 """From the fastest to the one that takes the least memory; ``"offload"`` where host memory is apart."""
 
-_Function = TypeVar("_Function", bound=Callable)
 
-
-def rematerialise(function: _Function, how: str, *, host_kind: str = "pinned_host") -> _Function:
+def rematerialise(
+    function: Callable[..., Any], how: str, *, host_kind: str = "pinned_host"
+) -> Callable[..., Any]:
     """The function, with a rule for what its derivative keeps. Values and gradients stay the same.
 
     Equivalent plain JAX: ``jax.checkpoint(function, policy=…)`` (Chen et al., "Training deep nets with sublinear memory

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
+from jax.core import Tracer
 
 from capibara.measure.sizes import size_text
 from capibara.memory.cache import DeviceCache
@@ -77,7 +78,7 @@ class MemoryScope:
         """Delete these arrays when the context ends; returns them. Nothing else may need them afterwards."""
         self._check_open()
         for leaf in jax.tree.leaves(tree):
-            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
                 raise MemorySettingError(
                     f"tree: got {type(leaf).__name__}, expected JAX arrays, which can be deleted. See put()."
                 )
