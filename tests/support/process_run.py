@@ -25,7 +25,9 @@ import numpy as np
 from tiny_model import TinyModel
 from tiny_run import tiny_config, tiny_corpus
 
-from capibara.train import Run, train
+from capibara.cli._leaving import leave
+from capibara.train import Run, checkpoint, train
+from capibara.train.examples import load_data
 from capibara.train.progress import SilentReporter
 from capibara.train.signals import StopFlag
 
@@ -74,21 +76,41 @@ def one(spec: dict[str, Any]) -> dict[str, Any]:
     stop, watch = Stop(), Watch()
     if spec.get("stop") and spec["stop"][1] == joined.index:
         stop.after, stop.signal = spec["stop"][0], 15
-    report = train(
-        config, TinyModel(config), tiny_corpus(), measure_utilisation=False, reporter=watch, stop=stop
-    )
+    corpus = load_data(config.data) if config.data.paths else tiny_corpus()
+    report = train(config, TinyModel(config), corpus, measure_utilisation=False, reporter=watch, stop=stop)
     return {
         "report": report.to_dict(),
         "notes": watch.notes,
-        "batches": json.loads(batches(Run.build(config, TinyModel(config), tiny_corpus()))),
+        "batches": json.loads(batches(Run.build(config, TinyModel(config), corpus))),
         "processes": [Processes.here().count, Processes.here().index, len(jax.devices())],
     }
 
 
+def fail_in_a_save(how: str, saves: int) -> None:
+    """Let process 1 die, or its disk fill up, when it writes its part of a later checkpoint."""
+    write, done = checkpoint._write_item, 0
+
+    def failing(path: Path, tree: Any) -> None:
+        nonlocal done
+        done += 1
+        if done > saves and how == "kill":
+            os.kill(os.getpid(), 9)
+        if done > saves:
+            raise OSError(28, os.strerror(28))
+        write(path, tree)
+
+    checkpoint._write_item = failing
+
+
 if __name__ == "__main__":
+    if "FAIL_IN_A_SAVE" in os.environ and joined.index == 1:
+        fail_in_a_save(
+            os.environ["FAIL_IN_A_SAVE"], saves=2
+        )  # of the first checkpoint: its model and its training
     for spec in json.loads(Path(sys.argv[1]).read_text()):
-        found = one(spec)
+        try:
+            found = one(spec)
+        except BaseException as error:
+            leave(error)  # as the command line does
         (Path(spec["directory"]) / f"process-{joined.index}.json").write_text(json.dumps(found))
         Processes.here().barrier("written")
-    if "FAIL" in os.environ and joined.index == 1:
-        os.kill(os.getpid(), 9)

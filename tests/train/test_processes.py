@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from capibara.launch import launch_processes
 from capibara.sharding import Layout
 from capibara.train import Placement, checkpoint_store, read_metrics, restore_model, train
 from capibara.train.errors import DataError, ProcessesError, RunLockedError
+from capibara.train.examples import load_data
 from capibara.train.processes import _error_of, join_processes
 
 PROGRAM = Path(__file__).parent.parent / "support" / "process_run.py"
@@ -162,14 +164,53 @@ def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_run_with_its_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("kill", 137, r"process 1 of 2 was ended by SIGKILL; the others were stopped"),
+        (
+            "disk",
+            2,
+            r"process 1 of 2 failed with exit code 2; the others were stopped: capibara: could not write the "
+            r"checkpoint of step 8 to .*: No space left on device. The checkpoint of step 4 is intact.*",
+        ),
+    ],
+)
+def test_a_process_that_fails_in_a_save_ends_the_run_and_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int, last: str
 ) -> None:
-    monkeypatch.setenv("FAIL", "1")
-    code, err = run(tmp_path, 2, 2, [{"directory": str(tmp_path / "run"), "settings": overrides(None)}])
-    assert code == 137
-    assert err[-1] == "capibara launch: process 1 of 2 was ended by SIGKILL; the others were stopped"
-    assert checkpoint_store(tmp_path / "run").steps()[-1] == 8
+    folder = tmp_path / "run"
+    spec = {"directory": str(folder), "settings": overrides(LAYOUTS["fsdp"])}
+    monkeypatch.setenv("FAIL_IN_A_SAVE", how)
+    found, err = run(tmp_path, 2, 2, [spec])
+    assert found == code, err
+    assert re.fullmatch(f"capibara launch: {last}", err[-1])
+    assert checkpoint_store(folder).steps() == [4]
+    monkeypatch.delenv("FAIL_IN_A_SAVE")
+    found, err = run(tmp_path, 2, 2, [spec])
+    assert found == 0, err
+    assert seen(folder, 2)[0]["report"]["start_step"] == 4
+    check_same(folder, one_device(tmp_path / "one"))
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["4", "8"]
+
+
+@pytest.mark.slow
+def test_packed_documents_have_one_order(tmp_path: Path) -> None:
+    pytest.importorskip("grain", reason="packing needs grain")
+    lines = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}."} for n in range(120)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = f"data.paths=[{json.dumps(str(tmp_path / 'sums.jsonl'))}]"
+    folder, settings = tmp_path / "run", [*overrides(LAYOUTS["fsdp"]), data]
+    for count, stop in ((2, [2, 1]), (4, None)):
+        spec = {"directory": str(folder), "settings": settings, "stop": stop}
+        code, err = run(tmp_path, count, 4 // count, [spec])
+        assert code == 0, err
+    config = tiny_config(tmp_path / "one", *SETTINGS, data)
+    corpus = load_data(config.data)
+    train(config, TinyModel(config), corpus, devices=jax.devices()[:1], measure_utilisation=False)
+    check_same(folder, tmp_path / "one")
+    positions = [checkpoint_store(one).newest().meta["position"] for one in (folder, tmp_path / "one")]  # pyright: ignore
+    assert positions[0] == positions[1]
 
 
 class Device:

@@ -145,6 +145,7 @@ def _train(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_workers_of_ray_are_one_device(tmp_path: Path) -> None:
     real = pytest.importorskip("ray")
     jax_trainer = importlib.import_module("ray.train.v2.jax").JaxTrainer

@@ -276,7 +276,8 @@ class CheckpointStore:
         try:
             yield
         except Exception as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if Processes.here().first:  # others may still be writing there
+                shutil.rmtree(temporary, ignore_errors=True)
             if (reason := _storage_reason(error)) is None:
                 raise
             kept = self.steps()
