@@ -126,6 +126,43 @@ def test_static_arguments() -> None:
         jitted(X, [1])
 
 
+def test_static_arguments_by_position_or_by_name() -> None:
+    def power(x: Any, n: int = 2, mode: str = "plain") -> Any:
+        return x**n if mode == "plain" else -(x**n)
+
+    jitted = create_tpu_optimized_jit(power, static_argnums=1, static_argnames="mode")
+    np.testing.assert_array_equal(jitted(X, n=3), X**3)
+    np.testing.assert_array_equal(jitted(X, 3, "minus"), -(X**3))
+    np.testing.assert_array_equal(jitted(X, mode="minus"), -(X**2))
+    compiled = create_tpu_optimized_jit(power, static_argnums=1).compile(input_shapes=[(3,)])
+    np.testing.assert_array_equal(compiled(X, 2), X**2)
+
+
+def test_equal_static_values_of_other_types_are_other_programs() -> None:
+    jitted = create_tpu_optimized_jit(lambda x, n: x * n, static_argnums=1)
+    x = np.arange(3)
+    results = [jitted(x, n) for n in (1, 1.0, True, 1)]
+    assert [r.dtype.name for r in results] == ["int32", "float32", "int32", "int32"]
+    assert len(jitted.programs) == 3
+    assert "n: static value 1 -> 1.0" in jitted.explain()
+    with pytest.raises(CompilationOptionError, match="n: got a static value of type ndarray"):
+        jitted(x, np.ones(2))
+
+
+def test_a_method() -> None:
+    class Scaled:
+        factor = 3.0
+
+        @create_tpu_optimized_jit(static_argnums=0)
+        def __call__(self, x: Any) -> Any:
+            return x * self.factor
+
+        times = create_tpu_optimized_jit(lambda self, x: x * self.factor, static_argnums=0)
+
+    np.testing.assert_array_equal(Scaled().times(X), 3 * X)
+    np.testing.assert_array_equal(Scaled()(X), 3 * X)
+
+
 def test_ahead_of_time_calls_compile_nothing() -> None:
     jitted = create_tpu_optimized_jit(apply)
     compiled = jitted.compile(input_shapes=[(3,), (5, 3)], static_argnums=[0], static_args={0: PARAMS})

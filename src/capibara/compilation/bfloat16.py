@@ -8,8 +8,8 @@ keeps its float32 result. The bodies of loops, conditions, nested ``jit`` and ``
 The result cannot be differentiated through custom derivative rules, which are gone by then: it is made when a program
 is compiled, after all differentiation.
 
-Not rewritten, and reported: products inside ``jax.shard_map`` and inside kernels (Pallas, FFI), which have dtypes of
-their own.
+Not rewritten, and counted: products inside ``jax.shard_map`` and Pallas kernels, which have dtypes of their own.
+Foreign calls (``jax.ffi``) are left alone.
 """
 
 from __future__ import annotations

@@ -80,13 +80,27 @@ def differences(before: Signature, after: Signature, names: tuple[str, ...]) -> 
             found.append(Change("arguments", "structure", str(before.tree), str(after.tree)))
         found.sort(key=lambda change: change.where)
     for what, olds, news in (
-        ("static value", dict(before.static), dict(after.static)),
+        ("static value", _by_name(before), _by_name(after)),
         ("setting", dict(before.settings), dict(after.settings)),
     ):
         for name in {**olds, **news}:
             if name not in olds or name not in news or olds[name] != news[name]:
                 found.append(Change(name, what, _text(olds.get(name)), _text(news.get(name))))
     return tuple(found)
+
+
+def _by_name(signature: Signature) -> dict[str, Any]:
+    """Static values, with their types where these may be equal."""
+    return {name: _Typed(kind, value) for name, kind, value in signature.static}
+
+
+@dataclass(frozen=True)
+class _Typed:
+    kind: type
+    value: Any
+
+    def __repr__(self) -> str:
+        return self.value if isinstance(self.value, str) else repr(self.value)
 
 
 def nearest(known: Iterable[Signature], signature: Signature, names: tuple[str, ...]) -> tuple[Change, ...]:

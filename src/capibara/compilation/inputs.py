@@ -104,8 +104,9 @@ def fixed_values(
     Args:
       function: whose arguments they are.
       positions: of the arguments, from 0.
-      given: their values, by position. One that is missing is looked for in the model that the function uses: the
-        only object in its globals and closure with ``params`` and ``apply``; its ``params`` are the value.
+      given: their values, by position. One that is missing has its default; without one it is looked for in the model
+        that the function uses: the only object in its globals and closure with ``params`` and ``apply``; its
+        ``params`` are the value.
 
     Returns:
       ``{position: (value, is_array)}``; arrays as descriptions.
@@ -115,7 +116,7 @@ def fixed_values(
     """
     import jax
 
-    given = dict(given or {})
+    given = {**_defaults(function, positions), **dict(given or {})}
     if unknown := sorted(given.keys() - set(positions), key=str):
         raise CompilationOptionError(
             f"static_args: got values for the arguments {unknown}, which are not in static_argnums={list(positions)}."
@@ -127,6 +128,18 @@ def fixed_values(
         arrays = bool(leaves) and all(hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves)
         found[position] = (jax.tree.map(_abstract, value), True) if arrays else (value, False)
     return found
+
+
+def _defaults(function: Callable[..., Any], positions: Sequence[int]) -> dict[int, Any]:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return {}
+    return {
+        number: parameters[number].default
+        for number in positions
+        if number < len(parameters) and parameters[number].default is not inspect.Parameter.empty
+    }
 
 
 def _params_of_model(function: Callable[..., Any], position: int) -> Any:

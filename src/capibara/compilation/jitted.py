@@ -19,7 +19,6 @@ from typing import Any
 from capibara.compilation.bfloat16 import Rewritten, with_bfloat16_products
 from capibara.compilation.changes import Recompilation, nearest
 from capibara.compilation.configuration import TpuCompilationConfig
-from capibara.compilation.counting import count_compilations
 from capibara.compilation.errors import (
     CompilationOptionError,
     CompilationOptionWarning,
@@ -27,10 +26,18 @@ from capibara.compilation.errors import (
 )
 from capibara.compilation.inputs import Fixed, entries, fixed_values, input_descriptions
 from capibara.compilation.last_call import LastCall
+from capibara.compilation.lowering import compile_lowered, platform_of
 from capibara.compilation.options import compiler_options
 from capibara.compilation.persistent_cache import keep_compiled
 from capibara.compilation.programs import CompiledCalls, Program
-from capibara.compilation.signature import Signature, argument_names, has_tracer, signature_of
+from capibara.compilation.signature import (
+    Signature,
+    argument_names,
+    has_tracer,
+    signature_of,
+    static_both_ways,
+)
+from capibara.jax_versions import watch_program_keys
 
 __all__ = ["OptimizedJit", "create_tpu_optimized_jit"]
 
@@ -110,7 +117,10 @@ class OptimizedJit:
         if not callable(function):
             raise CompilationOptionError(f"function: got {function!r:.100}, expected a function.")
         self.function, self.config = function, config
-        self._static_argnums, self._static_argnames = static_argnums, static_argnames
+        self._declared = static_argnums
+        self._static_argnums, self._static_argnames = static_both_ways(
+            function, static_argnums, static_argnames
+        )
         self._donate_argnums, self._shardings = donate_argnums, shardings or {}
         self._programs: dict[Signature, Future[Program]] = {}
         self._recompilations: list[Recompilation] = []
@@ -119,6 +129,10 @@ class OptimizedJit:
         self._last: LastCall | None = None
         self._warned: set[str] = set()
         functools.update_wrapper(self, function)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the object is the first argument, static or a tree of arrays."""
+        return self if instance is None else functools.partial(self, instance)
 
     @property
     def name(self) -> str:
@@ -174,19 +188,23 @@ class OptimizedJit:
         Raises:
           CompilationOptionError: an entry is not one of these; or a static argument has no value.
         """
-        positions = tuple(sorted(set(_numbers(static_argnums)) | set(self._static_argnums)))
+        positions = tuple(sorted({*_numbers(static_argnums), *self._declared}))
         if isinstance(input_shapes, str) or not isinstance(input_shapes, Sequence) or not input_shapes:
             raise CompilationOptionError(
                 f"input_shapes: got {input_shapes!r:.100}, expected a list of shapes such as [(32, 512, 768)]."
             )
         fixed = fixed_values(self.function, positions, static_args)
-        constants = tuple(position for position, (_, arrays) in fixed.items() if not arrays)
-        if constants != self._static_argnums:
-            if any(fixed[number][1] for number in self._static_argnums):
-                raise CompilationOptionError(
-                    "static_args: got arrays for an argument that was declared static; static values are compiled in."
-                )
-            self._static_argnums = tuple(sorted({*self._static_argnums, *constants}))
+        constants = {position for position, (_, arrays) in fixed.items() if not arrays}
+        if wrong := sorted(set(self._static_argnums) & (fixed.keys() - constants)):
+            raise CompilationOptionError(
+                f"static_args: got arrays for the arguments {wrong}, which were declared static: such values are "
+                "compiled in. Leave them out of the static_argnums of create_tpu_optimized_jit."
+            )
+        if not constants <= set(self._static_argnums):
+            self._declared = tuple(sorted({*self._declared, *constants}))
+            self._static_argnums, self._static_argnames = static_both_ways(
+                self.function, self._declared, self._static_argnames
+            )
         programs: list[Program] = []
         args: tuple[Any, ...] = ()
         for entry in entries(self.function, input_shapes, len(fixed)):
@@ -248,16 +266,17 @@ class OptimizedJit:
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[tuple[str, Any], ...]]:
-        """The arguments that are not static, by position and by name; and names and values of those that are."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[tuple[str, type, Any], ...]]:
+        """The arguments that are not static, by position and by name; and names, types and values of those that are."""
         if not self._static_argnums and not self._static_argnames:
             return args, kwargs, ()
         names = self._names(len(args))
         static = [(names[number], args[number]) for number in self._static_argnums if number < len(args)]
         static += [(name, kwargs[name]) for name in self._static_argnames if name in kwargs]
+        typed = tuple((name, type(value), value) for name, value in static)
         dynamic = tuple(value for number, value in enumerate(args) if number not in self._static_argnums)
         others = {name: value for name, value in kwargs.items() if name not in self._static_argnames}
-        return dynamic, others, tuple(static)
+        return dynamic, others, typed
 
     def _names(self, count: int) -> tuple[str, ...]:
         return argument_names(self.function, count)
@@ -316,7 +335,8 @@ class OptimizedJit:
         lowered = self._lower(args, kwargs, rewritten)
         if self.config.use_bfloat16:
             notes.append(str(rewritten))
-        with self._cached(notes), count_compilations() as counts:
+        found: list[bool] = []
+        with self._cached(notes), watch_program_keys(lambda _, there: found.append(there)):
             compiled = compile_lowered(lowered, options, self.name)
         return Program(
             function=self.name,
@@ -326,7 +346,7 @@ class OptimizedJit:
             options=options,
             notes=tuple(notes),
             seconds=time.perf_counter() - begin,
-            from_cache=counts.hits > 0 and counts.compiled == 0,
+            from_cache=found[-1:] == [True],
             compiled=compiled,
             lowered_text=lowered.as_text,
         )
@@ -369,32 +389,3 @@ class OptimizedJit:
             self._recompilations.append(found)
         if self.config.warn_on_recompilation:
             warnings.warn(str(found), RecompilationWarning, stacklevel=4)
-
-
-def platform_of(signature: Signature) -> str:
-    """The platform of the devices that a call's arrays are on, or JAX's default."""
-    import jax
-
-    for leaf in signature.leaves:
-        if leaf.sharding is not None:
-            return next(iter(leaf.sharding.device_set)).platform
-    device = jax.config.jax_default_device  # pyright: ignore
-    return getattr(device, "platform", None) or jax.default_backend()
-
-
-def compile_lowered(lowered: Any, options: dict[str, Any], name: str) -> Any:
-    """``lowered.compile(options)``.
-
-    Raises:
-      CompilationOptionError: XLA does not know an option.
-    """
-    import jax
-
-    try:
-        return lowered.compile(compiler_options=options or None)
-    except jax.errors.JaxRuntimeError as error:
-        if "compile option" in str(error):
-            raise CompilationOptionError(
-                f"compiler_options of {name}: {error}. Given: {', '.join(options) or 'none'}."
-            ) from error
-        raise

@@ -20,20 +20,25 @@ class LastCall:
     Args:
       leaves: all arrays of its arguments, static ones left out.
       tree: their structure.
-      static: names and values of the static arguments.
+      static: names, types and values of the static arguments.
       program: what it needed.
     """
 
     def __init__(
-        self, leaves: Sequence[Any], tree: Any, static: tuple[tuple[str, Any], ...], program: Any
+        self, leaves: Sequence[Any], tree: Any, static: tuple[tuple[str, type, Any], ...], program: Any
     ) -> None:
         self.program = program
         self._tree, self._static, self._settings = tree, static, settings_now()
         self._seen = [_seen(leaf) for leaf in leaves]
 
-    def matches(self, leaves: Sequence[Any], tree: Any, static: tuple[tuple[str, Any], ...]) -> bool:
+    def matches(self, leaves: Sequence[Any], tree: Any, static: tuple[tuple[str, type, Any], ...]) -> bool:
         """Whether another call needs the same program."""
-        if len(leaves) != len(self._seen) or tree != self._tree or static != self._static:
+        if len(leaves) != len(self._seen) or tree != self._tree:
+            return False
+        try:
+            if static != self._static:
+                return False
+        except ValueError:  # an array, which is refused when its signature is made
             return False
         for leaf, (kind, aval, sharding, committed) in zip(leaves, self._seen, strict=True):
             if type(leaf) is not kind:

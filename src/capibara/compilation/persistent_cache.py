@@ -114,11 +114,14 @@ def keep_compiled(
         yield theirs
         return
     try:
-        with warnings.catch_warnings():
-            # A program that can not be read is compiled, one that can not be written is not kept: no news.
-            warnings.filterwarnings(
-                "ignore", r"Error (reading|writing) persistent compilation cache", UserWarning
-            )
+        with contextlib.ExitStack() as quiet:
+            # Filters belong to the process: a context in another thread would put back those of another time.
+            if threading.current_thread() is threading.main_thread():
+                quiet.enter_context(warnings.catch_warnings())
+                # A program that can not be read is compiled, one that can not be written is not kept: no news.
+                warnings.filterwarnings(
+                    "ignore", r"Error (reading|writing) persistent compilation cache", UserWarning
+                )
             yield shared.session.folder
     finally:
         with _lock:

@@ -15,7 +15,8 @@ from capibara.compilation.signature import Signature, signature_of
 __all__ = ["CompiledCalls", "Program"]
 
 Split = Callable[
-    [tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any], tuple[tuple[str, Any], ...]]
+    [tuple[Any, ...], dict[str, Any]],
+    tuple[tuple[Any, ...], dict[str, Any], tuple[tuple[str, type, Any], ...]],
 ]
 
 

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from capibara.compilation.errors import CompilationOptionError
 
-__all__ = ["Leaf", "Signature", "argument_names", "has_tracer", "settings_now", "signature_of"]
+__all__ = [
+    "Leaf",
+    "Signature",
+    "argument_names",
+    "has_tracer",
+    "settings_now",
+    "signature_of",
+    "static_both_ways",
+]
 
 _SETTINGS = (
     "jax_enable_x64",
@@ -50,13 +58,13 @@ class Signature:
     Attributes:
       tree: the structure of the arguments that are not static.
       leaves: their arrays, in the order of the tree.
-      static: ``(name, value)`` of each static argument.
+      static: name, type and value of each static argument: 1, 1.0 and True are equal, and are different programs.
       settings: ``(name, value)`` of JAX's settings that affect tracing, and the mesh in use.
     """
 
     tree: Any
     leaves: tuple[Leaf, ...]
-    static: tuple[tuple[str, Any], ...]
+    static: tuple[tuple[str, type, Any], ...]
     settings: tuple[tuple[str, Any], ...]
 
     def paths(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -88,14 +96,14 @@ def argument_names(function: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def signature_of(
-    dynamic: tuple[Any, ...], kwargs: Mapping[str, Any], static: Iterable[tuple[str, Any]] = ()
+    dynamic: tuple[Any, ...], kwargs: Mapping[str, Any], static: Iterable[tuple[str, type, Any]] = ()
 ) -> Signature:
     """The signature of a call.
 
     Args:
       dynamic: the positional arguments that are not static: trees of arrays or ``jax.ShapeDtypeStruct``.
       kwargs: the same by name.
-      static: names and values of the static arguments.
+      static: names, types and values of the static arguments.
 
     Raises:
       CompilationOptionError: a static value cannot be hashed.
@@ -105,7 +113,7 @@ def signature_of(
 
     leaves, tree = jax.tree.flatten((dynamic, dict(kwargs)))
     static = tuple(static)
-    for name, value in static:
+    for name, _, value in static:
         try:
             hash(value)
         except TypeError:
@@ -143,3 +151,20 @@ def has_tracer(arguments: Any) -> bool:
     from jax.core import Tracer
 
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments))
+
+
+def static_both_ways(
+    function: Callable[..., Any], numbers: tuple[int, ...], names: tuple[str, ...]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Static arguments by position and by name, whichever way they were given: a call may pass them either way."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return numbers, names
+    places = {
+        one.name: number for number, one in enumerate(parameters) if one.kind is one.POSITIONAL_OR_KEYWORD
+    }
+    return (
+        tuple(sorted({*numbers, *(places[name] for name in names if name in places)})),
+        tuple(dict.fromkeys([*names, *(name for name, number in places.items() if number in numbers)])),
+    )

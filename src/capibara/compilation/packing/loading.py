@@ -20,7 +20,8 @@ from typing import Any
 from capibara.compilation.cache_entries import compress
 from capibara.compilation.counting import count_compilations
 from capibara.compilation.errors import PackedProgramError
-from capibara.compilation.jitted import OptimizedJit, compile_lowered, platform_of
+from capibara.compilation.jitted import OptimizedJit
+from capibara.compilation.lowering import compile_lowered, platform_of
 from capibara.compilation.packing.container import PackedProgram, read_packed
 from capibara.compilation.packing.environment import differences, environment_of
 from capibara.compilation.packing.writing import (

@@ -11,7 +11,8 @@ from typing import Any
 
 from capibara.compilation.cache_entries import decompress
 from capibara.compilation.errors import PackedProgramError
-from capibara.compilation.jitted import OptimizedJit, compile_lowered, platform_of
+from capibara.compilation.jitted import OptimizedJit
+from capibara.compilation.lowering import compile_lowered, platform_of
 from capibara.compilation.options import compiler_options
 from capibara.compilation.packing.container import PackedProgram, write_packed
 from capibara.compilation.packing.environment import environment_of
