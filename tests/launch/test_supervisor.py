@@ -145,6 +145,44 @@ def test_the_first_failure_ends_all_and_is_the_last_line(
     assert all_gone(tmp_path, 3)
 
 
+# Each start adds a byte to a file of its process.
+COUNTED = """
+tries = pathlib.Path(sys.argv[1], f"tries of {me}")
+with open(tries, "a") as stream: stream.write("1")
+tries = len(tries.read_text())
+print("start", tries, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "restarts", "code", "starts"),
+    [
+        ("if me == 1 and tries < 3: os.kill(os.getpid(), 9)\nprint('done', tries)", 5, 0, 3),
+        ("if me == 1: sys.exit(7)\ntime.sleep(600)", 2, 7, 3),
+        ("if me == 0: sys.exit(2)\ntime.sleep(600)", 2, 2, 1),  # invalid input
+        ("if me == 0: sys.exit(143)\ntime.sleep(600)", 2, 143, 1),  # asked to stop
+        ("sys.exit(0)", 2, 0, 1),
+    ],
+)
+def test_all_are_started_again(tmp_path: Path, body: str, restarts: int, code: int, starts: int) -> None:
+    found, out, err = launched(
+        tmp_path, 2, COUNTED + body, restarts=restarts, grace=0.2, logs=tmp_path / "logs"
+    )
+    assert found == code
+    assert [len(path.read_text()) for path in (tmp_path / "pids").glob("tries of 1")] == [starts]
+    again = [line for line in err if "starting all again" in line]
+    assert again == [
+        f"capibara launch: starting all again ({n} of at most {restarts} times)" for n in range(1, starts)
+    ]
+    if code:
+        assert "capibara launch: process" in err[-1]
+    elif starts > 1:
+        assert f"[1] done {starts}" in out
+        assert (
+            tmp_path / "logs" / "process-1.log"
+        ).read_text() == f"start 1\nstart 2\nstart 3\ndone {starts}\n"
+
+
 def test_what_a_process_started_is_gone_with_it(tmp_path: Path) -> None:
     body = """
         child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
@@ -219,6 +257,7 @@ def test_a_reader_that_goes_away_ends_all(tmp_path: Path) -> None:
         (["-n", "0", "--", "train"], "count=0"),
         (["-n", "2", "--devices", "0", "--", "train"], "devices=0"),
         (["-n", "2", "--grace", "-1", "--", "train"], "grace=-1.0"),
+        (["-n", "2", "--restarts", "-1", "--", "train"], "restarts=-1"),
         (["-n", "2", "--", "trian"], "Did you mean 'train'?"),
         (["-n", "2", "--", "launch", "-n", "2"], "'launch'"),
         (["-n", "2", "--logs", "/dev/null/logs", "--", "train"], "could not start process 0"),

@@ -48,12 +48,12 @@ class Stop(StopFlag):
     looks, after = 0, None
 
     @property
-    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def requested(self) -> bool:
         self.looks += 1
         return self.after is not None and self.looks > self.after
 
     @requested.setter
-    def requested(self, value: bool) -> None:
+    def requested(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if value:
             self.after = 0
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +17,15 @@ import jax
 import numpy as np
 import pytest
 from tiny_model import TinyModel
-from tiny_run import QUICK_COMPILE, tiny_config, tiny_corpus
+from tiny_run import QUICK_COMPILE, TEXT, TINY, tiny_config, tiny_corpus
 
 from capibara.errors import ConfigError
 from capibara.launch import launch_processes
 from capibara.sharding import Layout
-from capibara.train import Placement, checkpoint_store, read_metrics, restore_model, train
+from capibara.train import Placement, checkpoint_store, read_losses, read_metrics, restore_model, train
 from capibara.train.errors import DataError, ProcessesError, RunLockedError
 from capibara.train.examples import load_data
-from capibara.train.processes import _error_of, join_processes
+from capibara.train.processes import Processes, _error_of, join_processes
 
 PROGRAM = Path(__file__).parent.parent / "support" / "process_run.py"
 SETTINGS = (
@@ -211,6 +215,106 @@ def test_packed_documents_have_one_order(tmp_path: Path) -> None:
     check_same(folder, tmp_path / "one")
     positions = [checkpoint_store(one).newest().meta["position"] for one in (folder, tmp_path / "one")]  # pyright: ignore
     assert positions[0] == positions[1]
+
+
+def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two of three see the file that process 0 writes; of process 1 the folder is another one.
+    monkeypatch.setattr("capibara.train.processes._SHARED", 0.2)
+    processes = Processes(3, 0)
+    seen: list[list[str]] = []
+
+    def all_say(_: Processes, value: bool) -> list[bool]:
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        return [value, False, True]
+
+    monkeypatch.setattr(Processes, "first_does", lambda _, action: action())
+    monkeypatch.setattr(Processes, "all_say", all_say)
+    with pytest.raises(ProcessesError, match=r"process 1 of 3 do not see .*--directory"):
+        processes.check_shared(tmp_path)
+    ((token,),) = seen
+    assert token.startswith(".")
+    assert not list(tmp_path.iterdir())  # it is gone
+    monkeypatch.setattr(Processes, "first_does", lambda _, action: ".not-there.tmp")
+    monkeypatch.setattr(Processes, "all_say", lambda _, value: [True, value, True])
+    with pytest.raises(ProcessesError, match="process 1 of 3"):
+        Processes(3, 1).check_shared(tmp_path)
+
+
+def kill_and_go_on(base: Path, kills: int, steps: int, seed: int) -> None:
+    """SIGKILL for random processes at random moments; the launcher starts all again, and nothing is different."""
+    chance = random.Random(seed)
+    text = base / "text.txt"
+    text.write_text(TEXT)
+    settings = [
+        *TINY,
+        f"train.steps={steps}",
+        "batch_size=8",
+        "train.log_every=1",
+        "checkpoint.every_steps=2",
+    ]
+    layout = [*Layout(mesh=(("data", 2),)).overrides(), "checkpoint.keep=3"]
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": QUICK_COMPILE,
+        "JAX_COMPILATION_CACHE_DIR": str(base / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+    def start(folder: Path) -> subprocess.Popen[bytes]:
+        options = ["-n", "2", "--devices", "1", "--restarts", str(kills), "--grace", "0.2"]
+        program = [str(PROGRAM.with_name("tiny_cli.py")), "train", str(text), *settings, *layout]
+        with open(f"{folder}.log", "wb") as log:
+            return subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "capibara",
+                    "launch",
+                    *options,
+                    "--",
+                    *program,
+                    "--directory",
+                    str(folder),
+                ],
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+
+    def outcome(folder: Path) -> list[str]:
+        losses = read_losses(folder / "metrics.jsonl")
+        assert list(losses) == list(range(1, steps + 1))
+        return [loss.hex() for loss in losses.values()]
+
+    process = start(base / "undisturbed")
+    assert process.wait(timeout=300) == 0, Path(f"{base / 'undisturbed'}.log").read_text()
+    process = start(base / "disturbed")
+    try:
+        for number in range(kills):
+            newest = max(checkpoint_store(base / "disturbed").steps(), default=0)
+            goal = newest + chance.choice((1, 2, 3))
+            while not any(step >= goal for step in read_losses(base / "disturbed" / "metrics.jsonl")):
+                assert process.poll() is None, Path(f"{base / 'disturbed'}.log").read_text()
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0.0, 0.2))
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            if len(children) == 2:
+                os.kill(int(children[chance.randrange(2)]), signal.SIGKILL)
+            while f"starting all again ({number + 1} of" not in Path(f"{base / 'disturbed'}.log").read_text():
+                assert process.poll() is None, Path(f"{base / 'disturbed'}.log").read_text()
+                time.sleep(0.01)
+        assert process.wait(timeout=300) == 0, Path(f"{base / 'disturbed'}.log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert outcome(base / "disturbed") == outcome(base / "undisturbed")
+    assert "damaged" not in Path(f"{base / 'disturbed'}.log").read_text()
+
+
+@pytest.mark.slow
+def test_random_kills_change_nothing(tmp_path: Path) -> None:
+    kill_and_go_on(tmp_path, kills=4, steps=40, seed=1)
 
 
 class Device:

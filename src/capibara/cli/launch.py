@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long processes that are stopped after a failure may take (default: 3)",
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="start all again so often after a failure other than invalid input (default: 0; of a JobSet 10)",
+    )
     cluster = parser.add_argument_group("Kubernetes: write a manifest instead of running anything")
     cluster.add_argument(
         "--jobset", metavar="NAME", help="print a JobSet of this name, for kubectl apply -f -"
@@ -67,9 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--namespace", help="namespace of the pods")
     cluster.add_argument("--service-account", metavar="NAME", help="service account of the pods")
     cluster.add_argument("--spot", action="store_true", help="run on spot nodes of GKE")
-    cluster.add_argument(
-        "--restarts", type=int, default=10, metavar="N", help="start all pods again so often (default: 10)"
-    )
 
 
 def program_of(command: Sequence[str]) -> list[str]:
@@ -117,7 +120,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "-n: got none, expected the number of processes, such as: capibara launch -n 2 -- train"
         )
-    return launch_processes(program, args.processes, devices=args.devices, logs=args.logs, grace=args.grace)
+    return launch_processes(
+        program,
+        args.processes,
+        devices=args.devices,
+        logs=args.logs,
+        grace=args.grace,
+        restarts=args.restarts or 0,
+    )
 
 
 def _print_jobset(args: argparse.Namespace) -> int:
@@ -144,7 +154,7 @@ def _print_jobset(args: argparse.Namespace) -> int:
         namespace=args.namespace,
         service_account=args.service_account,
         spot=args.spot,
-        max_restarts=args.restarts,
+        max_restarts=10 if args.restarts is None else args.restarts,
     )
     sys.stdout.write(to_yaml(manifest))
     return 0

@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from capibara.errors import ConfigError, printable
+from capibara.launch.devices import device_variables
 from capibara.launch.environment import Membership
 
 __all__ = ["launch_processes"]
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_INVALID = 2  # the exit code for invalid input, which stays invalid
 _POLL = 0.5  # seconds: should a signal of a child's end be lost
 _LONGEST = 1 << 16  # bytes of a line that are waited for
 # What a process runs before its program: it asks the kernel to be killed when its parent is gone, or ends if it is.
@@ -71,6 +73,7 @@ def launch_processes(
     devices: int | None = None,
     logs: str | os.PathLike[str] | None = None,
     grace: float = 3.0,
+    restarts: int = 0,
     environment: Mapping[str, str] | None = None,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
@@ -87,6 +90,7 @@ def launch_processes(
       devices: emulated CPU devices of each process; None: the devices that JAX finds.
       logs: a folder for the output of each process, ``process-0.log`` …; None: none.
       grace: seconds.
+      restarts: how often all are started again after a failure, unless its exit code is 2: invalid input.
       environment: of the processes; by default this one's. out, err: where their lines go; by default this process's
         standard output and standard error.
 
@@ -106,24 +110,27 @@ def launch_processes(
         raise ConfigError("command: got none, expected a program and its arguments")
     if shutil.which(command[0]) is None:
         raise ConfigError(f"command: got {command[0]!r:.200}, expected a program that can be run")
-    base = dict(os.environ if environment is None else environment)
-    if devices is not None:
-        base["JAX_PLATFORMS"] = "cpu"
-        flags = f"--xla_force_host_platform_device_count={devices}"
-        base["XLA_FLAGS"] = f"{base.get('XLA_FLAGS', '')} {flags}".strip()
-    base["PYTHONUNBUFFERED"] = "1"
     if isinstance(grace, bool) or not 0 <= grace <= 86400:
         raise ConfigError(f"grace={grace!r}: expected seconds, from 0 to 86400")
-    streams = {1: out or sys.stdout.buffer, 2: err or sys.stderr.buffer}
-    with _reserved_port() as port, contextlib.ExitStack() as stack:
-        group = _Group(streams, grace)
-        stack.callback(group.close)
-        stack.enter_context(group.signals())
-        base["JAX_COORDINATOR_BIND_ADDRESS"] = f"127.0.0.1:{port}"  # not for other machines
-        for index in range(count):
-            place = Membership(f"127.0.0.1:{port}", count, index)
-            group.start(command, index, {**base, **place.variables()}, logs)
-        return group.wait()
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise ConfigError(f"restarts={restarts!r}: expected an integer from 0")
+    base = dict(os.environ if environment is None else environment)
+    own = device_variables(base, count, devices)
+    base["PYTHONUNBUFFERED"] = "1"
+    group = _Group({1: out or sys.stdout.buffer, 2: err or sys.stderr.buffer}, grace)
+    with group.signals():
+        for attempt in range(restarts + 1):
+            with _reserved_port() as port, group.ending():
+                base["JAX_COORDINATOR_BIND_ADDRESS"] = f"127.0.0.1:{port}"  # not for other machines
+                for index in range(count):
+                    place = Membership(f"127.0.0.1:{port}", count, index)
+                    variables = {**base, **own[index], **place.variables()}
+                    group.start(command, index, variables, logs, again=attempt > 0)
+                code = group.wait()
+            if attempt == restarts or not group.worth_another_try:
+                return code
+            group.say(f"starting all again ({attempt + 1} of at most {restarts} times)")
+    raise AssertionError("the last attempt returns")
 
 
 class _Group:
@@ -133,14 +140,17 @@ class _Group:
         self._selector = selectors.DefaultSelector()
         self._passed_on: list[int] = []
         self._failed: _Process | None = None
+        self._failure: int | None = None
         self._kill_at: float | None = None
 
-    def start(self, command: Sequence[str], index: int, environment: dict[str, str], logs: Any) -> None:
+    def start(
+        self, command: Sequence[str], index: int, environment: dict[str, str], logs: Any, *, again: bool
+    ) -> None:
         log = None
         try:
             if logs is not None:
                 Path(logs).mkdir(parents=True, exist_ok=True)
-                log = open(Path(logs) / f"process-{index}.log", "wb")  # noqa: SIM115 - closed by close()
+                log = open(Path(logs) / f"process-{index}.log", "ab" if again else "wb")  # noqa: SIM115 - closed by close()
             popen = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
                 env=environment,
@@ -183,7 +193,7 @@ class _Group:
             signal.set_wakeup_fd(old)
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            self._selector.unregister(read)
+            self._selector.close()
             os.close(read)
             os.close(write)
 
@@ -204,16 +214,31 @@ class _Group:
         self._drain()
         return self._outcome()
 
-    def close(self) -> None:
-        """End what is still there, and everything that the processes started."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.popen.pid, signal.SIGKILL)
-            process.popen.wait()
-            for stream in (process.popen.stdout, process.popen.stderr, process.log):
-                if stream is not None:
-                    stream.close()
-        self._selector.close()
+    @property
+    def worth_another_try(self) -> bool:
+        """Whether a process failed of something that may be different the next time."""
+        asked = {
+            128 + number for number in _PASSED_ON
+        }  # to stop, by somebody who sent a signal to one process
+        return self._failure is not None and self._failure not in {_INVALID, *asked} and not self._passed_on
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """In the end what is still there is ended, with everything that the processes started."""
+        self._failed, self._kill_at, self._failure = None, None, None
+        try:
+            yield
+        finally:
+            for process in self.processes:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.popen.pid, signal.SIGKILL)
+                process.popen.wait()
+                for stream in (process.popen.stdout, process.popen.stderr, process.log):
+                    if stream is not None:
+                        with contextlib.suppress(KeyError, ValueError):
+                            self._selector.unregister(stream)
+                        stream.close()
+            self.processes = []
 
     def _pass_on(self, number: int) -> None:
         self._passed_on.append(number)
@@ -304,14 +329,16 @@ class _Group:
             words = (
                 f": {printable(self._failed.last_line, 500)}" if code > 0 and self._failed.last_line else ""
             )
-            self._say(f"{who} {how}; the others were stopped{words}")
-            return 128 - code if code < 0 else code
+            self.say(f"{who} {how}; the others were stopped{words}")
+            self._failure = failure = 128 - code if code < 0 else code
+            return failure
         if self._passed_on and any(process.popen.returncode for process in self.processes):
-            self._say(f"stopped by {_name(self._passed_on[0])}")
+            self.say(f"stopped by {_name(self._passed_on[0])}")
             return 128 + self._passed_on[0]
         return 0
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own."""
         self._streams[2].write(f"capibara launch: {text}\n".encode())
         self._streams[2].flush()
 

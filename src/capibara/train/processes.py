@@ -11,8 +11,10 @@ can know (a signal, its clock, what is on the disk) has to be agreed on first:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -141,20 +143,33 @@ class Processes:
             multihost_utils.sync_global_devices(name)
 
     def check_shared(self, folder: Path) -> None:
-        """Refuse a folder that process 0 has made and others do not see: checkpoints are written by all of them.
+        """Refuse a folder that is another one for other processes: checkpoints are written by all of them.
 
         Raises:
-          ProcessesError: in every process; it names those that do not see the folder.
+          ProcessesError: in every process; it names those that do not see a file that process 0 wrote there.
         """
         if self.count == 1:
             return
+
+        def write() -> str:
+            token = folder / f".{secrets.token_hex(8)}.tmp"  # like those that the next run removes
+            token.touch()
+            return token.name
+
+        token = folder / self.first_does(write)
         deadline = time.monotonic() + _SHARED
-        while not (seen := folder.is_dir()) and time.monotonic() < deadline:
+        while not (seen := token.exists()) and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                os.listdir(folder)  # NFS then asks its server
             time.sleep(0.1)
-        if blind := [index for index, sees in enumerate(self.all_say(bool(seen))) if not sees]:
+        said = self.all_say(seen)
+        if self.first:
+            token.unlink(missing_ok=True)
+        if blind := [index for index, sees in enumerate(said) if not sees]:
             raise ProcessesError(
-                f"checkpoint.directory: process 0 made {str(folder)!r}, and {_numbered(blind)} of {self.count} do not "
-                "see it. Choose a folder that all machines share (--directory), such as one on NFS or a mounted bucket"
+                f"checkpoint.directory: {_numbered(blind)} of {self.count} do not see what process 0 writes to "
+                f"{str(folder)!r}. Choose a folder that all machines share (--directory), such as one on NFS or a "
+                "mounted bucket"
             )
 
     def _broadcast(self, value: dict[str, Any]) -> dict[str, Any]:
