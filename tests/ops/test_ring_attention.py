@@ -82,7 +82,7 @@ def found(request: pytest.FixtureRequest) -> Any:
     return run_apart(RUN, json.dumps(CASES), XLA_FLAGS=emulated(8, quick=True))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # tests/train/test_axes.py has a ring among the quick ones
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_gradients_are_those_of_the_plain_form(found: Any, name: str) -> None:
     assert max(found[name]) < 2e-6
@@ -91,9 +91,3 @@ def test_value_and_gradients_are_those_of_the_plain_form(found: Any, name: str) 
     permutes, gathers = found[name + "?"]
     assert permutes in (6, 9)
     assert gathers == 0
-
-
-def test_a_causal_ring() -> None:
-    few = {name: CASES[name] for name in ("grouped heads, packed",)}
-    got = run_apart(RUN, json.dumps(few), XLA_FLAGS=emulated(8, quick=True))
-    assert max(got["grouped heads, packed"]) < 2e-6

@@ -144,6 +144,10 @@ out["errors"] = {
 }
 t = create_training_mesh(8, 2, 4, 1)
 half = create_training_mesh(4, model_parallel_size=2)
+more = create_training_mesh(8, context_parallel_size=2, fsdp_parallel_size=2, expert_parallel_size=1)
+assert list(more.shape.items()) == [
+    ("data", 2), ("fsdp", 2), ("expert", 1), ("context", 2), ("model", 1), ("pipeline", 1)
+]
 out["training"] = [dict(t.shape), sorted({a.name for a in t.axis_types}), dict(half.shape)]
 print("RESULT" + json.dumps(out))
 """
@@ -246,6 +250,8 @@ def test_sizes_that_do_not_multiply() -> None:
         create_training_mesh(4, 2, 2, 0)
     with pytest.raises(PlanError, match="total_chips=True"):
         create_training_mesh(True, 1, 1, 1)
+    with pytest.raises(PlanError, match="context_parallel_size=4 would do"):
+        create_training_mesh(8, 2, context_parallel_size=3)
     with pytest.raises(ConfigError, match="--xla_force_host_platform_device_count=65536"):
         create_training_mesh(65536, 256, 256, 1)
 

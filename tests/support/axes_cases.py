@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "vq": (*ATTENTION, "model.pattern=['vq','attention']"),
     "experts": (*ATTENTION, "model.experts.count=4", "model.experts.per_token=2", "model.experts.dim=16"),
     "packed": ATTENTION,
+    "small": ("model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=2", "model.embed_dim=16"),
 }
 """Settings by kind of block; ``packed`` has rows of several texts."""
 
@@ -58,6 +59,7 @@ CASES: dict[str, Case] = {
         {"fsdp": 2, "context": 2, "model": 2},
         {"use_gradient_checkpointing": True},
     ),
+    "small, fsdp × context × tensor": ("small", {"fsdp": 2, "context": 2, "model": 2}, {}),
     "packed, data × context": ("packed", {"data": 2, "context": 4}, {"use_gradient_checkpointing": True}),
     "packed, data × tensor": ("packed", {"data": 4, "model": 2}, {"gradient_accumulation_steps": 2}),
     "local, context × tensor": ("local", {"context": 4, "model": 2}, {}),
@@ -73,7 +75,7 @@ CASES: dict[str, Case] = {
     ),
     "experts, fsdp × expert × context": ("experts", {"fsdp": 2, "expert": 2, "context": 2}, {}),
 }
-FEW = ("fsdp × context × tensor",)
+FEW = ("small, fsdp × context × tensor",)
 
 
 def batches(kind: str) -> list[dict[str, np.ndarray]]:

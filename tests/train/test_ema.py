@@ -37,6 +37,7 @@ def bits(folder: Path) -> dict[int, float]:
     return {line["step"]: line["bits_per_byte"] for line in lines if line["kind"] == "validation"}
 
 
+@pytest.mark.slow  # three runs; what the step does is tested with the trainer
 def test_the_average_is_saved_continued_and_validated(tmp_path: Path) -> None:
     model = TinyModel(tiny_config(tmp_path))
     run(tmp_path / "run", "train.ema=0.75", "train.validate_ema=true")

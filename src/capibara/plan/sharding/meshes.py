@@ -315,6 +315,9 @@ def create_training_mesh(
     model_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     *,
+    fsdp_parallel_size: int | None = None,
+    expert_parallel_size: int | None = None,
+    context_parallel_size: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Create the mesh of a training run, with the axes ``data``, ``model`` and ``pipeline`` (even if of size 1).
@@ -323,9 +326,12 @@ def create_training_mesh(
 
     Args:
       total_chips: number of devices of the mesh (a chip is one or two JAX devices; see :mod:`capibara.hardware`).
-      data_parallel_size: parts of the batch; by default ``total_chips`` divided by the other two.
+      data_parallel_size: parts of the batch; by default ``total_chips`` divided by the others.
       model_parallel_size: parts of each matrix.
       pipeline_parallel_size: parts of the stack of layers.
+      fsdp_parallel_size: parts of the batch, and of all parameters too: the axis ``fsdp``, if given.
+      expert_parallel_size: parts of the batch, and of the experts: the axis ``expert``, if given.
+      context_parallel_size: parts of each sequence: the axis ``context``, if given.
       devices: by default the first of ``jax.devices()``.
 
     Raises:
@@ -333,33 +339,39 @@ def create_training_mesh(
       ConfigError: there are too few devices (the message says how to emulate them).
     """
     sizes = {
-        "total_chips": total_chips,
         "data_parallel_size": data_parallel_size,
+        "fsdp_parallel_size": fsdp_parallel_size,
+        "expert_parallel_size": expert_parallel_size,
+        "context_parallel_size": context_parallel_size,
         "model_parallel_size": model_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
     }
-    for name, size in sizes.items():
-        if name == "data_parallel_size" and size is None:
-            continue
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    optional = {name for name, size in sizes.items() if size is None}
+    for name, size in {"total_chips": total_chips, **sizes}.items():
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise PlanError(f"{name}={size!r}: expected an integer of at least 1")
-    rest = model_parallel_size * pipeline_parallel_size
+    rest = math.prod(size for size in sizes.values() if size is not None)
     if data_parallel_size is None and total_chips % rest == 0:
-        data_parallel_size = total_chips // rest
-    if data_parallel_size is None or data_parallel_size * rest != total_chips:
-        raise PlanError(_misfit(total_chips, data_parallel_size, model_parallel_size, pipeline_parallel_size))
-    shape = (data_parallel_size, model_parallel_size, pipeline_parallel_size)
-    config = create_tpu_mesh_config(shape, "training", axis_names=("data", "model", "pipeline"))
+        sizes["data_parallel_size"] = total_chips // rest
+        rest = total_chips
+    if sizes["data_parallel_size"] is None or rest != total_chips:
+        raise PlanError(_misfit(total_chips, sizes))
+    axes = {
+        name.removesuffix("_parallel_size"): size
+        for name, size in sizes.items()
+        if name == "data_parallel_size" or name not in optional
+    }
+    config = create_tpu_mesh_config(tuple(axes.values()), "training", axis_names=tuple(axes))
     return config.build(devices)
 
 
-def _misfit(total: int, data: int | None, model: int, pipeline: int) -> str:
+def _misfit(total: int, given: dict[str, int | None]) -> str:
     """What is wrong with the sizes, and which would do if one of them were changed."""
-    given = {"data_parallel_size": data, "model_parallel_size": model, "pipeline_parallel_size": pipeline}
     known = {name: size for name, size in given.items() if size is not None}
+    optional = ("fsdp_parallel_size", "expert_parallel_size", "context_parallel_size")
     product = math.prod(known.values())
     would = []
-    for name in given:
+    for name in (name for name in given if name in known or name not in optional):
         others = math.prod(size for other, size in known.items() if other != name)
         if total % others == 0:
             would.append(f"{name}={total // others}")
