@@ -218,6 +218,7 @@ def test_a_model_of_the_protocol_trains_on_text(tmp_path: Path) -> None:
     assert more.train(corpus, steps=1).losses == pytest.approx(made.train(corpus, steps=1).losses, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_composed_model() -> None:
     made = trainer(ml.MLP(input_size=6, hidden_sizes=[8], output_size=2, activation=ml.Tanh))
     report = made.train(BATCHES, epochs=4)
@@ -297,6 +298,7 @@ def meshes() -> Any:
     return run_apart(MESHES, XLA_FLAGS=emulated(8, quick=True))
 
 
+@pytest.mark.slow  # test_axes.py has a mesh among the quick ones
 @pytest.mark.parametrize("name", ["zero", "fsdp", "tensor"])
 def test_a_mesh_computes_what_one_device_does(meshes: Any, name: str) -> None:
     got, want = meshes["runs"][name], meshes["runs"]["one"]
@@ -305,6 +307,7 @@ def test_a_mesh_computes_what_one_device_does(meshes: Any, name: str) -> None:
     same(got["params"], want["params"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_parameters_moments_and_average_lie_where_the_options_say(meshes: Any) -> None:
     where = {name: run["where"] for name, run in meshes["runs"].items()}
     whole = [[8, 32], [32, 2]]
@@ -315,6 +318,7 @@ def test_parameters_moments_and_average_lie_where_the_options_say(meshes: Any) -
     assert meshes["runs"]["fsdp"]["options"] == {}
 
 
+@pytest.mark.slow
 def test_an_axis_that_would_shard_nothing_is_refused(meshes: Any) -> None:
     refused = meshes["refused"]
     assert "param_axes" in refused["model"]
