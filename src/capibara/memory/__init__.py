@@ -1,7 +1,7 @@
 """A device's memory while a program runs: its budget, a monitor, a bounded cache, and what can move to the host.
 
 The documented classes with a lossless codec as the default are in :mod:`capibara.compress.device_memory`; what a step
-needs is found by :mod:`capibara.plan`.
+needs, and which of its arrays to donate, recompute or offload, is found by :mod:`capibara.plan.hbm`.
 """
 
 from __future__ import annotations

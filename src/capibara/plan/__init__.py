@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
     from capibara.plan.cost import TpuCostOptimizer, estimate_operation_cost
     from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
+    from capibara.plan.hbm import HBMChoice, HBMOptimizer
     from capibara.plan.memory import estimate_memory
     from capibara.plan.planning import Plan, plan
     from capibara.plan.serving import ServingPlan, UnreachableTargetError, plan_serving
@@ -32,6 +33,8 @@ __all__ = [
     "CompilationError",
     "CompilerMissingError",
     "DoesNotFitError",
+    "HBMChoice",
+    "HBMOptimizer",
     "Layout",
     "Plan",
     "PlanError",
@@ -55,6 +58,7 @@ _HOMES = {
     "candidate": ("Candidate",),
     "cost": ("TpuCostOptimizer", "estimate_operation_cost"),
     "errors": ("CompilationError", "CompilerMissingError", "DoesNotFitError", "PlanError"),
+    "hbm": ("HBMChoice", "HBMOptimizer"),
     "memory": ("estimate_memory",),
     "planning": ("Plan", "plan"),
     "serving": ("ServingPlan", "UnreachableTargetError", "plan_serving"),

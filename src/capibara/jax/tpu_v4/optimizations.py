@@ -11,9 +11,11 @@ from capibara.compilation import (
 )
 from capibara.compress.device_memory import TpuMemoryManager, create_optimized_cache
 from capibara.memory import TpuMemoryMonitor
+from capibara.plan.hbm import HBMOptimizer
 from capibara.plan.sharding import create_mesh_sharding, optimize_sharding_strategy
 
 __all__ = [
+    "HBMOptimizer",
     "TpuCompilationConfig",
     "TpuMemoryManager",
     "TpuMemoryMonitor",
