@@ -128,8 +128,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from capibara.memory import offload_state, offload_support, rematerialise, to_host
 topology = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore")
 mesh = Mesh(np.array(topology.devices).reshape(4), ("data",))
-ws = jax.ShapeDtypeStruct((4, 256, 256), jnp.float32, sharding=NamedSharding(mesh, P()))
-x = jax.ShapeDtypeStruct((4096, 256), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+ws = jax.ShapeDtypeStruct((8, 512, 512), jnp.float32, sharding=NamedSharding(mesh, P()))
+x = jax.ShapeDtypeStruct((65536, 512), jnp.float32, sharding=NamedSharding(mesh, P("data")))
 
 def step(how):
     block = rematerialise(lambda w, x: jnp.tanh(x @ w), how)
@@ -156,12 +156,9 @@ print(json.dumps(out))
 def test_offloading_in_the_compiled_program_for_a_tpu():
     out = ask(COMPILED)
     assert out["frees"]
-    product = 4096 // 4 * 256 * 4  # of a block, float32, on each of four chips
+    product = 65536 // 4 * 512 * 4  # of a block, float32, on each of four chips
     assert out["none"][1] == 0
-    assert out["offload"][1] == 4 * product  # four layers' products, on the host
-    assert out["offload"][0] < out["none"][0]
-    assert out["state"] == [
-        product,
-        4 * 256 * 256 * 4,
-        4 * 256 * 256 * 4,
-    ]  # only x on the device; updated in place
+    assert out["offload"][1] == 8 * product  # eight layers' products, on the host
+    assert out["offload"][0] < out["none"][0] - 3 * product
+    whole = 8 * 512 * 512 * 4
+    assert out["state"] == [product, whole, whole]  # only x is on the device; the state is updated in place

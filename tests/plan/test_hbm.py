@@ -48,7 +48,7 @@ def test_chosen_within_the_limit():
         ),
         "full": oracle(jax.checkpoint),
     }
-    assert sizes["full"] < sizes["dots"] < sizes["none"]
+    assert sizes["full"] < sizes["dots"] <= sizes["none"]
     optimizer = HBMOptimizer()
     roomy = optimizer.choose(make_step, ARGS)
     assert (roomy.remat, roomy.bytes, roomy.donate_argnums) == ("none", sizes["none"], (0,))
@@ -56,7 +56,8 @@ def test_chosen_within_the_limit():
     offload = roomy.considered[-1]
     assert offload.remat == "offload"
     assert "nothing is freed" in offload.reason  # on a CPU
-    for how, size in sizes.items():
+    for size in sizes.values():
+        how = next(how for how, needed in sizes.items() if needed <= size)  # in the order of recomputation
         chosen = optimizer.choose(make_step, ARGS, memory_limit_gb=(size + 100) / 2**30)
         assert (chosen.remat, chosen.bytes) == (how, size)
         assert f"remat {how}" in str(chosen)
@@ -131,7 +132,7 @@ from capibara.plan import HBMOptimizer
 source, folder, bandwidth = sys.argv[1:]
 names = {"jax": jax, "jnp": jnp}
 exec(source, names)
-args = (jax.ShapeDtypeStruct((8, 256, 256), jnp.float32), jax.ShapeDtypeStruct((16384, 256), jnp.float32))
+args = (jax.ShapeDtypeStruct((8, 512, 512), jnp.float32), jax.ShapeDtypeStruct((65536, 512), jnp.float32))
 choose = HBMOptimizer(bandwidth_limit_gbps=float(bandwidth)).choose
 options = dict(topology="v4:2x2x1", max_compiles=1, cache=folder)
 whole = choose(names["make_step"], args, remat=["none", "offload"], **options)
@@ -151,7 +152,7 @@ def test_chosen_for_a_slice(tmp_path):
     roomy, sizes, small, limit, planned = ask(SLICE, source, str(tmp_path), "1")
     assert (roomy, small, planned) == ("none", "offload", True)
     assert limit == pytest.approx(30.75 * 2**30)
-    product = 16384 * 256 * 4 // 4
+    product = 65536 * 512 * 4 // 4
     assert sizes["none"][1] == 0
     assert sizes["offload"][1] == 8 * product  # eight layers' products on the host
     assert sizes["offload"][0] < sizes["none"][0] - 3 * product
