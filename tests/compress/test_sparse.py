@@ -97,7 +97,7 @@ def test_inputs_tell_what_matters(given: dict[str, Any]) -> None:
     refitted, _ = run(w, **given, **found.settings())
     np.testing.assert_array_equal(scored[scored != 0], w.astype(np.float32)[scored != 0])
     assert found.error(w, scored) < 0.9 * magnitude
-    assert found.error(w, refitted) < 0.9 * found.error(w, scored)
+    assert found.error(w, refitted) < 0.95 * found.error(w, scored)
     assert ((refitted != 0).sum(1) == 32).all()
     # Scores as published: |W| times the norm of the input, the largest in each row.
     if "density" in given:
