@@ -39,6 +39,7 @@ plain, text = compiled()
 found = {"platform": plain.platform}
 asynchronous, other = compiled(enable_async_collective=True)
 found["gathers"] = [t.count(" all-gather-start(") for t in (text, other)]
+found["collectives"] = list(asynchronous.notes)
 _, other = compiled(optimization_level="debug")
 found["debug differs"] = other != text
 aggressive, _ = compiled(optimization_level="aggressive")
@@ -90,6 +91,7 @@ def test_each_option_changes_the_compiled_program(found: dict) -> None:
     assert found["platform"] == "tpu"
     before, after = found["gathers"]
     assert before == 0 < after
+    assert found["collectives"] == [f"{after} of {after} collectives asynchronous"]
     assert found["debug differs"]
     assert found["aggressive"]["optimization_level"] == 39
     assert found["memory differs"], found["memory"]

@@ -269,3 +269,59 @@ def test_what_is_not_a_file_or_a_function(tmp_path: Path, packed: Path) -> None:
     for call in (pack_program, load_program):
         with pytest.raises(PackedProgramError, match="expected one made by create_tpu_optimized_jit"):
             call(packed, jax.jit(scaled), ARGS)  # type: ignore[arg-type]
+
+
+SHARDED = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from capibara.compilation import *
+
+count = int(sys.argv[2])
+mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
+
+@create_tpu_optimized_jit
+def step(w, x):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - 0.1 * gradient, loss
+
+w = jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, P()))
+x = jax.device_put(np.arange(128.0, dtype=np.float32).reshape(8, 16) / 64, NamedSharding(mesh, P("data")))
+if sys.argv[3] == "pack":
+    print(pack_program(sys.argv[1], step, (w, x)).environment["topology"], file=sys.stderr)
+else:
+    load_program(sys.argv[1], step, (w, x))
+with count_compilations() as counts:
+    for _ in range(3):
+        w, loss = step(w, x)
+    jax.block_until_ready(w)
+print(json.dumps([counts.programs, float(loss), len(w.sharding.device_set), len(step.recompilations)]))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_on_a_mesh_of_emulated_devices(tmp_path: Path) -> None:
+    def run(count: int, what: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", SHARDED, str(tmp_path / "a.caprog"), str(count), what],
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
+            },
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    packed = run(4, "pack")
+    assert packed.returncode == 0, packed.stderr
+    _, loss, devices, _ = json.loads(packed.stdout)
+    loaded = run(4, "load")
+    assert loaded.returncode == 0, loaded.stderr
+    assert json.loads(loaded.stdout) == [0, loss, devices, 0]
+    assert devices == 4
+    other = run(2, "load")
+    assert other.returncode == 1
+    assert "devices: 4 × cpu numbered 0 1 2 3, 1 processes in the file, 2 × cpu" in other.stderr

@@ -18,6 +18,7 @@ from typing import Any
 
 from capibara.compilation.bfloat16 import Rewritten, with_bfloat16_products
 from capibara.compilation.changes import Recompilation, nearest
+from capibara.compilation.collectives import collectives_of
 from capibara.compilation.configuration import TpuCompilationConfig
 from capibara.compilation.errors import (
     CompilationOptionError,
@@ -338,6 +339,8 @@ class OptimizedJit:
         found: list[bool] = []
         with self._cached(notes), watch_program_keys(lambda _, there: found.append(there)):
             compiled = compile_lowered(lowered, options, self.name)
+        if self.config.enable_async_collective and platform != "cpu":
+            notes.append(collectives_of(compiled.as_text()))
         return Program(
             function=self.name,
             signature=signature,
