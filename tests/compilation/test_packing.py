@@ -87,10 +87,19 @@ X = jnp.arange(6.0)
 ARGS = (X, jnp.float32(3))
 
 
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("packed") / "a.caprog"
+    pack_program(path, create_tpu_optimized_jit(scaled), ARGS)
+    return path.read_bytes()
+
+
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
-    pack_program(tmp_path / "a.caprog", create_tpu_optimized_jit(scaled), ARGS)
-    return tmp_path / "a.caprog"
+def packed(tmp_path: Path, content: bytes) -> Path:
+    path = tmp_path / "a.caprog"
+    path.write_bytes(content)
+    path.chmod(0o644)
+    return path
 
 
 def test_the_same_process_and_a_function_that_keeps_its_other_programs(packed: Path) -> None:

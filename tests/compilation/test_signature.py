@@ -34,7 +34,7 @@ trees = st.recursive(
 calls = st.lists(st.tuples(trees, leaves), min_size=2, max_size=4)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(calls)
 def test_as_many_programs_as_jit_compiles(sequence: list[tuple[Any, Any]]) -> None:
     def first(tree: Any, x: Any) -> Any:
