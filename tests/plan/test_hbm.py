@@ -56,13 +56,12 @@ def test_chosen_within_the_limit():
     offload = roomy.considered[-1]
     assert offload.remat == "offload"
     assert "nothing is freed" in offload.reason  # on a CPU
-    for size in sizes.values():
-        how = next(how for how, needed in sizes.items() if needed <= size)  # in the order of recomputation
-        chosen = optimizer.choose(make_step, ARGS, memory_limit_gb=(size + 100) / 2**30)
-        assert (chosen.remat, chosen.bytes) == (how, size)
-        assert f"remat {how}" in str(chosen)
+    limit = (sizes["full"] + 100) / 2**30
+    tight = optimizer.choose(make_step, ARGS, memory_limit_gb=limit)
+    assert (tight.remat, tight.bytes) == ("full", sizes["full"])
+    assert "remat full, donated arguments: 0" in str(tight)
     with pytest.raises(DoesNotFitError, match=r"(?s)nothing fits .*remat full: .*more than"):
-        optimizer.choose(make_step, ARGS, memory_limit_gb=sizes["full"] / 2 / 2**30)
+        optimizer.choose(make_step, ARGS, memory_limit_gb=sizes["full"] / 2 / 2**30, remat=["full"])
 
 
 def test_the_chosen_step_computes_the_same_and_donates():

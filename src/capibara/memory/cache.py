@@ -260,6 +260,11 @@ class DeviceCache:
         with self._changed:
             while nbytes is None or left < nbytes:
                 victim = choose_victim(self.policy, self._movable())
+                if (
+                    victim is None and self._sizes.moving
+                ):  # by other threads: what they move leaves, or may be moved
+                    self._changed.wait()
+                    continue
                 if victim is None:
                     break
                 size = victim.size
@@ -453,6 +458,7 @@ class DeviceCache:
         self._changed.release()
         try:
             copies = [HostCopy.of(array, self._codec) for array in arrays]
+            arrays = []  # whoever waits for this memory finds it free as soon as the entry has left
         except RuntimeError:
             if not _deleted(arrays):  # by a donation in this moment
                 raise

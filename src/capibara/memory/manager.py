@@ -19,7 +19,7 @@ from capibara.memory.arguments import GIB, bytes_of, checked_flag, checked_fract
 from capibara.memory.budget import MemoryBudget
 from capibara.memory.cache import DeviceCache
 from capibara.memory.cleanup import free_until, pressure_error
-from capibara.memory.errors import DeviceMemoryError, MemoryPressureWarning, MemorySettingError
+from capibara.memory.errors import MemoryPressureWarning, MemorySettingError
 from capibara.memory.host_copies import ArrayCodec
 from capibara.memory.monitor import TpuMemoryMonitor
 from capibara.memory.scope import MemoryReport, MemoryScope
@@ -220,14 +220,14 @@ class MemoryManager:
             last = self._open == 0
         if last:
             self.monitor.stop(raise_failure=False)
-        pressure = self.monitor.take_failure()
+        pressure, failure = self.monitor.take_pressure(), self.monitor.take_failure()
         if failed is not None:
             return
         self.cleanup()  # raises, if too much is in use still
-        if isinstance(pressure, DeviceMemoryError):
+        if failure is not None:  # what a callback or a codec raised
+            raise failure
+        if pressure is not None:
             warnings.warn(MemoryPressureWarning(str(pressure)), stacklevel=4)
-        elif pressure is not None:  # what a callback or a codec raised
-            raise pressure
 
     # Figures
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from capibara.hardware.telemetry import device_memory, host_memory
 from capibara.memory.arguments import GIB, checked_fraction, checked_positive
 from capibara.memory.budget import MemoryBudget, device_budget
 from capibara.memory.cleanup import free_until, pressure_error
-from capibara.memory.errors import DeviceMemoryError, MemorySettingError
+from capibara.memory.errors import DeviceMemoryError, MemoryPressureWarning, MemorySettingError
 
 __all__ = ["MemorySample", "TpuMemoryMonitor"]
 
@@ -89,7 +90,8 @@ class TpuMemoryMonitor:
         self._failure: BaseException | None = None
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
-        self._tried = -1
+        self._pressure: DeviceMemoryError | None = None
+        self._tried, self._again = -1, False
         self.reset()
 
     def reset(self) -> None:
@@ -140,28 +142,32 @@ class TpuMemoryMonitor:
         """Sample, and do what the thresholds ask for.
 
         Raises:
-          DeviceMemoryError: use exceeds ``cleanup_threshold``, and cleaning up did not bring it below, now or in the
-            background since the last call. Only with functions of :meth:`add_cleanup`; without any, the monitor only
-            watches.
+          DeviceMemoryError: use exceeds ``cleanup_threshold``, and cleaning up did not bring it below. Only with
+            functions of :meth:`add_cleanup`; without any, the monitor only watches.
+          Exception: what a callback raised, now or in the background since the last call.
         """
-        reading = self._act()
-        self.raise_failure()
+        reading = self._act(foreground=True)
+        self._raise(self.take_failure())
         return reading
 
-    def raise_failure(self) -> None:
-        """Raise what went wrong in the background since the last call."""
-        with self._lock:
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
     def take_failure(self) -> BaseException | None:
-        """What went wrong in the background since the last call, instead of raising it."""
+        """What a callback or a cleanup raised since the last call, instead of raising it."""
         with self._lock:
             failure, self._failure = self._failure, None
         return failure
 
-    def _act(self) -> MemorySample:
+    def take_pressure(self) -> DeviceMemoryError | None:
+        """The last time that cleaning up in the background did not help, twice in a row; None if there was none."""
+        with self._lock:
+            pressure, self._pressure = self._pressure, None
+        return pressure
+
+    @staticmethod
+    def _raise(failure: BaseException | None) -> None:
+        if failure is not None:
+            raise failure
+
+    def _act(self, *, foreground: bool = False) -> MemorySample:
         reading = self.sample()
         with self._lock:
             thresholds, cleanups = list(self._thresholds), list(self._cleanups)
@@ -175,10 +181,10 @@ class TpuMemoryMonitor:
             elif reading.usage < threshold.fraction - _REARM:
                 threshold.exceeded = False
         if not cleanups or reading.usage <= self.cleanup_threshold:
-            self._tried = -1
+            self._tried, self._again = -1, False
             return reading
         # A cleanup that could not help is not repeated at every sample, but when more has come.
-        if self._tried >= 0 and reading.in_use < self._tried + _GROWN * reading.limit:
+        if not foreground and self._tried >= 0 and reading.in_use < self._tried + _GROWN * reading.limit:
             return reading
         try:
             freed = free_until(self.budget, int(self.cleanup_threshold * reading.limit), cleanups)
@@ -187,16 +193,27 @@ class TpuMemoryMonitor:
                 self.freed_bytes += max(0, freed)
             reading = self.sample()
             if reading.usage > self.cleanup_threshold:
-                self._tried = reading.in_use
-                limit = f"{self.cleanup_threshold:.0%} of the limit are exceeded"
-                self._fail(pressure_error(self.budget, limit))
+                self._still_exceeded(reading, foreground)
         except Exception as error:  # of a callback, or a cache that is full on the host
             self._fail(error)
         return reading
 
+    def _still_exceeded(self, reading: MemorySample, foreground: bool) -> None:
+        # Another thread may hold what was evicted for a moment (it is just storing it): the background tries again.
+        if not foreground and not self._again:
+            self._again = True
+            return
+        self._tried = reading.in_use
+        error = pressure_error(self.budget, f"{self.cleanup_threshold:.0%} of the limit are exceeded")
+        if foreground:
+            self._fail(error)
+        else:
+            with self._lock:
+                self._pressure = error
+
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            if self._failure is None or isinstance(error, DeviceMemoryError):
+            if self._failure is None:
                 self._failure = error
 
     # In the background
@@ -220,8 +237,9 @@ class TpuMemoryMonitor:
     def stop(self, *, raise_failure: bool = True) -> None:
         """Stop sampling, after one more sample.
 
-        Raises:
-          DeviceMemoryError: as :meth:`check`.
+        Args:
+          raise_failure: whether to raise as :meth:`check` does, and to warn (:class:`MemoryPressureWarning`) if
+            cleaning up did not help for a while.
         """
         with self._lock:
             thread, stop = self._thread, self._stop
@@ -230,9 +248,12 @@ class TpuMemoryMonitor:
             stop.set()
             if thread is not threading.current_thread():
                 thread.join()
-        self.sample()
-        if raise_failure:
-            self.raise_failure()
+        if not raise_failure:
+            self.sample()
+            return
+        self.check()
+        if (pressure := self.take_pressure()) is not None:
+            warnings.warn(MemoryPressureWarning(str(pressure)), stacklevel=2)
 
     def __enter__(self) -> TpuMemoryMonitor:
         return self.start()
