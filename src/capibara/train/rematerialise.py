@@ -5,6 +5,9 @@ function's program is cut into segments, and each is marked with ``jax.checkpoin
 the next is kept, and the rest is computed again. For a program of *n* equal parts about √n segments need least (Chen et
 al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). The cuts are where the fewest bytes cross,
 which in a network of blocks is between blocks. A loop (``lax.scan``) has its cuts already: between its iterations.
+
+When straight code is computed again is for the compiler to decide. That for CPUs does so early, so that less is saved
+there than between the iterations of a loop.
 """
 
 from __future__ import annotations
