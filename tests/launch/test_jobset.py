@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from capibara.cli import main
@@ -225,6 +225,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
+@example({"NULL": None, "on": [{"y": {}}, []], "a": {"b": [[1], []]}})
 def test_yaml_is_read_back(value: Any) -> None:
     yaml = pytest.importorskip("yaml")
     assert yaml.safe_load(to_yaml(value)) == value

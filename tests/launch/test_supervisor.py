@@ -169,7 +169,8 @@ def test_all_are_started_again(tmp_path: Path, body: str, restarts: int, code: i
         tmp_path, 2, COUNTED + body, restarts=restarts, grace=0.2, logs=tmp_path / "logs"
     )
     assert found == code
-    assert [len(path.read_text()) for path in (tmp_path / "pids").glob("tries of 1")] == [starts]
+    # Of the process that fails; others may be stopped before they count.
+    assert max(len(path.read_text()) for path in (tmp_path / "pids").glob("tries of *")) == starts
     again = [line for line in err if "starting all again" in line]
     assert again == [
         f"capibara launch: starting all again ({n} of at most {restarts} times)" for n in range(1, starts)

@@ -86,27 +86,24 @@ def one(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fail_in_a_save(how: str, saves: int) -> None:
-    """Let process 1 die, or its disk fill up, when it writes its part of a later checkpoint."""
-    write, done = checkpoint._write_item, 0
+def fail_in_a_save(how: str) -> None:
+    """Let process 1 die, or its disk fail, at its part of the checkpoint of step 8."""
+    name = "sync_and_digest" if how == "digest" else "_write_item"
+    real = getattr(checkpoint, name)
 
-    def failing(path: Path, tree: Any) -> None:
-        nonlocal done
-        done += 1
-        if done > saves and how == "kill":
-            os.kill(os.getpid(), 9)
-        if done > saves:
+    def failing(path: Path, *rest: Any) -> Any:
+        if ".tmp-8-" in str(path):
+            if how == "kill":
+                os.kill(os.getpid(), 9)
             raise OSError(28, os.strerror(28))
-        write(path, tree)
+        return real(path, *rest)
 
-    checkpoint._write_item = failing
+    setattr(checkpoint, name, failing)
 
 
 if __name__ == "__main__":
     if "FAIL_IN_A_SAVE" in os.environ and joined.index == 1:
-        fail_in_a_save(
-            os.environ["FAIL_IN_A_SAVE"], saves=2
-        )  # of the first checkpoint: its model and its training
+        fail_in_a_save(os.environ["FAIL_IN_A_SAVE"])
     for spec in json.loads(Path(sys.argv[1]).read_text()):
         try:
             found = one(spec)

@@ -173,6 +173,12 @@ def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
     [
         ("kill", 137, r"process 1 of 2 was ended by SIGKILL; the others were stopped"),
         (
+            "digest",  # all processes learn of it
+            2,
+            r"process [01] of 2 failed with exit code 2; the others were stopped: capibara: could not write the "
+            r"checkpoint of step 8 to .*: No space left on device. The checkpoint of step 4 is intact.*",
+        ),
+        (
             "disk",
             2,
             r"process 1 of 2 failed with exit code 2; the others were stopped: capibara: could not write the "

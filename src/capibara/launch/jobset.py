@@ -22,6 +22,8 @@ from capibara.hardware import get_chip, parse_topology
 __all__ = ["jobset_manifest", "to_yaml"]
 
 _JOB = "train"
+# What YAML reads as something else than text, in any case.
+_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
 _PORT = 8476
 _INDEX = "batch.kubernetes.io/job-completion-index"
 # A pod is called NAME-train-0-INDEX-abcde, and names have at most 63 characters.
@@ -207,4 +209,5 @@ def _nested(value: Any, indent: int) -> str:
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z][-A-Za-z0-9_./]*", key) else _scalar(key)
+    plain = re.fullmatch(r"[A-Za-z][-A-Za-z0-9_./]*", key) and key.lower() not in _WORDS
+    return key if plain else _scalar(key)

@@ -257,6 +257,8 @@ class _Group:
         if self._failed is not None:
             return
         expected = {0, *(code for number in self._passed_on for code in (-number, 128 + number))}
+        if len(self._passed_on) > 1:
+            expected.add(128 + signal.SIGINT)  # of a program that does not wait for its end any longer
         if len(self._passed_on) > 2:
             expected.add(-signal.SIGKILL)
         failed = [

@@ -246,7 +246,7 @@ class CheckpointStore:
             for name, tree in items.items():
                 _write_item(temporary.absolute() / name, tree)  # each process its own parts
 
-        def finish() -> None:
+        def add_the_rest() -> list[str]:
             with self._explaining(step, temporary):
                 (temporary / "meta.json").write_text(json.dumps(content, indent=1) + "\n")
                 (temporary / "config.toml").write_text(config_toml)
@@ -254,7 +254,21 @@ class CheckpointStore:
                     (temporary / _TOKENIZER).mkdir()
                 for name, file in (tokenizer or {}).items():
                     (temporary / _TOKENIZER / name).write_bytes(file)
-                files = {name: list(sync_and_digest(temporary / name)) for name in relative_files(temporary)}
+                return list(relative_files(temporary))
+
+        names = processes.first_does(add_the_rest)
+
+        def look_at_some() -> dict[str, list[Any]]:
+            with self._explaining(step, temporary):
+                share = names[processes.index :: processes.count]
+                return {name: list(sync_and_digest(temporary / name)) for name in share}
+
+        # On a pod reading all of it would keep process 0 busy for minutes.
+        found = {name: facts for share in processes.all_do(look_at_some) for name, facts in share.items()}
+
+        def finish() -> None:
+            with self._explaining(step, temporary):
+                files = {name: found[name] for name in names}
                 manifest = json.dumps({"format": _FORMAT, "files": files}, indent=1) + "\n"
                 atomic_write(temporary / "manifest.json", manifest.encode())
                 for root, _, _ in os.walk(temporary):

@@ -137,6 +137,27 @@ class Processes:
         together = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.count, -1)
         return [json.loads(row[:size].tobytes()) for row, size in zip(together, sizes, strict=True)]
 
+    def all_do(self, action: Callable[[], _T]) -> list[_T]:
+        """Run a function in every process; all get the results, JSON values in the processes' order, or raise an error.
+
+        Raises:
+          CapibaraError: what ``action`` raises in a process; see :meth:`first_does`.
+        """
+        failure: Exception | None = None
+        mine: dict[str, Any] = {}
+        try:
+            mine = {"value": action()}
+        except Exception as error:
+            failure = error
+            mine = {"error": type(error).__name__, "text": str(error)}
+        said = self.all_say(mine)
+        if failure is not None:
+            raise failure
+        for index, one in enumerate(said):
+            if "error" in one:
+                raise _error_of(one["error"], one["text"], index)
+        return [one["value"] for one in said]
+
     def barrier(self, name: str) -> None:
         """Return once every process has come here."""
         if self.count > 1:
@@ -230,7 +251,7 @@ def _numbered(numbers: list[int]) -> str:
     return f"process{'' if len(numbers) == 1 else 'es'} {shown}"
 
 
-def _error_of(name: str, text: str) -> CapibaraError:
+def _error_of(name: str, text: str, index: int = 0) -> CapibaraError:
     """The error of another process, of its own class if that is one of Capibara's."""
     for module in (errors, capibara.errors):
         kind = getattr(module, name, None)
@@ -239,4 +260,4 @@ def _error_of(name: str, text: str) -> CapibaraError:
                 return kind(text)
             except TypeError:  # it takes more than a text
                 break
-    return ProcessesError(f"process 0 failed: {name}: {text}")
+    return ProcessesError(f"process {index} failed: {name}: {text}")
