@@ -43,6 +43,29 @@ def test_arrays_that_share_a_buffer_count_once():
     assert live_array_bytes() - before == other.nbytes + empty.nbytes == 40_000
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Array has been deleted"), TypeError("'NoneType' is not iterable")]
+)
+def test_an_array_deleted_meanwhile_is_left_out(monkeypatch, error):
+    class Array:
+        deleted = True
+        sharding = None
+
+        @property
+        def addressable_shards(self):
+            raise error
+
+        def is_deleted(self):
+            return self.deleted
+
+    array = Array()
+    monkeypatch.setattr(jax, "live_arrays", lambda: [array])
+    assert live_array_bytes() == 0
+    array.deleted = False
+    with pytest.raises(type(error)):
+        live_array_bytes()
+
+
 def test_a_runtime_that_hides_its_buffers_counts_every_array(monkeypatch):
     class Array(SimpleNamespace):
         nbytes = 100

@@ -161,7 +161,7 @@ import json
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from capibara.compress.host_arrays import LosslessArrays
-from capibara.memory import DeviceCache, device_budget
+from capibara.memory import DeviceCache, TpuMemoryMonitor, device_budget
 from capibara.measure.installation import device_memory_allocated, memory_limit_bytes
 mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 values = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
@@ -178,6 +178,14 @@ for name, spec in {"rows": P("data"), "both": P("data", "model"), "replicated": 
     gone = int(device_memory_allocated(jax.devices()[3]))
     back = cache["a"]
     out[name] = [size, one - gone, back.sharding == expected, bool((np.asarray(back) == values).all())]
+with TpuMemoryMonitor(interval_seconds=0.0002) as monitor:  # counts arrays that are deleted meanwhile
+    both = NamedSharding(mesh, P("data", "model"))
+    states = {n: jax.device_put(np.zeros((8, 64), np.float32), both) for n in range(20)}
+    step = jax.jit(lambda tree: jax.tree.map(lambda a: a + 1, tree), donate_argnums=0)
+    for _ in range(100):
+        before, states = states, step(states)
+        assert before[0].is_deleted()  # looking does not keep a buffer from being donated
+out["donated"] = all(bool((np.asarray(a) == 100).all()) for a in states.values())
 out["share"] = device_budget().limit * 8 / memory_limit_bytes()
 print(json.dumps(out))
 """
@@ -194,6 +202,7 @@ def test_sharded_arrays_on_eight_devices():
     assert out["rows"] == [whole // 2, whole // 2, True, True]
     assert out["both"] == [whole // 8, whole // 8, True, True]
     assert out["replicated"] == [whole, whole, True, True]
+    assert out["donated"]
     assert out["share"] == pytest.approx(1.0)
 
 

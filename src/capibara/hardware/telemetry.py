@@ -71,15 +71,16 @@ def live_array_bytes(devices: Any = None) -> int:
     asked = None if devices is None else set(devices)
     buffers: dict[Any, int] = {}
     for array in jax.live_arrays():
-        if not hasattr(array, "addressable_shards"):
-            continue
         try:
+            if not hasattr(array, "addressable_shards"):
+                continue
             for device, data in _parts(array):
-                if data.nbytes and (asked is None or device in asked):
+                if data is not None and data.nbytes and (asked is None or device in asked):
                     key = _buffer(array, device, data)
                     buffers[key] = max(data.nbytes, buffers.get(key, 0))
-        except RuntimeError:
-            if not array.is_deleted():  # by another thread, in this moment
+        except Exception:
+            # Deleted by another thread in this moment: JAX then finds the array without buffers, in several ways.
+            if not array.is_deleted():
                 raise
     return sum(buffers.values())
 

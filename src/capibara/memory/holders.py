@@ -59,9 +59,10 @@ def memory_holders(
         try:
             here = [shard.data for shard in array.addressable_shards if shard.device == device]
             place = frozenset(data.unsafe_buffer_pointer() for data in here)
-        except (RuntimeError, ValueError, NotImplementedError):  # deleted meanwhile, or without an address
+            size = sum(data.nbytes for data in here)
+        except Exception:
+            # Deleted meanwhile, or without an address: an array less must not hide the error that is told.
             continue
-        size = sum(data.nbytes for data in here)
         if not size:
             continue
         kind = kinds.setdefault(place, f"{array.dtype.name}{list(array.shape)}")
