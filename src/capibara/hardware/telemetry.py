@@ -5,7 +5,9 @@ A figure that the machine does not report is None, never 0 and never an estimate
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,7 @@ def device_memory(devices: Any = None) -> tuple[DeviceMemory, ...]:
     return tuple(report)
 
 
-def live_array_bytes(devices: Any = None) -> int:
+def live_array_bytes(devices: Any = None, *, exact: bool = True) -> int:
     """Bytes of all live JAX arrays of this process on its devices; arrays that share a buffer count once.
 
     On a CPU, whose runtime reports no allocator figures, this is the closest to allocated device memory. Other threads
@@ -65,10 +67,15 @@ def live_array_bytes(devices: Any = None) -> int:
 
     Args:
       devices: the devices to count on; all local ones by default.
+      exact: whether to look at the parts of arrays on several devices. JAX makes these when they are first asked for,
+        and not safely beside another thread that reads the same array: a count in the background passes False. Then
+        an array on one device that has the shape of a part of a larger one is taken for that part.
     """
     import jax
 
     asked = None if devices is None else set(devices)
+    if not exact:
+        return _described_bytes(jax.live_arrays(), asked)
     buffers: dict[Any, int] = {}
     for array in jax.live_arrays():
         try:
@@ -83,6 +90,41 @@ def live_array_bytes(devices: Any = None) -> int:
             if not array.is_deleted():
                 raise
     return sum(buffers.values())
+
+
+def _described_bytes(arrays: Any, asked: set[Any] | None) -> int:
+    """The count without the parts of arrays on several devices: from shapes and shardings."""
+    total = 0
+    parts: Counter[Any] = Counter()
+    single: dict[Any, Any] = {}
+    for array in arrays:
+        devices = array.sharding.device_set
+        if not array.size or array.is_deleted() or not hasattr(array, "unsafe_buffer_pointer"):
+            continue
+        if len(devices) == 1:
+            device = next(iter(devices))
+            if asked is None or device in asked:
+                try:
+                    single[device, array.unsafe_buffer_pointer()] = array
+                except (
+                    RuntimeError,
+                    ValueError,
+                ):  # deleted in this moment, or a runtime that hides its buffers
+                    single[device, id(array)] = array
+            continue
+        shape = array.sharding.shard_shape(array.shape)
+        size = math.prod(shape) * (array.nbytes // array.size)
+        for device in array.sharding.addressable_devices:
+            if asked is None or device in asked:
+                total += size
+                parts[device, shape, str(array.dtype)] += 1
+    for (device, _), array in single.items():
+        key = device, array.shape, str(array.dtype)
+        if parts[key]:
+            parts[key] -= 1
+        elif not array.is_deleted():
+            total += array.nbytes
+    return total
 
 
 def _parts(array: Any) -> list[tuple[Any, Any]]:

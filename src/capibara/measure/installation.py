@@ -276,7 +276,7 @@ def _host_memory_limit() -> MemoryBytes | None:
     return min(found, default=None)
 
 
-def device_memory_allocated(device: Any | None = None) -> MemoryBytes:
+def device_memory_allocated(device: Any | None = None, *, exact: bool = True) -> MemoryBytes:
     """Bytes in use now on ``device``, or on all of this process's devices together.
 
     From ``device.memory_stats()["bytes_in_use"]`` (GPU, TPU). For a backend without such a count (CPU), it is the
@@ -289,7 +289,7 @@ def device_memory_allocated(device: Any | None = None) -> MemoryBytes:
     counted = [_memory(each).in_use for each in devices]
     if all(count is not None for count in counted):
         return MemoryBytes(sum(count or 0 for count in counted), "device.memory_stats()['bytes_in_use']")
-    return MemoryBytes(live_array_bytes(devices), "sizes of the live JAX arrays")
+    return MemoryBytes(live_array_bytes(devices, exact=exact), "sizes of the live JAX arrays")
 
 
 def device_memory_peak(device: Any | None = None) -> MemoryBytes:

@@ -33,7 +33,7 @@ class MemoryBudget:
 
     def in_use(self) -> MemoryBytes:
         """Bytes in use now on the device, by any code; ``.source`` says how they are known."""
-        return device_memory_allocated(self.device)
+        return device_memory_allocated(self.device, exact=False)  # beside other threads, too
 
     def free(self) -> int:
         """Bytes left; negative if more than the limit is in use."""

@@ -7,6 +7,7 @@ reachable in another way only (a closure, a library's cache) has no name, and is
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -51,19 +52,20 @@ def memory_holders(
     """
     import jax
 
-    # Arrays by where they are: several may share a buffer (a shard of an array is an array, too).
+    # Arrays by where they are: several may share a buffer.
     groups: dict[str, dict[Any, list[Any]]] = {}
     sizes: dict[str, int] = {}
     kinds: dict[Any, str] = {}
     for array in jax.live_arrays():
         try:
-            here = [shard.data for shard in array.addressable_shards if shard.device == device]
-            place = frozenset(data.unsafe_buffer_pointer() for data in here)
-            size = sum(data.nbytes for data in here)
+            devices = array.sharding.device_set
+            if device not in devices or array.is_deleted() or not array.size:
+                continue
+            # Not its parts: JAX makes these when asked for, and not safely beside threads that read the same array.
+            place = array.unsafe_buffer_pointer() if len(devices) == 1 else ("several devices", id(array))
+            size = array.nbytes // array.size * math.prod(array.sharding.shard_shape(array.shape))
         except Exception:
             # Deleted meanwhile, or without an address: an array less must not hide the error that is told.
-            continue
-        if not size:
             continue
         kind = kinds.setdefault(place, f"{array.dtype.name}{list(array.shape)}")
         places = groups.setdefault(kind, {})

@@ -7,6 +7,7 @@ The codec is an argument: the lossless codec for arrays is :class:`capibara.comp
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,6 +147,7 @@ def bytes_by_device(leaves: list[jax.Array]) -> dict[Any, int]:
     sizes: dict[Any, int] = {}
     for leaf in leaves:
         array = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        for shard in array.addressable_shards:
-            sizes[shard.device] = sizes.get(shard.device, 0) + shard.data.nbytes
+        one = array.nbytes // max(1, array.size) * math.prod(array.sharding.shard_shape(array.shape))
+        for device in array.sharding.device_set:
+            sizes[device] = sizes.get(device, 0) + one
     return sizes
