@@ -154,7 +154,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     modules = [m for m in list(sys.modules.values()) if _SUPPORT in (getattr(m, "__file__", None) or "")]
     for module in {id(m): m for m in [getattr(item, "module", None), *modules]}.values():
         for value in list(vars(module).values()) if module else ():
-            if isinstance(value, numpy.random.Generator) and isinstance(value.bit_generator, numpy.random.PCG64):
+            if isinstance(value, numpy.random.Generator) and isinstance(
+                value.bit_generator, numpy.random.PCG64
+            ):
                 fresh = fresh or numpy.random.PCG64(zlib.crc32(item.nodeid.encode())).state
                 value.bit_generator.state = fresh
 
