@@ -92,3 +92,37 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunWriteError, match=r"train\.tensorboard=false"):
         EventFiles(tmp_path / "file" / "tensorboard")
+
+
+def test_two_files_of_one_moment(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        files = EventFiles(tmp_path, resume_step=step - 1)
+        files.write(
+            {"kind": "train", "step": step, "loss": float(step), "losses": [1.0], "json": None, "b": True}
+        )
+        files.close()
+    assert len(list(tmp_path.iterdir())) == 3
+    assert scalars(tmp_path) == {("train/loss", step): float(step) for step in (1, 2, 3)}
+
+
+def test_what_was_written_is_there_after_sync(tmp_path: Path) -> None:
+    files = EventFiles(tmp_path)
+    files.write({"kind": "train", "step": 4, "loss": 2.5})
+    files.sync()
+    assert scalars(tmp_path) == {("train/loss", 4): 2.5}
+    files.close()
+
+
+@pytest.mark.parametrize("call", ["write", "sync", "close"])
+def test_a_full_disk_is_a_clear_error_at_once(tmp_path: Path, call: str) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    files = EventFiles(tmp_path)
+    files.close()
+    for name in ("write_event", "flush", "close"):
+        setattr(files._file, name, full)
+    arguments = [{"kind": "train", "step": 1, "loss": 1.0}] if call == "write" else []
+    for _ in range(20):
+        with pytest.raises(RunWriteError, match="No space left on device"):
+            getattr(files, call)(*arguments)

@@ -43,13 +43,17 @@ def figure_canvas() -> tuple[Any, Any]:
     return figure.Figure, canvas.FigureCanvasAgg
 
 
-def tensorboard() -> Any:
-    """The module ``tensorboardX``.
+def tensorboard() -> tuple[Any, Any, Any]:
+    """Of ``tensorboardX`` the modules of events, of summaries, and of files.
 
     Raises:
       MissingExtraError: it is not installed.
     """
-    return _import("tensorboardX", "tensorboardX", "train.tensorboard=true")
+    names = ("proto.event_pb2", "proto.summary_pb2", "event_file_writer")
+    events, summaries, files = (
+        _import(f"tensorboardX.{name}", "tensorboardX", "train.tensorboard=true") for name in names
+    )
+    return events, summaries, files
 
 
 def require() -> None:

@@ -34,8 +34,6 @@ from capibara.train.state import TrainState
 __all__ = ["Loop", "Utilisation"]
 
 _STEPS_AHEAD = 2
-# A checkpoint is as long in the writing as this many steps, at most.
-_SAVING = 20
 # What a process may want before a step. An interruption counts more than a time limit, and carries its signal's number.
 _GO_ON, _TIME, _INTERRUPTED = 0, 1, 2
 
@@ -140,7 +138,7 @@ class Loop:
             batch = self.run.put_batch(self.skips.number(step))
             step += 1
             if replay_every and step % replay_every == 0:
-                with self.watchdog.during(f"step {step} was computed twice", parts=3):
+                with self.watchdog.during(f"step {step} was computed twice", "replay"):
                     state, metrics = replayed(self.train_step, state, batch, step=step)
             else:
                 state, metrics = self.train_step(state, batch)
@@ -245,7 +243,7 @@ class Loop:
         if not self.run.validation:
             return None
         # Queue every batch, then read: one wait instead of one per batch.
-        with self.watchdog.during(f"the model of step {step} was validated", parts=len(self.run.validation)):
+        with self.watchdog.during(f"the model of step {step} was validated", "validation"):
             params = self.run.validated(state)
             results = [
                 self.eval_step(params, state.model_state, self.run.placement.put_batch(batch))
@@ -271,7 +269,7 @@ class Loop:
         self._write_line(step)
         self.log.sync()
         best = self._is_best(bits)
-        with self.watchdog.during(f"the checkpoint of step {step} was written", parts=_SAVING):
+        with self.watchdog.during(f"the checkpoint of step {step} was written", "checkpoint"):
             self.save(state, step, self.seconds, bits, best)
         if best:
             self.best_bits = bits

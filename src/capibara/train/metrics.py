@@ -103,15 +103,19 @@ class MetricsLog:
     def sync(self) -> None:
         """Return once every line is on disk."""
         self._guarded(lambda: os.fsync(self._stream.fileno()))
+        if self._events is not None:
+            self._events.sync()
 
     def close(self) -> None:
         """Close the file."""
-        if self._events is not None:
-            self._events.close()
         try:
-            self._stream.close()
-        except OSError as error:  # what a full disk kept in the buffer
-            raise self._failure(error) from error
+            if self._events is not None:
+                self._events.close()
+        finally:
+            try:
+                self._stream.close()
+            except OSError as error:  # what a full disk kept in the buffer
+                raise self._failure(error) from error
 
     def _guarded(self, action: Any) -> None:
         try:

@@ -358,9 +358,10 @@ def _run(
                     state, step = loop.run_steps(state, start)
                     break
                 except (DivergedError, CorruptionError) as error:
-                    # Time is spent, whatever came of it.
-                    seconds, failure = loop.seconds, error
-            del state
+                    # Time is spent, whatever came of it. The frames of the traceback hold the state, for which there
+                    # may be no room beside the one that is read.
+                    seconds, failure = loop.seconds, error.with_traceback(None)
+            del state, loop
             checkpoint = _newest(store, processes, reporter)
             start = 0 if checkpoint is None else checkpoint.step
             rollback.after(failure, start)

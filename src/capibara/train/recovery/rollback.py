@@ -19,13 +19,14 @@ class Rollback:
 
     Args:
       skips: the batches left out, to which it adds.
-      max_skips: how many may be added before the next checkpoint; 0: every error ends the run.
+      max_skips: how many may be added before the next checkpoint, and how often steps are computed again without
+        leaving one out; 0: every error ends the run.
     """
 
     def __init__(self, skips: Skips, *, max_skips: int, reporter: Reporter) -> None:
         self.skips, self.max_skips, self.reporter = skips, max_skips, reporter
         self._base = -1
-        self._added = 0
+        self._added = self._again = 0
         self._suspected: int | None = None
         self._faulty: set[str] = set()
 
@@ -46,8 +47,11 @@ class Rollback:
         if error.step is None or error.step <= base:
             raise error
         if base != self._base:
-            self._base, self._added, self._suspected = base, 0, None
+            self._base, self._added, self._again, self._suspected = base, 0, 0, None
         if self._suspected != error.step and not self._added:
+            self._again += 1
+            if self._again > self.max_skips:  # now this step diverges, now that one
+                raise error
             self._suspected = error.step
             self.reporter.warn(
                 f"{str(error).partition('. ')[0]}. Going back to step {base:,}, to compute the same steps again."
