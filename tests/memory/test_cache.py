@@ -147,6 +147,7 @@ def test_prefetch_does_not_displace_what_is_used_now():
     cache["now"]
     assert not cache.is_hot("big")
     cache.prefetch(["big"])
+    assert cache._worker is not None
     cache._worker.shutdown(wait=True)
     assert cache.is_hot("now")
     assert not cache.is_hot("big")

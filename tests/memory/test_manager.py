@@ -47,6 +47,7 @@ def test_what_a_context_owns_goes_back():
     np.testing.assert_array_equal(kept, mib(1, seed=3))
     np.testing.assert_allclose(result, mib(4).sum() + mib(2).sum(), rtol=1e-3)
     report = scope.report
+    assert report is not None
     assert manager.last_report is report
     assert report.before == before
     assert report.after == live_array_bytes()
@@ -63,16 +64,19 @@ def test_high_water_mark():
         x = scope.put(mib(20))
         scope.check()
         x.delete()
-    assert scope.report.high_water - scope.report.before == 20 * MIB
-    assert scope.report.host_high_water > 20 * MIB
+    report = scope.report
+    assert report is not None
+    assert report.high_water - report.before == 20 * MIB
+    assert report.host_high_water is not None
+    assert report.host_high_water > 20 * MIB
 
 
 def test_freed_even_if_the_body_fails():
-    manager = manager_of(100)
+    manager, put = manager_of(100), []
     with pytest.raises(ZeroDivisionError), manager.managed_context() as scope:
-        x = scope.put(mib(4))
-        1 / 0
-    assert x.is_deleted()
+        put.append(scope.put(mib(4)))
+        raise ZeroDivisionError
+    assert put[0].is_deleted()
     assert not manager.monitor.running
     with (
         pytest.raises(MemorySettingError, match="got int, expected JAX arrays"),
@@ -92,8 +96,11 @@ def test_evicts_at_the_threshold(compression_enabled):
             cache.put(n, value)
             scope.check()
             assert live_array_bytes() <= threshold
+    assert scope.report is not None
     assert scope.report.evicted >= 4 * MIB
-    assert manager.get_metrics()["evicted_gb"] > 0
+    evicted = manager.get_metrics()["evicted_gb"]
+    assert evicted is not None
+    assert evicted > 0
     stats = cache.stats()
     assert stats.cold_entries > 0
     assert (stats.compression_ratio > 1.05) is compression_enabled
@@ -156,7 +163,7 @@ def test_reference_cycles_are_collected():
     manager = manager_of(20, cleanup_threshold=0.5)
     gc.disable()
     try:
-        cycle = [on_device(18)]
+        cycle: list[object] = [on_device(18)]
         cycle.append(cycle)
         del cycle
         assert manager.cleanup() >= 18 * MIB

@@ -37,6 +37,7 @@ def oracle(policy) -> int:
     """What JAX says of the same step, written with ``jax.checkpoint`` itself."""
     step = make_step(policy)
     m = jax.jit(step, donate_argnums=0).lower(*ARGS).compile().memory_analysis()
+    assert m is not None
     return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
 
 

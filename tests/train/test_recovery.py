@@ -256,7 +256,9 @@ def test_a_step_that_gives_the_same_twice_is_taken_once() -> None:
 
     state = _state(0)
     after, metrics = replayed(step, state, jnp.float32(2.0), step=1)
-    np.testing.assert_allclose(after.params["a"], np.asarray(state.params["a"]) * np.float32(1.5) + 2, rtol=1e-6)
+    np.testing.assert_allclose(
+        after.params["a"], np.asarray(state.params["a"]) * np.float32(1.5) + 2, rtol=1e-6
+    )
     assert (int(after.step), float(metrics["loss"])) == (1, 2.0)
 
 
