@@ -103,6 +103,7 @@ def test_evicts_at_the_threshold(compression_enabled):
     assert evicted > 0
     stats = cache.stats()
     assert stats.cold_entries > 0
+    assert stats.compression_ratio is not None
     assert (stats.compression_ratio > 1.05) is compression_enabled
     for n, value in values.items():
         assert np.asarray(cache[n]).tobytes() == value.tobytes()
