@@ -13,6 +13,7 @@ from capibara.compress.device_memory import TpuMemoryManager
 from capibara.hardware import live_array_bytes
 from capibara.memory import DeviceMemoryError, MemoryManager, MemoryPressureWarning, MemorySettingError
 from capibara.memory.arguments import GIB
+from capibara.memory.feeding import bytes_on_a_device
 
 MIB = 1 << 20
 
@@ -268,3 +269,50 @@ def test_bad_arguments(options, says):
         TpuMemoryManager(**options)
     with pytest.raises(MemorySettingError, match="more than the limit"):
         TpuMemoryManager(1.0).create_cache(2.0)
+
+
+def test_what_is_put_and_fetched_is_a_copy():
+    """The argument is the caller's, even if device_put would return it or an alias of it."""
+    manager = manager_of(100)
+    x, y = on_device(1), on_device(1)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with manager.managed_context() as scope:
+        copies = [scope.put(x), scope.put(x, sharding), *map(scope.own, scope.prefetch([x, y]))]
+    assert all(copy.is_deleted() for copy in copies)
+    np.testing.assert_array_equal(x, y)
+
+
+def test_what_is_lent_does_not_count_as_freed():
+    manager = manager_of(20, cleanup_threshold=0.5)
+    cache = manager.create_cache(16 / 1024)
+    cache.put("a", mib(12))
+    held = cache["a"]
+    other = [on_device(6)]
+    manager.add_release(lambda nbytes: other.clear())
+    with pytest.raises(DeviceMemoryError):  # 12 MiB are in use still, and it has tried everything
+        manager.cleanup()
+    assert other == []
+    assert held.nbytes
+    cache.close()
+
+
+def test_a_reservation_counts_what_is_on_one_device():
+    mesh = jax.sharding.AbstractMesh((4,), ("d",))
+    parts = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = np.zeros((8, 2), np.float32)
+    assert bytes_on_a_device([x, x], parts) == 32
+    assert bytes_on_a_device({"a": x, "b": [x]}, {"a": whole, "b": parts}) == 80
+    assert bytes_on_a_device([x, 3], jax.devices()[0]) == 64
+    assert bytes_on_a_device(jax.random.key(0)) == 8
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_prefetching_reserves_and_refuses_a_depth_below_one(enabled):
+    manager = manager_of(2, prefetch_enabled=enabled)
+    with manager.managed_context() as scope:
+        with pytest.raises(MemorySettingError, match="depth: got 0"):
+            scope.prefetch([mib(1)], depth=0)
+        with pytest.raises(DeviceMemoryError, match=r"no room for 3\.00 MiB"):
+            next(iter(scope.prefetch([mib(3)])))

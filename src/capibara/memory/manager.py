@@ -121,18 +121,18 @@ class MemoryManager:
     def _release(self, nbytes: int) -> None:
         with self._lock:
             caches, others = list(self._caches), list(self._releases)
-        left = nbytes
+        # What left a cache is free only if nobody else holds it: so what is missing is measured each time.
+        target = self.budget.in_use() - nbytes
         for cache in caches:
-            if left <= 0:
-                return
-            evicted = cache.evict(left)
-            left -= evicted
-            with self._lock:
-                self.evicted_bytes += evicted
+            while (left := self.budget.in_use() - target) > 0:
+                if not (evicted := cache.evict(int(left))):
+                    break
+                with self._lock:
+                    self.evicted_bytes += evicted
         for release in others:
-            if left <= 0:
+            if (left := self.budget.in_use() - target) <= 0:
                 return
-            release(left)
+            release(int(left))
 
     def _label(self, array: Any) -> str | None:
         for cache in list(self._caches):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,8 @@ from jax.core import Tracer
 from capibara.measure.sizes import size_text
 from capibara.memory.cache import DeviceCache
 from capibara.memory.errors import MemorySettingError
-from capibara.memory.feeding import copied_to_device, prefetch_to_device
+from capibara.memory.feeding import bytes_on_a_device, checked_depth, copied_to_device, prefetch_to_device
+from capibara.memory.host_copies import bytes_by_device
 
 if TYPE_CHECKING:
     from capibara.memory.manager import MemoryManager
@@ -100,9 +101,11 @@ class MemoryScope:
 
         Raises:
           DeviceMemoryError: there is no room.
+
+        JAX arrays are copied, too: the argument stays.
         """
         self._check_open()
-        self._manager.reserve(sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)))
+        self._manager.reserve(bytes_on_a_device(tree, sharding))
         return self.own(copied_to_device(tree, sharding))
 
     def prefetch(
@@ -115,12 +118,19 @@ class MemoryScope:
           depth: how many ahead; 2 by default. With the manager's ``prefetch_enabled=False`` each is moved when it is
             asked for.
           sharding: as for ``jax.device_put``.
+
+        Raises:
+          MemorySettingError: ``depth`` is not an integer from 1.
         """
+        ahead = checked_depth(2 if depth is None else depth)
         if not self._manager.prefetch_enabled:
-            return (copied_to_device(item, sharding) for item in items)
-        return prefetch_to_device(
-            items, depth=2 if depth is None else depth, sharding=sharding, reserve=self._manager.reserve
-        )
+            return self._moved(items, sharding)
+        return prefetch_to_device(items, depth=ahead, sharding=sharding, reserve=self._manager.reserve)
+
+    def _moved(self, items: Iterable[_Tree], sharding: Any) -> Iterator[_Tree]:
+        for item in items:
+            self._manager.reserve(bytes_on_a_device(item, sharding))
+            yield copied_to_device(item, sharding)
 
     def create_cache(self, cache_size_gb: float, **options: Any) -> DeviceCache:
         """As the manager's; closed when the context ends."""
@@ -145,7 +155,7 @@ class MemoryScope:
         owned = 0
         for array in self._owned.values():
             if not array.is_deleted():
-                owned += array.nbytes
+                owned += bytes_by_device([array]).get(self._manager.budget.device, 0)
                 array.delete()
         self._owned.clear()
         for cache in self._caches:
