@@ -28,9 +28,11 @@ __all__ = [
     "find_package",
     "installed_version",
     "libtpu_problem",
+    "outside_transformations",
     "require_supported_jax",
     "required_libtpu",
     "scan_counts",
+    "trace_context",
     "varying_axes",
     "version_problem",
     "watch_program_keys",
@@ -182,6 +184,34 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     """The mesh axes over which an array of this type varies inside ``jax.shard_map``; none elsewhere."""
     kind = getattr(aval, "mat", None)
     return frozenset() if kind is None else kind.varying
+
+
+def trace_context() -> tuple[Any, ...]:
+    """The settings and contexts of this thread that JAX itself selects programs by; empty where it does not tell.
+
+    There are dozens, others in each version, and JAX has no public function that returns them.
+    """
+    try:
+        from jax._src import config
+
+        found = config.trace_context()
+        hash(found)
+    except (ImportError, AttributeError, TypeError):
+        return ()
+    return found if isinstance(found, tuple) else (found,)
+
+
+def outside_transformations() -> bool:
+    """Whether nothing is being traced in this thread: no ``jit``, ``grad``, ``vmap`` is around the caller.
+
+    Arguments need not tell: a function may close over a traced value.
+    """
+    try:
+        from jax._src import core
+
+        return bool(core.trace_state_clean())
+    except (ImportError, AttributeError):
+        return True
 
 
 class _ProgramKeys(logging.Filter):

@@ -21,6 +21,7 @@ from capibara.compilation import (
     create_jitted_forward,
     create_tpu_optimized_jit,
 )
+from capibara.compilation.signature import settings_now
 
 
 def apply(params: dict[str, Any], x: Any) -> Any:
@@ -316,3 +317,89 @@ def test_create_jitted_forward_compiles_its_shapes_and_reports_others() -> None:
     assert counts.programs == 0
     assert forward(jnp.ones((4, 3))).dtype == jnp.float32
     assert "x: dtype int32 -> float32" in forward.explain()
+
+
+def test_settings_and_contexts_of_jax_that_select_programs() -> None:
+    seen: list[Any] = []
+    jitted = create_tpu_optimized_jit(lambda x: seen.append(1) or x + 1)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    contexts = [
+        lambda: jax.threefry_partitionable(not jax.config.values["jax_threefry_partitionable"]),
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: jax.set_mesh(mesh),
+        lambda: jax.default_prng_impl("rbg"),
+        lambda: jax.debug_key_reuse(True),
+    ]
+    jitted(X)
+    for number, context in enumerate(contexts, 2):
+        with context():
+            assert (dict(settings_now())["devices of the mesh"] == (jax.devices()[0],)) == (number == 4)
+            jitted(X)
+            jitted(X)
+        assert len(seen) == number
+        jitted(X)
+        assert len(seen) == number
+    assert all(len(one.changes) >= 1 for one in jitted.recompilations)
+
+
+def test_without_jit_it_is_the_function_and_nans_are_found() -> None:
+    jitted = create_tpu_optimized_jit(lambda x: jnp.log(x))
+    with jax.disable_jit():
+        np.testing.assert_allclose(jitted(X + 1), np.log(np.arange(1.0, 4.0)), rtol=1e-6)
+    assert jitted.programs == ()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="log"):
+        jitted(X - 1)
+
+
+def test_the_functions_attributes_do_not_replace_its_own() -> None:
+    class Model:
+        config, name = "of the model", "model"
+
+        def __init__(self) -> None:
+            self.config = self._programs = self._lock = "of this model"
+
+        def __call__(self, x: Any) -> Any:
+            return x + 1
+
+    jitted = create_tpu_optimized_jit(Model())
+    np.testing.assert_array_equal(jitted(X), X + 1)
+    level = TpuCompilationConfig(optimization_level="debug")
+    outer = create_tpu_optimized_jit(create_tpu_optimized_jit(lambda x: x - 1), config=level)
+    assert outer.config is level
+    np.testing.assert_array_equal(outer(X), X - 1)
+
+
+def test_donated_by_name_and_counted_from_the_end() -> None:
+    for options in ({"donate_argnums": 0}, {"donate_argnums": -2}):
+        jitted = create_tpu_optimized_jit(lambda state, x: state + x, **options)
+        state = jnp.ones(8)
+        jitted(state=state, x=jnp.ones(8))
+        assert state.is_deleted()
+    jitted = create_tpu_optimized_jit(lambda x, n: x**n, static_argnums=np.int64(-1))
+    np.testing.assert_array_equal(jitted(X, 2), X**2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"donate_argnums": 2}, "donate_argnums: got 2 for a function of 2 positional arguments"),
+        ({"static_argnums": (0, -3)}, "static_argnums: got -3 .* expected integers from -2 to 1"),
+        ({"static_argnums": "n"}, "static_argnums: got 'n', expected an integer"),
+        ({"static_argnames": "m"}, "static_argnames: got 'm', expected some of x, n"),
+        ({"static_argnames": [3]}, "static_argnames: got 3"),
+        ({"static_argnames": "n", "donate_argnums": 1}, r"donate_argnums: got \[1\], which are static"),
+    ],
+)
+def test_arguments_that_the_function_does_not_have(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompilationOptionError, match=message):
+        create_tpu_optimized_jit(lambda x, n: x * n, **options)
+    with pytest.raises(CompilationOptionError, match="got -1 for a function of any number of arguments"):
+        create_tpu_optimized_jit(lambda *xs: xs, static_argnums=-1)
+
+
+def test_a_function_that_closes_over_a_traced_value() -> None:
+    def loss(w: Any) -> Any:
+        return create_tpu_optimized_jit(lambda x: (w * x).sum())(np.ones(3, np.float32))
+
+    assert float(jax.grad(loss)(2.0)) == 3
+    assert float(jax.jit(loss)(2.0)) == 6

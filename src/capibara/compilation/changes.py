@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from capibara.compilation.signature import Leaf, Signature
+from capibara.compilation.signature import OTHER_SETTINGS, Leaf, Signature
 
 __all__ = ["Change", "Recompilation", "differences", "nearest"]
 
@@ -84,8 +84,16 @@ def differences(before: Signature, after: Signature, names: tuple[str, ...]) -> 
         ("setting", dict(before.settings), dict(after.settings)),
     ):
         for name in {**olds, **news}:
+            if name == OTHER_SETTINGS and name in olds and name in news:
+                continue
             if name not in olds or name not in news or olds[name] != news[name]:
                 found.append(Change(name, what, _text(olds.get(name)), _text(news.get(name))))
+    others = dict(before.settings).get(OTHER_SETTINGS), dict(after.settings).get(OTHER_SETTINGS)
+    # They contain the settings above once more, and have no names.
+    if others[0] != others[1] and not any(change.what == "setting" for change in found):
+        pairs = zip(others[0] or (), others[1] or (), strict=False)
+        olds, news = zip(*[pair for pair in pairs if pair[0] != pair[1]] or [others], strict=True)
+        found.append(Change(OTHER_SETTINGS, "setting", _text(olds), _text(news)))
     return tuple(found)
 
 

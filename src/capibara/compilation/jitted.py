@@ -34,11 +34,14 @@ from capibara.compilation.programs import CompiledCalls, Program
 from capibara.compilation.signature import (
     Signature,
     argument_names,
+    checked_names,
+    checked_numbers,
     has_tracer,
+    names_at,
     signature_of,
     static_both_ways,
 )
-from capibara.jax_versions import watch_program_keys
+from capibara.jax_versions import outside_transformations, watch_program_keys
 
 __all__ = ["OptimizedJit", "create_tpu_optimized_jit"]
 
@@ -59,14 +62,16 @@ def create_tpu_optimized_jit(
       function: pure, as for ``jax.jit``; None: returns a decorator.
       config: the options; None: as ``jax.jit``.
       static_argnums, static_argnames: arguments that are compiled into the program; they must be hashable.
-      donate_argnums: arguments whose memory the results may take; they cannot be used after the call.
+      donate_argnums: arguments whose memory the results may take, whether they are passed by position or by name; they
+        cannot be used after the call.
       in_shardings, out_shardings: as for ``jax.jit``; None leaves them to the arguments and to XLA.
 
     Returns:
       An :class:`OptimizedJit`, or a decorator that makes one.
 
     Raises:
-      CompilationOptionError: ``config`` is not a configuration, or ``function`` cannot be called.
+      CompilationOptionError: ``config`` is not a configuration, ``function`` cannot be called, or it has no such
+        arguments.
 
     Equivalent JAX without options: ``jax.jit(function, static_argnums=…, donate_argnums=…)``.
     """
@@ -79,19 +84,13 @@ def create_tpu_optimized_jit(
         return OptimizedJit(
             function,
             settings,
-            static_argnums=_numbers(static_argnums),
-            static_argnames=(static_argnames,)
-            if isinstance(static_argnames, str)
-            else tuple(static_argnames),
-            donate_argnums=_numbers(donate_argnums),
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
             shardings={name: value for name, value in given.items() if value is not None},
         )
 
     return decorate if function is None else decorate(function)
-
-
-def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 class OptimizedJit:
@@ -110,26 +109,32 @@ class OptimizedJit:
         function: Callable[..., Any],
         config: TpuCompilationConfig,
         *,
-        static_argnums: tuple[int, ...] = (),
-        static_argnames: tuple[str, ...] = (),
-        donate_argnums: tuple[int, ...] = (),
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Iterable[str] = (),
+        donate_argnums: int | Sequence[int] = (),
         shardings: dict[str, Any] | None = None,
     ) -> None:
         if not callable(function):
             raise CompilationOptionError(f"function: got {function!r:.100}, expected a function.")
         self.function, self.config = function, config
-        self._declared = static_argnums
+        self._declared = checked_numbers(function, "static_argnums", static_argnums)
         self._static_argnums, self._static_argnames = static_both_ways(
-            function, static_argnums, static_argnames
+            function, self._declared, checked_names(function, "static_argnames", static_argnames)
         )
-        self._donate_argnums, self._shardings = donate_argnums, shardings or {}
+        self._donate_argnums = checked_numbers(function, "donate_argnums", donate_argnums)
+        if both := sorted({*self._donate_argnums} & {*self._static_argnums}):
+            raise CompilationOptionError(
+                f"donate_argnums: got {both}, which are static: they have no memory to give. Leave them out."
+            )
+        self._shardings = shardings or {}
         self._programs: dict[Signature, Future[Program]] = {}
         self._recompilations: list[Recompilation] = []
         self._lock = threading.Lock()
         self._calls = 0
         self._last: LastCall | None = None
         self._warned: set[str] = set()
-        functools.update_wrapper(self, function)
+        # Only its name and documentation: attributes of the function may have the names of those above.
+        functools.update_wrapper(self, function, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the object is the first argument, static or a tree of arrays."""
@@ -147,19 +152,39 @@ class OptimizedJit:
           CompilationOptionError: ``strict`` and the platform does not have an option; an option that XLA does not
             know.
           TypeError: an argument is neither static nor an array.
+          FloatingPointError: a result has a NaN, with ``jax_debug_nans``.
         """
         import jax
 
+        if jax.config.jax_disable_jit:  # pyright: ignore
+            return self.function(*args, **kwargs)
+        if not outside_transformations():
+            return self._inside(args, kwargs)
         dynamic, others, static = self._split(args, kwargs)
         leaves, tree = jax.tree.flatten((dynamic, others))
         last = self._last
         if last is None or not last.matches(leaves, tree, static):
-            if has_tracer(leaves):
+            if has_tracer(leaves):  # that has left its transformation: JAX's error says so
                 return self._inside(args, kwargs)
             program = self._program(signature_of(dynamic, others, static), args, kwargs, asked=False)
             self._last = last = LastCall(leaves, tree, static, program)
         self._calls += 1
-        return last.program.compiled(*dynamic, **others)
+        try:
+            return last.program.compiled(*dynamic, **others)
+        except Exception as error:
+            # With jax_debug_nans or jax_debug_infs; inside JAX, ``jax.jit`` does the following.
+            if type(error).__name__ != "InternalFloatingPointError":
+                raise
+            self._find_operation(args, kwargs)
+            raise FloatingPointError(f"{self.name}: a result has NaNs or infinities ({error})") from None
+
+    def _find_operation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the function one operation at a time: JAX raises for the one that made the NaN."""
+        import jax
+
+        if not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves((args, kwargs))):
+            with jax.disable_jit():
+                self.function(*args, **kwargs)
 
     def compile(
         self,
@@ -189,7 +214,9 @@ class OptimizedJit:
         Raises:
           CompilationOptionError: an entry is not one of these; or a static argument has no value.
         """
-        positions = tuple(sorted({*_numbers(static_argnums), *self._declared}))
+        positions = tuple(
+            sorted({*checked_numbers(self.function, "static_argnums", static_argnums), *self._declared})
+        )
         if isinstance(input_shapes, str) or not isinstance(input_shapes, Sequence) or not input_shapes:
             raise CompilationOptionError(
                 f"input_shapes: got {input_shapes!r:.100}, expected a list of shapes such as [(32, 512, 768)]."
@@ -383,7 +410,9 @@ class OptimizedJit:
         where = {number: place for place, number in enumerate(n for n in range(len(args)) if n not in static)}
         donated = tuple(where[number] for number in self._donate_argnums if number in where)
         others = {name: value for name, value in kwargs.items() if name not in named}
-        return jax.jit(traced, donate_argnums=donated, **self._shardings).lower(*dynamic, **others)
+        by_name = tuple(name for name in names_at(function, self._donate_argnums) if name in others)
+        jitted = jax.jit(traced, donate_argnums=donated, donate_argnames=by_name, **self._shardings)
+        return jitted.lower(*dynamic, **others)
 
     def _recompiled(self, program: Program, known: list[Signature], count: int) -> None:
         changes = nearest(known, program.signature, self._dynamic_names(count))

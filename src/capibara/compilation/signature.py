@@ -8,17 +8,23 @@ all in one value that can be hashed and compared: the tree of the arguments; of 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from capibara.compilation.errors import CompilationOptionError
+from capibara.jax_versions import trace_context
 
 __all__ = [
+    "OTHER_SETTINGS",
     "Leaf",
     "Signature",
     "argument_names",
+    "checked_names",
+    "checked_numbers",
     "has_tracer",
+    "names_at",
     "settings_now",
     "signature_of",
     "static_both_ways",
@@ -29,7 +35,11 @@ _SETTINGS = (
     "jax_default_matmul_precision",
     "jax_default_device",
     "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
 )
+OTHER_SETTINGS = "other settings of JAX"
 
 
 class Leaf(NamedTuple):
@@ -130,7 +140,19 @@ def settings_now() -> tuple[tuple[str, Any], ...]:
 
     config = jax.config
     found = tuple((name, getattr(config, name)) for name in _SETTINGS)
-    return (*found, ("mesh", jax.sharding.get_abstract_mesh()))
+    mesh = jax.sharding.get_abstract_mesh()
+    # Meshes of equal shape over other devices are one abstract mesh.
+    devices = () if mesh.empty else _devices_of_mesh()
+    return (*found, ("mesh", mesh), ("devices of the mesh", devices), (OTHER_SETTINGS, trace_context()))
+
+
+def _devices_of_mesh() -> tuple[Any, ...]:
+    import jax
+
+    try:
+        return tuple(jax.sharding.get_mesh().devices.flat)
+    except ValueError:  # inside a transformation, or of a mesh without devices
+        return ()
 
 
 def _leaf(value: Any) -> Leaf:
@@ -157,9 +179,7 @@ def static_both_ways(
     function: Callable[..., Any], numbers: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Static arguments by position and by name, whichever way they were given: a call may pass them either way."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
+    if (parameters := _parameters(function)) is None:
         return numbers, names
     places = {
         one.name: number for number, one in enumerate(parameters) if one.kind is one.POSITIONAL_OR_KEYWORD
@@ -167,4 +187,67 @@ def static_both_ways(
     return (
         tuple(sorted({*numbers, *(places[name] for name in names if name in places)})),
         tuple(dict.fromkeys([*names, *(name for name, number in places.items() if number in numbers)])),
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of compiled code
+        return None
+
+
+def checked_numbers(function: Callable[..., Any], argument: str, given: Any) -> tuple[int, ...]:
+    """Positions of arguments as integers from 0; negative ones count from the last argument.
+
+    Raises:
+      CompilationOptionError: one is not an integer, or the function has no such argument.
+    """
+    try:
+        numbers = tuple(map(operator.index, (given,) if hasattr(given, "__index__") else given))
+    except TypeError:
+        raise CompilationOptionError(
+            f"{argument}: got {given!r:.100}, expected an integer or several of them."
+        ) from None
+    parameters = _parameters(function)
+    positional = [
+        one for one in parameters or () if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    endless = parameters is None or any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    count = len(positional)
+    for number in numbers:
+        if number < 0 if endless else not -count <= number < count:
+            have = "any number of arguments" if endless else f"{count} positional arguments"
+            least = 0 if endless else -count
+            most = "" if endless else f" to {count - 1}"
+            raise CompilationOptionError(
+                f"{argument}: got {number} for a function of {have}, expected integers from {least}{most}."
+            )
+    return tuple(sorted({number % count if number < 0 else number for number in numbers}))
+
+
+def checked_names(function: Callable[..., Any], argument: str, given: Any) -> tuple[str, ...]:
+    """Names of arguments.
+
+    Raises:
+      CompilationOptionError: one is not a string, or the function has no such argument.
+    """
+    names = (given,) if isinstance(given, str) else tuple(given)
+    parameters = _parameters(function)
+    known = None
+    if parameters is not None and not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        known = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    for name in names:
+        if not isinstance(name, str) or (known is not None and name not in known):
+            expected = "names of arguments" if known is None else f"some of {', '.join(known) or 'none'}"
+            raise CompilationOptionError(f"{argument}: got {name!r:.80}, expected {expected}.")
+    return names
+
+
+def names_at(function: Callable[..., Any], numbers: tuple[int, ...]) -> tuple[str, ...]:
+    """The names by which the arguments at these positions may be passed, too."""
+    return tuple(
+        one.name
+        for number, one in enumerate(_parameters(function) or ())
+        if number in numbers and one.kind is one.POSITIONAL_OR_KEYWORD
     )
