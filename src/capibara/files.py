@@ -162,11 +162,14 @@ class NewFile:
                             os.unlink(entry.path)
 
 
-def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
+def read_bounded(
+    path: str | os.PathLike[str], most: int, *, check: Callable[[os.stat_result], object] | None = None
+) -> bytes:
     """The content of a file from outside, or of the file that a link leads to.
 
     Args:
       path: the file. most: bytes that it may have.
+      check: called before it is read, with what the system says of the file that was opened; it may raise.
 
     Raises:
       OSError: it cannot be read, is not a regular file (a pipe would be waited for, a device never ends), or is larger;
@@ -176,6 +179,8 @@ def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
     with open(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
+        if check is not None:
+            check(os.fstat(descriptor))
         content = stream.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"is too large, expected at most {most:,} bytes", os.fspath(path))

@@ -198,6 +198,33 @@ def test_who_may_be_trusted(packed: Path) -> None:
     load_program(packed, jitted, ARGS, sha256=digest.upper())
 
 
+def test_trust_is_decided_before_the_file_is_looked_at(packed: Path) -> None:
+    jitted = create_tpu_optimized_jit(scaled)
+    packed.write_bytes(packed.read_bytes()[:-40])
+    with pytest.raises(PackedProgramError, match="has the SHA-256"):
+        load_program(packed, jitted, ARGS, sha256="00" * 32)
+    packed.chmod(0o666)
+    with pytest.raises(PackedProgramError, match="others may write to it"):
+        load_program(packed, jitted, ARGS)
+
+
+def test_the_owner_is_asked_of_the_file_that_was_opened(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks the name may lead to another file."""
+    packed.chmod(0o666)
+    own = os.stat_result([0o100600, 0, 0, 1, os.geteuid(), 0, 0, 0, 0, 0])
+    monkeypatch.setattr(os, "stat", lambda *_, **__: own)
+    with pytest.raises(PackedProgramError, match="others may write to it"):
+        load_program(packed, create_tpu_optimized_jit(scaled), ARGS)
+
+
+def test_text_of_a_file_does_not_reach_the_terminal_as_it_is(packed: Path) -> None:
+    tamper(packed, lambda header: header["environment"].update(jax="\x1b]0;title\x07"))
+    with pytest.raises(PackedProgramError, match=r"jax: \\x1b\]0;title\\x07 in the file"):
+        load_program(packed, create_tpu_optimized_jit(scaled), ARGS)
+
+
 def tamper(path: Path, change: Any, *, program: bytes | None = None) -> None:
     """Change the header of a file, and make its digests right again."""
     content = path.read_bytes()

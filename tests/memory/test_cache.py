@@ -104,7 +104,19 @@ def test_get_or_load():
     for _ in range(3):
         np.testing.assert_array_equal(cache.get_or_load("a", load), kib(0))
     assert len(calls) == 1
-    assert (cache.stats().misses, cache.stats().hits) == (1, 3)
+    assert (cache.stats().misses, cache.stats().hits) == (1, 2)
+
+
+def test_get_or_load_returns_what_another_thread_drops_at_once():
+    class Dropping(DeviceCache):
+        def put(self, key, value):
+            stored = super().put(key, value)
+            self.evict()
+            return stored
+
+    cache = Dropping(4 * KIB, keep_cold=False)
+    np.testing.assert_array_equal(cache.get_or_load("a", lambda: np.ones(3, np.float32)), np.ones(3))
+    assert "a" not in cache
 
 
 def test_prefetch_brings_back_what_was_asked():

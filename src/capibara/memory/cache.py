@@ -145,13 +145,12 @@ class DeviceCache:
         return value
 
     def get_or_load(self, key: Hashable, load: Callable[[], Any]) -> Any:
-        """The value of a key; if there is none, what ``load()`` returns, which is stored."""
+        """The value of a key; if there is none, what ``load()`` returns, which is stored. That is a miss, and no hit."""
         value = self.get(key, _ABSENT)
         if value is _ABSENT:
-            self.put(key, load())
-            value = self.get(key, _ABSENT)
-            if value is _ABSENT:
-                raise CacheFullError(f"{self.name}: {key!r} was removed by another thread as it was loaded.")
+            value = self.put(key, load())
+            if self.prefetch_depth:
+                self._successors.note(key)
         return value
 
     @contextlib.contextmanager
@@ -190,12 +189,15 @@ class DeviceCache:
 
     # Changing
 
-    def put(self, key: Hashable, value: Any) -> None:
+    def put(self, key: Hashable, value: Any) -> Any:
         """Store a value, instead of that of the same key.
 
         Args:
           key: hashable.
           value: an array, or a pytree of arrays. NumPy arrays are copied to the default device.
+
+        Returns:
+          The value as JAX arrays, on the device.
 
         Raises:
           ItemTooLargeError: it is larger than the cache.
@@ -230,6 +232,7 @@ class DeviceCache:
             self._entries[key] = _Entry(key, structure, size, stored)
             self._sizes.device += size
             self._changed.notify_all()
+        return jax.tree.unflatten(structure, arrays)
 
     __setitem__ = put
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from capibara.compilation.errors import PackedProgramError
 from capibara.errors import printable
 from capibara.files import read_bounded, replace_file
 
-__all__ = ["PackedProgram", "read_packed", "write_packed"]
+__all__ = ["PackedProgram", "read_packed", "read_trusted", "write_packed"]
 
 _MAGIC = b"\x89CAPROG\n"
 _VERSION = 1
@@ -112,7 +113,36 @@ def read_packed(path: str | os.PathLike[str]) -> PackedProgram:
       OSError: it cannot be read, is not a regular file, or has more than 2 GiB.
     """
     content = read_bounded(path, _MOST_FILE)
+    return _parsed(Path(path).name, content, hashlib.sha256(content).hexdigest())
+
+
+def read_trusted(path: str | os.PathLike[str], sha256: str | None) -> PackedProgram:
+    """As :func:`read_packed`, of a file that has this digest; or without one, that nobody else can have written.
+
+    Nothing in the file is looked at before that is known, and it is asked of the file that was opened: the name may be
+    given to another one at any time.
+
+    Raises:
+      PackedProgramError: the file is not to be trusted, or as for :func:`read_packed`.
+      OSError: it cannot be read.
+    """
     name = Path(path).name
+
+    def own(status: os.stat_result) -> None:
+        if status.st_uid not in (0, os.geteuid()) or stat.S_IMODE(status.st_mode) & 0o022:
+            raise PackedProgramError(
+                f"{name}: belongs to someone else, or others may write to it, and it is code that would be run. "
+                "Give its SHA-256 (sha256=…), which pack_program returned; or: chmod go-w."
+            )
+
+    content = read_bounded(path, _MOST_FILE, check=own if sha256 is None else None)
+    digest = hashlib.sha256(content).hexdigest()
+    if sha256 is not None and sha256.lower() != digest:
+        raise PackedProgramError(f"{name}: has the SHA-256 {digest}, expected {sha256:.80}.")
+    return _parsed(name, content, digest)
+
+
+def _parsed(name: str, content: bytes, digest: str) -> PackedProgram:
     if len(content) < _HEAD.size + _DIGEST or not content.startswith(_MAGIC):
         raise PackedProgramError(f"{name}: not a packed program. Make one with pack_program.")
     _, version, length = _HEAD.unpack_from(content)
@@ -146,7 +176,7 @@ def read_packed(path: str | os.PathLike[str]) -> PackedProgram:
         checked["environment"],
         checked["stablehlo"],
         checked["bytes"],
-        hashlib.sha256(content).hexdigest(),
+        digest,
         program,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from capibara.compilation.persistent_cache import machine_name
+from capibara.errors import printable
 
 __all__ = ["differences", "environment_of"]
 
@@ -60,7 +61,7 @@ def differences(packed: Mapping[str, str], here: Mapping[str, str]) -> list[str]
     for name, title in _TITLES.items():
         then, now = packed.get(name, ""), here.get(name, "")
         if then != now:
-            found.append(f"{title}: {_short(then)} in the file, {_short(now)} here")
+            found.append(f"{title}: {printable(_short(then))} in the file, {_short(now)} here")
     return found
 
 

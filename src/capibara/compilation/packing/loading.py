@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from capibara.compilation.counting import count_compilations
 from capibara.compilation.errors import PackedProgramError
 from capibara.compilation.jitted import OptimizedJit
 from capibara.compilation.lowering import compile_lowered, platform_of
-from capibara.compilation.packing.container import PackedProgram, read_packed
+from capibara.compilation.packing.container import PackedProgram, read_trusted
 from capibara.compilation.packing.environment import differences, environment_of
 from capibara.compilation.packing.writing import (
     devices_of,
@@ -73,11 +72,7 @@ def load_program(
     """
     require_jitted(function)
     name = Path(path).name
-    packed = read_packed(path)
-    if sha256 is None:
-        _require_own(path)
-    elif sha256.lower() != packed.sha256:
-        raise PackedProgramError(f"{name}: has the SHA-256 {packed.sha256}, expected {sha256:.80}.")
+    packed = read_trusted(path, sha256)
     begin = time.perf_counter()
     signature, lowered, options = prepare(function, args, dict(kwargs or {}))
     found = differences(packed.environment, environment_of(devices_of(signature), options))
@@ -150,12 +145,3 @@ def _load(name: str, packed: PackedProgram, lowered: Any, options: dict[str, Any
         if counts.hits < 1:
             raise PackedProgramError(f"{name}: JAX compiled {function} instead of reading it.")
     return compiled
-
-
-def _require_own(path: str | os.PathLike[str]) -> None:
-    status = os.stat(path)
-    if status.st_uid not in (0, os.geteuid()) or stat.S_IMODE(status.st_mode) & 0o022:
-        raise PackedProgramError(
-            f"{Path(path).name}: belongs to someone else, or others may write to it, and it is code that would be run. "
-            "Give its SHA-256 (sha256=…), which pack_program returned; or: chmod go-w."
-        )
