@@ -224,6 +224,7 @@ class _ProgramKeys(logging.Filter):
         self._watchers: list[tuple[int | None, Callable[[str, bool], object]]] = []
         self._lock = threading.Lock()
         self._level = self._let_through = logging.NOTSET
+        self._disabled = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         words = str(record.msg).lower()
@@ -232,7 +233,11 @@ class _ProgramKeys(logging.Filter):
             for thread, watcher in list(self._watchers):
                 if thread in (None, record.thread):
                     watcher(str(record.args[1]), hit)
-        return record.levelno >= self._let_through
+        return not self._disabled and record.levelno >= self._let_through and self._wanted(record.levelno)
+
+    @staticmethod
+    def _wanted(level: int) -> bool:
+        return level > logging.root.manager.disable  # of logging.disable()
 
     def add(self, watcher: tuple[int | None, Callable[[str, bool], object]]) -> None:
         with self._lock:
@@ -242,6 +247,9 @@ class _ProgramKeys(logging.Filter):
                 self._level, self._let_through = logger.level, logger.getEffectiveLevel()
                 logger.addFilter(self)
                 logger.setLevel(logging.DEBUG)
+                # Programs may have disabled this logger or all of them: records are made all the same, and end here.
+                self._disabled, logger.disabled = logger.disabled, False
+                vars(logger)["isEnabledFor"] = lambda _: True
 
     def remove(self, watcher: tuple[int | None, Callable[[str, bool], object]]) -> None:
         with self._lock:
@@ -250,6 +258,8 @@ class _ProgramKeys(logging.Filter):
                 logger = logging.getLogger(self._LOGGER)
                 logger.removeFilter(self)
                 logger.setLevel(self._level)
+                logger.disabled = self._disabled
+                vars(logger).pop("isEnabledFor", None)
 
 
 _program_keys = _ProgramKeys()

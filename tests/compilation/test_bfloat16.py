@@ -147,3 +147,11 @@ def test_parameters_and_trees_keep_their_dtypes() -> None:
     # A step far below bfloat16's resolution still moves the parameters.
     moved = jax.jit(with_bfloat16_products(step, done))(state, X, rate=1e-5)["w"]
     assert 0 < float(jnp.abs(moved - X).max()) < 1e-3
+
+
+def test_ragged_products_are_kept_and_counted() -> None:
+    done = Rewritten()
+    groups = (jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.array([2, 2]))
+    result = jax.jit(with_bfloat16_products(jax.lax.ragged_dot, done))(*groups)
+    np.testing.assert_array_equal(result, np.full((4, 5), 3.0))
+    assert (done.products, done.kept) == (0, {"they are ragged_dot_general": 1})

@@ -370,12 +370,13 @@ def test_the_functions_attributes_do_not_replace_its_own() -> None:
 
 
 def test_donated_by_name_and_counted_from_the_end() -> None:
-    for options in ({"donate_argnums": 0}, {"donate_argnums": -2}):
-        jitted = create_tpu_optimized_jit(lambda state, x: state + x, **options)
+    for number in (0, -2):
+        jitted = create_tpu_optimized_jit(lambda state, x: state + x, donate_argnums=number)
         state = jnp.ones(8)
         jitted(state=state, x=jnp.ones(8))
         assert state.is_deleted()
-    jitted = create_tpu_optimized_jit(lambda x, n: x**n, static_argnums=np.int64(-1))
+    last: Any = np.int64(-1)
+    jitted = create_tpu_optimized_jit(lambda x, n: x**n, static_argnums=last)
     np.testing.assert_array_equal(jitted(X, 2), X**2)
 
 

@@ -282,6 +282,48 @@ def test_keys_are_watched_without_a_line_in_the_log(folder: Path, caplog: pytest
     assert caplog.records == []
 
 
+@pytest.mark.parametrize("how", ["all", "this one"])
+def test_keys_are_watched_where_logging_is_disabled(caplog: pytest.LogCaptureFixture, how: str) -> None:
+    seen: list[str] = []
+    logger = logging.getLogger("jax._src.compiler")
+    logger.disabled = how == "this one"
+    logging.disable(logging.CRITICAL if how == "all" else logging.NOTSET)
+    try:
+        with watch_program_keys(lambda key, _: seen.append(key)):
+            logger.warning("persistent compilation cache hit for %s with key %s", "f", "k")
+            logging.getLogger("another").warning("not disabled")
+        assert not logger.isEnabledFor(logging.CRITICAL)
+        assert logger.disabled == (how == "this one")
+    finally:
+        logging.disable(logging.NOTSET)
+        logger.disabled = False
+    assert seen == ["k"]
+    assert [record.message for record in caplog.records] == ([] if how == "all" else ["not disabled"])
+
+
+@pytest.mark.parametrize(("mode", "good"), [(0o1777, True), (0o755, True), (0o777, False), (0o770, False)])
+def test_a_folder_below_one_that_all_may_write_to(folder: Path, mode: int, good: bool) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.parent.chmod(mode)
+    notes: list[str] = []
+    with keep_compiled(notes.append) as used:
+        assert used == (folder if good else None)
+    assert len(notes) == (not good)
+
+
+def test_a_folder_below_one_of_root(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def status(owner: int, mode: int) -> os.stat_result:
+        return os.stat_result([0o040000 | mode, 0, 0, 1, owner, 0, 0, 0, 0, 0])
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    private = persistent_cache._is_private
+    assert private(status(0, 0o755), itself=False)
+    assert private(status(0, 0o1777), itself=False)
+    assert not private(status(0, 0o755), itself=True)
+    assert not private(status(1001, 0o755), itself=False)
+    assert not private(status(1000, 0o1777), itself=True)
+
+
 @pytest.mark.slow
 def test_the_command_starts_from_what_it_kept_and_trains_the_same(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from capibara.compilation import (
@@ -148,6 +149,11 @@ def test_the_progress_bar(tmp_path: Path) -> None:
             lambda: TpuWarmupManager().warmup_model(Model(), [(2, -2)]),
             r"input_shapes: got the shape \(2, -2\)",
         ),
+        (lambda: TpuWarmupManager().warmup_model(Model(), [(2,)], []), "batch_sizes: got none"),
+        (
+            lambda: TpuWarmupManager().warmup_model(Model(), [jax.ShapeDtypeStruct((2,), "float32")]),
+            "input_shapes: got an entry ShapeDtypeStruct.* make_input",
+        ),
         (lambda: TpuWarmupManager().warmup_model(Model(), [(2,)], [0]), "batch_sizes: got 0"),
         (lambda: TpuWarmupManager().warmup_model(Model(), [()], [1]), "a scalar has no axis"),
         (lambda: TpuWarmupManager().warmup_model(Model(), [{"a": (1,)}]), "input_shapes: got an entry"),
@@ -156,3 +162,24 @@ def test_the_progress_bar(tmp_path: Path) -> None:
 def test_bad_arguments(make: Any, message: str) -> None:
     with pytest.raises(CompilationOptionError, match=message):
         make()
+
+
+def test_sizes_of_numpy_and_programs_of_other_threads(tmp_path: Path) -> None:
+    jitted = create_tpu_optimized_jit(lambda x: x + 1)
+    jitted.compile(input_shapes=[tuple(np.array([3, 4]))])
+    assert jitted.programs[0].signature.leaves[0].shape == (3, 4)
+
+    def model(x: Any) -> None:
+        """Compiles nothing itself."""
+        thread = threading.Thread(target=lambda: jax.jit(lambda x: x * 3.5)(np.ones(x.shape)))
+        thread.start()
+        thread.join()
+
+    sizes: Any = np.array([4])
+    with count_compilations() as all_threads:
+        report = TpuWarmupManager(cache_directory=tmp_path).warmup_model(
+            model, [(2, 3)], sizes, make_input=np.ones
+        )
+    assert [one.shape for one in report.shapes] == [(4, 3)]
+    assert all_threads.programs == 1
+    assert report.compiled == 0

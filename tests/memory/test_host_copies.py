@@ -157,11 +157,12 @@ def test_traced_and_deleted_values():
 
 
 SHARDED = """
-import json
+import json, sys
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from capibara.compress.host_arrays import LosslessArrays
-from capibara.memory import DeviceCache, TpuMemoryMonitor, device_budget
+from capibara.compilation import create_tpu_optimized_jit, pack_program
+from capibara.memory import DeviceCache, MemoryManager, TpuMemoryMonitor, device_budget
 from capibara.measure.installation import device_memory_allocated, memory_limit_bytes
 mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 values = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
@@ -187,15 +188,39 @@ with TpuMemoryMonitor(interval_seconds=0.0002) as monitor:  # counts arrays that
         before, states = states, step(states)
         assert before[0].is_deleted()  # looking does not keep a buffer from being donated
 out["donated"] = all(bool((np.asarray(a) == 100).all()) for a in states.values())
+
+with jax.default_device(jax.devices()[1]):
+    array = jax.numpy.arange(3)
+cache = DeviceCache(1 << 20)
+cache.put("a", array)
+cache.evict()
+out["movable"] = [array.committed, cache["a"].committed, cache["a"].device.id]
+manager = MemoryManager(1.0)
+with manager.managed_context() as scope:
+    scope.put(values, NamedSharding(mesh, P("data", "model")))
+out["owned"] = scope.report.owned
+jitted = create_tpu_optimized_jit(lambda x: jax.lax.with_sharding_constraint(x + 1, P("d")))
+used = []
+for first in (0, 2, 0):
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[first : first + 2]), ("d",))):
+        used.append(sorted(device.id for device in jitted(np.ones(4)).devices()))
+out["used"] = [used, len(jitted.programs)]
+there = NamedSharding(mesh, P("model"))
+jitted = create_tpu_optimized_jit(lambda x: x + 1, in_shardings=there)
+out["topology"] = pack_program(sys.argv[1], jitted, (np.ones(8),)).environment["topology"]
 out["share"] = device_budget().limit * 8 / memory_limit_bytes()
 print(json.dumps(out))
 """
 
 
-def test_sharded_arrays_on_eight_devices():
+def test_sharded_arrays_on_eight_devices(tmp_path):
     env = {**os.environ, "XLA_FLAGS": emulated(8), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SHARDED, str(tmp_path / "a")],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)
@@ -204,6 +229,10 @@ def test_sharded_arrays_on_eight_devices():
     assert out["both"] == [whole // 8, whole // 8, True, True]
     assert out["replicated"] == [whole, whole, True, True]
     assert out["donated"]
+    assert out["movable"] == [False, False, 1]
+    assert out["owned"] == whole // 8
+    assert out["used"] == [[[0, 1], [2, 3], [0, 1]], 2]
+    assert out["topology"].startswith("8 × cpu")
     assert out["share"] == pytest.approx(1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 
@@ -252,6 +253,39 @@ def test_nested_contexts():
         assert not a.is_deleted()
         assert manager.monitor.running
     assert a.is_deleted()
+    assert not manager.monitor.running
+
+
+def test_nested_contexts_have_high_water_marks_of_their_own():
+    manager = manager_of(100)
+    base = live_array_bytes()
+    with manager.managed_context() as outer:
+        large = outer.put(mib(8))
+        outer.check()
+        large.delete()
+        with manager.managed_context() as inner:
+            inner.put(mib(2))
+        assert inner.report is not None
+        assert inner.report.high_water == base + 2 * MIB
+        outer.put(mib(3))
+    assert outer.report is not None
+    assert outer.report.high_water == base + 8 * MIB
+
+
+def test_a_context_that_begins_as_the_last_one_ends_is_watched(monkeypatch):
+    manager = manager_of(100)
+    stop = manager.monitor.stop
+    with contextlib.ExitStack() as other:
+
+        def begin_and_stop(**options):
+            monkeypatch.undo()
+            other.enter_context(manager.managed_context())
+            stop(**options)
+
+        monkeypatch.setattr(manager.monitor, "stop", begin_and_stop)
+        with manager.managed_context():
+            pass
+        assert manager.monitor.running
     assert not manager.monitor.running
 
 

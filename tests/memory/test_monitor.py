@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import threading
 import time
 
 import jax
@@ -23,6 +25,7 @@ def mib(count: float) -> jax.Array:
 
 def monitor_of(free_mib: float, **options) -> TpuMemoryMonitor:
     """A monitor whose limit leaves so much memory free."""
+    gc.collect()
     return TpuMemoryMonitor((live_array_bytes() + free_mib * MIB) / GIB, **options)
 
 
@@ -200,9 +203,38 @@ def test_failures_in_the_background_are_raised():
 def test_sampling_beside_donating_steps():
     """Arrays are made and deleted while another thread counts them."""
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    steps = 0
     with TpuMemoryMonitor(interval_seconds=0.0005) as monitor:
         x = jnp.zeros(1000)
-        for _ in range(300):
+        while steps < 300 or len(monitor.samples) < 20:
             x = step(x)
-    np.testing.assert_array_equal(x, np.full(1000, 300.0))
-    assert monitor.get_metrics()["samples"] > 2
+            steps += 1
+    np.testing.assert_array_equal(x, np.full(1000, steps))
+
+
+def test_a_low_threshold_fires_again():
+    monitor = TpuMemoryMonitor(device=(device := Reporting(bytes_in_use=0, bytes_limit=100 * MIB)))
+    fired = []
+    monitor.on_threshold(fired.append, 0.04)
+    for count, expected in ((5, 1), (3.9, 1), (5, 1), (3.7, 1), (5, 2), (0, 2), (5, 3)):
+        device.stats["bytes_in_use"] = int(count * MIB)
+        monitor.check()
+        assert len(fired) == expected
+
+
+def test_a_threshold_fires_once_in_two_threads():
+    class Slow(float):
+        def __lt__(self, usage):
+            time.sleep(0.05)
+            return float(self) < usage
+
+    monitor = TpuMemoryMonitor(device=Reporting(bytes_in_use=90, bytes_limit=100))
+    fired = []
+    monitor.on_threshold(fired.append, 0.5)
+    monitor._thresholds[0].fraction = Slow(0.5)
+    threads = [threading.Thread(target=monitor.check) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(fired) == 1

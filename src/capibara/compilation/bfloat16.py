@@ -8,7 +8,8 @@ keeps its float32 result. The bodies of loops, conditions, nested ``jit`` and ``
 The result cannot be differentiated through custom derivative rules, which are gone by then: it is made when a program
 is compiled, after all differentiation.
 
-Not rewritten, and counted: products inside ``jax.shard_map`` and Pallas kernels, which have dtypes of their own.
+Not rewritten, and counted: products inside ``jax.shard_map`` and Pallas kernels, which have dtypes of their own, and
+``jax.lax.ragged_dot``.
 Foreign calls (``jax.ffi``) are left alone.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 __all__ = ["Rewritten", "with_bfloat16_products"]
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
+_KEPT = ("ragged_dot_general",)
 # Calls whose function may be inlined: what they add concerns differentiation, which is over.
 _INLINED = (
     "custom_jvp_call",
@@ -97,6 +99,8 @@ def _equation(eqn: Any, inputs: list[Any], done: Rewritten) -> Sequence[Any]:
             done.products += 1
             inputs = [x.astype(jnp.bfloat16) for x in map(jnp.asarray, inputs)]
             params = {**params, "preferred_element_type": jnp.dtype(jnp.float32), "precision": None}
+    elif _is_kept(eqn):
+        done.keep(f"they are {name}")
     elif (
         name in _INLINED and (inner := _inner(params)) is not None and len(inner.jaxpr.invars) == len(inputs)
     ):
@@ -138,12 +142,20 @@ def _jaxprs(params: dict[str, Any]) -> list[Any]:
     return list(jaxprs_in_params(params))
 
 
+def _is_kept(eqn: Any) -> bool:
+    import jax.numpy as jnp
+
+    # Two operands, and the sizes of the groups.
+    return eqn.primitive.name in _KEPT and all(atom.aval.dtype == jnp.float32 for atom in eqn.invars[:2])
+
+
 def _products_in(jaxpr: Any) -> int:
     import jax.numpy as jnp
 
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(
-        eqn.primitive.name in _PRODUCTS and all(atom.aval.dtype == jnp.float32 for atom in eqn.invars)
+        _is_kept(eqn)
+        or (eqn.primitive.name in _PRODUCTS and all(atom.aval.dtype == jnp.float32 for atom in eqn.invars))
         for eqn in jaxpr.eqns
     ) + sum(_products_in(inner) for eqn in jaxpr.eqns for inner in _jaxprs(eqn.params))
 

@@ -24,7 +24,7 @@ DISK_REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 
 @dataclass
 class CompilationCounts:
-    """What happened in a ``with count_compilations()`` block, in all threads of the process.
+    """What happened in a ``with count_compilations()`` block.
 
     Attributes:
       programs: programs that were asked for and were not in JAX's memory.
@@ -39,6 +39,7 @@ class CompilationCounts:
     hits: int = 0
     kept: int = 0
     seconds: float = 0.0
+    _thread: int | None = field(default=None, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
@@ -55,29 +56,37 @@ class CompilationCounts:
         cache = f", {self.hits} of {self.requests} from the cache on disk" if self.hits or self.kept else ""
         return f"{self.compiled} compiled{cache}, {self.seconds:.2f} s"
 
+    def _counts_here(self) -> bool:
+        return self._thread in (None, threading.get_ident())
+
     def _event(self, event: str, **_: Any) -> None:
+        if not self._counts_here():
+            return
         with self._lock:
             self.requests += event == DISK_REQUEST
             self.hits += event == DISK_HIT
             self.kept += event == DISK_MISS
 
     def _duration(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == COMPILED:
+        if event == COMPILED and self._counts_here():
             with self._lock:
                 self.programs += 1
                 self.seconds += duration_secs
 
 
 @contextlib.contextmanager
-def count_compilations() -> Iterator[CompilationCounts]:
-    """Count the programs that are compiled in this block, by any thread and any library.
+def count_compilations(*, every_thread: bool = True) -> Iterator[CompilationCounts]:
+    """Count the programs that are compiled in this block, by any library.
+
+    Args:
+      every_thread: also those that other threads compile.
 
     Yields:
       :class:`CompilationCounts`, which grows while the block runs.
     """
     import jax.monitoring
 
-    counts = CompilationCounts()
+    counts = CompilationCounts(_thread=None if every_thread else threading.get_ident())
     jax.monitoring.register_event_listener(counts._event)
     jax.monitoring.register_event_duration_secs_listener(counts._duration)
     try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from capibara.compilation.errors import CompilationOptionError
 
-__all__ = ["Fixed", "entries", "fixed_values", "input_descriptions"]
+__all__ = ["Fixed", "entries", "fixed_values", "input_descriptions", "is_size"]
 
 Fixed = Mapping[int, Any]
 
@@ -86,8 +87,13 @@ def _abstract(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=getattr(kind, "weak_type", False))
 
 
+def is_size(value: Any) -> bool:
+    """Whether a value is an integer, of Python's or NumPy's."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def _is_shape(value: Any) -> bool:
-    if not isinstance(value, tuple | list) or not all(type(size) is int for size in value):
+    if not isinstance(value, tuple | list) or not all(map(is_size, value)):
         return False
     if any(size < 0 for size in value):
         raise CompilationOptionError(

@@ -365,7 +365,11 @@ class OptimizedJit:
             notes.append(str(rewritten))
         found: list[bool] = []
         with self._cached(notes), watch_program_keys(lambda _, there: found.append(there)):
+            refused = notes[bool(self.config.use_bfloat16) :]
             compiled = compile_lowered(lowered, options, self.name)
+        if refused and refused[0] not in self._warned:
+            self._warned.add(refused[0])
+            warnings.warn(f"cache_compiled_functions: {refused[0]}", CompilationOptionWarning, stacklevel=4)
         if self.config.enable_async_collective and platform != "cpu":
             notes.append(collectives_of(compiled.as_text()))
         return Program(

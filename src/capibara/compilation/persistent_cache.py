@@ -216,8 +216,7 @@ class _Session:
         for each in (folder.parent, folder):
             each.parent.mkdir(parents=True, exist_ok=True)
             each.mkdir(mode=0o700, exist_ok=True)  # whatever the umask leaves to a group
-            status = each.stat()
-            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            if not _is_private(each.stat(), itself=each == folder):
                 raise _Unusable(f"others than you may write to {str(each)!r}, and what is in it is run")
         for path in folder.glob(f"{_SESSION}*"):
             with contextlib.suppress(OSError):
@@ -244,6 +243,15 @@ class _Session:
             _remove_broken(self.folder, since=os.fstat(self._descriptor).st_mtime)
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
+
+
+def _is_private(status: os.stat_result, *, itself: bool) -> bool:
+    """Whether nobody but the user (or root) can change what is in a folder; of its parent, put another in its place."""
+    if status.st_uid != os.geteuid() and (itself or status.st_uid != 0):
+        return False
+    mode = stat.S_IMODE(status.st_mode)
+    # In a sticky folder, such as /tmp, only the owner of a file may remove or rename it.
+    return not mode & 0o022 or (not itself and bool(mode & stat.S_ISVTX))
 
 
 def _end(folder: Path, path: Path) -> None:

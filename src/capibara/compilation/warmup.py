@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from capibara.compilation.configuration import cache_bytes
 from capibara.compilation.counting import count_compilations
 from capibara.compilation.errors import CompilationOptionError
-from capibara.compilation.inputs import input_descriptions
+from capibara.compilation.inputs import input_descriptions, is_size
 from capibara.compilation.jitted import OptimizedJit
 from capibara.compilation.persistent_cache import keep_compiled
 
@@ -224,7 +224,7 @@ class TpuWarmupManager:
         import jax
 
         seconds: list[float] = []
-        with count_compilations() as counts:
+        with count_compilations(every_thread=False) as counts:
             if isinstance(function, OptimizedJit):
                 function.compile(input_shapes=[inputs])
             for _ in range(self.warmup_steps):
@@ -278,21 +278,35 @@ def _shapes(input_shapes: Sequence[Any], batch_sizes: Sequence[int] | None) -> l
         raise CompilationOptionError(
             f"input_shapes: got {input_shapes!r:.100}, expected a list of shapes such as [(32, 512, 768)]."
         )
+    if batch_sizes is not None and not len(batch_sizes):
+        raise CompilationOptionError(
+            "batch_sizes: got none, expected integers of at least 1. Leave it out to use the shapes' own."
+        )
     for size in batch_sizes or ():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not is_size(size) or size < 1:
             raise CompilationOptionError(f"batch_sizes: got {size!r:.80}, expected integers of at least 1.")
     found: dict[Any, None] = {}
     for shape in input_shapes:
         for each in input_descriptions(shape, "float32"):
             if not hasattr(each, "shape"):
-                raise CompilationOptionError(f"input_shapes: got an entry {shape!r:.100}, expected shapes.")
-        plain = _plain(shape)
+                raise _no_shape(shape)
+        try:
+            plain = _plain(shape)
+        except TypeError:  # arrays and their descriptions, which compile() takes
+            raise _no_shape(shape) from None
         if batch_sizes is None:
             found[plain] = None
             continue
         for size in batch_sizes:
-            found[_with_batch(plain, size)] = None
+            found[_with_batch(plain, int(size))] = None
     return list(found)
+
+
+def _no_shape(entry: Any) -> CompilationOptionError:
+    return CompilationOptionError(
+        f"input_shapes: got an entry {entry!r:.100}, expected a shape, or a tuple of shapes. Inputs of another kind: "
+        "make_input."
+    )
 
 
 def _plain(shape: Any) -> Any:

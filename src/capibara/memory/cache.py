@@ -145,7 +145,7 @@ class DeviceCache:
         return value
 
     def get_or_load(self, key: Hashable, load: Callable[[], Any]) -> Any:
-        """The value of a key; if there is none, what ``load()`` returns, which is stored. That is a miss, and no hit."""
+        """The value of a key; if there is none, what ``load()`` returns, which is stored: one miss."""
         value = self.get(key, _ABSENT)
         if value is _ABSENT:
             value = self.put(key, load())

@@ -90,7 +90,9 @@ class HostCopy:
         values = codec.decode(self.data, self.dtype, self.shape)
         # A float64 array may come back after 64-bit types were switched off again; it must not lose half its bits.
         wide = jax.enable_x64(True) if values.dtype.itemsize >= 8 else contextlib.nullcontext()
-        with wide:
+        # An array that JAX may move comes back where it was all the same: not everything moves it.
+        where = jax.default_device(next(iter(self.sharding.device_set)))
+        with wide, contextlib.nullcontext() if self.committed else where:
             array = jax.device_put(values, self.sharding) if self.committed else jax.device_put(values)
         return array if self.key_impl is None else jax.random.wrap_key_data(array, impl=self.key_impl)
 

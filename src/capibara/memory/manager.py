@@ -220,6 +220,9 @@ class MemoryManager:
             last = self._open == 0
         if last:
             self.monitor.stop(raise_failure=False)
+            with self._lock:
+                if self._open:  # a context of another thread began meanwhile, and found the monitor running
+                    self.monitor.start()
         pressure, failure = self.monitor.take_pressure(), self.monitor.take_failure()
         if failed is not None:
             return

@@ -20,7 +20,7 @@ from capibara.memory.errors import DeviceMemoryError, MemoryPressureWarning, Mem
 
 __all__ = ["MemorySample", "TpuMemoryMonitor"]
 
-_REARM = 0.05  # how far below its threshold use has to fall before it counts as exceeded again
+_REARM = 0.05  # of its threshold: how far below it use has to fall before it counts as exceeded again
 _GROWN = 0.01  # of the limit: how much more has to be in use before a cleanup that failed is tried again
 
 
@@ -43,6 +43,14 @@ class MemorySample:
     def usage(self) -> float:
         """Share of the limit."""
         return self.in_use / self.limit
+
+
+@dataclass(eq=False)
+class _Mark:
+    """The most that was in use since a moment."""
+
+    allocator_peak: int | None
+    high: int = 0
 
 
 @dataclass(eq=False)
@@ -85,6 +93,7 @@ class TpuMemoryMonitor:
         self.budget: MemoryBudget = device_budget(device, memory_limit_gb)
         self.samples: deque[MemorySample] = deque(maxlen=keep)
         self._lock = threading.RLock()
+        self._marks: list[_Mark] = []
         self._thresholds: list[_Threshold] = []
         self._cleanups: list[Callable[[int], Any]] = []
         self._failure: BaseException | None = None
@@ -98,8 +107,8 @@ class TpuMemoryMonitor:
         """Begin anew: no samples, no high-water mark, no counts."""
         with self._lock:
             self.samples.clear()
-            self._high, self._area, self._span, self._count = 0, 0.0, 0.0, 0
-            self._allocator_peak = self._reported_peak()
+            self._area, self._span, self._count = 0.0, 0.0, 0
+            self._own = _Mark(self._reported_peak())
             self.cleanups = self.freed_bytes = 0
 
     # What to do at a threshold
@@ -135,7 +144,8 @@ class TpuMemoryMonitor:
                 self._span += seconds
             self.samples.append(reading)
             self._count += 1
-            self._high = max(self._high, reading.in_use)
+            for mark in (self._own, *self._marks):
+                mark.high = max(mark.high, reading.in_use)
         return reading
 
     def check(self) -> MemorySample:
@@ -172,14 +182,17 @@ class TpuMemoryMonitor:
         with self._lock:
             thresholds, cleanups = list(self._thresholds), list(self._cleanups)
         for threshold in thresholds:
-            if not threshold.exceeded and reading.usage > threshold.fraction:
-                threshold.exceeded = True
+            with self._lock:  # this may run in the background and in check() at a time
+                now = not threshold.exceeded and reading.usage > threshold.fraction
+                if now:
+                    threshold.exceeded = True
+                elif reading.usage < threshold.fraction * (1 - _REARM):
+                    threshold.exceeded = False
+            if now:
                 try:
                     threshold.callback(reading)
                 except Exception as error:
                     self._fail(error)
-            elif reading.usage < threshold.fraction - _REARM:
-                threshold.exceeded = False
         if not cleanups or reading.usage <= self.cleanup_threshold:
             self._tried, self._again = -1, False
             return reading
@@ -274,10 +287,31 @@ class TpuMemoryMonitor:
 
         The allocator's own peak if it rose since then, which no sample can miss; otherwise the largest sample.
         """
+        return self._high_since(self._own)
+
+    def _high_since(self, mark: _Mark) -> int:
         now = self._reported_peak()
-        if now is not None and (self._allocator_peak is None or now > self._allocator_peak):
-            return max(now, self._high)
-        return self._high
+        if now is not None and (mark.allocator_peak is None or now > mark.allocator_peak):
+            return max(now, mark.high)
+        return mark.high
+
+    def mark(self) -> Callable[[], int]:
+        """Begin to record a high-water mark of its own, whatever :meth:`reset` does.
+
+        Returns:
+          A function that ends the record and returns the most bytes in use since.
+        """
+        mark = _Mark(self._reported_peak())
+        with self._lock:
+            self._marks.append(mark)
+
+        def end() -> int:
+            with self._lock:
+                if mark in self._marks:
+                    self._marks.remove(mark)
+            return self._high_since(mark)
+
+        return end
 
     def get_metrics(self) -> dict[str, Any]:
         """Measured figures; takes a sample first.

@@ -71,7 +71,8 @@ class MemoryScope:
         self._owned: dict[int, jax.Array] = {}
         self._caches: list[DeviceCache] = []
         self._begun = time.monotonic()
-        self._before = int(manager.budget.in_use())
+        self._high_water = manager.monitor.mark()
+        self._before = manager.monitor.sample().in_use
         self._evicted_before = manager.evicted_bytes
         self._samples_before = manager.monitor.get_metrics()["samples"]
 
@@ -168,7 +169,7 @@ class MemoryScope:
         self.report = MemoryReport(
             before=self._before,
             after=last.in_use,
-            high_water=monitor.high_water,
+            high_water=self._high_water(),
             host_high_water=max(hosts, default=None),
             limit=last.limit,
             owned=owned,

@@ -75,7 +75,7 @@ def load_program(
     packed = read_trusted(path, sha256)
     begin = time.perf_counter()
     signature, lowered, options = prepare(function, args, dict(kwargs or {}))
-    found = differences(packed.environment, environment_of(devices_of(signature), options))
+    found = differences(packed.environment, environment_of(devices_of(function, signature), options))
     if found:
         raise PackedProgramError(
             f"{name}: was compiled for another environment. {'; '.join(found)}. Pack it again with what is here."

@@ -62,7 +62,7 @@ def pack_program(
         path,
         function=function.name,
         inputs=inputs_of(function, signature, len(args)),
-        environment=environment_of(devices_of(signature), options),
+        environment=environment_of(devices_of(function, signature), options),
         stablehlo=stablehlo_digest(lowered),
         program=program,
     )
@@ -91,14 +91,20 @@ def inputs_of(function: OptimizedJit, signature: Signature, count: int) -> tuple
     return tuple(f"{where}: {leaf}" for where, leaf in zip(paths, signature.leaves, strict=True))
 
 
-def devices_of(signature: Signature) -> list[Any]:
-    """The devices that a program runs on: those of its arrays, else JAX's default."""
+def devices_of(function: OptimizedJit, signature: Signature) -> list[Any]:
+    """The devices that a program runs on: those of its arrays, of its shardings or of the mesh; else JAX's default."""
     import jax
 
-    for leaf in signature.leaves:
-        if leaf.sharding is not None:
-            mesh = getattr(leaf.sharding, "mesh", None)
-            return list(mesh.devices.flat if mesh is not None else leaf.sharding.device_set)
+    given = jax.tree.leaves(function._shardings)
+    for sharding in (*(leaf.sharding for leaf in signature.leaves), *given):
+        sharding = getattr(sharding, "sharding", sharding)  # of a Format
+        if isinstance(sharding, jax.Device):
+            return [sharding]
+        if isinstance(sharding, jax.sharding.Sharding):
+            mesh = getattr(sharding, "mesh", None)
+            return list(mesh.devices.flat if mesh is not None else sharding.device_set)
+    if devices := dict(signature.settings)["devices of the mesh"]:
+        return list(devices)
     default = jax.config.jax_default_device  # pyright: ignore
     return [default if hasattr(default, "client") else jax.local_devices()[0]]
 
