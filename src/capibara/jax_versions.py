@@ -186,11 +186,16 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     return frozenset() if kind is None else kind.varying
 
 
+_contexts = 0  # of the first call
+
+
 def trace_context() -> tuple[Any, ...]:
     """The settings and contexts of this thread that JAX itself selects programs by; empty where it does not tell.
 
-    There are dozens, others in each version, and JAX has no public function that returns them.
+    There are dozens, others in each version, and JAX has no public function that returns them. A module of JAX that is
+    imported later may add some at the end, with their defaults: those are left out, so that importing changes nothing.
     """
+    global _contexts
     try:
         from jax._src import config
 
@@ -198,7 +203,10 @@ def trace_context() -> tuple[Any, ...]:
         hash(found)
     except (ImportError, AttributeError, TypeError):
         return ()
-    return found if isinstance(found, tuple) else (found,)
+    found = found if isinstance(found, tuple) else (found,)
+    if not _contexts:
+        _contexts = len(found)
+    return found[:_contexts]
 
 
 def outside_transformations() -> bool:

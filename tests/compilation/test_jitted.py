@@ -404,3 +404,11 @@ def test_a_function_that_closes_over_a_traced_value() -> None:
 
     assert float(jax.grad(loss)(2.0)) == 3
     assert float(jax.jit(loss)(2.0)) == 6
+
+
+def test_settings_that_a_later_import_adds_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import config
+
+    before, known = settings_now(), config.trace_context
+    monkeypatch.setattr(config, "trace_context", lambda: (*known(), None))
+    assert settings_now() == before
