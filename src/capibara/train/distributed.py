@@ -22,7 +22,7 @@ from capibara.train import extras
 from capibara.train.checkpoint import CheckpointStore
 from capibara.train.errors import CheckpointNotFoundError, DataError
 from capibara.train.feed import Feeder, batches_of, rows_of, to_arrays
-from capibara.train.fitting import FitReport, run_batches, sizes_for
+from capibara.train.fitting import FitReport, first_save, make_way, run_batches, sizes_for
 from capibara.train.frameworks import as_model
 from capibara.train.losses import parts_of
 from capibara.train.options import (
@@ -150,6 +150,7 @@ class TpuDistributedTrainer:
         self._evaluations: dict[str, Any] = {}
         self._waiting: Exception | None = None
         self._taken = 0
+        self._skipped: tuple[Path, tuple[int, ...]] = (Path(), ())
         self._build(None)
 
     # ---- the model and its state --------------------------------------------------------------------------
@@ -368,7 +369,8 @@ class TpuDistributedTrainer:
           directory: where :meth:`save` writes after training, and after every ``save_every`` steps.
 
         Raises:
-          DataError: the data cannot be used. DivergedError: the loss is not finite any more.
+          DataError: the data cannot be used. DivergedError: the loss is not finite any more; nothing later than that
+            is saved. ConfigError: the folder has checkpoints of later steps.
         """
         begun = time.perf_counter()
         settings = getattr(
@@ -379,9 +381,10 @@ class TpuDistributedTrainer:
             sequence_length = settings.sequence_length if sequence_length is None else sequence_length
         given = {"batch_size": batch_size, "sequence_length": sequence_length, "seed": self.seed}
         batches = batches_of(dataset, epochs=epochs, steps=steps, first=self._taken, **given)
-        losses, last, dropped = run_batches(
-            self, batches, on_step=on_step, save=(directory, save_every) if directory is not None else None
-        )
+        if directory is not None and (saved := first_save(self._taken, steps, save_every)) is not None:
+            self._store_for(directory, saved)
+        saving = None if directory is None else (directory, save_every)
+        losses, last, dropped = run_batches(self, batches, steps=steps, on_step=on_step, save=saving)
         if directory is not None:
             self.save(directory)
         found = None if validation is None else self.evaluate(validation, **sizes_for(given, validation))
@@ -404,7 +407,8 @@ class TpuDistributedTrainer:
         """The mean loss and metrics over a data set, weighted by rows, without training.
 
         Args:
-          dataset, batch_size, sequence_length: as for :meth:`train`; of a data source what it holds out.
+          dataset, batch_size, sequence_length: as for :meth:`train`; of a data source what it holds out, of arrays every
+            row.
           max_batches: of a data source, at most so many.
           ema: with the averaged parameters.
         """
@@ -416,7 +420,7 @@ class TpuDistributedTrainer:
             }
             batches: Any = dataset.validation_batches(**sizes, max_batches=max_batches)
         else:
-            batches = batches_of(dataset, batch_size=batch_size, seed=seed)
+            batches = batches_of(dataset, batch_size=batch_size, seed=seed, shuffle=False)
         sums: dict[str, float] = {}
         count = 0
         for batch in batches:
@@ -463,13 +467,19 @@ class TpuDistributedTrainer:
         """Write a checkpoint of the state, whole or not at all; the newest two stay.
 
         Raises:
-          CheckpointWriteError: the disk is full, …; earlier checkpoints are unchanged.
+          ConfigError: the folder has checkpoints of later steps. CheckpointWriteError: the disk is full, …; earlier checkpoints are unchanged.
         """
         config: Any = getattr(self.model, "config", None)
         text = config.to_toml() if hasattr(config, "to_toml") else ""
-        store = CheckpointStore(Path(directory) / "checkpoints")
+        store = self._store_for(directory, self._taken)
         facts = Facts(seconds=0.0)
         return store.save(self._taken, items_of(self.state), meta=facts.to_meta(), config_toml=text).path
+
+    def _store_for(self, directory: str | os.PathLike[str], step: int) -> CheckpointStore:
+        store = CheckpointStore(Path(directory) / "checkpoints")
+        folder, skipped = self._skipped
+        make_way(store, step, skipped if folder == store.folder.absolute() else ())
+        return store
 
     def restore(self, directory: str | os.PathLike[str]) -> TpuDistributedTrainer:
         """Continue from the newest checkpoint in a folder, whatever mesh it was written from.
@@ -483,11 +493,13 @@ class TpuDistributedTrainer:
             raise ConfigError(
                 f"the parameters depend on the inputs: call trainer.init(batch) first ({self._waiting})"
             )
-        checkpoint = CheckpointStore(Path(directory) / "checkpoints").newest()
+        store = CheckpointStore(Path(directory) / "checkpoints")
+        checkpoint = store.newest()
         if checkpoint is None:
             raise CheckpointNotFoundError(f"there is no checkpoint in {str(directory)!r}.")
         self._state = restore_state(checkpoint, self._described)
         self._taken = checkpoint.step
+        self._skipped = store.folder.absolute(), tuple(step for step in store.steps() if step > self._taken)
         return self
 
     # ---- what it does -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import count
 from typing import Any
 
 import jax
@@ -92,15 +92,20 @@ def batches_of(
     sequence_length: int | None = None,
     seed: int = 0,
     first: int = 0,
+    shuffle: bool = True,
 ) -> Iterator[Any]:
     """The batches of some passes over data.
 
     Args:
       data: a :class:`~capibara.train.protocols.DataSource` or :class:`~capibara.train.protocols.Batches`; an iterable
-        of batches; or, with ``batch_size``, arrays in memory, which are shuffled anew in each epoch.
-      epochs: passes. steps: batches in all; by default as many as ``epochs`` have.
+        of batches; or, with ``batch_size``, arrays in memory, which are shuffled anew in each epoch. The last batch of
+        an epoch has the rows that are left.
+      epochs: passes. steps: how many batches will be trained on, instead: of arrays and iterables then come passes
+        without end, since some batches may be left out.
       batch_size, sequence_length, seed: of data sources and arrays in memory.
-      first: the number of the first batch of a data source: a run that continues has had those before.
+      first: the number of the first batch of a data source: a run that continues has had those before. Arrays begin
+        with the order of the next epoch that has not begun by then.
+      shuffle: whether arrays are.
 
     Raises:
       DataError: the data is of another kind, has no end and no ``steps`` are given, or cannot be read once more.
@@ -120,7 +125,8 @@ def batches_of(
             steps = epochs * max(1, windows // data.batch_size)
         return (data.batch(first + n) for n in range(steps))
     if batch_size is not None:
-        return islice(_of_arrays(to_arrays(data), epochs, batch_size, seed), steps)
+        passes = epochs if steps is None else None
+        return _of_arrays(to_arrays(data), passes, batch_size, seed if shuffle else None, first)
     if isinstance(data, tuple) or hasattr(data, "shape") or isinstance(data, Mapping):
         raise DataError(
             f"data: got a {type(data).__name__} of arrays. Give batch_size= to train on its rows, or an iterable of "
@@ -131,16 +137,22 @@ def batches_of(
             f"data: got {type(data).__name__}, expected an iterable of batches, arrays in memory with batch_size=, or "
             "a data source such as load_corpus([...])."
         )
-    return islice(_of_iterable(data, epochs if steps is None else None), steps)
+    return _of_iterable(data, epochs if steps is None else None)
 
 
-def _of_arrays(arrays: Any, epochs: int, batch_size: int, seed: int) -> Iterator[Any]:
+def _of_arrays(
+    arrays: Any, epochs: int | None, batch_size: int, seed: int | None, first: int
+) -> Iterator[Any]:
+    """Passes over rows; without a number of them endless, without a seed in their order."""
     rows = rows_of(arrays)
-    if rows < batch_size:
+    if not rows or (seed is not None and rows < batch_size):
         raise DataError(f"batch_size={batch_size} is more than the {rows} rows that there are.")
-    for epoch in range(epochs):
-        order = np.random.default_rng((seed, epoch)).permutation(rows)
-        for start in range(0, rows - batch_size + 1, batch_size):
+    begun = -(-first // max(1, rows // batch_size))
+    for epoch in count() if epochs is None else range(epochs):
+        order = np.arange(rows)
+        if seed is not None:
+            order = np.random.default_rng((seed, begun + epoch)).permutation(rows)
+        for start in range(0, rows, batch_size):
             chosen = order[start : start + batch_size]
             yield jax.tree.map(lambda array, chosen=chosen: np.asarray(array)[chosen], arrays)
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from capibara.errors import ConfigError
+from capibara.train.checkpoint import CheckpointStore
 from capibara.train.errors import DataError, DivergedError
 from capibara.train.feed import rows_of
+from capibara.train.processes import Processes
 
 if TYPE_CHECKING:
     from capibara.train.distributed import TpuDistributedTrainer
 
-__all__ = ["FitReport", "run_batches", "sizes_for"]
+__all__ = ["FitReport", "first_save", "make_way", "run_batches", "sizes_for"]
 
 _STEPS_AHEAD = 2
 
@@ -53,12 +56,14 @@ def run_batches(
     trainer: TpuDistributedTrainer,
     batches: Iterable[Any],
     *,
+    steps: int | None,
     on_step: Callable[[int, Mapping[str, float]], None] | None,
     save: tuple[str | os.PathLike[str], int | None] | None,
 ) -> tuple[list[float], dict[str, float], int]:
     """Take a step for each batch, reading the loss of one only when the next ones are already queued.
 
     Args:
+      steps: stop after so many; None: with the last batch.
       on_step: called with the number and the metrics of each step.
       save: the folder of checkpoints, and the number of steps between them.
 
@@ -95,12 +100,53 @@ def run_batches(
         while len(pending) > _STEPS_AHEAD:
             finish()
         if save is not None and save[1] and trainer.step_count % save[1] == 0:
+            while pending:  # a checkpoint of a run that has diverged would replace the good ones
+                finish()
             trainer.save(save[0])
+        if len(losses) + len(pending) == steps:
+            break
     while pending:
         finish()
     if not losses:
         raise DataError("data: there is not one batch in it.")
     return losses, last, dropped
+
+
+def make_way(store: CheckpointStore, step: int, skipped: Collection[int]) -> None:
+    """Refuse to save into a folder that holds later steps: they would stay, and the new checkpoint would go.
+
+    Args:
+      step: that of the new checkpoint.
+      skipped: damaged checkpoints that :meth:`TpuDistributedTrainer.restore` passed over, which are renamed.
+
+    Raises:
+      ConfigError: it names the newest step, in every process.
+    """
+
+    def look() -> None:
+        later = [each for each in store.steps() if each > step]
+        if not later:
+            return
+        if set(later) <= set(skipped):
+            store.set_aside(after=step)
+            return
+        raise ConfigError(
+            f"directory: {str(store.folder)!r} has the checkpoint of step {later[-1]}, which is later than step {step} "
+            "to be saved; restore() would take that one. Call restore() first to continue from it, give another "
+            "folder, or move the later checkpoints away"
+        )
+
+    Processes.here().first_does(look)
+
+
+def first_save(taken: int, steps: int | None, save_every: int | None) -> int | None:
+    """The first step that a run saves, as far as it is known before it begins."""
+    known = []
+    if steps is not None:
+        known.append(taken + steps)
+    if save_every:
+        known.append((taken // save_every + 1) * save_every)
+    return min(known, default=None)
 
 
 def sizes_for(given: Mapping[str, Any], data: Any) -> dict[str, Any]:
