@@ -76,7 +76,9 @@ def test_steps_of_arrays_go_over_them_as_often_as_needed() -> None:
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     # Passes one by one have the orders of as many at once.
-    assert [*rows(batches_of(data, batch_size=10)), *rows(batches_of(data, batch_size=10, first=2))] == seen[:4]
+    assert [*rows(batches_of(data, batch_size=10)), *rows(batches_of(data, batch_size=10, first=2))] == seen[
+        :4
+    ]
     made, at_once = line(), line()
     losses = [loss for _ in range(2) for loss in made.fit((POINTS, POINTS), 1, batch_size=10).losses]
     assert losses == list(at_once.fit((POINTS, POINTS), 2, batch_size=10).losses)

@@ -23,7 +23,7 @@ from capibara.train.checkpoint import CheckpointStore
 from capibara.train.errors import CheckpointNotFoundError, DataError
 from capibara.train.feed import Feeder, batches_of, rows_of, to_arrays
 from capibara.train.fitting import FitReport, first_save, make_way, run_batches, sizes_for
-from capibara.train.frameworks import as_model
+from capibara.train.frameworks import WithLoss, as_model, unwrapped
 from capibara.train.losses import parts_of
 from capibara.train.options import (
     asynchronous_options,
@@ -168,8 +168,9 @@ class TpuDistributedTrainer:
             return
         self._waiting = None
         # Blocks that Capibara's own model computes again itself.
-        config: Any = getattr(model, "config", None)
-        own_blocks = hasattr(model, "backend") and hasattr(config, "with_overrides")
+        inner = unwrapped(model)
+        config: Any = getattr(inner, "config", None)
+        own_blocks = hasattr(inner, "backend") and hasattr(config, "with_overrides")
         if own_blocks:
             remat = config.model.remat
             if self._policy is not None:
@@ -178,7 +179,8 @@ class TpuDistributedTrainer:
                 remat = "full"
             if remat != config.model.remat:
                 changed = config.with_overrides({"model.remat": remat})
-                model = type(model)(changed, mesh=model.mesh, rules=model.backend.rules)
+                inner = type(inner)(changed, mesh=inner.mesh, rules=inner.backend.rules)
+                model = inner if self._loss is None else WithLoss(inner, self._loss)
         if self.placement.mesh is not None and (on_mesh := getattr(model, "on_mesh", None)) is not None:
             model = on_mesh(self.placement.mesh, self.placement.rules)
         self.model = model
@@ -253,12 +255,9 @@ class TpuDistributedTrainer:
         state = jax.tree.map(jnp.copy, self.state.model_state)
         if hasattr(self.model, "finish"):
             return self.model.finish(params, state)
-        if (
-            hasattr(type(self.model), "params")
-            and hasattr(self.model, "on_mesh")
-            and hasattr(self.model, "backend")
-        ):
-            model = type(self.model)(self.model.config, mesh=self.model.mesh, rules=self.model.backend.rules)
+        inner = unwrapped(self.model)
+        if hasattr(type(inner), "params") and hasattr(inner, "on_mesh") and hasattr(inner, "backend"):
+            model = type(inner)(inner.config, mesh=inner.mesh, rules=inner.backend.rules)
             model.params, model.state = params, state
             model.pretrained, model.tokenizer_files = self._given.pretrained, self._given.tokenizer_files
             return model

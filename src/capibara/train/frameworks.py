@@ -19,7 +19,7 @@ from capibara.errors import ConfigError
 from capibara.train.functional import FunctionModel, arguments_for, of_pair, takes
 from capibara.train.losses import cross_entropy, mean_loss, parts_of
 
-__all__ = ["as_model"]
+__all__ = ["WithLoss", "as_model", "unwrapped"]
 
 
 def as_model(
@@ -40,7 +40,8 @@ def as_model(
     """
     given = {"loss_of": loss or cross_entropy, "axes": axes, "example": example}
     if isinstance(model, FunctionModel):
-        return replace(model, example=model.example if example is None else example)
+        changes = {"loss_of": loss, "axes": axes, "example": example}
+        return replace(model, **{name: value for name, value in changes.items() if value is not None})
     if isinstance(model, LogicalModel):
         shapes = None
         if isinstance(example, Mapping):
@@ -62,7 +63,7 @@ def as_model(
     if equinox is not None and isinstance(model, equinox.Module):
         return _of_equinox(model, equinox, **given)
     if all(hasattr(model, name) for name in ("init", "loss", "num_params")):
-        return model if loss is None else _with_loss(model, loss)
+        return model if loss is None else WithLoss(model, loss)
     if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
         return of_pair(model.init, model.apply, **given)
     raise ConfigError(
@@ -167,31 +168,41 @@ def _only_input(keys: Any) -> str:
     return keys[0]
 
 
-class _with_loss:
+class WithLoss:
     """A model of the protocol that is trained for another loss of its outputs."""
 
     def __init__(self, model: Any, loss: Callable[[Any, Any], Any]) -> None:
-        self._model, self.loss_of = model, loss
+        self.inner, self.loss_of = model, loss
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self.inner, name)
 
     def on_mesh(self, mesh: Any, rules: Any = None) -> Any:
-        on_mesh = getattr(self._model, "on_mesh", None)
-        return self if on_mesh is None else _with_loss(on_mesh(mesh, rules), self.loss_of)
+        """The same for a mesh, if the model can be changed for one."""
+        on_mesh = getattr(self.inner, "on_mesh", None)
+        return self if on_mesh is None else WithLoss(on_mesh(mesh, rules), self.loss_of)
 
     def loss(
         self, params: Any, batch: Any, *, state: Any, key: Any = None, train: bool = True
     ) -> tuple[Any, tuple[Any, Any]]:
+        """``(loss, (next state, {}))`` of a batch."""
         if isinstance(batch, Mapping) and "tokens" in batch and "targets" not in batch:
             # A language model: the targets are the next tokens.
             rest = {name: x[:, :-1] for name, x in batch.items() if name != "weights"}
             weights = batch["weights"][:, 1:] if "weights" in batch else None
+            if (segments := batch.get("segments")) is not None:  # none is predicted from one of another text
+                follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+                weights = jnp.where(follows, 1.0 if weights is None else weights, 0.0)
             batch = {"inputs": rest, "targets": batch["tokens"][:, 1:]}
             batch |= {} if weights is None else {"weights": weights}
         parts = parts_of(batch)
-        outputs, after = self._model.apply(params, parts.inputs, state=state, key=key, train=train)
+        outputs, after = self.inner.apply(params, parts.inputs, state=state, key=key, train=train)
         return mean_loss(self.loss_of, outputs, parts), (after, {})
+
+
+def unwrapped(model: Any) -> Any:
+    """The model itself, without a loss of one's own around it."""
+    return model.inner if isinstance(model, WithLoss) else model
 
 
 # ---- pytrees that are not dicts -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from capibara.errors import ConfigError, did_you_mean
 from capibara.hardware import build_mesh
 from capibara.sharding import ASYNCHRONOUS
 from capibara.train import extras
+from capibara.train.frameworks import unwrapped
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule, named_optimizer
 from capibara.train.placement import HOST_MEMORY
 from capibara.train.rematerialise import recomputed
@@ -83,6 +84,7 @@ def check_axes(model: Any, mesh: Any, *, named: bool) -> None:
     Raises:
       ConfigError: it names the axis.
     """
+    model = unwrapped(model)
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     rules = AxisRules()
     known = {
@@ -160,6 +162,13 @@ def chosen_optimizer(
     config = getattr(model, "config", None)
     if optimizer is None and not said and hasattr(config, "optimizer"):
         return build_optimizer(config, param_axes=axes), learning_rate_schedule(config)
+    set_name = getattr(getattr(config, "optimizer", None), "name", "adamw")
+    if optimizer is None and set_name != "adamw":  # without a name it would be AdamW
+        raise ConfigError(
+            f"{', '.join(said)}: the model's settings have optimizer.name={set_name}, of which they are settings, too. "
+            f"Name the optimizer here (optimizer={set_name!r}), or set optimizer.learning_rate, "
+            "optimizer.weight_decay and optimizer.grad_clip_norm in the model's settings instead"
+        )
     rate = 1e-3 if learning_rate is None else learning_rate
     schedule = rate if callable(rate) else extras.optax().constant_schedule(_rate(rate))
     own = OptimizerSection(name="adamw" if optimizer is None else _known(optimizer))
