@@ -20,6 +20,7 @@ from capibara.cli import VERBS, main
 from capibara.cli._json import print_json
 from capibara.cli._signals import Terminated, raise_on_sigterm
 from capibara.errors import ConfigError
+from capibara.train.errors import CheckpointWriteError, ProcessesError, RunLockedError
 
 
 @pytest.fixture
@@ -104,6 +105,10 @@ def test_help_of_a_verb(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (ConfigError("x=1 is wrong"), 2, "capibara: x=1 is wrong\n"),
         (KeyboardInterrupt(), 130, "capibara: interrupted\n"),
+        (RunLockedError("in use"), 2, "capibara: in use\n"),
+        # These may go away, so that a launcher is to try again.
+        (CheckpointWriteError("no space"), 1, "capibara: no space\n"),
+        (ProcessesError("process 0 failed"), 1, "capibara: process 0 failed\n"),
     ],
 )
 def test_errors_become_codes_without_a_traceback(

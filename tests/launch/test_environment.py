@@ -25,6 +25,13 @@ def test_no_variables_are_one_process() -> None:
     assert read_membership({"JAX_COORDINATOR_ADDRESS": "host:1"}) is None  # JAX finds the rest
 
 
+def test_places_without_an_address_are_refused() -> None:
+    numbers = {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}
+    with pytest.raises(ConfigError, match="but not JAX_COORDINATOR_ADDRESS"):
+        read_membership(numbers)
+    assert read_membership({**numbers, **SLURM}) is None  # which tells it
+
+
 GOOD = Membership("host:1", 2, 1).variables()
 
 

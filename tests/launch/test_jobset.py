@@ -197,6 +197,10 @@ def test_the_command_line_writes_what_the_function_gives(capsys: pytest.CaptureF
         "run", ["capibara", "train", "/data", "--fresh"], topology="v5e:4x4", **EVERYTHING
     )
     assert yaml.safe_load(capsys.readouterr().out) == wanted
+    assert main(line.replace("--spot", "--spot --grace 600").split()) == 0
+    longer = yaml.safe_load(capsys.readouterr().out)
+    assert "terminationGracePeriodSeconds: 600" in to_yaml(longer)
+    assert "terminationGracePeriodSeconds: 120" in to_yaml(wanted)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +209,8 @@ def test_the_command_line_writes_what_the_function_gives(capsys: pytest.CaptureF
         ("--jobset run -n 2 -- train", "--image: got none"),
         ("--jobset run -n 2 --image i --devices 2 -- train", "--devices"),
         ("--jobset run -n 2 --image i --volume runs -- train", "--volume: got 'runs'"),
+        ("--jobset run -n 2 --image i --grace 0.5 -- train", "--grace: got 0.5"),
+        ("--jobset run -n 2 --image i --grace -1 -- train", "grace_seconds=-1"),
         ("--jobset run -n 2 --image i --env A -- train", "--env: got 'A'"),
         ("-n 2 --topology v5e:4x4 -- train", "--topology is for a manifest"),
         ("-n 2 --service-account a -- train", "--service-account is for a manifest"),

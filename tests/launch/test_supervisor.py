@@ -217,6 +217,34 @@ def test_a_signal_reaches_every_process_once(tmp_path: Path, number: signal.Sign
     assert all_gone(tmp_path, 8)
 
 
+@pytest.mark.parametrize(
+    ("grace", "wanted"),
+    [("20", ["[0] saved after 15", "[1] saved after 15"]), pytest.param("0", [], marks=pytest.mark.slow)],
+)
+def test_what_a_script_started_has_time_to_end_by_a_signal(
+    tmp_path: Path, grace: str, wanted: list[str]
+) -> None:
+    # The script ends at once by the signal; the training that it started takes longer.
+    body = """
+        def save(number, _):
+            time.sleep(0.3)
+            print("saved after", number, flush=True)
+            sys.exit(0)
+        if sys.argv[2:]:
+            signal.signal(15, save)
+            pathlib.Path(sys.argv[1], f"ready {me}").write_text(str(os.getpid()))
+            time.sleep(600)
+        subprocess.run([sys.executable, "-S", *sys.argv, "training"])
+    """
+    with started(tmp_path, 2, body, "--grace", grace) as launcher:
+        until(lambda: len(pids(tmp_path, "ready *")) == 2)
+        launcher.send_signal(signal.SIGTERM)
+        out, _ = launcher.communicate(timeout=60)
+    assert sorted(out.splitlines()) == wanted
+    assert launcher.returncode == 143
+    assert all_gone(tmp_path, 4)
+
+
 def test_processes_that_do_not_stop_are_killed_at_the_third_signal(tmp_path: Path) -> None:
     body = """
         signal.signal(15, signal.SIG_IGN)

@@ -174,14 +174,14 @@ def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
         ("kill", 137, r"process 1 of 2 was ended by SIGKILL; the others were stopped"),
         (
             "digest",  # all processes learn of it
-            2,
-            r"process [01] of 2 failed with exit code 2; the others were stopped: capibara: could not write the "
+            1,
+            r"process [01] of 2 failed with exit code 1; the others were stopped: capibara: could not write the "
             r"checkpoint of step 8 to .*: No space left on device. The checkpoint of step 4 is intact.*",
         ),
         (
             "disk",
-            2,
-            r"process 1 of 2 failed with exit code 2; the others were stopped: capibara: could not write the "
+            1,
+            r"process 1 of 2 failed with exit code 1; the others were stopped: capibara: could not write the "
             r"checkpoint of step 8 to .*: No space left on device. The checkpoint of step 4 is intact.*",
         ),
     ],
@@ -304,9 +304,11 @@ def kill_and_go_on(base: Path, kills: int, steps: int, seed: int) -> None:
                 assert process.poll() is None, Path(f"{base / 'disturbed'}.log").read_text()
                 time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 0.2))
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            if len(children) == 2:
-                os.kill(int(children[chance.randrange(2)]), signal.SIGKILL)
+            children: list[str] = []
+            while len(children) != 2:  # they may just be started
+                assert process.poll() is None, Path(f"{base / 'disturbed'}.log").read_text()
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[chance.randrange(2)]), signal.SIGKILL)
             while f"starting all again ({number + 1} of" not in Path(f"{base / 'disturbed'}.log").read_text():
                 assert process.poll() is None, Path(f"{base / 'disturbed'}.log").read_text()
                 time.sleep(0.01)

@@ -13,6 +13,8 @@ from capibara.errors import CapibaraError
 
 __all__ = ["leave", "report"]
 
+_FAILED = 1
+_INVALID = 2  # invalid input: after it a launcher does not try again
 _BROKEN_PIPE = 141
 
 
@@ -29,11 +31,17 @@ def report(error: BaseException) -> int | None:
         return _BROKEN_PIPE
     if isinstance(error, CapibaraError):
         print(f"capibara: {error}", file=sys.stderr)
-        return 2
+        return _FAILED if _may_pass(error) else _INVALID
     if isinstance(error, KeyboardInterrupt):
         print("capibara: interrupted", file=sys.stderr)
         return INTERRUPTED
     return None
+
+
+def _may_pass(error: CapibaraError) -> bool:
+    """Whether it is of the disk or of another process: the same command may succeed the next time."""
+    errors = sys.modules.get("capibara.train.errors")  # only what is imported already can have raised one
+    return errors is not None and isinstance(error, errors.ProcessesError | errors.RunWriteError)
 
 
 def leave(error: BaseException) -> NoReturn:

@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace",
         type=float,
-        default=3.0,
         metavar="SECONDS",
-        help="how long processes that are stopped after a failure may take (default: 3)",
+        help="how long processes that are stopped after a failure may take (default: 3; of a JobSet's pods, whenever "
+        "they are stopped, 120)",
     )
     parser.add_argument(
         "--restarts",
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         args.processes,
         devices=args.devices,
         logs=args.logs,
-        grace=args.grace,
+        grace=3.0 if args.grace is None else args.grace,
         restarts=args.restarts or 0,
     )
 
@@ -141,6 +141,9 @@ def _print_jobset(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--devices and --logs are for processes of this machine. Leave them out with --jobset"
         )
+    if args.grace is not None and not args.grace.is_integer():
+        raise ConfigError(f"--grace: got {args.grace}, expected whole seconds with --jobset")
+    grace = {} if args.grace is None else {"grace_seconds": int(args.grace)}
     volumes = {path: claim for claim, path in _pairs("volume", args.volume, ":")}
     manifest = jobset_manifest(
         args.jobset,
@@ -155,6 +158,7 @@ def _print_jobset(args: argparse.Namespace) -> int:
         service_account=args.service_account,
         spot=args.spot,
         max_restarts=10 if args.restarts is None else args.restarts,
+        **grace,
     )
     sys.stdout.write(to_yaml(manifest))
     return 0

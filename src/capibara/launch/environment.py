@@ -56,8 +56,10 @@ def read_membership(environment: Mapping[str, str]) -> Membership | None:
         given = {name: environment[name] for name in names if environment.get(name)}
         if not given:
             continue
-        if names[0] == "JAX_COORDINATOR_ADDRESS" and len(given) < len(names):
-            continue  # JAX takes the others from the platform
+        # JAX takes the others from the platform; without that or an address each process would train alone.
+        by_jax = names[0] == "JAX_COORDINATOR_ADDRESS" and len(given) < len(names)
+        if by_jax and (names[0] in given or described_by_platform(environment)):
+            continue
         if missing := [name for name in names if name not in given]:
             raise ConfigError(
                 f"the environment has {', '.join(given)}, but not {', '.join(missing)}. Set all three of "

@@ -81,8 +81,9 @@ def launch_processes(
     """Run a command as several processes of this machine that find one another, and wait for all of them.
 
     Their lines are passed on with the number of the process in front. If one fails, the others are ended: with SIGTERM,
-    and with SIGKILL after ``grace`` seconds. SIGINT, SIGTERM and SIGHUP are passed on to all. Call it in the main
-    thread.
+    and with SIGKILL after ``grace`` seconds. SIGINT, SIGTERM and SIGHUP are passed on to all. Each signal goes to the
+    processes and what they started; what goes on when they have ended by it has ``grace`` seconds. Call it in the
+    main thread.
 
     Args:
       command: program and arguments.
@@ -199,7 +200,7 @@ class _Group:
 
     def wait(self) -> int:
         """Wait for all of them; the exit code of the group."""
-        while any(process.popen.poll() is None for process in self.processes):
+        while self._some_run():
             for key, _ in self._selector.select(_POLL):
                 if key.data is None:
                     for number in os.read(key.fd, 4096):
@@ -209,10 +210,21 @@ class _Group:
                     self._read(key)
             self._look_for_failures()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                self._signal(signal.SIGKILL, whole_group=True)
+                self._signal(signal.SIGKILL)
         self._look_for_failures()
         self._drain()
         return self._outcome()
+
+    def _some_run(self) -> bool:
+        if any(process.popen.poll() is None for process in self.processes):
+            return True
+        # A shell that runs a script ends at once by a signal, and what the script started is still saving.
+        if not (self._passed_on or self._failed) or not any(map(_group_runs, self.processes)):
+            return False
+        now = time.monotonic()
+        if self._kill_at is None:
+            self._kill_at = now + self._grace
+        return now < self._kill_at
 
     @property
     def worth_another_try(self) -> bool:
@@ -243,15 +255,12 @@ class _Group:
     def _pass_on(self, number: int) -> None:
         self._passed_on.append(number)
         # Asked for the third time: not to be waited for any longer.
-        self._signal(
-            signal.SIGKILL if len(self._passed_on) > 2 else number, whole_group=len(self._passed_on) > 2
-        )
+        self._signal(signal.SIGKILL if len(self._passed_on) > 2 else number)
 
-    def _signal(self, number: int, *, whole_group: bool = False) -> None:
+    def _signal(self, number: int) -> None:
         for process in self.processes:
-            if process.popen.poll() is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    (os.killpg if whole_group else os.kill)(process.popen.pid, number)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.popen.pid, number)
 
     def _look_for_failures(self) -> None:
         if self._failed is not None:
@@ -343,6 +352,17 @@ class _Group:
         """Write a line of the launcher's own."""
         self._streams[2].write(f"capibara launch: {text}\n".encode())
         self._streams[2].flush()
+
+
+def _group_runs(process: _Process) -> bool:
+    """Whether anything that it started, or itself, is still there."""
+    try:
+        os.killpg(process.popen.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user, or on macOS a zombie
+        return process.popen.poll() is None
+    return True
 
 
 def _name(number: int) -> str:

@@ -406,8 +406,8 @@ class TpuDistributedTrainer:
         """The mean loss and metrics over a data set, weighted by rows, without training.
 
         Args:
-          dataset, batch_size, sequence_length: as for :meth:`train`; of a data source what it holds out, of arrays every
-            row.
+          dataset, batch_size, sequence_length: as for :meth:`train`; of a data source what it holds out, of arrays
+            every row.
           max_batches: of a data source, at most so many.
           ema: with the averaged parameters.
         """
@@ -466,7 +466,8 @@ class TpuDistributedTrainer:
         """Write a checkpoint of the state, whole or not at all; the newest two stay.
 
         Raises:
-          ConfigError: the folder has checkpoints of later steps. CheckpointWriteError: the disk is full, …; earlier checkpoints are unchanged.
+          ConfigError: the folder has checkpoints of later steps.
+          CheckpointWriteError: the disk is full, …; earlier checkpoints are unchanged.
         """
         config: Any = getattr(self.model, "config", None)
         text = config.to_toml() if hasattr(config, "to_toml") else ""
