@@ -25,7 +25,7 @@ def test_no_token_counts_as_predicted_from_another_text(weighted: bool) -> None:
     random = np.random.default_rng(0)
     table = random.normal(size=(11, 11)).astype(np.float32)
     model = SimpleNamespace(apply=lambda params, inputs, **_: (jax.numpy.array(params)[inputs["tokens"]], {}))
-    batch = {
+    batch: dict[str, Any] = {
         "tokens": random.integers(0, 11, (4, 9)).astype(np.int32),
         "segments": np.array([[1] * 9, [1] * 4 + [2] * 5, [1] * 3 + [0] * 6, [0] * 9], np.int32),
     }
@@ -47,7 +47,7 @@ class OnMesh(TinyModel):
     """What the trainer knows Capibara's own model by."""
 
     pretrained = tokenizer_files = None
-    state = None
+    state: Any = None  # pyright: ignore
 
     def __init__(self, config: Any, *, mesh: Any = None, rules: Any = None) -> None:
         super().__init__(config)

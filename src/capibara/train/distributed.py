@@ -157,7 +157,7 @@ class TpuDistributedTrainer:
 
     def _build(self, example: Any) -> None:
         """Make the model and its optimizer, if the shapes of the inputs are known as far as it needs them."""
-        model = as_model(self._given, loss=self._loss, axes=self._axes, example=example)
+        model: Any = as_model(self._given, loss=self._loss, axes=self._axes, example=example)
         check_axes(model, self.mesh, named=self._axes is not None)
         try:
             jax.eval_shape(lambda: model.init(0))
@@ -183,7 +183,7 @@ class TpuDistributedTrainer:
                 model = inner if self._loss is None else WithLoss(inner, self._loss)
         if self.placement.mesh is not None and (on_mesh := getattr(model, "on_mesh", None)) is not None:
             model = on_mesh(self.placement.mesh, self.placement.rules)
-        self.model = model
+        self.model: Any = model
         again = self._policy is not None or (self._flags["use_gradient_checkpointing"] and not own_blocks)
         self._trained: Any = with_recomputing(model, self._policy) if again else model
         self.optimizer, self.schedule = chosen_optimizer(self._given, model, **self._named)
