@@ -199,6 +199,10 @@ manager = MemoryManager(1.0)
 with manager.managed_context() as scope:
     scope.put(values, NamedSharding(mesh, P("data", "model")))
 out["owned"] = scope.report.owned
+keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("data")))
+with manager.managed_context() as scope:
+    out["keys"] = bool((scope.put(keys) == keys).all()) and scope.put(keys).sharding == keys.sharding
+out["keys"] = out["keys"] and not keys.is_deleted()
 jitted = create_tpu_optimized_jit(lambda x: jax.lax.with_sharding_constraint(x + 1, P("d")))
 used = []
 for first in (0, 2, 0):
@@ -231,6 +235,7 @@ def test_sharded_arrays_on_eight_devices(tmp_path):
     assert out["donated"]
     assert out["movable"] == [False, False, 1]
     assert out["owned"] == whole // 8
+    assert out["keys"]
     assert out["used"] == [[[0, 1], [2, 3], [0, 1]], 2]
     assert out["topology"].startswith("8 × cpu")
     assert out["share"] == pytest.approx(1.0)

@@ -29,7 +29,11 @@ def copied_to_device(tree: _Item, sharding: Any = None) -> _Item:
     ``may_alias=False``, too): a source that reuses its buffers would change what it has given. So NumPy arrays are
     copied first; and so are JAX arrays, of which it may return an alias that is deleted together with them.
     """
-    return jax.device_put(jax.tree.map(_copied, tree), sharding)
+    own = jax.tree.map(_copied, tree)
+    if sharding is not None:
+        return jax.device_put(own, sharding)
+    # Copies are where the arrays are: device_put without a place would gather sharded random keys on one device.
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), own)
 
 
 def _copied(leaf: Any) -> Any:
