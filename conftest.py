@@ -128,15 +128,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item], share: int) -> None:
-    """Keep the first test of each file and about one of ``share`` others, the same in each process."""
+    """Keep about one of ``share`` tests, the same in each process; of pages, and of slow files, all tests or none."""
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
-    seen: set[Any] = set()
     for item in items:
-        keep = item.path not in seen or zlib.crc32(item.nodeid.encode()) % share == 0
-        # One that is left out for being slow does not stand for the others.
-        if item.get_closest_marker("slow") is None:
-            seen.add(item.path)
+        file = item.nodeid.partition("::")[0]
+        whole = file.endswith(".md") or _SLOW_FILES.search(item.path.name) is not None
+        keep = zlib.crc32((file if whole else item.nodeid).encode()) % share == 0
         (kept if keep else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
