@@ -100,7 +100,8 @@ def _share_contexts() -> None:
     shared: list[Any] = [None, 0]
 
     def make_ir_context() -> Any:
-        if threading.current_thread() is not threading.main_thread():
+        # One that is made while another program is lowered would put its module into that one's.
+        if threading.current_thread() is not threading.main_thread() or _lowering(mlir.ir):
             return make()
         if shared[1] % _PROGRAMS_A_CONTEXT == 0:
             shared[0] = make()
@@ -108,6 +109,14 @@ def _share_contexts() -> None:
         return shared[0]
 
     mlir.make_ir_context = make_ir_context
+
+
+def _lowering(ir: Any) -> bool:
+    """Whether this thread is in the middle of a program."""
+    try:
+        return ir.Context.current is not None
+    except ValueError:
+        return False
 
 
 # Files whose tests wait for a compiler or for processes of their own. They are few tests each and take longest, so that

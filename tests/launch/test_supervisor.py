@@ -195,6 +195,7 @@ def test_what_a_process_started_is_gone_with_it(tmp_path: Path) -> None:
     assert all_gone(tmp_path, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_every_process_once(tmp_path: Path, number: signal.Signals) -> None:
     body = """
