@@ -101,7 +101,7 @@ def _share_contexts() -> None:
 
     def make_ir_context() -> Any:
         # One that is made while another program is lowered would put its module into that one's.
-        if threading.current_thread() is not threading.main_thread() or _lowering(mlir.ir):
+        if threading.current_thread() is not threading.main_thread() or _lowering(getattr(mlir, "ir", None)):
             return make()
         if shared[1] % _PROGRAMS_A_CONTEXT == 0:
             shared[0] = make()
@@ -114,7 +114,7 @@ def _share_contexts() -> None:
 def _lowering(ir: Any) -> bool:
     """Whether this thread is in the middle of a program."""
     try:
-        return ir.Context.current is not None
+        return ir is not None and ir.Context.current is not None
     except ValueError:
         return False
 
