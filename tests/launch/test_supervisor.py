@@ -69,11 +69,19 @@ def all_gone(tmp_path: Path, count: int, within: float = 10.0) -> bool:
     return not any(map(alive, found))
 
 
+# Tests in the background (`make test &`) inherit from the shell that SIGINT is ignored, and a launcher keeps it so.
+_LISTENING = """
+import os, signal, sys
+for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(one, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 @contextlib.contextmanager
 def started(tmp_path: Path, count: int, body: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A launcher in its own process, once all of its processes run."""
     launcher = subprocess.Popen(
-        command(count, program(tmp_path, body), *options),
+        [sys.executable, "-S", "-c", _LISTENING, *command(count, program(tmp_path, body), *options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -195,7 +203,6 @@ def test_what_a_process_started_is_gone_with_it(tmp_path: Path) -> None:
     assert all_gone(tmp_path, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_every_process_once(tmp_path: Path, number: signal.Signals) -> None:
     body = """

@@ -188,6 +188,34 @@ def test_a_training_goes_on_from_its_newest_checkpoint(
     ]
 
 
+def test_a_training_goes_on_elsewhere_if_no_device_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "Loop", failing_loop([7]))
+    asked: list[Any] = []
+
+    def answers(devices: Any = None, *, warn: Any = None) -> list[Any]:
+        asked.append(devices)
+        return [] if len(asked) == 1 else list(devices)
+
+    monkeypatch.setattr("capibara.train.recovery.manager.answering", answers)
+    config, other = tiny_config(tmp_path), jax.devices()
+    recovery = manager(checkpoint_frequency=4, fallback_to_gpu=True, fallback=other)
+    report = recovery.train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False)
+    assert (report.step, asked) == (12, [None, other])
+    asked.clear()
+    monkeypatch.setattr(trainer, "Loop", failing_loop([7]))
+    with pytest.raises(DeviceFailedError, match="No device answers any more"):
+        manager().train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False, fresh=True)
+
+
+def test_an_error_without_a_code_may_pass() -> None:
+    for text in ("Out of reach", "the device is gone", ""):
+        function = Failing(1, text)
+        manager().run(function, jnp.ones(2))
+        assert function.calls == 2
+
+
 def test_a_training_without_progress_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "Loop", failing_loop(list(range(6, 100))))
     config = tiny_config(tmp_path)

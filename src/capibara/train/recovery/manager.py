@@ -195,7 +195,8 @@ class TpuRecoveryManager:
         """:func:`capibara.train.train`, continued from its newest checkpoint after a failure.
 
         Checkpoints are written every ``checkpoint_frequency`` steps. Devices that do not answer after a failure are
-        left out; with a ``[tpu]`` mesh there have to be enough others.
+        left out; with a ``[tpu]`` mesh there have to be enough others. Where none answers, ``fallback_to_gpu`` takes
+        other ones.
 
         Args:
           options: of :func:`capibara.train.train`. ``fresh`` counts for the first try alone.
@@ -224,6 +225,8 @@ class TpuRecoveryManager:
                 reporter.warn(f"{_line(error)} Going on from step {step:,}.")
                 time.sleep(self.wait_seconds * 2 ** (failures - 1))
                 devices = answering(devices, warn=reporter.warn)
+                if not devices and self.fallback_to_gpu:
+                    devices = answering(self._other_devices(), warn=reporter.warn)
                 if not devices:
                     self._gave_up(error, begun)
                     raise DeviceFailedError(
@@ -260,8 +263,8 @@ class TpuRecoveryManager:
 
 
 def _code(error: RuntimeError) -> str:
-    found = re.match(r"[A-Z_]+", str(error))
-    return found[0] if found else "UNKNOWN"
+    found = re.match(r"([A-Z_]{3,})(?=:|\s*$)", str(error).lstrip())
+    return found[1] if found else "UNKNOWN"
 
 
 def _may_pass(error: RuntimeError) -> bool:
