@@ -256,6 +256,16 @@ def test_a_compiled_plan_and_its_lock(tmp_path):
     check = check_lock(tmp_path / "plan.lock", cache=tmp_path / "cache")
     assert not check.passed
     assert "DRIFT  HBM" in str(check)
+    # What the program does is compared, too; a difference is reported, and passes.
+    changed = {**data["figures"], "FLOPs": data["figures"]["FLOPs"] * 2, "all-gather": 99}
+    (tmp_path / "plan.lock").write_text(json.dumps({**data, "figures": changed}))
+    check = check_lock(tmp_path / "plan.lock", cache=tmp_path / "cache")
+    assert check.passed
+    assert [each.partition(":")[0] for each in check.changed] == ["FLOPs", "all-gather"]
+    assert "(-50.0%)" in str(check)
+    del data["figures"]  # as in lockfiles of earlier versions
+    (tmp_path / "plan.lock").write_text(json.dumps(data))
+    assert not check_lock(tmp_path / "plan.lock", cache=tmp_path / "cache").changed
 
 
 def linear_step(params, x, y):

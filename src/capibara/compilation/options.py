@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from capibara.compilation.errors import CompilationOptionError
+from capibara.sharding import ASYNCHRONOUS
 
 if TYPE_CHECKING:
     from capibara.compilation.configuration import TpuCompilationConfig
@@ -48,7 +49,7 @@ _TABLE: dict[tuple[str, str], tuple[Mapping[str, Any], str]] = {
         "the most that the TPU compiler has, which is also its default: programs for v4 to v6e came out the same",
     ),
     ("enable_async_collective", "tpu"): (
-        {"xla_enable_async_all_gather": True, "xla_tpu_enable_latency_hiding_scheduler": True},
+        ASYNCHRONOUS["tpu"],
         "on v4 all-gathers become pairs of start and done, with computation between; explain() counts them",
     ),
     ("memory_optimization", "tpu"): (

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
     from capibara.plan.cost import TpuCostOptimizer, estimate_operation_cost
     from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
+    from capibara.plan.fingerprints import (
+        Fingerprint,
+        FingerprintCheck,
+        check_fingerprints,
+        fingerprint,
+        record_fingerprints,
+    )
     from capibara.plan.hbm import HBMChoice, HBMOptimizer
     from capibara.plan.memory import estimate_memory
     from capibara.plan.planning import Plan, plan
@@ -33,6 +40,8 @@ __all__ = [
     "CompilationError",
     "CompilerMissingError",
     "DoesNotFitError",
+    "Fingerprint",
+    "FingerprintCheck",
     "HBMChoice",
     "HBMOptimizer",
     "Layout",
@@ -43,14 +52,17 @@ __all__ = [
     "TpuCostOptimizer",
     "UnreachableTargetError",
     "Workload",
+    "check_fingerprints",
     "create_mesh_sharding",
     "create_training_mesh",
     "estimate_memory",
     "estimate_operation_cost",
+    "fingerprint",
     "optimize_sharding_strategy",
     "parse_slice",
     "plan",
     "plan_serving",
+    "record_fingerprints",
     "step_work",
 ]
 
@@ -58,6 +70,13 @@ _HOMES = {
     "candidate": ("Candidate",),
     "cost": ("TpuCostOptimizer", "estimate_operation_cost"),
     "errors": ("CompilationError", "CompilerMissingError", "DoesNotFitError", "PlanError"),
+    "fingerprints": (
+        "Fingerprint",
+        "FingerprintCheck",
+        "check_fingerprints",
+        "fingerprint",
+        "record_fingerprints",
+    ),
     "hbm": ("HBMChoice", "HBMOptimizer"),
     "memory": ("estimate_memory",),
     "planning": ("Plan", "plan"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from capibara.hardware import Price
+from capibara.plan.compiler import CompiledProgram
 from capibara.plan.slices import Slice
 from capibara.plan.time import StepTime
 from capibara.sharding import Layout
@@ -32,6 +33,7 @@ class Candidate:
       program_hash, versions: of the compiled program.
       coordinates: of every device on the grid, in the order of the mesh; empty if nothing was compiled.
       compile_seconds: the time of the compilation, when it was done.
+      program: the compiled program; None if nothing was compiled.
     """
 
     layout: Layout
@@ -46,6 +48,7 @@ class Candidate:
     versions: Mapping[str, str] | None = None
     coordinates: tuple[tuple[int, ...], ...] = ()
     compile_seconds: float = 0.0
+    program: CompiledProgram | None = field(default=None, repr=False, compare=False)
 
     @property
     def hbm_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 The file is JSON: the configuration, the slice, the layout with its compiler flags, the versions, the hash of the
 program, and the figures. :func:`check_lock` compiles the same layout with the currently installed versions and
-compares.
+compares. Memory and time may grow by a tolerance; of all else, such as operations and collectives
+(:mod:`capibara.plan.fingerprints`), it says what changed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from capibara.errors import ConfigError
 from capibara.files import replace_file
 from capibara.plan.compiler import CompiledProgram, ProgramCache
 from capibara.plan.errors import PlanError
+from capibara.plan.fingerprints import Fingerprint
 from capibara.plan.planning import Plan, candidate_of
 from capibara.plan.sizes import size_text, unit_of
 from capibara.plan.slices import Slice, parse_slice
@@ -67,7 +69,7 @@ class LockCheck:
 
     Attributes:
       drifts: the figures.
-      changed: other differences, which are not failures: versions, the program's hash.
+      changed: other differences, which are not failures: versions, the program's digest, figures of what it does.
       failure: why it no longer compiles or fits; empty if it does.
     """
 
@@ -122,6 +124,8 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
         "hbm_bytes": best.hbm_bytes,
         "step_seconds": best.step_seconds,
     }
+    if best.program is not None:
+        data["figures"] = dict(Fingerprint.of(best.program).figures)
     replace_file(path, json.dumps(data, indent=1) + "\n")
 
 
@@ -148,24 +152,20 @@ def check_lock(
     locked = _read(Path(path))
     work, target, layout = TrainWork(locked["config"]), locked["slice"], locked["layout"]
     program, candidate = candidate_of(work, target, layout, cache=ProgramCache(cache), progress=progress)
-    changed = [
-        f"{name} was {before}, is {program.versions.get(name)}"
-        for name, before in locked["versions"].items()
-        if program.versions.get(name) != before
-    ]
-    if program.program_hash and program.program_hash != locked["program_hash"]:
-        changed.append("the program before compilation is another one (JAX or Capibara changed it)")
+    versions = {name: program.versions.get(name, "none") for name in locked["versions"]}
+    before = Fingerprint(locked["program_hash"], locked["versions"], locked["figures"])
+    figures = Fingerprint.of(program).figures if locked["figures"] and program.fits else locked["figures"]
+    now = Fingerprint(program.program_hash or before.digest, versions, figures)
+    changed = before.changes(now)
     if candidate is None:
-        return LockCheck((), tuple(changed), f"{program.status}: {program.message[:500]}")
+        return LockCheck((), changed, f"{program.status}: {program.message[:500]}")
     if candidate.hbm_bytes > locked["limit_bytes"]:
-        return LockCheck(
-            (), tuple(changed), f"it takes {size_text(candidate.hbm_bytes)} and does not fit any more"
-        )
+        return LockCheck((), changed, f"it takes {size_text(candidate.hbm_bytes)} and does not fit any more")
     drifts = (
         Drift("HBM", locked["hbm_bytes"], candidate.hbm_bytes, hbm_tolerance),
         Drift("step", locked["step_seconds"], candidate.step_seconds, time_tolerance),
     )
-    return LockCheck(drifts, tuple(changed))
+    return LockCheck(drifts, changed)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -196,6 +196,8 @@ def _read(path: Path) -> dict[str, Any]:
             "limit_bytes": min(_number(found["limit_bytes"]), target.usable_hbm_bytes),
             "hbm_bytes": _number(found["hbm_bytes"]),
             "step_seconds": _number(found["step_seconds"]),
+            # Lockfiles of earlier versions have none.
+            "figures": {str(k): _figure(v) for k, v in _mapping(found.get("figures", {})).items()},
         }
     except KeyError as error:
         raise PlanError(f"{path} is not a valid plan lockfile: missing {error}") from None
@@ -212,4 +214,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
         raise ValueError(f"expected a number above 0, got {value!r:.100}")
+    return value
+
+
+def _figure(value: Any) -> int:
+    if type(value) is not int or not abs(value) < 1e30:
+        raise ValueError(f"expected figures as integers, got {value!r:.100}")
     return value

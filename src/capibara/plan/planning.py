@@ -332,6 +332,7 @@ def _compiled_candidate(
         versions=program.versions,
         coordinates=program.coordinates,
         compile_seconds=program.compile_seconds,
+        program=program,
     )
 
 

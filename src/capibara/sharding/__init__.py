@@ -6,8 +6,8 @@ backward pass recomputes. :class:`Links` and :class:`Group` tell how long collec
 
 from __future__ import annotations
 
-from capibara.sharding.communication import ASYNCHRONOUS
+from capibara.sharding.communication import ASYNCHRONOUS, WHOLE_PRODUCTS
 from capibara.sharding.layout import Layout
 from capibara.sharding.links import HOP_SECONDS, Group, Links, links_of
 
-__all__ = ["ASYNCHRONOUS", "HOP_SECONDS", "Group", "Layout", "Links", "links_of"]
+__all__ = ["ASYNCHRONOUS", "HOP_SECONDS", "WHOLE_PRODUCTS", "Group", "Layout", "Links", "links_of"]

@@ -12,7 +12,7 @@ from capibara.config.axes import AxisRules
 from capibara.config.sections import OptimizerSection
 from capibara.errors import ConfigError, did_you_mean
 from capibara.hardware import build_mesh
-from capibara.sharding import ASYNCHRONOUS
+from capibara.sharding import ASYNCHRONOUS, WHOLE_PRODUCTS
 from capibara.train import extras
 from capibara.train.frameworks import unwrapped
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule, named_optimizer
@@ -42,7 +42,7 @@ def asynchronous_options(device: Any) -> dict[str, Any]:
             f"async_gradient_communication=True: no compiler option is known for {device.platform} devices, only for "
             f"{', '.join(ASYNCHRONOUS)}. Leave it out"
         )
-    return dict(ASYNCHRONOUS[device.platform])
+    return dict(WHOLE_PRODUCTS if device.platform == "tpu" else ASYNCHRONOUS[device.platform])
 
 
 def offload_policy(device: Any) -> Callable[..., Any]:

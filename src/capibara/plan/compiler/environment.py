@@ -25,6 +25,7 @@ _WITHOUT_EFFECT = {
     "JAX_NUM_CPU_DEVICES",
     "JAX_PLATFORMS",
     "JAX_TRACEBACK_FILTERING",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT",
     VARIABLE,
 }
 
@@ -63,6 +64,9 @@ class Compiler:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
             "JAX_PLATFORMS": "cpu",
+            # Pallas kernels hold the places of their source. Programs are known by their digests, in which these
+            # must not count.
+            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
             # An emulated mesh of the asking process only takes memory here.
             "XLA_FLAGS": " ".join(f for f in flags if "host_platform_device_count" not in f),
             # Compiling asks no metadata server; several may load the library at once, for none opens a TPU.

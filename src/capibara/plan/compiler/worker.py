@@ -8,7 +8,6 @@ folder outlives the process that started it with a pipe, however that process en
 from __future__ import annotations
 
 import gzip
-import hashlib
 import importlib
 import importlib.metadata
 import json
@@ -25,6 +24,7 @@ from capibara.plan.compiler.buffers import buffers_of_message, read_buffers, rea
 from capibara.plan.compiler.folders import remove_folder
 from capibara.plan.compiler.job import CompiledProgram, Job, Memory
 from capibara.plan.errors import PlanError
+from capibara.plan.program.digest import program_digest
 
 __all__ = ["main"]
 
@@ -53,7 +53,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         start = time.perf_counter()
         workload = _builder(job.builder)(mesh, **job.params)
         lowered = workload.lowered
-        program_hash = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        program_hash = program_digest(lowered)
         lowering = time.perf_counter() - start
     except Exception as error:  # whatever a builder raises is its result
         return CompiledProgram(status="error", message=_words(error), versions=versions)

@@ -9,6 +9,18 @@ from __future__ import annotations
 
 from capibara.plan.program.facts import Collective, Kernel, Piece, ProgramFacts
 from capibara.plan.program.groups import mesh_axes_of
+from capibara.plan.program.overlap import Overlap, OverlapByKind, overlap_by_kind, overlaps
 from capibara.plan.program.reading import read_program
 
-__all__ = ["Collective", "Kernel", "Piece", "ProgramFacts", "mesh_axes_of", "read_program"]
+__all__ = [
+    "Collective",
+    "Kernel",
+    "Overlap",
+    "OverlapByKind",
+    "Piece",
+    "ProgramFacts",
+    "mesh_axes_of",
+    "overlap_by_kind",
+    "overlaps",
+    "read_program",
+]

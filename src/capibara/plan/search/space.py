@@ -12,10 +12,8 @@ from capibara.sharding import Layout
 __all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes"]
 
 ASYNCHRONOUS = tuple((name, str(value)) for name, value in sharding.ASYNCHRONOUS["tpu"].items())
-# XLA cuts a product with a gathered operand into a loop over its parts, to send one while it multiplies by another.
-# Gathers of parameters are hidden better behind whole products: the shipped production step on v4-32 is predicted at
-# 2.2 s so, at 4.0 s cut. Where activations are exchanged (a model axis) it can be either way, so both are tried.
-WHOLE_PRODUCTS = (*ASYNCHRONOUS, ("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000"))
+# Where activations are exchanged (a model axis) it can be either way, so both are tried.
+WHOLE_PRODUCTS = tuple(sharding.WHOLE_PRODUCTS.items())
 
 
 def meshes(devices: int, heads: int) -> Iterator[tuple[tuple[str, int], ...]]:
