@@ -25,6 +25,7 @@ __all__ = [
     "HeldJaxpr",
     "UnsupportedJaxError",
     "UnsupportedJaxWarning",
+    "coordinator_client",
     "find_package",
     "installed_version",
     "libtpu_problem",
@@ -220,6 +221,21 @@ def outside_transformations() -> bool:
         return bool(core.trace_state_clean())
     except (ImportError, AttributeError):
         return True
+
+
+def coordinator_client() -> Any | None:
+    """The client of the key-value store of ``jax.distributed``; None where there is none, or it is not found.
+
+    JAX has no public function for it: its own and Orbax's barriers without devices take it from here.
+    """
+    try:
+        from jax._src import distributed
+
+        client = distributed.global_state.client
+    except (ImportError, AttributeError):
+        return None
+    needed = ("blocking_key_value_get", "key_value_delete", "key_value_set", "key_value_try_get")
+    return client if all(hasattr(client, name) for name in needed) else None
 
 
 class _ProgramKeys(logging.Filter):

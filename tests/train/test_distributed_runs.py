@@ -94,3 +94,25 @@ def test_no_row_of_arrays_is_left_out_unseen() -> None:
         value = line().evaluate((POINTS[:18], POINTS[:18]), batch_size=size)["loss"]
         assert value == pytest.approx(POINTS[:18].mean(), rel=1e-6)
     assert rows(batches_of({"inputs": POINTS[:5]}, batch_size=2, shuffle=False)) == [[0, 1], [2, 3], [4]]
+
+
+def root(factor: float, **options: Any) -> TpuDistributedTrainer:
+    """A loss whose gradient is not a number at 0, where the loss itself is 0."""
+    return line(loss=lambda outputs, targets: jax.numpy.sqrt(outputs[:, 0] * factor), **options)
+
+
+def test_finite_losses_with_other_gradients_are_not_saved(tmp_path: Path) -> None:
+    good, bad = (POINTS[1:5], POINTS[1:5]), (POINTS[1:5] * 0, POINTS[1:5])
+    made = root(1.0)
+    with pytest.raises(DivergedError, match="norm of the gradients became nan at step 3"):
+        made.train([good, good, bad, good], directory=tmp_path, save_every=1)
+    assert kept(tmp_path) == [1, 2]
+    assert line().restore(tmp_path).step_count == 2
+
+
+def test_a_state_that_overflows_is_not_saved(tmp_path: Path) -> None:
+    made = line(optimizer=optax.sgd(3e38))
+    made.step((POINTS[:4], POINTS[:4]))
+    with pytest.raises(DivergedError, match=r"model/params/w became infinite or not a number by step 1"):
+        made.save(tmp_path)
+    assert not (tmp_path / "checkpoints").exists() or not kept(tmp_path)

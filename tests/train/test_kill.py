@@ -90,6 +90,9 @@ def kill_and_resume(base: Path, kills: int, steps: int, seed: int) -> None:
         # Some come while the process is still starting.
         if chance.random() < 0.8:
             wait_for_losses(disturbed, newest + chance.choice((0, 2, 3)), process)
+            while not reached and not checkpoint_store(disturbed).steps():  # it is written beside the steps
+                assert process.poll() is None, "it ended before it was killed"
+                time.sleep(0.01)
         time.sleep(chance.uniform(0.0, 0.5))
         process.kill()
         assert process.wait(timeout=60) == -signal.SIGKILL, runs.log(disturbed)

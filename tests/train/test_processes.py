@@ -25,7 +25,7 @@ from capibara.sharding import Layout
 from capibara.train import Placement, checkpoint_store, read_losses, read_metrics, restore_model, train
 from capibara.train.errors import DataError, ProcessesError, RunLockedError
 from capibara.train.examples import load_data
-from capibara.train.processes import Processes, _error_of, join_processes
+from capibara.train.processes import Processes, error_of, join_processes
 
 PROGRAM = Path(__file__).parent.parent / "support" / "process_run.py"
 SETTINGS = (
@@ -364,13 +364,13 @@ def test_more_processes_than_rows() -> None:
 
 
 def test_the_error_of_another_process_is_of_its_class() -> None:
-    assert type(_error_of("RunLockedError", "a text")) is RunLockedError
-    assert type(_error_of("DataError", "a text")) is DataError
-    assert type(_error_of("ConfigError", "a text")) is ConfigError
-    other = _error_of("ZeroDivisionError", "a text")
+    assert type(error_of("RunLockedError", "a text")) is RunLockedError
+    assert type(error_of("DataError", "a text")) is DataError
+    assert type(error_of("ConfigError", "a text")) is ConfigError
+    other = error_of("ZeroDivisionError", "a text")
     assert type(other) is ProcessesError
     assert "ZeroDivisionError: a text" in str(other)
-    assert isinstance(_error_of("MissingExtraError", "a text"), ProcessesError)
+    assert isinstance(error_of("MissingExtraError", "a text"), ProcessesError)
 
 
 def test_a_group_that_cannot_be_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

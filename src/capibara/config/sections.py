@@ -814,6 +814,17 @@ class CheckpointSection(Section):
         default=False, description="save whenever the validation improves, and keep the best checkpoint"
     )
     resume: bool = Field(default=True, description="go on from the newest checkpoint in the folder")
+    asynchronous: bool = Field(
+        default=True, description="write checkpoints while training goes on, from a copy of the state"
+    )
+    slow_seconds: Annotated[float, Field(gt=0.0, le=1e9)] = Field(
+        default=60.0,
+        description="a checkpoint that takes longer to write, and ten times as long as any before, is reported",
+    )
+    wait_seconds: Annotated[float, Field(gt=0.0, le=1e9)] = Field(
+        default=1800.0,
+        description="how long the next checkpoint, or the end of the run, waits for one that is being written",
+    )
 
 
 AdapterTarget = Literal[

@@ -16,6 +16,7 @@ __all__ = [
     "CpuTimes",
     "DeviceMemory",
     "HostMemory",
+    "available_memory",
     "cpu_times",
     "device_memory",
     "host_memory",
@@ -155,6 +156,20 @@ def host_memory() -> HostMemory:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return HostMemory(None, peak if sys.platform == "darwin" else peak * 1024)
+
+
+def available_memory(meminfo: str | None = None) -> int | None:
+    """Bytes of this machine's memory that a program can still take, from ``/proc/meminfo`` (or its text, if given).
+
+    None if the machine does not say. The kernel does not count what a control group keeps from this process.
+    """
+    if meminfo is None:
+        path = Path("/proc/meminfo")
+        if not path.exists():
+            return None
+        meminfo = path.read_text()
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", meminfo, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,12 @@ from capibara.errors import CapibaraError
 from capibara.files import fsync_folder
 from capibara.train import extras
 from capibara.train.checkpoint_files import (
+    difference,
     digest_of,
     first_line,
     read_json,
     relative_files,
+    storage_reason,
     sync_and_digest,
 )
 from capibara.train.errors import (
@@ -116,10 +118,10 @@ class Checkpoint:
             ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer,
         ):
             # Compared here, because Orbax casts where types differ and says little where trees do.
-            if difference := _difference(checkpointer.metadata(path).item_metadata.tree, target):
+            if differs := difference(checkpointer.metadata(path).item_metadata.tree, target):
                 raise ResumeMismatchError(
                     f"the checkpoint {str(self.path)!r} does not have the arrays that these settings need: "
-                    f"{item}/{difference}. Start over with --fresh, or choose another checkpoint.directory "
+                    f"{item}/{differs}. Start over with --fresh, or choose another checkpoint.directory "
                     f"(--directory)."
                 )
             return checkpointer.restore(path, args=ocp.args.StandardRestore(target))
@@ -212,6 +214,8 @@ class CheckpointStore:
         config_toml: str,
         tokenizer: Mapping[str, bytes] | None = None,
         best: bool = False,
+        processes: Processes | None = None,
+        go_on: Callable[[], None] = lambda: None,
     ) -> Checkpoint:
         """Write a checkpoint and, once it is complete, remove those that nothing keeps.
 
@@ -225,11 +229,13 @@ class CheckpointStore:
           config_toml: the settings as TOML text.
           tokenizer: name → content of the tokenizer's files, if it is not bytes.
           best: whether it is better than all before: the link ``best`` points to it, and it is kept.
+          processes: how they agree; by default with the devices, as all of training does.
+          go_on: called before the checkpoint gets its name; what it raises ends the save.
 
         Raises:
           CheckpointWriteError: the disk is full, a file may not be written …; earlier checkpoints are unchanged.
         """
-        processes, final = Processes.here(), self.folder / str(step)
+        processes, final = processes or Processes.here(), self.folder / str(step)
         content = {"format": _FORMAT, "step": step, **meta}
 
         def begin() -> str:
@@ -244,7 +250,7 @@ class CheckpointStore:
         temporary = self.folder / processes.first_does(begin)
         with self._explaining(step, temporary), _quiet_orbax():
             for name, tree in items.items():
-                _write_item(temporary.absolute() / name, tree)  # each process its own parts
+                _write_item(temporary.absolute() / name, tree, processes)  # each process its own parts
 
         def add_the_rest() -> list[str]:
             with self._explaining(step, temporary):
@@ -273,6 +279,7 @@ class CheckpointStore:
                 atomic_write(temporary / "manifest.json", manifest.encode())
                 for root, _, _ in os.walk(temporary):
                     fsync_folder(Path(root))
+                go_on()
                 if final.exists():
                     shutil.rmtree(final)
                 os.rename(temporary, final)
@@ -292,7 +299,7 @@ class CheckpointStore:
         except Exception as error:
             if Processes.here().first:  # others may still be writing there
                 shutil.rmtree(temporary, ignore_errors=True)
-            if (reason := _storage_reason(error)) is None:
+            if (reason := storage_reason(error)) is None:
                 raise
             kept = self.steps()
             remains = (
@@ -412,25 +419,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, meta["step"], meta)
 
 
-def _difference(saved: Any, target: Any) -> str | None:
-    """Name the first array in which two trees differ, by presence, shape or dtype."""
-    import jax
-
-    def described(tree: Any) -> dict[str, str]:
-        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-        # Names only: what is a named tuple in the target is a dict in the file.
-        return {
-            jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
-            for path, leaf in leaves
-        }
-
-    has, wants = described(saved), described(target)
-    for name in sorted(has.keys() | wants.keys()):
-        if has.get(name) != wants.get(name):
-            return f"{name} is {has.get(name, 'missing')} there, expected {wants.get(name, 'nothing')}"
-    return None
-
-
 def _check_space(folder: Path, items: Mapping[str, Any]) -> None:
     """Fail before anything is written if the arrays, uncompressed, do not fit on the disk."""
     import jax
@@ -442,26 +430,13 @@ def _check_space(folder: Path, items: Mapping[str, Any]) -> None:
         raise OSError(errno.ENOSPC, text)
 
 
-def _write_item(path: Path, tree: Any) -> None:
+def _write_item(path: Path, tree: Any, processes: Processes) -> None:
     ocp = extras.orbax()
+    options = processes.orbax_options(path)
     # The synchronous one: after a failed save the asynchronous one can not save again in this process.
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=options)
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
         checkpointer.save(path, args=ocp.args.StandardSave(tree))
-
-
-def _storage_reason(error: BaseException) -> str | None:
-    """Say which failure of the disk lies behind ``error``, or None if it is another kind of error."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen.strerror or first_line(seen)
-        # TensorStore reports the operating system's error inside the text of a ValueError.
-        if match := re.search(r"os_error_code='(\d+)'", str(seen)):
-            return os.strerror(int(match[1]))
-        if "RESOURCE_EXHAUSTED" in str(seen) or os.strerror(errno.ENOSPC) in str(seen):
-            return os.strerror(errno.ENOSPC)
-        seen = seen.__cause__ or seen.__context__
-    return None
 
 
 def _drop_readers(error: Exception) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["digest_of", "first_line", "read_json", "relative_files", "sync_and_digest"]
+__all__ = [
+    "difference",
+    "digest_of",
+    "first_line",
+    "read_json",
+    "relative_files",
+    "storage_reason",
+    "sync_and_digest",
+]
 
 _MAX_JSON = 64 << 20
 _MAX_FILES = 1_000_000
@@ -62,3 +72,37 @@ def first_line(error: BaseException) -> str:
     """The beginning of an error's text, without its full stop."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:400].rstrip(".")
+
+
+def difference(saved: Any, target: Any) -> str | None:
+    """Name the first array in which two trees differ, by presence, shape or dtype."""
+    import jax
+
+    def described(tree: Any) -> dict[str, str]:
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        # Names only: what is a named tuple in the target is a dict in the file.
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in leaves
+        }
+
+    has, wants = described(saved), described(target)
+    for name in sorted(has.keys() | wants.keys()):
+        if has.get(name) != wants.get(name):
+            return f"{name} is {has.get(name, 'missing')} there, expected {wants.get(name, 'nothing')}"
+    return None
+
+
+def storage_reason(error: BaseException) -> str | None:
+    """Say which failure of the disk lies behind ``error``, or None if it is another kind of error."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen.strerror or first_line(seen)
+        # TensorStore reports the operating system's error inside the text of a ValueError.
+        if match := re.search(r"os_error_code='(\d+)'", str(seen)):
+            return os.strerror(int(match[1]))
+        if "RESOURCE_EXHAUSTED" in str(seen) or os.strerror(errno.ENOSPC) in str(seen):
+            return os.strerror(errno.ENOSPC)
+        seen = seen.__cause__ or seen.__context__
+    return None

@@ -22,6 +22,7 @@ from capibara.train import extras
 from capibara.train.checkpoint import CheckpointStore
 from capibara.train.errors import CheckpointNotFoundError, DataError
 from capibara.train.feed import Feeder, batches_of, rows_of, to_arrays
+from capibara.train.finite import check_finite
 from capibara.train.fitting import FitReport, first_save, make_way, run_batches, sizes_for
 from capibara.train.frameworks import WithLoss, as_model, unwrapped
 from capibara.train.losses import parts_of
@@ -205,16 +206,19 @@ class TpuDistributedTrainer:
                 jax.tree.map(lambda x: jax.ShapeDtypeStruct((max(1, rows), *x.shape[1:]), _dtype(x)), inputs)
             )
         if self._state is None:
-            params = self._first_params
-            if params is None:
-                # Of a module that has its own; a model for a mesh is another object than the one that was given.
-                params = getattr(self._given, "given", getattr(self.model, "given", None))
-            if params is not None:
-                params = jax.tree.map(jnp.copy, params)  # the step donates them
-            self._state = self.placement.make_state(
-                self.model, self.optimizer, seed=self.seed, params=params, ema=self.ema_decay is not None
-            )
+            self._state = self._first_state()
         return self
+
+    def _first_state(self) -> TrainState:
+        params = self._first_params
+        if params is None:
+            # Of a module that has its own; a model for a mesh is another object than the one that was given.
+            params = getattr(self._given, "given", getattr(self.model, "given", None))
+        if params is not None:
+            params = jax.tree.map(jnp.copy, params)  # the step donates them
+        return self.placement.make_state(
+            self.model, self.optimizer, seed=self.seed, params=params, ema=self.ema_decay is not None
+        )
 
     @property
     def state(self) -> TrainState:
@@ -368,8 +372,8 @@ class TpuDistributedTrainer:
           directory: where :meth:`save` writes after training, and after every ``save_every`` steps.
 
         Raises:
-          DataError: the data cannot be used. DivergedError: the loss is not finite any more; nothing later than that
-            is saved. ConfigError: the folder has checkpoints of later steps.
+          DataError: the data cannot be used. DivergedError: the loss, the gradients or the state are not finite any
+            more; nothing later than that is saved. ConfigError: the folder has checkpoints of later steps.
         """
         begun = time.perf_counter()
         settings = getattr(
@@ -467,13 +471,15 @@ class TpuDistributedTrainer:
 
         Raises:
           ConfigError: the folder has checkpoints of later steps.
+          DivergedError: something in the state became infinite or not a number.
           CheckpointWriteError: the disk is full, …; earlier checkpoints are unchanged.
         """
         config: Any = getattr(self.model, "config", None)
         text = config.to_toml() if hasattr(config, "to_toml") else ""
-        store = self._store_for(directory, self._taken)
+        store, items = self._store_for(directory, self._taken), items_of(self.state)
+        check_finite(self._taken, items, lambda: items_of(self._first_state()))
         facts = Facts(seconds=0.0)
-        return store.save(self._taken, items_of(self.state), meta=facts.to_meta(), config_toml=text).path
+        return store.save(self._taken, items, meta=facts.to_meta(), config_toml=text).path
 
     def _store_for(self, directory: str | os.PathLike[str], step: int) -> CheckpointStore:
         store = CheckpointStore(Path(directory) / "checkpoints")

@@ -71,7 +71,7 @@ def run_batches(
       ``(losses, metrics of the last step, rows left out)``.
 
     Raises:
-      DataError: there are no batches. DivergedError: a loss is not finite.
+      DataError: there are no batches. DivergedError: a loss, or gradients, are not finite.
     """
     losses: list[float] = []
     pending: deque[tuple[int, dict[str, jax.Array]]] = deque()
@@ -82,8 +82,13 @@ def run_batches(
         nonlocal last
         number, metrics = pending.popleft()
         last = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if not math.isfinite(last["loss"]):
-            raise DivergedError(f"the loss became {last['loss']} at step {number}. Lower the learning rate.")
+        for name, what in (("loss", "loss"), ("grad_norm", "norm of the gradients")):
+            if not math.isfinite(last.get(name, 0.0)):
+                raise DivergedError(
+                    f"the {what} became {last[name]} at step {number}. Nothing of that is saved. Lower the learning "
+                    "rate.",
+                    step=number,
+                )
         losses.append(last["loss"])
         if on_step is not None:
             on_step(number, last)

@@ -28,6 +28,7 @@ from capibara.train.recovery.replay import replayed
 from capibara.train.recovery.skips import Skips
 from capibara.train.recovery.watchdog import Watchdog
 from capibara.train.run import Run
+from capibara.train.saves import Saves
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
 
@@ -35,7 +36,7 @@ __all__ = ["Loop", "Utilisation"]
 
 _STEPS_AHEAD = 2
 # What a process may want before a step. An interruption counts more than a time limit, and carries its signal's number.
-_GO_ON, _TIME, _INTERRUPTED = 0, 1, 2
+_GO_ON, _TIME, _INTERRUPTED, _SAVE_FAILED = 0, 1, 2, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class _Meter:
 class Loop:
     """Runs optimizer steps until the plan, the time limit or a signal ends it.
 
-    ``save(state, step, seconds, bits, best)`` writes a checkpoint, ``after_evaluation(step, bits)`` is called after
-    each validation, ``sound(step)`` after each step whose loss is sound. After :meth:`run_steps`, ``reason`` is
-    "finished", "time" or "interrupted".
+    ``save(state, step, seconds, bits, best)`` begins a checkpoint, which ``saves`` writes; ``after_evaluation(step,
+    bits)`` is called after each validation, ``sound(step)`` after each step whose loss is sound. After
+    :meth:`run_steps`, ``reason`` is "finished", "time" or "interrupted".
     """
 
     run: Run
@@ -91,6 +92,7 @@ class Loop:
     eval_step: Callable[..., Any]
     log: MetricsLog | SilentLog
     save: Callable[[TrainState, int, float, float | None, bool], None]
+    saves: Saves
     after_evaluation: Callable[[int, float], None]
     reporter: Reporter
     stop: StopFlag
@@ -124,7 +126,8 @@ class Loop:
         Raises:
           DivergedError: the loss is not finite any more, or a spike.
           CorruptionError: a step that was computed twice gave two results.
-          CheckpointWriteError, RunWriteError: the disk is full …; earlier checkpoints stay.
+          CheckpointWriteError, RunWriteError: the disk is full …; earlier checkpoints stay. A checkpoint that is
+            written meanwhile shows it before the next step.
         """
         settings, checkpoint = self.run.config.train, self.run.config.checkpoint
         replay_every = self.run.config.recovery.replay_every
@@ -160,16 +163,21 @@ class Loop:
         bits = self._evaluate(state, step) if self.reason != "interrupted" else None
         if step > saved or self._is_best(bits):
             self._save(state, step, bits)
+        self.saves.settle()
         return state, step
 
     def _must_stop(self) -> bool:
         """Whether training ends before the next step; ``reason`` tells why. All processes stop before the same one."""
         limit, wish = self.run.config.train.max_seconds, _GO_ON
-        if self.stop.requested:
+        if self.saves.failed():
+            wish = _SAVE_FAILED
+        elif self.stop.requested:
             wish = _INTERRUPTED + (self.stop.signal or 0)
         elif limit is not None and self.seconds >= limit:
             wish = _TIME
         outcome = self._ballots.vote(wish)
+        if outcome >= _SAVE_FAILED:
+            self.saves.settle()  # raises why, in all processes
         if outcome >= _INTERRUPTED:
             self.reason = "interrupted"
             # It may have been another process that got the signal.

@@ -34,7 +34,7 @@ from capibara.launch import described_by_platform, read_membership
 from capibara.train import errors
 from capibara.train.errors import ProcessesError
 
-__all__ = ["Ballots", "Processes", "by_process", "join_processes"]
+__all__ = ["Ballots", "Processes", "by_process", "error_of", "join_processes"]
 
 _T = TypeVar("_T")
 
@@ -123,7 +123,7 @@ class Processes:
         if failure is not None:
             raise failure
         if "error" in answer:
-            raise _error_of(answer["error"], answer["text"])
+            raise error_of(answer["error"], answer["text"])
         return answer["value"]
 
     def all_say(self, value: Any) -> list[Any]:
@@ -155,13 +155,19 @@ class Processes:
             raise failure
         for index, one in enumerate(said):
             if "error" in one:
-                raise _error_of(one["error"], one["text"], index)
+                raise error_of(one["error"], one["text"], index)
         return [one["value"] for one in said]
 
     def barrier(self, name: str) -> None:
         """Return once every process has come here."""
         if self.count > 1:
             multihost_utils.sync_global_devices(name)
+
+    def orbax_options(self, path: Path) -> Any:
+        """How Orbax lets the processes wait for one another while they write into a folder."""
+        from capibara.train import extras
+
+        return extras.orbax().options.MultiprocessingOptions()
 
     def check_shared(self, folder: Path) -> None:
         """Refuse a folder that is another one for other processes: checkpoints are written by all of them.
@@ -251,7 +257,7 @@ def _numbered(numbers: list[int]) -> str:
     return f"process{'' if len(numbers) == 1 else 'es'} {shown}"
 
 
-def _error_of(name: str, text: str, index: int = 0) -> CapibaraError:
+def error_of(name: str, text: str, index: int = 0) -> CapibaraError:
     """The error of another process, of its own class if that is one of Capibara's."""
     for module in (errors, capibara.errors):
         kind = getattr(module, name, None)

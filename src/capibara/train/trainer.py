@@ -29,6 +29,7 @@ from capibara.errors import ConfigError
 from capibara.train import extras
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.errors import CheckpointDamagedError, CorruptionError, DivergedError, ResumeMismatchError
+from capibara.train.finite import check_finite
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog, SilentLog, read_losses
 from capibara.train.plot import plot_losses
@@ -44,6 +45,7 @@ from capibara.train.resume import check_resumable, seek_data
 from capibara.train.run import Run
 from capibara.train.rundir import atomic_write, lock_run, remove_leftovers
 from capibara.train.saved import Facts, items_of, restore_state
+from capibara.train.saves import Saves
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
 from capibara.train.tensorboard import EventFiles
@@ -297,9 +299,11 @@ def _run(
             skipped=list(skips.before(step)) or None,
             pretrained=facts.pretrained,
         )
-        store.save(
+        items = items_of(state)
+        check_finite(step, items, lambda: items_of(first_state()))
+        saves.save(
             step,
-            items_of(state),
+            items,
             meta=now.to_meta(),
             config_toml=config_toml,
             tokenizer=data.tokenizer.files,
@@ -331,6 +335,15 @@ def _run(
     # Of the other processes nothing is shown, but that one is stuck goes to its standard error.
     warn = reporter.warn if processes.first else None
     watchdog = Watchdog(recovery.stuck_seconds, end=recovery.exit_when_stuck, warn=warn)
+    saves = Saves(
+        store,
+        asynchronous=config.checkpoint.asynchronous,
+        slow_seconds=config.checkpoint.slow_seconds,
+        wait_seconds=config.checkpoint.wait_seconds,
+        warn=reporter.warn,
+        # It says itself where a save hangs, and ends the wait.
+        tick=lambda: watchdog.beat("a checkpoint was written", "checkpoint"),
+    )
     try:
         while True:
             best = (
@@ -343,6 +356,7 @@ def _run(
                     eval_step=eval_step,
                     log=log,
                     save=save,
+                    saves=saves,
                     after_evaluation=after_evaluation,
                     reporter=reporter,
                     stop=stop,
@@ -362,10 +376,14 @@ def _run(
                     # may be no room beside the one that is read.
                     seconds, failure = loop.seconds, error.with_traceback(None)
             del state, loop
+            saves.settle()  # what is being written is the newest once it is complete
             checkpoint = _newest(store, processes, reporter)
             start = 0 if checkpoint is None else checkpoint.step
             rollback.after(failure, start)
             state = first_state() if checkpoint is None else restore_state(checkpoint, run.state)
+    except BaseException as error:
+        saves.leave(error)
+        raise
     finally:
         reporter.close()
     rate = loop.total.rate or None

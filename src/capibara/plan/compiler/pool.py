@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from capibara.files import replace_file
+from capibara.hardware.telemetry import available_memory
 from capibara.plan.compiler.cache import ProgramCache
 from capibara.plan.compiler.environment import Compiler, find_compiler
 from capibara.plan.compiler.folders import work_folder
@@ -28,10 +29,9 @@ _BYTES_A_WORKER = 3 << 30
 def default_workers() -> int:
     """Parallel compilations: the number of processors available to this process, limited by free memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return max(1, min(cores, int(line.split()[1]) * 1024 // _BYTES_A_WORKER))
+    with contextlib.suppress(OSError):
+        if (available := available_memory()) is not None:
+            return max(1, min(cores, available // _BYTES_A_WORKER))
     return max(1, cores)
 
 
