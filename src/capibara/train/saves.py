@@ -179,7 +179,8 @@ class _Job(threading.Thread):
         self.exchange, self.step = exchange, step
         self.error: Exception | None = None
         self.begun, self.seconds, self.reported = time.monotonic(), 0.0, False
-        self._store, self._items, self._facts = store, items, facts
+        self._store, self._facts = store, facts
+        self._items: dict[str, Any] = items
 
     def run(self) -> None:
         try:
@@ -191,7 +192,7 @@ class _Job(threading.Thread):
             self.exchange.tell_failure(error)
             self.error = error
         finally:
-            self._items = None  # its memory is free
+            self._items = {}  # its memory is free
             self.seconds = time.monotonic() - self.begun
 
     def where(self) -> str:
