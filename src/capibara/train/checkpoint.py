@@ -24,15 +24,10 @@ reads them. Nothing in a checkpoint is pickled.
 from __future__ import annotations
 
 import errno
-import gc
-import inspect
 import json
-import logging
 import os
 import re
 import shutil
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +53,7 @@ from capibara.train.errors import (
     ResumeMismatchError,
 )
 from capibara.train.processes import Processes
+from capibara.train.quiet_orbax import dropping_readers, quiet_orbax
 from capibara.train.rundir import atomic_write, prepare_folder
 
 __all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
@@ -113,8 +109,9 @@ class Checkpoint:
         ocp = extras.orbax()
         path = self.path.absolute() / item
         with (
-            _quiet_orbax(),
+            quiet_orbax(),
             self._naming(item),
+            dropping_readers(),
             ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer,
         ):
             # Compared here, because Orbax casts where types differ and says little where trees do.
@@ -134,7 +131,6 @@ class Checkpoint:
         except (CapibaraError, MemoryError):
             raise
         except Exception as error:
-            _drop_readers(error)
             raise CheckpointDamagedError(
                 f"the checkpoint {str(self.path)!r} cannot be read: {item}: {first_line(error)}. Restore the folder "
                 "from a copy, or start over with --fresh."
@@ -248,7 +244,7 @@ class CheckpointStore:
             return temporary.name
 
         temporary = self.folder / processes.first_does(begin)
-        with self._explaining(step, temporary), _quiet_orbax():
+        with self._explaining(step, temporary), quiet_orbax():
             for name, tree in items.items():
                 _write_item(temporary.absolute() / name, tree, processes)  # each process its own parts
 
@@ -437,31 +433,3 @@ def _write_item(path: Path, tree: Any, processes: Processes) -> None:
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=options)
     with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
         checkpointer.save(path, args=ocp.args.StandardSave(tree))
-
-
-def _drop_readers(error: Exception) -> None:
-    """Let go of Orbax's readers of other arrays now: each of them prints a traceback when it is let go of."""
-    hook = sys.unraisablehook
-    sys.unraisablehook = lambda unraisable: (
-        None if inspect.iscoroutine(unraisable.object) else hook(unraisable)
-    )
-    try:
-        seen: BaseException | None = error
-        while seen is not None:
-            traceback.clear_frames(seen.__traceback__)
-            seen = seen.__cause__ or seen.__context__
-        gc.collect()
-    finally:
-        sys.unraisablehook = hook
-
-
-@contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Keep Orbax from printing a traceback for an error that is reported properly here."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
