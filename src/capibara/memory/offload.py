@@ -16,9 +16,12 @@ import jax
 
 from capibara.memory.errors import OffloadError
 
-__all__ = ["OffloadSupport", "host_memory_kind", "offload_support", "to_device", "to_host"]
+__all__ = ["HOST_MEMORY", "OffloadSupport", "host_memory_kind", "offload_support", "to_device", "to_host"]
 
-_HOST_KINDS = ("pinned_host", "unpinned_host")
+HOST_MEMORY = "pinned_host"
+"""JAX's name for memory of the host that a device reads by itself."""
+
+_HOST_KINDS = (HOST_MEMORY, "unpinned_host")
 
 
 @dataclass(frozen=True)

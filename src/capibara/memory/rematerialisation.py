@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from capibara.memory.arguments import checked_choice
+from capibara.memory.offload import HOST_MEMORY
 
 __all__ = ["REMAT", "rematerialise"]
 
@@ -16,7 +17,7 @@ REMAT = ("none", "dots", "full", "offload")
 
 
 def rematerialise(
-    function: Callable[..., Any], how: str, *, host_kind: str = "pinned_host"
+    function: Callable[..., Any], how: str, *, host_kind: str = HOST_MEMORY
 ) -> Callable[..., Any]:
     """The function, with a rule for what its derivative keeps. Values and gradients stay the same.
 

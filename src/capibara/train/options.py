@@ -12,11 +12,11 @@ from capibara.config.axes import AxisRules
 from capibara.config.sections import OptimizerSection
 from capibara.errors import ConfigError, did_you_mean
 from capibara.hardware import build_mesh
+from capibara.memory.offload import HOST_MEMORY
 from capibara.sharding import ASYNCHRONOUS, WHOLE_PRODUCTS
 from capibara.train import extras
 from capibara.train.frameworks import unwrapped
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule, named_optimizer
-from capibara.train.placement import HOST_MEMORY
 from capibara.train.rematerialise import recomputed
 
 __all__ = [

@@ -26,6 +26,7 @@ from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
 from capibara.errors import ConfigError, did_you_mean
 from capibara.hardware import build_mesh
+from capibara.memory.offload import HOST_MEMORY
 from capibara.sharding import Layout
 from capibara.train import extras
 from capibara.train.processes import by_process
@@ -33,10 +34,7 @@ from capibara.train.protocols import Batch, Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.trainable import trained_part
 
-__all__ = ["HOST_MEMORY", "Placement", "first_state"]
-
-HOST_MEMORY = "pinned_host"
-"""JAX's name for memory of the host that a device reads by itself."""
+__all__ = ["Placement", "first_state"]
 
 
 @dataclass(frozen=True)

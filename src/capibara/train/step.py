@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from capibara.errors import ConfigError
-from capibara.train.placement import HOST_MEMORY
+from capibara.memory.offload import HOST_MEMORY
 from capibara.train.protocols import Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.trainable import joined, trained_part

@@ -7,7 +7,6 @@ memory, and runs it over runs of rows if the whole would need more than is free.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -18,17 +17,10 @@ import jax.numpy as jnp
 
 from capibara.compress.errors import CompressError
 from capibara.compress.system.jax_compilation import JaxCompilationOptimizer
-from capibara.hardware.telemetry import device_memory, live_array_bytes
+from capibara.measure.installation import MemoryBytes
+from capibara.memory import MemoryBudget, device_budget
 
 __all__ = ["JaxMemoryOptimizer", "JaxMemoryPool"]
-
-
-def _device_limit(device: Any, fraction: float) -> int:
-    """Bytes that JAX may take: as its allocator says (the fraction is in that), or that share of the host's memory."""
-    (facts,) = device_memory([device])
-    if facts.limit is not None:
-        return facts.limit
-    return int(fraction * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _needed(program: Any) -> int:
@@ -42,7 +34,8 @@ class JaxMemoryPool:
 
     Args:
       device: where the arrays are.
-      fraction: on a CPU, the limit as a share of the host's memory; an accelerator's allocator has its own limit.
+      fraction: on a CPU, the limit as a share of what :func:`capibara.memory.device_budget` says there is of the
+        host's memory; an accelerator's allocator has its own limit.
       limit: in bytes, instead of ``fraction``.
 
     Attributes:
@@ -56,7 +49,12 @@ class JaxMemoryPool:
         if limit is not None and (type(limit) is not int or limit < 0):
             raise CompressError(f"limit: got {limit!r}, expected a number of bytes ≥ 0")
         self.device = device
-        self.limit = _device_limit(device, fraction) if limit is None else limit
+        if limit is None:
+            self._budget = device_budget(device)
+            limit = int((fraction if device.platform == "cpu" else 1.0) * self._budget.limit)
+        else:
+            self._budget = MemoryBudget(device, MemoryBytes(limit, "limit="))
+        self.limit = limit
         self.hits = self.misses = self.evictions = 0
         self._arrays: OrderedDict[Hashable, jax.Array] = OrderedDict()
         self._bytes = 0
@@ -68,9 +66,8 @@ class JaxMemoryPool:
         return self._bytes
 
     def in_use_bytes(self) -> int:
-        """Bytes in use on the device by any code: the allocator's figure, or all live arrays if there is none."""
-        (facts,) = device_memory([self.device])
-        return live_array_bytes() if facts.in_use is None else facts.in_use
+        """Bytes in use on the device by any code: the allocator's figure, or its live arrays if there is none."""
+        return int(self._budget.in_use())
 
     def get(self, key: Hashable) -> jax.Array | None:
         """The array of that key, unless it was evicted or deleted."""
