@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from capibara.compilation.collectives import collectives_of
 from capibara.plan.program import ProgramFacts, overlap_by_kind, overlaps, read_program
 
 HLO = Path(__file__).parent / "hlo"
@@ -111,3 +112,12 @@ def test_collectives_that_are_fused_with_products_on_v5e() -> None:
     sums = overlap_by_kind(found)["all-gather"]
     assert (sums.collectives, sums.asynchronous) == (7, 2)
     assert 0 < sums.hidden < 1
+
+
+@pytest.mark.parametrize("path", sorted(HLO.glob("*.txt")), ids=lambda path: path.stem)
+def test_explain_counts_what_the_whole_reading_finds(path: Path) -> None:
+    """``OptimizedJit.explain()`` counts from the text alone, in all three forms of asynchronous collectives."""
+    found = read_program(path.read_text()).collectives
+    begun = sum(each.asynchronous for each in found)
+    want = f"{begun} of {len(found)} collectives asynchronous" if found else "no collectives"
+    assert collectives_of(path.read_text()) == want

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from capibara.compilation.collectives import COLLECTIVES
 from capibara.plan.program.flops import instruction_flops, operand_shape
 from capibara.plan.program.kernels import NOTES, custom_call_target
 from capibara.plan.program.text import Computation, Instruction, Module
 
 __all__ = ["COLLECTIVES", "DONES", "STARTS", "Fused", "FusedComputations"]
 
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 STARTS = {f"{kind}-start": kind for kind in COLLECTIVES}
 DONES = {f"{kind}-done" for kind in COLLECTIVES}
 _DEPTH = 64
