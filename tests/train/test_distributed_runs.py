@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import numpy as np
 import optax
 import pytest
 
+import capibara.train.checkpoint as module
 from capibara.errors import ConfigError
-from capibara.train import DivergedError, TpuDistributedTrainer
+from capibara.train import CheckpointWriteError, DivergedError, TpuDistributedTrainer
 from capibara.train.feed import batches_of
 
 POINTS = np.arange(20, dtype="float32")[:, None]
@@ -116,3 +118,45 @@ def test_a_state_that_overflows_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=r"model/params/w became infinite or not a number by step 1"):
         made.save(tmp_path)
     assert not (tmp_path / "checkpoints").exists() or not kept(tmp_path)
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, real, reached = threading.Event(), module._write_item, []
+
+    def slow(path: Path, *rest: Any) -> None:
+        assert go.wait(60)
+        real(path, *rest)
+
+    def on_step(number: int, metrics: Any) -> None:
+        reached.append(number)
+        if number == 4:  # two later than the save, as losses are read
+            go.set()
+
+    monkeypatch.setattr(module, "_write_item", slow)
+    batch = (POINTS[:4], POINTS[:4])
+    made = line(optimizer=optax.adam(1e-3))
+    made.train([batch] * 7, directory=tmp_path, save_every=2, on_step=on_step)
+    assert kept(tmp_path) == [6, 7]
+    assert made.restore(tmp_path).step_count == 7
+    other = line(optimizer=optax.adam(1e-3))
+    for _ in range(7):
+        other.step(batch)
+    np.testing.assert_array_equal(made.params["w"], other.params["w"])
+
+
+def test_a_save_that_fails_meanwhile_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    batch = (POINTS[:4], POINTS[:4])
+    made = line()
+    made.step(batch)
+    made.save(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_item", fail)
+        with pytest.raises(CheckpointWriteError, match=r"step 3 .*No space left.*step 1 is intact"):
+            made.train([batch] * 500, directory=tmp_path, save_every=3)
+    assert made.step_count < 400
+    assert kept(tmp_path) == [1]
+    made.save(tmp_path)
+    assert kept(tmp_path) == [1, made.step_count]

@@ -122,6 +122,25 @@ def test_ten_kills_change_nothing(tmp_path: Path) -> None:
     kill_and_resume(tmp_path, kills=10, steps=150, seed=2)
 
 
+@pytest.mark.slow
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    settings = ("train.steps=12", "train.log_every=1", "checkpoint.every_steps=4")
+    runs.finish(tmp_path / "undisturbed", *settings)
+    folder = tmp_path / "disturbed"
+    runs.environment["KILL_IN_A_SAVE"] = "8"
+    for _ in range(2):  # the second time it begins with what the first one left
+        process = runs.start(folder, *settings)
+        assert process.wait(timeout=300) == -signal.SIGKILL, runs.log(folder)
+        assert checkpoint_store(folder).steps() == [4]
+        assert [name[:7] for name in os.listdir(folder / "checkpoints") if name != "4"] == [".tmp-8-"]
+    del runs.environment["KILL_IN_A_SAVE"]
+    runs.finish(folder, *settings)
+    assert outcome(folder) == outcome(tmp_path / "undisturbed")
+    assert runs.log(folder).count("resuming after step 4 ") == 2
+    assert sorted(os.listdir(folder / "checkpoints")) == ["12", "8"]
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
 )

@@ -246,7 +246,7 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pyt
         Processes(3, 1).check_shared(tmp_path)
 
 
-def kill_and_go_on(base: Path, kills: int, steps: int, seed: int) -> None:
+def kill_and_go_on(base: Path, kills: int, steps: int, seed: int, *, memory: bool = False) -> None:
     """SIGKILL for random processes at random moments; the launcher starts all again, and nothing is different."""
     chance = random.Random(seed)
     text = base / "text.txt"
@@ -256,7 +256,11 @@ def kill_and_go_on(base: Path, kills: int, steps: int, seed: int) -> None:
         f"train.steps={steps}",
         "batch_size=8",
         "train.log_every=1",
-        "checkpoint.every_steps=2",
+        *(
+            ("checkpoint.every_steps=1000", "checkpoint.memory_every_steps=1")
+            if memory
+            else ("checkpoint.every_steps=2",)
+        ),
     ]
     layout = [*Layout(mesh=(("data", 2),)).overrides(), "checkpoint.keep=3"]
     environment = {
@@ -299,6 +303,8 @@ def kill_and_go_on(base: Path, kills: int, steps: int, seed: int) -> None:
     try:
         for number in range(kills):
             newest = max(checkpoint_store(base / "disturbed").steps(), default=0)
+            if memory:
+                newest = 2 + max(read_losses(base / "disturbed" / "metrics.jsonl"), default=0)
             goal = newest + chance.choice((1, 2, 3))
             while not any(step >= goal for step in read_losses(base / "disturbed" / "metrics.jsonl")):
                 assert process.poll() is None, Path(f"{base / 'disturbed'}.log").read_text()
@@ -317,12 +323,26 @@ def kill_and_go_on(base: Path, kills: int, steps: int, seed: int) -> None:
         process.kill()
         process.wait()
     assert outcome(base / "disturbed") == outcome(base / "undisturbed")
-    assert "damaged" not in Path(f"{base / 'disturbed'}.log").read_text()
+    log = Path(f"{base / 'disturbed'}.log").read_text()
+    assert "damaged" not in log
+    if memory:  # nothing was on the disk until the end
+        resumed = [
+            int(step) for step in re.findall(r"after step (\d+) from the copy in the launcher's memory", log)
+        ]
+        assert len(resumed) == kills
+        assert resumed == sorted(resumed)
+        assert resumed[0] > 0
 
 
 @pytest.mark.slow
 def test_random_kills_change_nothing(tmp_path: Path) -> None:
     kill_and_go_on(tmp_path, kills=4, steps=40, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux alone has files in memory")
+def test_killed_processes_go_on_from_the_launchers_memory(tmp_path: Path) -> None:
+    kill_and_go_on(tmp_path, kills=2, steps=30, seed=5, memory=True)
 
 
 class Device:

@@ -825,6 +825,10 @@ class CheckpointSection(Section):
         default=1800.0,
         description="how long the next checkpoint, or the end of the run, waits for one that is being written",
     )
+    memory_every_steps: Annotated[int, Field(ge=0, le=1_000_000_000)] = Field(
+        default=0,
+        description="steps between copies in the memory of capibara launch --restarts, to go on from; 0: none",
+    )
 
 
 AdapterTarget = Literal[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from capibara.launch.environment import Membership, described_by_platform, read_membership
 from capibara.launch.jobset import jobset_manifest, to_yaml
+from capibara.launch.memory import read_memory
 from capibara.launch.supervisor import launch_processes
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "jobset_manifest",
     "launch_processes",
     "read_membership",
+    "read_memory",
     "to_yaml",
 ]

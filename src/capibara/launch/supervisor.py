@@ -30,6 +30,7 @@ from typing import IO, Any, BinaryIO
 from capibara.errors import ConfigError, printable
 from capibara.launch.devices import device_variables
 from capibara.launch.environment import Membership
+from capibara.launch.memory import held_memory, memory_variables
 
 __all__ = ["launch_processes"]
 
@@ -91,7 +92,8 @@ def launch_processes(
       devices: emulated CPU devices of each process; None: the devices that JAX finds.
       logs: a folder for the output of each process, ``process-0.log`` …; None: none.
       grace: seconds.
-      restarts: how often all are started again after a failure, unless its exit code is 2: invalid input.
+      restarts: how often all are started again after a failure, unless its exit code is 2: invalid input. Each process
+        then has some memory that the one in its place finds again (:mod:`capibara.launch.memory`).
       environment: of the processes; by default this one's. out, err: where their lines go; by default this process's
         standard output and standard error.
 
@@ -119,14 +121,15 @@ def launch_processes(
     own = device_variables(base, count, devices)
     base["PYTHONUNBUFFERED"] = "1"
     group = _Group({1: out or sys.stdout.buffer, 2: err or sys.stderr.buffer}, grace)
-    with group.signals():
+    with group.signals(), held_memory(count if restarts else 0) as held:
         for attempt in range(restarts + 1):
             with _reserved_port() as port, group.ending():
                 base["JAX_COORDINATOR_BIND_ADDRESS"] = f"127.0.0.1:{port}"  # not for other machines
                 for index in range(count):
                     place = Membership(f"127.0.0.1:{port}", count, index)
-                    variables = {**base, **own[index], **place.variables()}
-                    group.start(command, index, variables, logs, again=attempt > 0)
+                    files = held[index] if held else ()
+                    variables = {**base, **own[index], **place.variables(), **memory_variables(files)}
+                    group.start(command, index, variables, logs, again=attempt > 0, files=files)
                 code = group.wait()
             if attempt == restarts or not group.worth_another_try:
                 return code
@@ -145,7 +148,14 @@ class _Group:
         self._kill_at: float | None = None
 
     def start(
-        self, command: Sequence[str], index: int, environment: dict[str, str], logs: Any, *, again: bool
+        self,
+        command: Sequence[str],
+        index: int,
+        environment: dict[str, str],
+        logs: Any,
+        *,
+        again: bool,
+        files: tuple[int, ...] = (),
     ) -> None:
         log = None
         try:
@@ -159,6 +169,7 @@ class _Group:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                pass_fds=files,
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             if log is not None:

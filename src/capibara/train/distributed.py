@@ -19,12 +19,11 @@ from capibara.compose.errors import ComposeError
 from capibara.errors import ConfigError
 from capibara.sharding import Layout
 from capibara.train import extras
-from capibara.train.checkpoint import CheckpointStore
-from capibara.train.errors import CheckpointNotFoundError, DataError
+from capibara.train.errors import DataError
 from capibara.train.feed import Feeder, batches_of, rows_of, to_arrays
-from capibara.train.finite import check_finite
-from capibara.train.fitting import FitReport, first_save, make_way, run_batches, sizes_for
+from capibara.train.fitting import FitReport, first_save, run_batches, sizes_for
 from capibara.train.frameworks import WithLoss, as_model, unwrapped
+from capibara.train.keeping import Keeper
 from capibara.train.losses import parts_of
 from capibara.train.options import (
     asynchronous_options,
@@ -35,7 +34,7 @@ from capibara.train.options import (
     with_recomputing,
 )
 from capibara.train.placement import Placement
-from capibara.train.saved import Facts, items_of, restore_state
+from capibara.train.saved import items_of, restore_state
 from capibara.train.state import TrainState
 from capibara.train.step import make_train_step
 
@@ -151,7 +150,7 @@ class TpuDistributedTrainer:
         self._evaluations: dict[str, Any] = {}
         self._waiting: Exception | None = None
         self._taken = 0
-        self._skipped: tuple[Path, tuple[int, ...]] = (Path(), ())
+        self._keeper = Keeper()
         self._build(None)
 
     # ---- the model and its state --------------------------------------------------------------------------
@@ -369,7 +368,8 @@ class TpuDistributedTrainer:
           sequence_length: tokens of a row, for data sources; by default that of the model's configuration.
           validation: a data set to evaluate after training.
           on_step: called with the number of each step and its metrics, up to two steps late.
-          directory: where :meth:`save` writes after training, and after every ``save_every`` steps.
+          directory: where :meth:`save` writes after training, and after every ``save_every`` steps while training goes
+            on.
 
         Raises:
           DataError: the data cannot be used. DivergedError: the loss, the gradients or the state are not finite any
@@ -385,11 +385,18 @@ class TpuDistributedTrainer:
         given = {"batch_size": batch_size, "sequence_length": sequence_length, "seed": self.seed}
         batches = batches_of(dataset, epochs=epochs, steps=steps, first=self._taken, **given)
         if directory is not None and (saved := first_save(self._taken, steps, save_every)) is not None:
-            self._store_for(directory, saved)
+            self._keeper.store(directory, saved)
         saving = None if directory is None else (directory, save_every)
-        losses, last, dropped = run_batches(self, batches, steps=steps, on_step=on_step, save=saving)
-        if directory is not None:
+        try:
+            losses, last, dropped = run_batches(
+                self, batches, steps=steps, on_step=on_step, save=saving, look=self._keeper.look
+            )
+        except BaseException as error:
+            self._keeper.leave(error)
+            raise
+        if directory is not None and not self._keeper.has(directory, self._taken):
             self.save(directory)
+        self._keeper.settle()
         found = None if validation is None else self.evaluate(validation, **sizes_for(given, validation))
         return FitReport(
             len(losses), self._taken, tuple(losses), last, found, dropped, time.perf_counter() - begun
@@ -466,8 +473,13 @@ class TpuDistributedTrainer:
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
-    def save(self, directory: str | os.PathLike[str]) -> Path:
+    def save(self, directory: str | os.PathLike[str], *, wait: bool = True) -> Path:
         """Write a checkpoint of the state, whole or not at all; the newest two stay.
+
+        Args:
+          directory: of the run; the checkpoint goes into its folder ``checkpoints``.
+          wait: return when it is complete; False: write a copy of the state while steps go on. The next save,
+            :meth:`restore` and the end of :meth:`train` wait for it and raise its error.
 
         Raises:
           ConfigError: the folder has checkpoints of later steps.
@@ -475,17 +487,14 @@ class TpuDistributedTrainer:
           CheckpointWriteError: the disk is full, …; earlier checkpoints are unchanged.
         """
         config: Any = getattr(self.model, "config", None)
-        text = config.to_toml() if hasattr(config, "to_toml") else ""
-        store, items = self._store_for(directory, self._taken), items_of(self.state)
-        check_finite(self._taken, items, lambda: items_of(self._first_state()))
-        facts = Facts(seconds=0.0)
-        return store.save(self._taken, items, meta=facts.to_meta(), config_toml=text).path
-
-    def _store_for(self, directory: str | os.PathLike[str], step: int) -> CheckpointStore:
-        store = CheckpointStore(Path(directory) / "checkpoints")
-        folder, skipped = self._skipped
-        make_way(store, step, skipped if folder == store.folder.absolute() else ())
-        return store
+        return self._keeper.save(
+            directory,
+            self._taken,
+            items_of(self.state),
+            initial=lambda: items_of(self._first_state()),
+            config_toml=config.to_toml() if hasattr(config, "to_toml") else "",
+            wait=wait,
+        )
 
     def restore(self, directory: str | os.PathLike[str]) -> TpuDistributedTrainer:
         """Continue from the newest checkpoint in a folder, whatever mesh it was written from.
@@ -499,13 +508,9 @@ class TpuDistributedTrainer:
             raise ConfigError(
                 f"the parameters depend on the inputs: call trainer.init(batch) first ({self._waiting})"
             )
-        store = CheckpointStore(Path(directory) / "checkpoints")
-        checkpoint = store.newest()
-        if checkpoint is None:
-            raise CheckpointNotFoundError(f"there is no checkpoint in {str(directory)!r}.")
+        checkpoint = self._keeper.newest(directory)
         self._state = restore_state(checkpoint, self._described)
         self._taken = checkpoint.step
-        self._skipped = store.folder.absolute(), tuple(step for step in store.steps() if step > self._taken)
         return self
 
     # ---- what it does -------------------------------------------------------------------------------------

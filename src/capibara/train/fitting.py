@@ -59,6 +59,7 @@ def run_batches(
     steps: int | None,
     on_step: Callable[[int, Mapping[str, float]], None] | None,
     save: tuple[str | os.PathLike[str], int | None] | None,
+    look: Callable[[], None] = lambda: None,
 ) -> tuple[list[float], dict[str, float], int]:
     """Take a step for each batch, reading the loss of one only when the next ones are already queued.
 
@@ -66,6 +67,7 @@ def run_batches(
       steps: stop after so many; None: with the last batch.
       on_step: called with the number and the metrics of each step.
       save: the folder of checkpoints, and the number of steps between them.
+      look: called before each step.
 
     Returns:
       ``(losses, metrics of the last step, rows left out)``.
@@ -94,6 +96,7 @@ def run_batches(
             on_step(number, last)
 
     for batch in batches:
+        look()
         arrays = trainer.arrays(batch)
         rows = rows_of(arrays)
         if rows < full and not trainer.divides(rows):
@@ -107,7 +110,7 @@ def run_batches(
         if save is not None and save[1] and trainer.step_count % save[1] == 0:
             while pending:  # a checkpoint of a run that has diverged would replace the good ones
                 finish()
-            trainer.save(save[0])
+            trainer.save(save[0], wait=False)
         if len(losses) + len(pending) == steps:
             break
     while pending:

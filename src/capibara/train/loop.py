@@ -83,8 +83,9 @@ class Loop:
     """Runs optimizer steps until the plan, the time limit or a signal ends it.
 
     ``save(state, step, seconds, bits, best)`` begins a checkpoint, which ``saves`` writes; ``after_evaluation(step,
-    bits)`` is called after each validation, ``sound(step)`` after each step whose loss is sound. After
-    :meth:`run_steps`, ``reason`` is "finished", "time" or "interrupted".
+    bits)`` is called after each validation, ``sound(step)`` after each step whose loss is sound; ``remember(state,
+    step, seconds)`` copies a state to memory, every ``checkpoint.memory_every_steps``. After :meth:`run_steps`,
+    ``reason`` is "finished", "time" or "interrupted".
     """
 
     run: Run
@@ -100,6 +101,7 @@ class Loop:
     skips: Skips
     watchdog: Watchdog
     sound: Callable[[int], None]
+    remember: Callable[[TrainState, int, float], None] | None = None
     utilisation: Utilisation | None = None
     seconds_before: float = 0.0
     last_loss: float | None = None
@@ -120,8 +122,10 @@ class Loop:
         """Training time of the whole run: this process since the loop began, and those before it."""
         return self.seconds_before + time.perf_counter() - self._begun
 
-    def run_steps(self, state: TrainState, start: int) -> tuple[TrainState, int]:
+    def run_steps(self, state: TrainState, start: int, saved: int | None = None) -> tuple[TrainState, int]:
         """Train from ``start`` steps on; ``state`` is donated. Returns the last state and its step.
+
+        ``saved`` is the step of the newest checkpoint, if that is another one.
 
         Raises:
           DivergedError: the loss is not finite any more, or a spike.
@@ -131,7 +135,8 @@ class Loop:
         """
         settings, checkpoint = self.run.config.train, self.run.config.checkpoint
         replay_every = self.run.config.recovery.replay_every
-        step = saved = start
+        step = start
+        saved = start if saved is None else saved
         self._begun = time.perf_counter()
         self._resume_clock()
         self.watchdog.beat(f"step {step + 1} was computed")
@@ -152,12 +157,17 @@ class Loop:
                 break
             evaluate = step % settings.eval_every == 0
             save = step % checkpoint.every_steps == 0
-            if evaluate or save:
+            often = checkpoint.memory_every_steps
+            remember = self.remember is not None and often > 0 and step % often == 0
+            if evaluate or save or remember:
                 self._drain()
                 bits = self._evaluate(state, step) if evaluate else None
                 if save or self._is_best(bits):
                     self._save(state, step, bits)
                     saved = step
+                elif remember and self.remember is not None:
+                    self._write_line(step)
+                    self.remember(state, step, self.seconds)
                 self._resume_clock()
         self._drain()
         bits = self._evaluate(state, step) if self.reason != "interrupted" else None

@@ -23,7 +23,15 @@ from capibara.train.errors import CheckpointDamagedError, CheckpointNotFoundErro
 from capibara.train.state import TrainState
 from capibara.train.trainable import trained_part
 
-__all__ = ["Facts", "items_of", "model_items", "restore_model", "restore_state"]
+__all__ = [
+    "Facts",
+    "described_items",
+    "items_of",
+    "model_items",
+    "restore_model",
+    "restore_state",
+    "state_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +116,34 @@ def model_items(params: Any, state: Any) -> dict[str, Any]:
 
 def items_of(state: TrainState) -> dict[str, Any]:
     """The arrays of a run, for ``CheckpointStore.save``."""
+    return _items(state, jax.random.key_data(state.key))
+
+
+def described_items(state: TrainState) -> dict[str, Any]:
+    """The same of a state of ``jax.ShapeDtypeStruct``, as ``Placement.describe_state`` gives it."""
+    key = jax.eval_shape(jax.random.key_data, state.key)
+    return _items(state, jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=state.key.sharding))
+
+
+def state_of(items: Mapping[str, Any], like: TrainState) -> TrainState:
+    """The state whose arrays these are, placed as ``like`` says."""
+    training, model = items["training"], items["model"]
+    state = TrainState(
+        training["step"],
+        model["params"],
+        training["opt_state"],
+        model["state"],
+        jax.random.wrap_key_data(training["key"]),
+        items["ema"]["params"] if "ema" in items else None,
+    )
+    return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, like))
+
+
+def _items(state: TrainState, key: Any) -> dict[str, Any]:
     return {
         **model_items(state.params, state.model_state),
         **({} if state.ema is None else {"ema": {"params": state.ema}}),
-        "training": {
-            "opt_state": state.opt_state,
-            "step": state.step,
-            "key": jax.random.key_data(state.key),
-        },
+        "training": {"opt_state": state.opt_state, "step": state.step, "key": key},
     }
 
 
@@ -184,16 +212,9 @@ def restore_state(checkpoint: Checkpoint, state: TrainState) -> TrainState:
     Raises:
       ResumeMismatchError: the checkpoint has other arrays than ``state``.
     """
-    key = jax.eval_shape(jax.random.key_data, state.key)
-    training = checkpoint.restore(
-        "training",
-        {
-            "opt_state": state.opt_state,
-            "step": state.step,
-            "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=state.key.sharding),
-        },
-    )
-    model = checkpoint.restore("model", {"params": state.params, "state": state.model_state})
+    items = described_items(state)
+    training = checkpoint.restore("training", items["training"])
+    model = checkpoint.restore("model", items["model"])
     average = None
     if state.ema is not None and (checkpoint.path / "ema").is_dir():
         average = checkpoint.restore("ema", {"params": state.ema})["params"]
@@ -204,12 +225,5 @@ def restore_state(checkpoint: Checkpoint, state: TrainState) -> TrainState:
             model["params"],
             is_leaf=lambda leaf: leaf is None,
         )
-    restored = TrainState(
-        training["step"],
-        model["params"],
-        training["opt_state"],
-        model["state"],
-        jax.random.wrap_key_data(training["key"]),
-        average,
-    )
-    return jax.device_put(restored, jax.tree.map(lambda leaf: leaf.sharding, state))
+    ema = {} if average is None else {"ema": {"params": average}}
+    return state_of({"training": training, "model": model, **ema}, state)

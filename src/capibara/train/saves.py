@@ -85,6 +85,11 @@ class Saves:
         self._job = _Job(self.store, exchange, step, self._copier.copy(dict(items), self._place), facts)
         self._job.start()
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other process has to agree."""
+        return self._processes.count == 1
+
     def failed(self) -> bool:
         """Whether the save that is being written has failed; :meth:`settle` then raises why. It does not wait."""
         job = self._job
@@ -116,7 +121,7 @@ class Saves:
         job, self._job = self._job, None
         if job is None:
             return
-        bound = self.wait_seconds if self._processes.count == 1 else min(_AFTER_AN_ERROR, self.wait_seconds)
+        bound = self.wait_seconds if self.alone else min(_AFTER_AN_ERROR, self.wait_seconds)
         if not isinstance(error, Exception):  # somebody does not want to wait
             bound = 0.0
         if (failure := self._wait(job, bound)) is not None:

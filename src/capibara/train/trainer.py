@@ -19,7 +19,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from capibara.train import extras
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.errors import CheckpointDamagedError, CorruptionError, DivergedError, ResumeMismatchError
 from capibara.train.finite import check_finite
+from capibara.train.held import HeldCopies
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog, SilentLog, read_losses
 from capibara.train.plot import plot_losses
@@ -41,10 +42,11 @@ from capibara.train.recovery.guard import Guard
 from capibara.train.recovery.rollback import Rollback
 from capibara.train.recovery.skips import Skips
 from capibara.train.recovery.watchdog import Watchdog
+from capibara.train.report import TrainReport
 from capibara.train.resume import check_resumable, seek_data
 from capibara.train.run import Run
 from capibara.train.rundir import atomic_write, lock_run, remove_leftovers
-from capibara.train.saved import Facts, items_of, restore_state
+from capibara.train.saved import Facts, described_items, items_of, restore_state, state_of
 from capibara.train.saves import Saves
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
@@ -64,63 +66,6 @@ class Origin:
 
     load: Callable[[Any], Any]
     record: Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class TrainReport:
-    """The result of a run.
-
-    Attributes:
-      reason: "finished" (all steps), "time" (``train.max_seconds``), "interrupted" (a signal) or "already
-      trained".
-      step: optimizer steps taken in the whole run.
-      start_step: steps that were already taken when this process began.
-      loss: training loss of the last step in nats per token, None if no step was run.
-      validation_bits_per_byte: on the held-out text at the end; None if not measured.
-      tokens_per_second: mean over the steps of this process, without compilation, validation and checkpoints.
-      utilisation: that rate times the model's FLOP per token, over ``matmul_flops``.
-      matmul_flops: FLOP/s of a matrix multiply, measured at the start.
-      seconds: training time of the whole run; compile_seconds: what this process compiled before.
-      num_params: parameters of the model; devices: number of devices used.
-      unit: what the loss is of: "byte" or "token", or "pair" of answers.
-    """
-
-    reason: str
-    directory: str
-    step: int
-    start_step: int
-    loss: float | None
-    validation_bits_per_byte: float | None
-    tokens_per_second: float | None
-    utilisation: float | None
-    matmul_flops: float | None
-    seconds: float
-    compile_seconds: float
-    num_params: int
-    devices: int
-    signal: int | None = None
-    unit: str = "byte"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        words = {"time": "reached train.max_seconds", "already trained": "already trained"}
-        reason = words.get(self.reason, self.reason)
-        lines = [f"{reason}: {self.step:,} steps in {self.seconds:,.1f} s of training"]
-        if self.loss is not None:
-            lines.append(f"training loss      {self.loss:.4f} nats per {self.unit} (last step)")
-        if self.validation_bits_per_byte is not None:
-            lines.append(f"validation         {self.validation_bits_per_byte:.4f} bits per byte")
-        if self.tokens_per_second is not None:
-            where = f"{self.devices} device{'' if self.devices == 1 else 's'}"
-            lines.append(f"speed              {self.tokens_per_second:,.0f} tokens/s on {where}")
-        if self.utilisation is not None and self.matmul_flops is not None:
-            rate = f"{self.matmul_flops / 1e9:,.0f} GFLOP/s"
-            lines.append(f"utilisation        {self.utilisation:.1%} of a matrix multiply's {rate}")
-        lines.append(f"written to         {self.directory} (checkpoints, metrics.jsonl, loss.png)")
-        return "\n".join(lines)
 
 
 def checkpoint_store(directory: str | Path, *, keep: int = 2, keep_every: int = 0) -> CheckpointStore:
@@ -196,11 +141,23 @@ def train(
         processes.check_shared(folder)
         checkpoint = _newest(store, processes, reporter)
         facts = Facts()
+        saved = 0 if checkpoint is None else checkpoint.step
+        held = HeldCopies.of_launcher(config, corpus.fingerprint, note=reporter.note, warn=reporter.warn)
+        if held is not None and (fresh or not config.checkpoint.resume):
+            held.clear()
+        copied = None if held is None else held.newest(described_items(run.state))
 
         def first_state() -> TrainState:
             return run.initial_state(None if origin is None else origin.load(run.model))
 
-        if checkpoint is None:
+        if held is not None and copied is not None and copied.step > saved:
+            facts, start = Facts.of(copied), copied.step
+            processes.first_does(lambda: store.set_aside(after=saved))
+            state = state_of(held.restore(start, described_items(run.state)), run.state)
+            if isinstance(run.batches, PackedBatches):
+                run.batches.seek(Skips(facts.skipped or ()).number(start), facts.position or {})
+            reporter.note(f"resuming after step {start:,} from the copy in the launcher's memory")
+        elif checkpoint is None:
             if origin is None and config.finetune.base != "none":
                 raise ConfigError(
                     f"finetune.base={config.finetune.base!r} stores the weights of a trained model in fewer bits: "
@@ -227,16 +184,29 @@ def train(
             number = Skips(facts.skipped or ()).number(start)
             seek_data(run.batches, corpus, config, checkpoint, facts, number)
             reporter.note(f"resuming after step {start:,} from {checkpoint.path}")
-        set_reference(run, state, folder, new=checkpoint is None, digest=facts.reference, reporter=reporter)
+        new = checkpoint is None and start == 0
+        set_reference(run, state, folder, new=new, digest=facts.reference, reporter=reporter)
         processes.first_does(lambda: atomic_write(folder / "config.toml", config.to_toml().encode()))
         utilisation = None
         if measure_utilisation and processes.first:
             utilisation = _measure(run)
             reporter.note(f"a matrix multiply here reaches {utilisation.device_flops / 1e9:,.0f} GFLOP/s")
             reporter.note(_forecast(run, utilisation, start))
-        return _run(
-            run, store, first_state, state, start, facts, utilisation, reporter, stop or StopFlag(), processes
+        report = _run(
+            run,
+            store,
+            first_state,
+            state,
+            (start, saved),
+            facts,
+            utilisation,
+            reporter,
+            stop or StopFlag(),
+            held,
         )
+        if held is not None:
+            held.clear()
+        return report
 
 
 def _newest(store: CheckpointStore, processes: Processes, reporter: Reporter) -> Checkpoint | None:
@@ -272,43 +242,51 @@ def _run(
     store: CheckpointStore,
     first_state: Callable[[], TrainState],
     state: TrainState,
-    start: int,
+    begin: tuple[int, int],
     facts: Facts,
     utilisation: Utilisation | None,
     reporter: Reporter,
     stop: StopFlag,
-    processes: Processes,
+    held: HeldCopies | None,
 ) -> TrainReport:
-    config, data, folder = run.config, run.source, store.folder.parent
+    config, data, folder, processes = run.config, run.source, store.folder.parent, Processes.here()
+    start, saved = begin
     num_params = int(run.model.num_params)
     config_toml = config.to_toml()
     recovery = config.recovery
     skips = Skips(facts.skipped or ())
     rollback = Rollback(skips, max_skips=recovery.max_skips, reporter=reporter)
 
-    def save(state: TrainState, step: int, seconds: float, validation: float | None, best: bool) -> None:
-        now = Facts(
+    def now(step: int, seconds: float, validation: float | None) -> dict[str, Any]:
+        batches = run.batches
+        return Facts(
             seconds=seconds,
             validation=validation,
             text=data.name,
             fingerprint=data.fingerprint,
-            position=run.batches.position(skips.number(step))
-            if isinstance(run.batches, PackedBatches)
-            else None,
-            reference=reference_digest(folder) if isinstance(run.batches, PairedBatches) else None,
+            position=batches.position(skips.number(step)) if isinstance(batches, PackedBatches) else None,
+            reference=reference_digest(folder) if isinstance(batches, PairedBatches) else None,
             skipped=list(skips.before(step)) or None,
             pretrained=facts.pretrained,
-        )
+        ).to_meta()
+
+    def save(state: TrainState, step: int, seconds: float, validation: float | None, best: bool) -> None:
         items = items_of(state)
         check_finite(step, items, lambda: items_of(first_state()))
         saves.save(
             step,
             items,
-            meta=now.to_meta(),
+            meta=now(step, seconds, validation),
             config_toml=config_toml,
             tokenizer=data.tokenizer.files,
             best=best,
         )
+
+    def remember(state: TrainState, step: int, seconds: float) -> None:
+        assert held is not None
+        items = items_of(state)
+        check_finite(step, items, lambda: items_of(first_state()))
+        held.remember(step, items, now(step, seconds, None))
 
     def after_evaluation(step: int, bits: float) -> None:
         reporter.note(f"step {step}: validation {bits:.4f} bits per byte")
@@ -364,12 +342,13 @@ def _run(
                     skips=skips,
                     watchdog=watchdog,
                     sound=rollback.sound,
+                    remember=None if held is None else remember,
                     utilisation=utilisation,
                     seconds_before=seconds,
                     best_bits=best,
                 )
                 try:
-                    state, step = loop.run_steps(state, start)
+                    state, step = loop.run_steps(state, start, saved)
                     break
                 except (DivergedError, CorruptionError) as error:
                     # Time is spent, whatever came of it. The frames of the traceback hold the state, for which there
@@ -378,11 +357,15 @@ def _run(
             del state, loop
             saves.settle()  # what is being written is the newest once it is complete
             checkpoint = _newest(store, processes, reporter)
-            start = 0 if checkpoint is None else checkpoint.step
+            start = saved = 0 if checkpoint is None else checkpoint.step
+            if held is not None:
+                held.clear()
             rollback.after(failure, start)
             state = first_state() if checkpoint is None else restore_state(checkpoint, run.state)
     except BaseException as error:
         saves.leave(error)
+        if held is not None:
+            held.settle()
         raise
     finally:
         reporter.close()
