@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -192,6 +193,99 @@ def test_all_are_started_again(tmp_path: Path, body: str, restarts: int, code: i
         ).read_text() == f"start 1\nstart 2\nstart 3\ndone {starts}\n"
 
 
+# Of the last process of four the slot is broken.
+BROKEN = (
+    COUNTED
+    + """
+count = int(os.environ["CAPIBARA_NUM_PROCESSES"])
+print("count", count, os.environ["CAPIBARA_MIN_PROCESSES"], flush=True)
+def wait():
+    while True: time.sleep(0.05)
+"""
+)
+
+
+def test_a_group_goes_on_with_fewer(tmp_path: Path) -> None:
+    body = "if count == 4 and me == 3: os.kill(os.getpid(), 9)\nif count == 4: wait()"
+    code, out, err = launched(tmp_path, 4, BROKEN + body, restarts=9, min_processes=2, grace=0.2)
+    assert code == 0
+    assert out.count("[3] start 1") == out.count("[3] start 2") == 1
+    counts = {line for line in out if "count" in line}  # some may be stopped before they say theirs
+    assert "[3] count 4 2" in counts
+    assert {line for line in counts if "count 2" in line} == {"[0] count 2 2", "[1] count 2 2"}
+    again = [line.partition("launch: ")[2] for line in err if "starting all again" in line]
+    assert again[0] == "starting all again (1 of at most 9 times)"
+    assert re.fullmatch(
+        r"starting all again \(2 of at most 9 times\), with 2 of 4 processes; process 3 of 4 cannot be replaced: it "
+        r"failed \d+ s after its start",
+        again[1],
+    )
+    assert len(again) == 2
+    assert all_gone(tmp_path, 8)  # with four counters
+
+
+def test_all_are_tried_again_after_a_while(tmp_path: Path) -> None:
+    # It is not replaced at all, works the second time, and the two before that stop by a signal.
+    body = """
+        if count == 2:
+            signal.signal(15, lambda *_: sys.exit(143))
+            wait()
+        if me == 3 and tries == 1: os.kill(os.getpid(), 9)
+        others(4)
+    """
+    code, out, err = launched(
+        tmp_path,
+        4,
+        BROKEN + textwrap.dedent(body),
+        restarts=9,
+        min_processes=1,
+        replacements=0,
+        retry=1.0,
+        grace=0.2,
+    )
+    assert code == 0
+    again = [line.partition("launch: ")[2] for line in err if "starting all again" in line]
+    assert again[0].startswith("starting all again (1 of at most 9 times), with 2 of 4 processes")
+    assert again[1:] == ["starting all again, with 4 processes instead of 2"]
+    assert "[3] start 2" in out
+
+
+def test_too_few_are_left(tmp_path: Path) -> None:
+    body = "if me == count - 1: sys.exit(7)\nwait()"
+    code, out, err = launched(
+        tmp_path, 4, BROKEN + body, restarts=9, min_processes=2, replacements=0, grace=0.2
+    )
+    assert code == 7
+    assert {line for line in out if "count" in line} >= {"[3] count 4 2", "[1] count 2 2"}
+    assert re.fullmatch(
+        r"capibara launch: process 1 of 2 cannot be replaced: .*, and fewer than min_processes=2 would be left",
+        err[-1],
+    )
+
+
+def test_a_signal_while_all_are_stopped_to_be_more(tmp_path: Path) -> None:
+    body = """
+        got = []
+        signal.signal(15, lambda number, _: got.append(number))
+        pathlib.Path(sys.argv[1], f"ready {me} of {count} {tries}").write_text(str(os.getpid()))
+        if count == 4 and me == 3: others(4); os.kill(os.getpid(), 9)
+        while not got: time.sleep(0.005)
+        if count == 4: sys.exit(143)
+        pathlib.Path(sys.argv[1], f"asked {me}").write_text(str(os.getpid()))
+        time.sleep(0.5)
+        print("got", got, flush=True)
+        sys.exit(143)
+    """
+    options = ("--min-processes", "2", "--replacements", "0", "--retry", "0.5", "--grace", "1")
+    with started(tmp_path, 4, BROKEN + textwrap.dedent(body), *options) as launcher:
+        until(lambda: len(pids(tmp_path, "asked *")) == 2)
+        launcher.send_signal(signal.SIGTERM)
+        out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143
+    assert [line for line in sorted(out.splitlines()) if "got" in line] == ["[0] got [15]", "[1] got [15]"]
+    assert err.splitlines()[-1] == "capibara launch: stopped by SIGTERM"
+
+
 def test_what_a_process_started_is_gone_with_it(tmp_path: Path) -> None:
     body = """
         child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
@@ -294,6 +388,18 @@ def test_a_reader_that_goes_away_ends_all(tmp_path: Path) -> None:
         (["-n", "2", "--devices", "0", "--", "train"], "devices=0"),
         (["-n", "2", "--grace", "-1", "--", "train"], "grace=-1.0"),
         (["-n", "2", "--restarts", "-1", "--", "train"], "restarts=-1"),
+        (
+            ["-n", "2", "--min-processes", "3", "--", "train"],
+            "min_processes=3: expected an integer from 1 to count=2",
+        ),
+        (["-n", "2", "--min-processes", "0", "--", "train"], "min_processes=0"),
+        (["-n", "2", "--min-processes", "1", "--replacements", "-1", "--", "train"], "replacements=-1"),
+        (["-n", "2", "--min-processes", "1", "--retry", "0", "--", "train"], "retry=0.0"),
+        (["-n", "2", "--retry", "9", "--", "train"], "--retry is for groups that go on with fewer"),
+        (
+            ["--jobset", "x", "--image", "y", "--min-processes", "1", "--", "train"],
+            "--min-processes is for processes",
+        ),
         (["-n", "2", "--", "trian"], "Did you mean 'train'?"),
         (["-n", "2", "--", "launch", "-n", "2"], "'launch'"),
         (["-n", "2", "--logs", "/dev/null/logs", "--", "train"], "could not start process 0"),

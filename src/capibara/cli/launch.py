@@ -44,7 +44,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restarts",
         type=int,
         metavar="N",
-        help="start all again so often after a failure other than invalid input (default: 0; of a JobSet 10)",
+        help="start all again so often after a failure other than invalid input (default: 0; of a JobSet, and with "
+        "--min-processes, 10)",
+    )
+    parser.add_argument(
+        "--min-processes",
+        type=int,
+        metavar="M",
+        help="go on with fewer processes, at least M, when one cannot be replaced",
+    )
+    parser.add_argument(
+        "--replacements",
+        type=int,
+        metavar="K",
+        help="with --min-processes: replace a process that fails within a minute of its start so often in a row "
+        "(default: 1)",
+    )
+    parser.add_argument(
+        "--retry",
+        type=float,
+        metavar="SECONDS",
+        help="with --min-processes: try all N again after so long with fewer (default: 300)",
     )
     cluster = parser.add_argument_group("Kubernetes: write a manifest instead of running anything")
     cluster.add_argument(
@@ -120,13 +140,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "-n: got none, expected the number of processes, such as: capibara launch -n 2 -- train"
         )
+    elastic = {"replacements": args.replacements, "retry": args.retry}
+    for name, value in elastic.items():
+        if value is not None and args.min_processes is None:
+            raise ConfigError(
+                f"--{name} is for groups that go on with fewer. Say how many: --min-processes M"
+            )
     return launch_processes(
         program,
         args.processes,
         devices=args.devices,
         logs=args.logs,
         grace=3.0 if args.grace is None else args.grace,
-        restarts=args.restarts or 0,
+        restarts=args.restarts if args.restarts is not None else 0 if args.min_processes is None else 10,
+        min_processes=args.min_processes,
+        **{name: value for name, value in elastic.items() if value is not None},
     )
 
 
@@ -137,10 +165,11 @@ def _print_jobset(args: argparse.Namespace) -> int:
 
     if args.image is None:
         raise ConfigError("--image: got none, expected the container image, in which Capibara is installed")
-    if args.devices is not None or args.logs is not None:
-        raise ConfigError(
-            "--devices and --logs are for processes of this machine. Leave them out with --jobset"
-        )
+    for name in ("devices", "logs", "min_processes", "replacements", "retry"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for processes of this machine. Leave it out with --jobset"
+            )
     if args.grace is not None and not args.grace.is_integer():
         raise ConfigError(f"--grace: got {args.grace}, expected whole seconds with --jobset")
     grace = {} if args.grace is None else {"grace_seconds": int(args.grace)}

@@ -114,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     from capibara.core.encoders import require_decoder
     from capibara.data import load_tokenizer
     from capibara.errors import ConfigError
+    from capibara.launch import may_be_fewer
     from capibara.train.examples import load_data
     from capibara.train.float64 import check_float64
     from capibara.train.placement import Placement
@@ -153,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     check_float64(config, "training")
     require_decoder(config.model, "training")
     if config.tpu.enabled:
-        Placement.of(config)
+        Placement.of(config, elastic=may_be_fewer(os.environ))
     out = sys.stderr if args.json else sys.stdout
     first = Processes.here().first
     reporter = make_reporter(out) if first else SilentReporter()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from capibara.launch.environment import Membership, described_by_platform, read_membership
+from capibara.launch.environment import (
+    Membership,
+    described_by_platform,
+    may_be_fewer,
+    read_membership,
+)
 from capibara.launch.jobset import jobset_manifest, to_yaml
 from capibara.launch.memory import read_memory
 from capibara.launch.supervisor import launch_processes
@@ -12,6 +17,7 @@ __all__ = [
     "described_by_platform",
     "jobset_manifest",
     "launch_processes",
+    "may_be_fewer",
     "read_membership",
     "read_memory",
     "to_yaml",

@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from capibara.errors import ConfigError
 from capibara.startup import has_tpu
 
-__all__ = ["Membership", "described_by_platform", "read_membership"]
+__all__ = ["FEWEST", "Membership", "described_by_platform", "may_be_fewer", "read_membership"]
 
 _NAMES = (
     ("CAPIBARA_COORDINATOR", "CAPIBARA_NUM_PROCESSES", "CAPIBARA_PROCESS_ID"),
     ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
 )
+
+
+FEWEST = "CAPIBARA_MIN_PROCESSES"
+"""Set by a launcher that may start fewer processes than it was asked for: how many at least."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,11 @@ def read_membership(environment: Mapping[str, str]) -> Membership | None:
             )
         return Membership(address, numbers[0], numbers[1])
     return None
+
+
+def may_be_fewer(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher of this process may have started fewer processes than the settings were made for."""
+    return bool(environment.get(FEWEST))
 
 
 def described_by_platform(environment: Mapping[str, str], system: str = "/") -> bool:

@@ -10,9 +10,9 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["held_memory", "memory_variables", "read_memory"]
+__all__ = ["empty_memory", "held_memory", "memory_variables", "read_memory"]
 
 _VARIABLE = "CAPIBARA_MEMORY"
 _NAME = "capibara-held"
@@ -33,6 +33,13 @@ def held_memory(count: int) -> Iterator[list[tuple[int, ...]]]:
     finally:
         for descriptor in held:
             os.close(descriptor)
+
+
+def empty_memory(held: Iterable[tuple[int, ...]]) -> None:
+    """Forget what processes have written; none of them may run."""
+    for files in held:
+        for descriptor in files:
+            os.ftruncate(descriptor, 0)
 
 
 def memory_variables(files: tuple[int, ...]) -> dict[str, str]:

@@ -29,13 +29,15 @@ from typing import IO, Any, BinaryIO
 
 from capibara.errors import ConfigError, printable
 from capibara.launch.devices import device_variables
-from capibara.launch.environment import Membership
-from capibara.launch.memory import held_memory, memory_variables
+from capibara.launch.environment import FEWEST, Membership
+from capibara.launch.memory import empty_memory, held_memory, memory_variables
+from capibara.launch.slots import Slots
 
 __all__ = ["launch_processes"]
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INVALID = 2  # the exit code for invalid input, which stays invalid
+_SOON = 60.0  # seconds after its start in which a failure counts as one of the slot
 _POLL = 0.5  # seconds: should a signal of a child's end be lost
 _LONGEST = 1 << 16  # bytes of a line that are waited for
 # What a process runs before its program: it asks the kernel to be killed when its parent is gone, or ends if it is.
@@ -75,6 +77,9 @@ def launch_processes(
     logs: str | os.PathLike[str] | None = None,
     grace: float = 3.0,
     restarts: int = 0,
+    min_processes: int | None = None,
+    replacements: int = 1,
+    retry: float = 300.0,
     environment: Mapping[str, str] | None = None,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
@@ -94,6 +99,11 @@ def launch_processes(
       grace: seconds.
       restarts: how often all are started again after a failure, unless its exit code is 2: invalid input. Each process
         then has some memory that the one in its place finds again (:mod:`capibara.launch.memory`).
+      min_processes: go on with fewer, at least so many, when a process cannot be replaced; by default with all or none.
+      replacements: how often in a row a process is replaced that fails within a minute of its start; then the group
+        goes on without it (:class:`capibara.launch.slots.Slots`).
+      retry: seconds after which a process that could not be replaced is tried again: all are stopped with SIGTERM, and
+        started with it. Twice as long after each time in vain.
       environment: of the processes; by default this one's. out, err: where their lines go; by default this process's
         standard output and standard error.
 
@@ -115,26 +125,62 @@ def launch_processes(
         raise ConfigError(f"command: got {command[0]!r:.200}, expected a program that can be run")
     if isinstance(grace, bool) or not 0 <= grace <= 86400:
         raise ConfigError(f"grace={grace!r}: expected seconds, from 0 to 86400")
-    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-        raise ConfigError(f"restarts={restarts!r}: expected an integer from 0")
+    for name, value in (("restarts", restarts), ("replacements", replacements)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"{name}={value!r}: expected an integer from 0")
+    if isinstance(retry, bool) or not 0 < retry <= 86400:
+        raise ConfigError(f"retry={retry!r}: expected seconds above 0, up to 86400")
+    fewest = count if min_processes is None else min_processes
+    if isinstance(fewest, bool) or not isinstance(fewest, int) or not 1 <= fewest <= count:
+        raise ConfigError(f"min_processes={min_processes!r}: expected an integer from 1 to count={count}")
     base = dict(os.environ if environment is None else environment)
     own = device_variables(base, count, devices)
     base["PYTHONUNBUFFERED"] = "1"
     group = _Group({1: out or sys.stdout.buffer, 2: err or sys.stderr.buffer}, grace)
+    if fewest < count:
+        base[FEWEST] = str(fewest)
+    slots = Slots(count, fewest, replacements=replacements, soon=_SOON, retry=retry)
+    attempt, again = 0, False
+    last: tuple[int, ...] = ()
     with group.signals(), held_memory(count if restarts else 0) as held:
-        for attempt in range(restarts + 1):
+        while True:
+            begun = time.monotonic()
+            chosen = slots.chosen(begun)
+            if last not in ((), chosen):  # copies of a group of other processes are of no use to this one
+                empty_memory(held)
+            last = chosen
             with _reserved_port() as port, group.ending():
                 base["JAX_COORDINATOR_BIND_ADDRESS"] = f"127.0.0.1:{port}"  # not for other machines
-                for index in range(count):
-                    place = Membership(f"127.0.0.1:{port}", count, index)
-                    files = held[index] if held else ()
-                    variables = {**base, **own[index], **place.variables(), **memory_variables(files)}
-                    group.start(command, index, variables, logs, again=attempt > 0, files=files)
-                code = group.wait()
+                for index, slot in enumerate(chosen):
+                    place = Membership(f"127.0.0.1:{port}", len(chosen), index)
+                    files = held[slot] if held else ()
+                    variables = {**base, **own[slot], **place.variables(), **memory_variables(files)}
+                    group.start(command, index, variables, logs, again=again, files=files)
+                code = group.wait(None if fewest == count else slots.grows_at(begun))
+            again, now = True, time.monotonic()
+            if group.stopped_to_grow:
+                group.say(
+                    f"starting all again, with {len(slots.chosen(now))} processes instead of {len(chosen)}"
+                )
+                continue
             if attempt == restarts or not group.worth_another_try:
                 return code
-            group.say(f"starting all again ({attempt + 1} of at most {restarts} times)")
-    raise AssertionError("the last attempt returns")
+            attempt += 1
+            words = f"starting all again ({attempt} of at most {restarts} times)"
+            if fewest < count:
+                assert group.culprit is not None
+                slot, ran = chosen[group.culprit], group.failed_at - begun
+                if slots.failed(slot, after=ran, now=now):
+                    left = slots.chosen(now)
+                    cause = (
+                        f"process {group.culprit} of {len(chosen)} cannot be replaced: it failed {ran:.0f} s after its "
+                        "start"
+                    )
+                    if not left:
+                        group.say(f"{cause}, and fewer than min_processes={fewest} would be left")
+                        return code
+                    words += f", with {len(left)} of {count} processes; {cause}"
+            group.say(words)
 
 
 class _Group:
@@ -146,6 +192,8 @@ class _Group:
         self._failed: _Process | None = None
         self._failure: int | None = None
         self._kill_at: float | None = None
+        self._grows = False
+        self.failed_at = 0.0
 
     def start(
         self,
@@ -209,9 +257,16 @@ class _Group:
             os.close(read)
             os.close(write)
 
-    def wait(self) -> int:
-        """Wait for all of them; the exit code of the group."""
+    def wait(self, grow_at: float | None = None) -> int:
+        """Wait for all of them; the exit code of the group.
+
+        Args:
+          grow_at: stop them then, as there could be more of them.
+        """
         while self._some_run():
+            if grow_at is not None and time.monotonic() >= grow_at and not (self._failed or self._passed_on):
+                self._grows, grow_at = True, None
+                self._signal(signal.SIGTERM)
             for key, _ in self._selector.select(_POLL):
                 if key.data is None:
                     for number in os.read(key.fd, 4096):
@@ -230,12 +285,22 @@ class _Group:
         if any(process.popen.poll() is None for process in self.processes):
             return True
         # A shell that runs a script ends at once by a signal, and what the script started is still saving.
-        if not (self._passed_on or self._failed) or not any(map(_group_runs, self.processes)):
+        if not (self._passed_on or self._failed or self._grows) or not any(map(_group_runs, self.processes)):
             return False
         now = time.monotonic()
         if self._kill_at is None:
             self._kill_at = now + self._grace
         return now < self._kill_at
+
+    @property
+    def stopped_to_grow(self) -> bool:
+        """Whether they were stopped because there could be more of them, and for no other reason."""
+        return self._grows and self._failure is None and not self._passed_on
+
+    @property
+    def culprit(self) -> int | None:
+        """The number of the process that failed first."""
+        return None if self._failed is None else self._failed.index
 
     @property
     def worth_another_try(self) -> bool:
@@ -248,7 +313,7 @@ class _Group:
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """In the end what is still there is ended, with everything that the processes started."""
-        self._failed, self._kill_at, self._failure = None, None, None
+        self._failed, self._kill_at, self._failure, self._grows = None, None, None, False
         try:
             yield
         finally:
@@ -265,6 +330,8 @@ class _Group:
 
     def _pass_on(self, number: int) -> None:
         self._passed_on.append(number)
+        if self._grows and len(self._passed_on) == 1:
+            return  # they are asked already: a second signal would let them end without saving
         # Asked for the third time: not to be waited for any longer.
         self._signal(signal.SIGKILL if len(self._passed_on) > 2 else number)
 
@@ -277,6 +344,8 @@ class _Group:
         if self._failed is not None:
             return
         expected = {0, *(code for number in self._passed_on for code in (-number, 128 + number))}
+        if self._grows:
+            expected |= {-signal.SIGTERM, 128 + signal.SIGTERM}
         if len(self._passed_on) > 1:
             expected.add(128 + signal.SIGINT)  # of a program that does not wait for its end any longer
         if len(self._passed_on) > 2:
@@ -286,8 +355,11 @@ class _Group:
         ]
         if not failed:
             return
-        # One that a signal ended is a cause; others may already have failed of it.
-        self._failed = min(failed, key=lambda p: (p.popen.returncode > 0, p.index))
+        # One that a signal ended is a cause; others may already have failed of it, or JAX has aborted them.
+        self._failed = min(
+            failed, key=lambda p: (p.popen.returncode > 0, p.popen.returncode == -signal.SIGABRT, p.index)
+        )
+        self.failed_at = time.monotonic()
         self._signal(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._grace
 

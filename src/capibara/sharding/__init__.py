@@ -9,5 +9,16 @@ from __future__ import annotations
 from capibara.sharding.communication import ASYNCHRONOUS, WHOLE_PRODUCTS
 from capibara.sharding.layout import Layout
 from capibara.sharding.links import HOP_SECONDS, Group, Links, links_of
+from capibara.sharding.resizing import mesh_sizes, resized
 
-__all__ = ["ASYNCHRONOUS", "HOP_SECONDS", "WHOLE_PRODUCTS", "Group", "Layout", "Links", "links_of"]
+__all__ = [
+    "ASYNCHRONOUS",
+    "HOP_SECONDS",
+    "WHOLE_PRODUCTS",
+    "Group",
+    "Layout",
+    "Links",
+    "links_of",
+    "mesh_sizes",
+    "resized",
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from capibara.compose.errors import ComposeError
 from capibara.errors import ConfigError
-from capibara.sharding import Layout
+from capibara.sharding import Layout, resized
 from capibara.train import extras
 from capibara.train.errors import DataError
 from capibara.train.feed import Feeder, batches_of, rows_of, to_arrays
@@ -33,8 +33,9 @@ from capibara.train.options import (
     training_mesh,
     with_recomputing,
 )
-from capibara.train.placement import Placement
+from capibara.train.placement import Placement, device_counts
 from capibara.train.saved import items_of, restore_state
+from capibara.train.scaling.moves import move_trainer
 from capibara.train.state import TrainState
 from capibara.train.step import make_train_step
 
@@ -126,13 +127,7 @@ class TpuDistributedTrainer:
             remat="full" if use_gradient_checkpointing else "none",
             microbatches=gradient_accumulation_steps,
         )
-        several = self.mesh.size > 1
-        self.placement = (
-            Placement.over(self.mesh, self.layout)
-            if several
-            else Placement((self.mesh.devices.flat[0],), None)
-        )
-        self._feeder = Feeder(self.placement, self.layout)
+        self._first_layout = self.layout
         device = self.mesh.devices.flat[0]
         self._options = asynchronous_options(device) if async_gradient_communication else {}
         self._policy = offload_policy(device) if activation_offloading else None
@@ -146,14 +141,22 @@ class TpuDistributedTrainer:
         self.seed, self.ema_decay = seed, ema_decay
         self._first_params = params
         self._state: TrainState | None = None
-        self._programs: dict[Any, Any] = {}
-        self._evaluations: dict[str, Any] = {}
+        self._example: Any = None
         self._waiting: Exception | None = None
         self._taken = 0
         self._keeper = Keeper()
-        self._build(None)
+        self._place(self.mesh, self.layout, alone=self.mesh.size == 1)
 
     # ---- the model and its state --------------------------------------------------------------------------
+
+    def _place(self, mesh: Any, layout: Layout, *, alone: bool = False) -> None:
+        """Use these devices from now on; ``alone``: one, without a mesh."""
+        self.mesh, self.layout = mesh, layout
+        self.placement = Placement((mesh.devices.flat[0],), None) if alone else Placement.over(mesh, layout)
+        self._feeder = Feeder(self.placement, layout)
+        self._programs: dict[Any, Any] = {}
+        self._evaluations: dict[str, Any] = {}
+        self._build(self._example)
 
     def _build(self, example: Any) -> None:
         """Make the model and its optimizer, if the shapes of the inputs are known as far as it needs them."""
@@ -166,7 +169,7 @@ class TpuDistributedTrainer:
                 raise
             self._waiting = error  # until there are inputs
             return
-        self._waiting = None
+        self._waiting, self._example = None, example
         # Blocks that Capibara's own model computes again itself.
         inner = unwrapped(model)
         config: Any = getattr(inner, "config", None)
@@ -276,6 +279,31 @@ class TpuDistributedTrainer:
         from capibara.train.trainable import joined
 
         return joined(self.state.ema, self.state.params)
+
+    # ---- other devices ------------------------------------------------------------------------------------
+
+    def device_counts(self, rows: int, devices: Sequence[Any]) -> tuple[int, ...]:
+        """How many of these devices :meth:`move` could use for batches of so many rows, in ascending order."""
+        return device_counts(self._first_layout, rows // self.layout.microbatches, devices)
+
+    def move(self, devices: Sequence[Any], *, rows: int) -> TpuDistributedTrainer:
+        """Go on on exactly these devices: more, fewer or others. The next step is compiled for them.
+
+        The axes ``data`` and ``fsdp`` of the mesh change their sizes, the others only if there are too few devices
+        (:func:`capibara.sharding.resized`). Losses are those of the old mesh, up to the order of sums.
+
+        Args:
+          devices: as many as :meth:`device_counts` allows.
+          rows: of the batches that follow.
+
+        Raises:
+          ConfigError: another number of devices. ScalingError: the state cannot be read from its devices any more; the
+            trainer is as it was. :meth:`restore` reads a checkpoint on a trainer that is made for other devices.
+        """
+        move_trainer(
+            self, devices, resized(self._first_layout, rows // self.layout.microbatches, len(devices))
+        )
+        return self
 
     # ---- steps --------------------------------------------------------------------------------------------
 

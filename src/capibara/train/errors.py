@@ -15,6 +15,7 @@ __all__ = [
     "ResumeMismatchError",
     "RunLockedError",
     "RunWriteError",
+    "ScalingError",
     "TextNotFoundError",
     "TrainError",
 ]
@@ -82,3 +83,7 @@ class CorruptionError(TrainError, RuntimeError):
 
 class ProcessesError(TrainError, RuntimeError):
     """The processes of a run cannot work together: one cannot be reached, failed, or does not see the run's folder."""
+
+
+class ScalingError(TrainError, RuntimeError):
+    """A run cannot go on with the devices that there are, or could not move to them."""

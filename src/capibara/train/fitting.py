@@ -6,7 +6,9 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +18,7 @@ from capibara.train.checkpoint import CheckpointStore
 from capibara.train.errors import DataError, DivergedError
 from capibara.train.feed import rows_of
 from capibara.train.processes import Processes
+from capibara.train.scaling.autoscaler import active_scaler
 
 if TYPE_CHECKING:
     from capibara.train.distributed import TpuDistributedTrainer
@@ -73,8 +76,10 @@ def run_batches(
       ``(losses, metrics of the last step, rows left out)``.
 
     Raises:
-      DataError: there are no batches. DivergedError: a loss, or gradients, are not finite.
+      DataError: there are no batches. DivergedError: a loss, or gradients, are not finite. ScalingError: the active
+        scaler finds no devices to go on with; the trainer's state is that of the last step.
     """
+    scaler, scaling = active_scaler(), None
     losses: list[float] = []
     pending: deque[tuple[int, dict[str, jax.Array]]] = deque()
     last: dict[str, float] = {}
@@ -83,7 +88,8 @@ def run_batches(
     def finish() -> None:
         nonlocal last
         number, metrics = pending.popleft()
-        last = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        with nullcontext() if scaling is None else scaling.meter.waiting():
+            last = {name: float(value) for name, value in jax.device_get(metrics).items()}
         for name, what in (("loss", "loss"), ("grad_norm", "norm of the gradients")):
             if not math.isfinite(last.get(name, 0.0)):
                 raise DivergedError(
@@ -103,14 +109,31 @@ def run_batches(
             dropped += rows  # the rest at the end of a data set
             continue
         full = max(full, rows)
-        metrics = trainer.step(arrays)
+        if scaler is not None and scaling is None:
+            scaling = scaler.controller(trainer.placement.devices, partial(trainer.device_counts, full))
+        if scaling is None:
+            metrics = trainer.step(arrays)
+        else:
+            if scaling.meter.drains:
+                while pending:
+                    finish()
+            if scaling.asks(trainer.step_count):
+                while pending:
+                    finish()
+                trainer.move(scaling.devices, rows=full)
+                scaling.moved()
+            metrics = scaling.meter.run(trainer.step, arrays)
         pending.append((trainer.step_count, metrics))
         while len(pending) > _STEPS_AHEAD:
             finish()
         if save is not None and save[1] and trainer.step_count % save[1] == 0:
             while pending:  # a checkpoint of a run that has diverged would replace the good ones
                 finish()
+            if scaling is not None:
+                scaling.meter.pause()
             trainer.save(save[0], wait=False)
+            if scaling is not None:
+                scaling.meter.resume()
         if len(losses) + len(pending) == steps:
             break
     while pending:

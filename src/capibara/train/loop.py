@@ -7,6 +7,7 @@ from the step's number, so the only thing that has to survive an interruption is
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -29,14 +30,16 @@ from capibara.train.recovery.skips import Skips
 from capibara.train.recovery.watchdog import Watchdog
 from capibara.train.run import Run
 from capibara.train.saves import Saves
+from capibara.train.scaling.autoscaler import Controller
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
 
 __all__ = ["Loop", "Utilisation"]
 
 _STEPS_AHEAD = 2
-# What a process may want before a step. An interruption counts more than a time limit, and carries its signal's number.
-_GO_ON, _TIME, _INTERRUPTED, _SAVE_FAILED = 0, 1, 2, 1 << 16
+# What a process may want before a step: a move to so many devices; an end, which counts more; an interruption, which
+# carries its signal's number; and most of all an end because a checkpoint was not written.
+_GO_ON, _TIME, _INTERRUPTED, _SAVE_FAILED = 0, 1 << 16, 1 << 17, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,9 @@ class Loop:
 
     ``save(state, step, seconds, bits, best)`` begins a checkpoint, which ``saves`` writes; ``after_evaluation(step,
     bits)`` is called after each validation, ``sound(step)`` after each step whose loss is sound; ``remember(state,
-    step, seconds)`` copies a state to memory, every ``checkpoint.memory_every_steps``. After :meth:`run_steps`,
-    ``reason`` is "finished", "time" or "interrupted".
+    step, seconds)`` copies a state to memory, every ``checkpoint.memory_every_steps``. ``scaling`` is asked before each
+    step whether to move to other devices. After :meth:`run_steps`, ``reason`` is "finished", "time", "interrupted" or
+    "moves": then nothing was validated or saved, and another loop shall go on with the next step.
     """
 
     run: Run
@@ -102,6 +106,7 @@ class Loop:
     watchdog: Watchdog
     sound: Callable[[int], None]
     remember: Callable[[TrainState, int, float], None] | None = None
+    scaling: Controller | None = None
     utilisation: Utilisation | None = None
     seconds_before: float = 0.0
     last_loss: float | None = None
@@ -141,13 +146,18 @@ class Loop:
         self._resume_clock()
         self.watchdog.beat(f"step {step + 1} was computed")
         while step < settings.steps:
-            if self._must_stop():
+            if self._must_stop(step):
                 break
             batch = self.run.put_batch(self.skips.number(step))
             step += 1
             if replay_every and step % replay_every == 0:
                 with self.watchdog.during(f"step {step} was computed twice", "replay"):
+                    self._pause()
                     state, metrics = replayed(self.train_step, state, batch, step=step)
+                    if self.scaling is not None:
+                        self.scaling.meter.resume()
+            elif self.scaling is not None:
+                state, metrics = self.scaling.meter.run(self.train_step, state, batch)
             else:
                 state, metrics = self.train_step(state, batch)
             self._pending.append((step, metrics))
@@ -161,6 +171,7 @@ class Loop:
             remember = self.remember is not None and often > 0 and step % often == 0
             if evaluate or save or remember:
                 self._drain()
+                self._pause()
                 bits = self._evaluate(state, step) if evaluate else None
                 if save or self._is_best(bits):
                     self._save(state, step, bits)
@@ -170,13 +181,16 @@ class Loop:
                     self.remember(state, step, self.seconds)
                 self._resume_clock()
         self._drain()
+        if self.reason == "moves":
+            self._write_line(step)
+            return state, step
         bits = self._evaluate(state, step) if self.reason != "interrupted" else None
         if step > saved or self._is_best(bits):
             self._save(state, step, bits)
         self.saves.settle()
         return state, step
 
-    def _must_stop(self) -> bool:
+    def _must_stop(self, step: int) -> bool:
         """Whether training ends before the next step; ``reason`` tells why. All processes stop before the same one."""
         limit, wish = self.run.config.train.max_seconds, _GO_ON
         if self.saves.failed():
@@ -185,6 +199,10 @@ class Loop:
             wish = _INTERRUPTED + (self.stop.signal or 0)
         elif limit is not None and self.seconds >= limit:
             wish = _TIME
+        elif self.scaling is not None:
+            if self.scaling.meter.drains:
+                self._drain()
+            wish = self.scaling.asks(step)
         outcome = self._ballots.vote(wish)
         if outcome >= _SAVE_FAILED:
             self.saves.settle()  # raises why, in all processes
@@ -194,6 +212,8 @@ class Loop:
             self.stop.requested, self.stop.signal = True, self.stop.signal or (outcome - _INTERRUPTED) or None
         elif outcome == _TIME:
             self.reason = "time"
+        elif outcome != _GO_ON:
+            self.reason = "moves"
         return outcome != _GO_ON
 
     def _is_best(self, bits: float | None) -> bool:
@@ -202,7 +222,13 @@ class Loop:
             return False
         return self.best_bits is None or bits < self.best_bits
 
+    def _pause(self) -> None:
+        if self.scaling is not None:
+            self.scaling.meter.pause()
+
     def _resume_clock(self) -> None:
+        if self.scaling is not None:
+            self.scaling.meter.resume()
         self.total.restart()
         self._window.restart()
 
@@ -212,7 +238,8 @@ class Loop:
 
     def _finish_oldest(self) -> None:
         step, metrics = self._pending.popleft()
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        with contextlib.nullcontext() if self.scaling is None else self.scaling.meter.waiting():
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         tokens = self.run.batches.batch_size * self.run.batches.sequence_length
         self.total.add(tokens)
         self._window.add(tokens)

@@ -27,14 +27,14 @@ from capibara.config.axes import AxisRules
 from capibara.errors import ConfigError, did_you_mean
 from capibara.hardware import build_mesh
 from capibara.memory.offload import HOST_MEMORY
-from capibara.sharding import Layout
+from capibara.sharding import Layout, mesh_sizes, resized
 from capibara.train import extras
 from capibara.train.processes import by_process
 from capibara.train.protocols import Batch, Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.trainable import trained_part
 
-__all__ = ["Placement", "first_state"]
+__all__ = ["Placement", "device_counts", "equal_share", "first_state"]
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,30 @@ class Placement:
         return cls.over(build_mesh(sizes, names, chosen), layout)
 
     @classmethod
-    def of(cls, config: ModularModelConfig, devices: Sequence[Any] | None = None) -> Placement:
+    def of(
+        cls, config: ModularModelConfig, devices: Sequence[Any] | None = None, *, elastic: bool = False
+    ) -> Placement:
         """The placement of a run's settings: with ``tpu.enabled`` their mesh and layout, otherwise :meth:`choose`.
+
+        Args:
+          elastic: with fewer devices than the mesh has, use a smaller one (:func:`capibara.sharding.resized`).
 
         Raises:
           ConfigError: as :meth:`planned` and :meth:`check_rows`.
         """
         train = config.train
+        rows = train.batch_size // train.gradient_accumulation_steps
         if not config.tpu.enabled:
-            return cls.choose(train.batch_size // train.gradient_accumulation_steps, devices)
-        placement = cls.planned(Layout.from_config(config), devices)
+            return cls.choose(rows, devices)
+        layout = Layout.from_config(config)
+        available = jax.devices() if devices is None else devices
+        if (
+            elastic
+            and len(available) < layout.num_devices
+            and (counts := device_counts(layout, rows, available))
+        ):
+            return cls.planned(resized(layout, rows, counts[-1]), available)
+        placement = cls.planned(layout, devices)
         placement.check_rows(train.batch_size)
         return placement
 
@@ -346,6 +360,34 @@ def _placed_optimizer(
             state,
             is_leaf=alike,
         )
+
+
+def equal_share(devices: Sequence[Any], count: int) -> list[Any]:
+    """The first ``count`` devices, of each process equally many.
+
+    Raises:
+      ConfigError: there are too few, or they cannot be divided among the processes.
+    """
+    groups = by_process(devices)
+    each = count // max(1, len(groups))
+    if not count or each * len(groups) != count or each > min(map(len, groups)):
+        raise ConfigError(
+            f"devices: got {len(devices)} in {len(groups)} processes, expected {count}, of each process equally many"
+        )
+    return [device for group in groups for device in group[:each]]
+
+
+def device_counts(layout: Layout | None, rows: int, devices: Sequence[Any]) -> tuple[int, ...]:
+    """How many of the devices a run could use, in ascending order.
+
+    Args:
+      layout: None: replicated, as :meth:`Placement.choose` has it.
+      rows: of one microbatch.
+    """
+    groups = by_process(devices)
+    most = len(groups) * min(map(len, groups), default=0)
+    plain = Layout(mesh=(("data", 1),)) if layout is None else layout
+    return tuple(count for count in mesh_sizes(plain, rows, most) if count % len(groups) == 0)
 
 
 def first_state(

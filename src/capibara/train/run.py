@@ -7,7 +7,7 @@ is that of the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,10 @@ import jax
 from capibara.config import ModularModelConfig
 from capibara.core.encoders import require_decoder
 from capibara.errors import ConfigError
+from capibara.sharding import Layout, resized
 from capibara.train.float64 import check_float64
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule
-from capibara.train.placement import Placement
+from capibara.train.placement import Placement, device_counts
 from capibara.train.protocols import Batch, Batches, DataSource, Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.step import make_eval_step, make_train_step, microbatch
@@ -37,6 +38,7 @@ class Run:
       model: compiled for the placement's mesh, if it can be.
       data: what it trains on; None for a step that is only compiled.
       transformation: an optimizer of one's own, in place of the one of the settings.
+      given: the model before it was compiled for the mesh.
     """
 
     config: ModularModelConfig
@@ -44,6 +46,7 @@ class Run:
     model: Model
     data: DataSource | None = None
     transformation: Optimizer | None = None
+    given: Model | None = None
 
     @classmethod
     def build(
@@ -53,11 +56,13 @@ class Run:
         data: DataSource,
         devices: Sequence[Any] | None = None,
         optimizer: Optimizer | None = None,
+        *,
+        elastic: bool = False,
     ) -> Run:
         """Place the model on the devices and check that settings, model and data go together.
 
         Args:
-          devices: by default all local ones; see :meth:`Placement.of`.
+          devices: by default all local ones; see :meth:`Placement.of`, also for ``elastic``.
           optimizer: by default that of the settings.
 
         Raises:
@@ -66,13 +71,9 @@ class Run:
         """
         check_float64(config, "training")
         require_decoder(config.model, "training")
-        placement = Placement.of(config, devices)
+        placement = Placement.of(config, devices, elastic=elastic)
         _check_vocabulary(config, data)
-        # A model that can be compiled for the mesh runs its kernels on each device's part.
-        on_mesh: Callable[..., Model] | None = getattr(model, "on_mesh", None)
-        if placement.mesh is not None and on_mesh is not None:
-            model = on_mesh(placement.mesh, placement.rules)
-        run = cls(config, placement, model, data, optimizer)
+        run = cls(config, placement, _compiled_for(model, placement), data, optimizer, model)
         # What is wrong with them is said now, before anything is written.
         _ = run.validation, run.batches, run.optimizer
         if config.checkpoint.keep_best and not run.validation:
@@ -81,6 +82,30 @@ class Run:
                 "checkpoint.keep_best=false"
             )
         return run
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Sequences of one microbatch."""
+        return self.config.train.batch_size // self.config.train.gradient_accumulation_steps
+
+    def device_counts(self, devices: Sequence[Any]) -> tuple[int, ...]:
+        """How many of these devices the run could use."""
+        layout = None if self.placement.layout is None else Layout.from_config(self.config)
+        return device_counts(layout, self.microbatch_rows, devices)
+
+    def on_devices(self, devices: Sequence[Any]) -> Run:
+        """The same run on exactly these devices, as many as :meth:`device_counts` allows: with the same batches, in the
+        same order."""
+        if self.placement.layout is None:
+            placement = Placement.choose(self.microbatch_rows, devices)
+        else:
+            layout = resized(Layout.from_config(self.config), self.microbatch_rows, len(devices))
+            placement = Placement.planned(layout, devices)
+        given = self.model if self.given is None else self.given
+        moved = replace(self, placement=placement, model=_compiled_for(given, placement))
+        # What was read of them, or looked up for them, stays.
+        vars(moved).update(batches=self.batches, validation=self.validation)
+        return moved
 
     @cached_property
     def batches(self) -> Batches:
@@ -148,6 +173,16 @@ class Run:
         """See :func:`capibara.train.step.make_eval_step`."""
         return make_eval_step(self.model)
 
+    def compiled(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
+        """The step and the validation, compiled for a state and a batch on the devices; and so with no time for it
+        later."""
+        options = self.placement.compiler_options or None
+        step, evaluate = self.train_step.lower(state, batch).compile(options), self.eval_step
+        if not self.validation:
+            return step, evaluate
+        first = self.placement.put_batch(self.validation[0])
+        return step, evaluate.lower(self.validated(state), state.model_state, first).compile(options)
+
     def put_batch(self, step: int) -> dict[str, jax.Array]:
         """The batch of one step on the devices: arrays ``[microbatches, rows, length + 1]``."""
         parts = self.config.train.gradient_accumulation_steps
@@ -173,6 +208,14 @@ class Run:
         if self.data is None:
             raise ConfigError("this run has no data: it was built to compile its step. Give data=")
         return self.data
+
+
+def _compiled_for(model: Model, placement: Placement) -> Model:
+    """A model that can be compiled for the mesh runs its kernels on each device's part."""
+    on_mesh: Callable[..., Model] | None = getattr(model, "on_mesh", None)
+    if placement.mesh is None or on_mesh is None:
+        return model
+    return on_mesh(placement.mesh, placement.rules)
 
 
 def _check_vocabulary(config: ModularModelConfig, data: DataSource) -> None:

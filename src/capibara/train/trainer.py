@@ -16,16 +16,20 @@ uninterrupted one.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from jax.errors import JaxRuntimeError
 
 from capibara.config import ModularModelConfig
 from capibara.data import PackedBatches, PairedBatches
 from capibara.errors import ConfigError
+from capibara.launch import may_be_fewer
 from capibara.train import extras
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.errors import CheckpointDamagedError, CorruptionError, DivergedError, ResumeMismatchError
@@ -48,6 +52,7 @@ from capibara.train.run import Run
 from capibara.train.rundir import atomic_write, lock_run, remove_leftovers
 from capibara.train.saved import Facts, described_items, items_of, restore_state, state_of
 from capibara.train.saves import Saves
+from capibara.train.scaling.moves import Moves
 from capibara.train.signals import StopFlag
 from capibara.train.state import TrainState
 from capibara.train.tensorboard import EventFiles
@@ -86,6 +91,7 @@ def train(
     measure_utilisation: bool = True,
     origin: Origin | None = None,
     optimizer: Optimizer | None = None,
+    elastic: bool | None = None,
 ) -> TrainReport:
     """Train ``model`` on ``corpus`` according to ``config``, in the folder ``config.checkpoint.directory``.
 
@@ -103,6 +109,8 @@ def train(
       measure_utilisation: measure the matrix-multiply rate first.
       origin: a published model, whose parameters a new run begins with; by default they are drawn.
       optimizer: an ``optax.GradientTransformation`` in place of the one of the settings; a resumed run needs the same.
+      elastic: with fewer devices than the mesh of ``[tpu]`` has, train on a smaller one; by default only if the
+        launcher may have started fewer processes (``capibara launch --min-processes``).
 
     Raises:
       MissingExtraError: a package of the extra ``train`` is not installed.
@@ -122,7 +130,9 @@ def train(
     if reporter is None or not processes.first:
         reporter = SilentReporter()
     folder = Path(config.checkpoint.directory)
-    run = Run.build(config, model, corpus, devices, optimizer)
+    if elastic is None:
+        elastic = may_be_fewer(os.environ)
+    run = Run.build(config, model, corpus, devices, optimizer, elastic=elastic)
     kept = config.checkpoint
     store = checkpoint_store(folder, keep=kept.keep, keep_every=kept.keep_every)
     with contextlib.ExitStack() as stack:
@@ -147,7 +157,7 @@ def train(
             held.clear()
         copied = None if held is None else held.newest(described_items(run.state))
 
-        def first_state() -> TrainState:
+        def first_state(run: Run) -> TrainState:
             return run.initial_state(None if origin is None else origin.load(run.model))
 
         if held is not None and copied is not None and copied.step > saved:
@@ -163,7 +173,7 @@ def train(
                     f"finetune.base={config.finetune.base!r} stores the weights of a trained model in fewer bits: "
                     "name it (--model, origin=)"
                 )
-            state, start = first_state(), 0
+            state, start = first_state(run), 0
             facts = Facts(seconds=0.0, pretrained=None if origin is None else origin.record())
         else:
             if checkpoint.is_import:
@@ -240,7 +250,7 @@ def _forecast(run: Run, utilisation: Utilisation, start: int) -> str:
 def _run(
     run: Run,
     store: CheckpointStore,
-    first_state: Callable[[], TrainState],
+    first_state: Callable[[Run], TrainState],
     state: TrainState,
     begin: tuple[int, int],
     facts: Facts,
@@ -272,7 +282,7 @@ def _run(
 
     def save(state: TrainState, step: int, seconds: float, validation: float | None, best: bool) -> None:
         items = items_of(state)
-        check_finite(step, items, lambda: items_of(first_state()))
+        check_finite(step, items, lambda: items_of(first_state(run)))
         saves.save(
             step,
             items,
@@ -285,7 +295,7 @@ def _run(
     def remember(state: TrainState, step: int, seconds: float) -> None:
         assert held is not None
         items = items_of(state)
-        check_finite(step, items, lambda: items_of(first_state()))
+        check_finite(step, items, lambda: items_of(first_state(run)))
         held.remember(step, items, now(step, seconds, None))
 
     def after_evaluation(step: int, bits: float) -> None:
@@ -295,17 +305,12 @@ def _run(
         title = f"{data.name}, {num_params:,} parameters"
         plot_losses(folder / "metrics.jsonl", folder / "loss.png", title=title)
 
-    options = run.placement.compiler_options or None
-    if config.tpu.enabled and config.tpu.flags and options is None:
+    if config.tpu.enabled and config.tpu.flags and not run.placement.compiler_options:
         platform = run.placement.devices[0].platform
         reporter.note(f"tpu.flags are options of a TPU's compiler: left out on {platform}")
     begun = time.perf_counter()
     # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
-    train_step: Any = run.train_step.lower(state, run.put_batch(skips.number(start))).compile(options)
-    eval_step: Any = run.eval_step
-    if run.validation:
-        batch = run.placement.put_batch(run.validation[0])
-        eval_step = eval_step.lower(run.validated(state), state.model_state, batch).compile(options)
+    train_step, eval_step = run.compiled(state, run.put_batch(skips.number(start)))
     compile_seconds = time.perf_counter() - begun
     reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
     reporter.start(start, config.train.steps)
@@ -322,6 +327,7 @@ def _run(
         # It says itself where a save hangs, and ends the wait.
         tick=lambda: watchdog.beat("a checkpoint was written", "checkpoint"),
     )
+    moves = Moves.of(run, processes, reporter)
     try:
         while True:
             best = (
@@ -343,25 +349,45 @@ def _run(
                     watchdog=watchdog,
                     sound=rollback.sound,
                     remember=None if held is None else remember,
+                    scaling=moves.controller,
                     utilisation=utilisation,
                     seconds_before=seconds,
                     best_bits=best,
                 )
                 try:
                     state, step = loop.run_steps(state, start, saved)
-                    break
-                except (DivergedError, CorruptionError) as error:
+                    if loop.reason != "moves":
+                        break
+                    failure = None
+                except (DivergedError, CorruptionError, JaxRuntimeError) as error:
+                    if isinstance(error, JaxRuntimeError) and not moves.takes_failures:
+                        raise
                     # Time is spent, whatever came of it. The frames of the traceback hold the state, for which there
                     # may be no room beside the one that is read.
-                    seconds, failure = loop.seconds, error.with_traceback(None)
+                    step, failure = -1, error.with_traceback(None)
+            seconds = loop.seconds
+            moving: TrainState | None = None
+            if failure is None:  # to other devices, with the next step
+                if processes.count > 1:
+                    save(state, step, seconds, None, False)
+                run = moves.to(run)
+                start, moving = step, moves.carry(state, run)
             del state, loop
-            saves.settle()  # what is being written is the newest once it is complete
-            checkpoint = _newest(store, processes, reporter)
-            start = saved = 0 if checkpoint is None else checkpoint.step
             if held is not None:
-                held.clear()
-            rollback.after(failure, start)
-            state = first_state() if checkpoint is None else restore_state(checkpoint, run.state)
+                held.clear()  # copies of the devices before, or of steps that do not count any more
+            if moving is None:
+                saves.settle()  # what is being written is the newest once it is complete
+                checkpoint = _newest(store, processes, reporter)
+                start = saved = 0 if checkpoint is None else checkpoint.step
+                if isinstance(failure, JaxRuntimeError):
+                    run = moves.after(cast(RuntimeError, failure), run, start)
+                elif failure is not None:
+                    rollback.after(failure, start)
+                moving = first_state(run) if checkpoint is None else restore_state(checkpoint, run.state)
+            state = moving
+            del moving
+            if moves.just_moved():
+                train_step, eval_step = run.compiled(state, run.put_batch(skips.number(start)))
     except BaseException as error:
         saves.leave(error)
         if held is not None:

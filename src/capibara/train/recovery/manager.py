@@ -1,13 +1,10 @@
 """Going on after a device has failed: try again, take other devices, continue a run from its newest checkpoint.
 
-What can be tried again is what the machine did wrong. JAX says which by the first word of an error (the codes of
-``absl::Status``): a lost connection, an aborted or an internal failure may pass; too little memory or an invalid
-program will not.
+What can be tried again is what the machine did wrong (:mod:`capibara.train.recovery.failures`).
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.errors import JaxRuntimeError
 
 from capibara.config import ModularModelConfig
@@ -24,6 +19,7 @@ from capibara.errors import ConfigError
 from capibara.train.errors import TrainError
 from capibara.train.progress import Reporter, SilentReporter
 from capibara.train.protocols import DataSource, Model
+from capibara.train.recovery.failures import answering, error_code, first_line, may_pass
 from capibara.train.trainer import TrainReport, checkpoint_store, train
 
 __all__ = ["DeviceFailedError", "RecoveryEvent", "TpuError", "TpuRecoveryManager", "answering"]
@@ -33,10 +29,6 @@ T = TypeVar("T")
 
 TpuError = JaxRuntimeError
 """What JAX raises when a device, or a program on it, fails: ``jax.errors.JaxRuntimeError`` at its documented name."""
-
-_MAY_PASS = frozenset(
-    {"UNAVAILABLE", "ABORTED", "INTERNAL", "DATA_LOSS", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN"}
-)
 
 
 class DeviceFailedError(TrainError, JaxRuntimeError):
@@ -56,25 +48,6 @@ class RecoveryEvent:
     action: str
     error: str
     seconds: float
-
-
-def answering(
-    devices: Sequence[Any] | None = None, *, warn: Callable[[str], None] | None = None
-) -> list[Any]:
-    """Those of the devices that compute a small sum rightly; by default of all local ones."""
-    good = []
-    numbers = np.arange(256, dtype=np.float32)
-    for device in jax.local_devices() if devices is None else devices:
-        try:
-            right = float(jnp.sum(jax.device_put(numbers, device))) == float(numbers.sum())
-            problem = None if right else "computes a sum wrongly"
-        except JaxRuntimeError as error:
-            problem = _line(error)
-        if problem is None:
-            good.append(device)
-        elif warn is not None:
-            warn(f"{device} is left out: {problem}")
-    return good
 
 
 @dataclass
@@ -127,7 +100,7 @@ class TpuRecoveryManager:
             raise
         except JaxRuntimeError as error:
             self._gave_up(error, 0.0)
-            raise DeviceFailedError(f"{_line(error)} {_remedy(error)}") from error
+            raise DeviceFailedError(f"{first_line(error)} {_remedy(error)}") from error
 
     def guard(self, function: Callable[P, T]) -> Callable[P, T]:
         """The same function, called through :meth:`run`."""
@@ -160,9 +133,9 @@ class TpuRecoveryManager:
                 except JaxRuntimeError as error:
                     begun = time.monotonic() if begun is None else begun
                     last = error
-                    if not self.auto_recovery or not _may_pass(error):
+                    if not self.auto_recovery or not may_pass(error):
                         self._gave_up(error, begun)
-                        raise DeviceFailedError(f"{_line(error)} {_remedy(error)}") from error
+                        raise DeviceFailedError(f"{first_line(error)} {_remedy(error)}") from error
                     if any(
                         leaf.is_deleted()
                         for leaf in jax.tree.leaves((args, kwargs))
@@ -170,7 +143,7 @@ class TpuRecoveryManager:
                     ):
                         self._gave_up(error, begun)
                         raise DeviceFailedError(
-                            f"{_line(error)} It cannot be tried again: the function donated its inputs, which are "
+                            f"{first_line(error)} It cannot be tried again: the function donated its inputs, which are "
                             "gone. Keep a copy, or use TpuRecoveryManager.train, which goes on from a checkpoint."
                         ) from error
                     time.sleep(self.wait_seconds * 2**attempt if attempt + 1 < self.max_attempts else 0)
@@ -180,7 +153,7 @@ class TpuRecoveryManager:
         if self.fallback_to_gpu and not places[-1]:
             where = " There are no GPUs to fall back to (fallback_to_gpu=True): pass fallback=devices."
         raise DeviceFailedError(
-            f"{_line(last)} It failed {self.max_attempts} times.{where} {_remedy(last)}"
+            f"{first_line(last)} It failed {self.max_attempts} times.{where} {_remedy(last)}"
         ) from last
 
     def train(
@@ -195,8 +168,8 @@ class TpuRecoveryManager:
         """:func:`capibara.train.train`, continued from its newest checkpoint after a failure.
 
         Checkpoints are written every ``checkpoint_frequency`` steps. Devices that do not answer after a failure are
-        left out; with a ``[tpu]`` mesh there have to be enough others. Where none answers, ``fallback_to_gpu`` takes
-        other ones.
+        left out; a ``[tpu]`` mesh for which there are not enough others shrinks
+        (:func:`capibara.sharding.resized`). Where none answers, ``fallback_to_gpu`` takes other ones.
 
         Args:
           options: of :func:`capibara.train.train`. ``fresh`` counts for the first try alone.
@@ -217,12 +190,12 @@ class TpuRecoveryManager:
                 step = steps[-1] if steps else 0
                 failures = failures + 1 if step == newest else 1
                 newest = step
-                if not self.auto_recovery or not _may_pass(error) or failures >= self.max_attempts:
+                if not self.auto_recovery or not may_pass(error) or failures >= self.max_attempts:
                     self._gave_up(error, begun)
                     raise DeviceFailedError(
-                        f"{_line(error)} The checkpoint of step {step:,} stays. {_remedy(error)}"
+                        f"{first_line(error)} The checkpoint of step {step:,} stays. {_remedy(error)}"
                     ) from error
-                reporter.warn(f"{_line(error)} Going on from step {step:,}.")
+                reporter.warn(f"{first_line(error)} Going on from step {step:,}.")
                 time.sleep(self.wait_seconds * 2 ** (failures - 1))
                 devices = answering(devices, warn=reporter.warn)
                 if not devices and self.fallback_to_gpu:
@@ -230,9 +203,9 @@ class TpuRecoveryManager:
                 if not devices:
                     self._gave_up(error, begun)
                     raise DeviceFailedError(
-                        f"{_line(error)} No device answers any more. {_remedy(error)}"
+                        f"{first_line(error)} No device answers any more. {_remedy(error)}"
                     ) from error
-                options = {**options, "fresh": False}
+                options = {**options, "fresh": False, "elastic": True}
                 config = config.with_overrides({"checkpoint.resume": True})
                 self._done("resumed", error, begun)
 
@@ -256,33 +229,19 @@ class TpuRecoveryManager:
 
     def _done(self, action: str, error: RuntimeError, begun: float | None) -> None:
         seconds = 0.0 if begun is None else time.monotonic() - begun
-        self.events.append(RecoveryEvent(action, _line(error), seconds))
+        self.events.append(RecoveryEvent(action, first_line(error), seconds))
 
     def _gave_up(self, error: RuntimeError, begun: float | None) -> None:
         self._done("gave up", error, begun)
 
 
-def _code(error: RuntimeError) -> str:
-    found = re.match(r"([A-Z_]{3,})(?=:|\s*$)", str(error).lstrip())
-    return found[1] if found else "UNKNOWN"
-
-
-def _may_pass(error: RuntimeError) -> bool:
-    return _code(error) in _MAY_PASS
-
-
-def _line(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
-    return line if line.endswith((".", "!")) else line + "."
-
-
 def _remedy(error: RuntimeError) -> str:
-    code = _code(error)
+    code = error_code(error)
     if code == "RESOURCE_EXHAUSTED":
         return (
             "Memory does not suffice, and will not on another try: see what needs it with capibara plan, lower "
             "train.batch_size, or raise train.gradient_accumulation_steps."
         )
-    if code in _MAY_PASS:
+    if may_pass(error):
         return "Look at the machine's log; capibara doctor says which devices there are."
     return "The program or its inputs are not valid, and will not be on another try."

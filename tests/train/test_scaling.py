@@ -1,0 +1,181 @@
+"""A training that moves to other devices while it runs is the one that stays where it is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import pytest
+from emulation import emulated
+from other_process import run_apart
+from tiny_model import TinyModel
+from tiny_run import tiny_config, tiny_corpus
+
+from capibara.errors import ConfigError
+from capibara.hardware import UnknownPriceError
+from capibara.train import TpuDistributedTrainer, read_losses, train
+from capibara.train.errors import ScalingError
+from capibara.train.scaling.autoscaler import TpuAutoScaler, active_scaler
+
+RUN = """
+import json, sys, tempfile, warnings
+warnings.simplefilter("error")
+from pathlib import Path
+import jax
+import numpy as np
+from tiny_model import TinyModel
+from tiny_run import tiny_config, tiny_corpus
+from capibara.jax.tpu_v4.autoscaling import TpuAutoScaler
+from capibara.train import checkpoint_store, read_losses, restore_model, train
+
+settings, moments = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+folder = Path(tempfile.mkdtemp())
+looked = 0
+
+def devices():
+    # How many there are, after how many looks: one before each step, and one more after each move.
+    global looked
+    looked += 1
+    count = [there for after, there in moments if looked > after][-1]
+    if count < 0:
+        return jax.devices()[count:]  # the last ones
+    return jax.devices()[:count]
+
+def outcome(name, **options):
+    config = tiny_config(folder / name, *settings)
+    report = train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False, **options)
+    losses = read_losses(folder / name / "metrics.jsonl")
+    params, state = restore_model(checkpoint_store(folder / name).newest(), TinyModel(config))
+    leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves((params, state))]
+    return report, losses, np.concatenate(leaves)
+
+_, expected, params = outcome("alone", devices=jax.devices()[:1], elastic=True)
+scaler = TpuAutoScaler(1, 32, 0.8, None, "utilization", devices=devices, cooldown=0.0, every=1000)
+with scaler.managed_scaling():
+    report, losses, moved = outcome("moved")
+print("RESULT", json.dumps({
+    "losses": list(losses.values()), "expected": list(expected.values()), "steps": list(losses) == list(expected),
+    "difference": float(abs(moved - params).max()), "devices": report.devices,
+    "decisions": [[d.action, d.before, d.after, d.step] for d in scaler.decisions],
+}))
+"""
+SETTINGS = ("train.log_every=1", "checkpoint.every_steps=5", "optimizer.learning_rate=0.01")
+
+
+def moved(devices: int, moments: list[tuple[int, int]], *settings: str) -> dict[str, Any]:
+    import json
+
+    found = run_apart(
+        RUN, json.dumps([*SETTINGS, *settings]), json.dumps(moments), XLA_FLAGS=emulated(devices, quick=True)
+    )
+    assert found["steps"]  # each once, in order
+    assert found["losses"] == pytest.approx(found["expected"], rel=2e-5)
+    assert found["losses"][-1] < found["losses"][0] - 0.02
+    assert found["difference"] < 1e-3
+    return found
+
+
+def test_a_run_moves_between_devices() -> None:
+    mesh = ("tpu.enabled=true", "tpu.num_chips=4", "tpu.topology=2x2", 'tpu.mesh_axes=["data","model"]')
+    found = moved(4, [(0, 4), (3, -2), (6, 4)], "batch_size=8", "train.steps=12", *mesh)
+    assert found["decisions"] == [["shrink", 4, 2, 3], ["grow", 2, 4, 6]]
+    assert found["devices"] == 4
+
+
+@pytest.mark.slow  # programs over 32 devices
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        (),
+        ("tpu.enabled=true", "tpu.num_chips=32", "tpu.topology=32", 'tpu.mesh_axes=["data"]'),
+        ("tpu.enabled=true", "tpu.num_chips=32", "tpu.topology=8x4", 'tpu.mesh_axes=["data","model"]'),
+        (
+            "tpu.enabled=true",
+            "tpu.num_chips=32",
+            "tpu.topology=8x2x2",
+            'tpu.mesh_axes=["data","fsdp","model"]',
+        ),
+    ],
+    ids=["replicated", "data", "data-model", "data-fsdp-model"],
+)
+def test_32_devices_lose_half_of_them_and_get_them_back(mesh: tuple[str, ...]) -> None:
+    found = moved(32, [(0, 32), (15, 16), (30, 32)], "batch_size=32", "train.steps=50", *mesh)
+    assert found["decisions"] == [["shrink", 32, 16, 15], ["grow", 16, 32, 30]]
+    assert found["devices"] == 32
+
+
+class Lost:
+    """Devices of which there are none any more after some looks."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self) -> list[Any]:
+        self.left -= 1
+        return jax.devices() if self.left >= 0 else []
+
+
+def test_a_run_without_devices_ends_with_what_it_had(tmp_path: Any) -> None:
+    config = tiny_config(tmp_path, "train.log_every=1")
+    scaler = TpuAutoScaler(1, 4, devices=Lost(6))
+    with pytest.raises(ScalingError, match="none of the devices"), scaler.managed_scaling():
+        train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False)
+    assert active_scaler() is None
+    assert scaler.decisions == ()
+    # The checkpoint of step 4 is there, and the run goes on from it.
+    report = train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False)
+    assert (report.start_step, report.step) == (4, 12)
+    assert list(read_losses(tmp_path / "metrics.jsonl")) == list(range(1, 13))
+
+
+def test_measurements_are_kept() -> None:
+    def apply(params: Any, x: Any) -> Any:
+        return x @ params["w"]
+
+    trainer = TpuDistributedTrainer(
+        (lambda key: {"w": jax.random.normal(key, (4, 2))}, apply),
+        jax.sharding.Mesh(jax.devices()[:1], ("data",)),
+    )
+    batch = (jax.numpy.ones((8, 4)), jax.numpy.zeros(8, "int32"))
+    scaler = TpuAutoScaler(1, 1, 0.5, 10.0, "performance", every=3)
+    with scaler.managed_scaling() as same:
+        assert same is scaler
+        assert active_scaler() is scaler
+        trainer.train([batch] * 14)
+    # The first step, one alone, three that are measured, one alone …
+    assert [load.step for load in scaler.history] == [5, 9, 13]
+    for load in scaler.history:
+        assert load.chips == 1
+        assert 0 < load.utilization <= 1
+        assert load.seconds > load.host_seconds >= 0
+    assert scaler.decisions == ()
+
+
+def test_what_was_not_scaled_is_said() -> None:
+    with pytest.warns(UserWarning, match="nothing was trained inside it"), TpuAutoScaler().managed_scaling():
+        pass
+    with warnings.catch_warnings(), pytest.raises(KeyError), TpuAutoScaler().managed_scaling():
+        raise KeyError
+    with (
+        pytest.raises(ConfigError, match="another one is active"),
+        TpuAutoScaler().managed_scaling(),
+        TpuAutoScaler().managed_scaling(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"every": 0}, ConfigError, "every: got 0"),
+        ({"devices": [1]}, ConfigError, r"devices: got list, expected a function"),
+        ({"scaling_policy": "cheap"}, ConfigError, "scaling_policy: got 'cheap'"),
+        # 32 v4 chips cost more than 100 dollars.
+        ({"min_chips": 32, "cost_limit_per_hour": 100.0}, ConfigError, r"min_chips=32 cost: \$103.04"),
+        ({"chip": "tpu-v4", "region": "mars", "cost_limit_per_hour": 1.0}, UnknownPriceError, "mars"),
+    ],
+)
+def test_invalid_arguments_name_themselves(options: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        TpuAutoScaler(**options)
