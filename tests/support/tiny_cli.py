@@ -34,7 +34,25 @@ def kill_in_a_save(step: str) -> None:
     checkpoint._write_item = killed
 
 
+def hang_in_a_save(step: str) -> None:
+    """Never come back from writing the checkpoint of a step, in a thread for which Python waits when it ends."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from capibara.train import checkpoint
+
+    real = checkpoint._write_item
+
+    def hanging(path: Path, *rest: Any) -> None:
+        if f".tmp-{step}-" in str(path):
+            ThreadPoolExecutor(1).submit(threading.Event().wait).result()
+        real(path, *rest)
+
+    checkpoint._write_item = hanging
+
+
 if __name__ == "__main__":
+    if step := os.environ.get("HANG_IN_A_SAVE"):
+        hang_in_a_save(step)
     if step := os.environ.get("KILL_IN_A_SAVE"):
         kill_in_a_save(step)
     sys.exit(main())

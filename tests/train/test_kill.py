@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -139,6 +140,25 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Pa
     assert outcome(folder) == outcome(tmp_path / "undisturbed")
     assert runs.log(folder).count("resuming after step 4 ") == 2
     assert sorted(os.listdir(folder / "checkpoints")) == ["12", "8"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_hangs_is_reported_and_nobody_waits_for_it_for_ever(tmp_path: Path) -> None:
+    runs, folder = Runs(tmp_path), tmp_path / "run"
+    settings = ("train.steps=1000000", "train.log_every=1", "eval_every=1000000")
+    bounds = ("checkpoint.every_steps=200", "checkpoint.slow_seconds=0.01", "checkpoint.wait_seconds=1")
+    runs.environment["HANG_IN_A_SAVE"] = "200"
+    process = runs.start(folder, *settings, *bounds)
+    assert process.wait(timeout=300) == 1, runs.log(folder)
+    log = runs.log(folder)
+    assert re.search(
+        r"the checkpoint of step 200 is being written for .*: its writer is at .*threading\.py", log
+    )
+    last = log.strip().splitlines()[-1]
+    assert re.match(r"capibara: the checkpoint of step 200 is not complete after .* given up", last)
+    assert "Traceback" not in log
+    assert checkpoint_store(folder).steps() == []
+    assert max(read_losses(folder / "metrics.jsonl")) >= 390  # training went on until the next one was due
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib
 import sys
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
@@ -127,7 +128,9 @@ def _handlers(verb: str, own_process: bool) -> contextlib.AbstractContextManager
 
 
 def _is_waited_for() -> bool:
-    """Whether this is one of several processes: on its way out it would wait for the others, and they for it."""
+    """Whether Python would wait on its way out: for other processes, which wait for this one, or for a hanging save."""
+    if any(thread.name.startswith("capibara-checkpoint-") for thread in threading.enumerate()):
+        return True
     distributed = sys.modules.get("jax.distributed")
     return distributed is not None and distributed.is_initialized()
 
