@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 LIBRARY := src/capibara/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py .ci/extras.py
 
-.PHONY: demo announce-demo test test-all test-newest test-extras test-no-jax test-arm gpu-compiler bench fuzz fuzz-folders fuzz-ops lint format docs setup \
+.PHONY: demo announce-demo test test-all test-newest test-extras test-no-jax test-arm gpu-compiler fingerprints bench fuzz fuzz-folders fuzz-ops lint format docs setup \
   setup-dev help clean
 
 # `--group` needs pip 25.1; the pip that comes with a Python may be older.
@@ -76,6 +76,9 @@ test-newest:  ## the same with the newest Python that is here (3.13 or 3.12), an
 
 test-extras: setup-dev $(LIBRARY)  ## each extra alone in an environment of its own, and the first command of its pages
 	$(BIN)/python .ci/extras.py $(EXTRAS)
+
+fingerprints: $(VENV)/.capibara-tpu $(LIBRARY)  ## compile the tracked programs for TPUs, and write tests/plan/fingerprints.json
+	PYTHONPATH=tests/support $(BIN)/python tests/support/tracked_programs.py
 
 gpu-compiler: setup-dev  ## the compiler for NVIDIA GPUs (130 MB), for the tests that compile for an H100 without one
 	$(PIP) --no-deps --upgrade --target $(VENV)/cuda -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt
