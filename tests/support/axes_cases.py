@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "vq": (*ATTENTION, "model.pattern=['vq','attention']"),
     "experts": (*ATTENTION, "model.experts.count=4", "model.experts.per_token=2", "model.experts.dim=16"),
     "packed": ATTENTION,
+    "deep": (*ATTENTION, "model.num_layers=4"),
     "small": ("model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=2", "model.embed_dim=16"),
 }
 """Settings by kind of block; ``packed`` has rows of several texts."""
@@ -74,6 +75,10 @@ CASES: dict[str, Case] = {
         {"gradient_accumulation_steps": 2, "use_gradient_checkpointing": True},
     ),
     "experts, fsdp × expert × context": ("experts", {"fsdp": 2, "expert": 2, "context": 2}, {}),
+    "pipeline": ("deep", {"pipeline": 4}, {"gradient_accumulation_steps": 4}),
+    "pipeline × data": ("deep", {"pipeline": 2, "data": 4}, {"gradient_accumulation_steps": 4}),
+    "pipeline × fsdp": ("deep", {"pipeline": 2, "fsdp": 4}, {"gradient_accumulation_steps": 2}),
+    "pipeline × tensor": ("deep", {"pipeline": 4, "model": 2}, {"gradient_accumulation_steps": 8}),
 }
 FEW = ("small, fsdp × context × tensor",)
 

@@ -52,9 +52,10 @@ from capibara.config.sections import FinetuneSection, ModelSection
 from capibara.core.rotary import attention_scale, rotary_turns
 from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 
-__all__ = ["block_places", "build_decoder"]
+__all__ = ["block_places", "build_decoder", "build_entry", "build_exit", "build_stage", "groups_of"]
 
 _METRICS = ("commitment", "perplexity", "usage")
+_Sums = dict[str, list[Any]]
 
 
 def build_decoder(
@@ -83,36 +84,104 @@ def build_decoder(
             ``int [batch, sequence]``; in the decoding form ``segments`` alone, which is 0 for padding, and the state
             ``position`` is ``[batch]``.
     """
-    low = _adapters(finetune)
-    cache = Dim(name="cache") if cached else None
-    # Nothing is differentiated in decoding, and a rematerialised block hides from the cache where it stands.
-    remat = "none" if cached else config.remat
-
     model = Model(name="decoder")
     model.add_input("tokens", ("batch", "sequence"), "int", ("batch", "sequence"))
-    # Tied, the table also scores: rows of variance 1/d keep first logits near 1, and the lookup is scaled up to
-    # unit variance by the first normalisation.
-    embedding = model.add(
-        Embedding(config.vocab_size, config.embed_dim, init=Normal(config.embed_dim**-0.5)),
-        "embedding",
-        input="tokens",
-    )
-    shared: dict[str, Any] = {}
-    if ragged:
-        places, given = _ragged_places(model, cached)
-        shared |= given
-    else:
-        if cached:
-            model.add_state("position", (), Constant(0), kind="int", dtype="int32")
-        counted = model.add(Positions(), "positions", like="tokens", start="position" if cached else 0)
-        places = counted.output
-        if cached:
-            shared["position"] = "position"
-            model.update_state("position", counted.end)
+    embedding = _lookup(model, config)
+    places, shared = _counted(model, cached=cached, ragged=ragged)
     if config.attends and config.rotary_dim:
         shared |= _tables(model, config, config.block_kinds, places)
+    at = _embedded(model, config, embedding.output, places)
+    # Nothing is differentiated in decoding, and a rematerialised block hides from the cache where it stands.
+    remat = "none" if cached else config.remat
+    form = _Form(Dim(name="cache") if cached else None, ragged)
+    sums: _Sums = {name: [] for name in _METRICS}
+    for group in groups_of(config):
+        mode = config.scan_layers if group.turns > 1 or group.name == "blocks" else "unroll"
+        body = _turn(config, group.kinds, form, _adapters(finetune), group.dense)
+        repeated = Repeat(body, group.turns, mode=mode, remat=remat)
+        at = _place(model, repeated, group.name, at, shared, sums)
+    _finish(model, config, at, embedding.weight, head=head)
+    _expose_sums(model, sums)
+    return model
 
-    at: Any = embedding.output
+
+def build_entry(config: ModelSection, *, ragged: bool = False) -> Model:
+    """What comes before the first block, as a model of its own: its ``output`` is the residual stream."""
+    model = Model(name="entry")
+    model.add_input("tokens", ("batch", "sequence"), "int", ("batch", "sequence"))
+    embedding = _lookup(model, config)
+    places, _ = _counted(model, cached=False, ragged=ragged)
+    at = _embedded(model, config, embedding.output, places)
+    model.add(Buffer(), "passed_on", input=at, output="output")
+    model.expose("output")
+    return model
+
+
+def build_stage(
+    config: ModelSection, stages: int, *, finetune: FinetuneSection | None = None, ragged: bool = False
+) -> Model:
+    """One of ``stages`` equal parts of the repeated blocks, as a model of its own.
+
+    Inputs ``stream float [batch, sequence, embed]`` and those of the form, output ``output``, the stream after these
+    blocks; and the sums over ``vq`` blocks as of the whole model. Its parameters are a part of the stack ``blocks``.
+    """
+    model = Model(name="stage")
+    _add_stream(model, config)
+    model.add_input("tokens", ("batch", "sequence"), "int", ("batch", "sequence"))
+    places, shared = _counted(model, cached=False, ragged=ragged)
+    if config.attends and config.rotary_dim:
+        shared |= _tables(model, config, config.block_kinds, places)
+    (group,) = groups_of(config)
+    body = _turn(config, group.kinds, _Form(None, ragged), _adapters(finetune), group.dense)
+    repeated = Repeat(body, group.turns // stages, mode=config.scan_layers, remat=config.remat)
+    sums: _Sums = {name: [] for name in _METRICS}
+    at = _place(model, repeated, group.name, "stream", shared, sums)
+    model.add(Buffer(), "passed_on", input=at, output="output")
+    model.expose("output")
+    _expose_sums(model, sums)
+    return model
+
+
+def build_exit(config: ModelSection, *, head: bool = True) -> Model:
+    """What comes after the last block, as a model of its own: from ``stream`` to ``logits`` or ``hidden``.
+
+    With tied embeddings and a head there is the input ``table [vocab, embed]``.
+    """
+    model = Model(name="exit")
+    _add_stream(model, config)
+    if head and config.tie_embeddings:
+        model.add_input("table", (config.vocab_size, config.embed_dim), "float", ("vocab", "embed"))
+    _finish(model, config, "stream", "table", head=head)
+    return model
+
+
+def _add_stream(model: Model, config: ModelSection) -> None:
+    shape = ("batch", "sequence", config.embed_dim)
+    model.add_input("stream", shape, "float", ("batch", "sequence", "embed"))
+
+
+def _counted(model: Model, *, cached: bool, ragged: bool) -> tuple[Any, dict[str, Any]]:
+    """The position of each token, and what blocks are given of them."""
+    if ragged:
+        return _ragged_places(model, cached)
+    if cached:
+        model.add_state("position", (), Constant(0), kind="int", dtype="int32")
+    counted = model.add(Positions(), "positions", like="tokens", start="position" if cached else 0)
+    if not cached:
+        return counted.output, {}
+    model.update_state("position", counted.end)
+    return counted.output, {"position": "position"}
+
+
+def _lookup(model: Model, config: ModelSection) -> Any:
+    # Tied, the table also scores: rows of variance 1/d keep first logits near 1, and the lookup is scaled up to
+    # unit variance by the first normalisation.
+    table = Embedding(config.vocab_size, config.embed_dim, init=Normal(config.embed_dim**-0.5))
+    return model.add(table, "embedding", input="tokens")
+
+
+def _embedded(model: Model, config: ModelSection, at: Any, places: Any) -> Any:
+    """The residual stream before the first block."""
     if config.embedding_scale is not None:
         at = model.add(Multiply(), "embedding_scaled", left=at, right=config.embedding_scale).output
     if config.positions == "learned":
@@ -130,37 +199,41 @@ def build_decoder(
         at = model.add(_norm(config), "embedding_norm", input=at).output
     if config.residual == "accumulate":
         at = model.add(Cast("accumulate"), "stream", input=at).output
-    sums: dict[str, list[Any]] = {name: [] for name in _METRICS}
+    return at
 
-    def place(block: Any, name: str, at: Any) -> Any:
-        known = {key: shared[key] for key in block.input_keys if key in shared}
-        model.add(block, name, input=at, **known)
-        for metric in _METRICS:
-            for key in block.output_keys:
-                if key.startswith(metric):
-                    port = block.port(key)
-                    if isinstance(block, Repeat):
-                        port = model.add(Sum(), f"{name}_{key}_sum", input=port).output
-                    sums[metric].append(port)
-        return block.output
 
-    for group in _groups(config):
-        body = _turn(config, group.kinds, _Form(cache, ragged), low, group.dense)
-        mode = config.scan_layers if group.turns > 1 or group.name == "blocks" else "unroll"
-        at = place(Repeat(body, group.turns, mode=mode, remat=remat), group.name, at)
-
+def _finish(model: Model, config: ModelSection, at: Any, table: Any, *, head: bool) -> None:
+    """What comes after the last block: the outputs ``logits`` or ``hidden``, and ``pooled``."""
     scored = head and config.head != "none"
     if config.norm_placement != "sum":  # otherwise the last block has normalised them
         at = model.add(_norm(config), "final_norm", input=at).output
     if config.residual == "accumulate":
         at = model.add(Cast("compute"), "final", input=at).output
     if scored:
-        _score(model, config, at, embedding.weight)
+        _score(model, config, at, table)
     else:
         model.add(Buffer(), "hidden_states", input=at, output="hidden")
         model.expose("hidden")
     if head and config.pooler:
         _pool(model, config, at)
+
+
+def _place(model: Model, block: Any, name: str, at: Any, shared: dict[str, Any], sums: _Sums) -> Any:
+    """Add a block, or several that are repeated, to the stream; ``sums`` gets its metrics."""
+    known = {key: shared[key] for key in block.input_keys if key in shared}
+    model.add(block, name, input=at, **known)
+    for metric in _METRICS:
+        for key in block.output_keys:
+            if key.startswith(metric):
+                port = block.port(key)
+                if isinstance(block, Repeat):
+                    port = model.add(Sum(), f"{name}_{key}_sum", input=port).output
+                sums[metric].append(port)
+    return block.output
+
+
+def _expose_sums(model: Model, sums: _Sums) -> None:
+    """The sums over blocks ``auxiliary_loss``, ``perplexity`` and ``usage``, if there are any."""
     for metric, ports in sums.items():
         if not ports:
             continue
@@ -170,7 +243,6 @@ def build_decoder(
         name = "auxiliary_loss" if metric == "commitment" else metric
         model.add(Sum(), f"{metric}_total", input=total, output=name)
         model.expose(name)
-    return model
 
 
 def _ragged_places(model: Model, cached: bool) -> tuple[Any, dict[str, Any]]:
@@ -243,7 +315,7 @@ class _Group:
     dense: bool
 
 
-def _groups(config: ModelSection) -> list[_Group]:
+def groups_of(config: ModelSection) -> list[_Group]:
     """All blocks, in order."""
     kinds, first = config.block_kinds, config.experts.first_dense
     dense = not config.experts.count
@@ -264,7 +336,7 @@ def block_places(config: ModelSection) -> list[tuple[tuple[str, ...], int]]:
     """For each block the path of its parameters, and its index in the stacks that they are."""
     return [
         ((group.name, *((f"layer_{i}",) if len(group.kinds) > 1 else ())), turn)
-        for group in _groups(config)
+        for group in groups_of(config)
         for turn in range(group.turns)
         for i in range(len(group.kinds))
     ]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from capibara.compose.backends.meshes import is_free
+from capibara.compose.backends.meshes import free_axes
 from capibara.compose.physical.explicit import automatic_mesh
 from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
@@ -20,14 +20,17 @@ from capibara.config.axes import AxisRules
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Parts", "losses_of", "mean_of", "next_token_loss", "parts_of"]
+__all__ = ["Parts", "losses_of", "mean_of", "next_token_loss", "parts_of", "total_loss"]
 
 _Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How tokens and vocabulary are sharded: the mesh axes of batch, sequence and vocabulary, of ``mesh``."""
+    """How tokens and vocabulary are sharded: the mesh axes of batch, sequence and vocabulary, of ``mesh``.
+
+    ``mesh`` is a :class:`~capibara.compose.backends.meshes.Free`; None: they are not.
+    """
 
     mesh: Any
     batch: _Axes = ()
@@ -56,14 +59,15 @@ def parts_of(
     m, parts = config.model, Parts(None)
     mesh = automatic_mesh(mesh)
     around = jax.sharding.get_abstract_mesh()
-    if mesh is not None and mesh.size > 1 and not around.manual_axes:
-        if not (isinstance(tokens, Tracer) and is_free(mesh)):
+    free = None if mesh is None else free_axes(mesh)
+    if mesh is not None and mesh.size > 1 and (free is not None or not around.manual_axes):
+        if free is None or not isinstance(tokens, Tracer):
             return None  # left to XLA, which splits the logits
         spec = (rules or AxisRules()).spec(
-            ("batch", "sequence", "vocab"), mesh, (*tokens.shape, m.vocab_size), kind="activations"
+            ("batch", "sequence", "vocab"), free, (*tokens.shape, m.vocab_size), kind="activations"
         )
         axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-        parts = Parts(mesh, *(tuple(axis for axis in each if mesh.shape[axis] > 1) for each in axes))
+        parts = Parts(free, *(tuple(axis for axis in each if free.shape[axis] > 1) for each in axes))
     own = math.prod(tokens.shape) // parts.size(*parts.batch, *parts.sequence)
     vocab = m.vocab_size // parts.size(*parts.vocab)
     reason = reason_for_whole(own, m.embed_dim, vocab, config.precision.compute_dtype)
@@ -116,6 +120,28 @@ def next_token_loss(
         parts: how both are sharded.
         weights: ``[batch, sequence]``, how much each target counts; None: all alike.
     """
+    wide = config.precision.accumulate_dtype
+    if not (parts.batch or parts.sequence or parts.vocab):
+        from capibara.ops.loss import cross_entropy
+
+        head, options = _head(config, params, hidden)
+        return cross_entropy(hidden, head, targets, weights=weights, **options).astype(wide)
+    total = total_loss(config, params, hidden, targets, parts, weights=weights)
+    if weights is not None:
+        return mean_of(total, weights).astype(wide)
+    return (total / math.prod(targets.shape)).astype(wide)
+
+
+def total_loss(
+    config: ModularModelConfig,
+    params: Mapping[str, Any],
+    hidden: jax.Array,
+    targets: jax.Array,
+    parts: Parts,
+    *,
+    weights: jax.Array | None = None,
+) -> jax.Array:
+    """The sum of the cross-entropies, weighted; arguments as of :func:`next_token_loss`."""
     import jax
     from jax.sharding import PartitionSpec
 
@@ -124,9 +150,9 @@ def next_token_loss(
     tied = config.model.tie_embeddings
     head, options = _head(config, params, hidden)
     over = (*parts.batch, *parts.sequence)
-    wide = config.precision.accumulate_dtype
+    counted = () if weights is None else (weights,)
     if not over and not parts.vocab:
-        return cross_entropy(hidden, head, targets, weights=weights, **options).astype(wide)
+        return cross_entropy(hidden, head, targets, weights=weights, reduction="sum", **options)
 
     def part(hidden: Any, head: Any, targets: Any, *weights: Any) -> Any:
         given = {**options, "weights": weights[0] if weights else None}
@@ -134,10 +160,9 @@ def next_token_loss(
         return jax.lax.psum(own, over) if over else own
 
     tokens, vocab = PartitionSpec(parts.batch or None, parts.sequence or None), parts.vocab or None
-    counted = () if weights is None else (weights,)
     mapped = jax.shard_map(
         part,
-        mesh=parts.mesh if jax.sharding.get_abstract_mesh().empty else None,
+        **parts.mesh.options,
         in_specs=(
             tokens,
             PartitionSpec(vocab, None) if tied else PartitionSpec(None, vocab),
@@ -146,7 +171,4 @@ def next_token_loss(
         out_specs=PartitionSpec(),
     )
     # Compiled also where gradients are taken outside of `jax.jit`, and not one primitive at a time.
-    total = jax.jit(mapped, inline=True)(hidden, head, targets, *counted)
-    if weights is not None:
-        return mean_of(total, weights).astype(wide)
-    return (total / math.prod(targets.shape)).astype(wide)
+    return jax.jit(mapped, inline=True)(hidden, head, targets, *counted)

@@ -32,6 +32,7 @@ from capibara.core.decoder import build_decoder
 from capibara.core.encoders import require_decoder
 from capibara.core.flops import flops_per_token
 from capibara.core.loss import losses_of, mean_of, next_token_loss, parts_of
+from capibara.core.pipelined import PipelinedLoss, stages_of
 from capibara.core.texts import Texts, texts_of
 from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
 
@@ -451,6 +452,9 @@ class ModularCapibaraModel:
 
             loss, metrics = preference_loss(self, params, batch, state=state, key=key, train=train)
             return loss, (dict(state), metrics)
+        if self.loss_of_microbatches is not None:
+            parts = self.loss_of_microbatches.cut(batch)
+            return self.loss_of_microbatches(params, parts, state=state, key=key, train=train)
         texts = texts_of(batch)
         tokens = texts.tokens
         if 0 in tokens.shape or tokens.shape[1] < 2:
@@ -488,6 +492,15 @@ class ModularCapibaraModel:
                 metrics["codebook_perplexity"] = outputs["perplexity"] / blocks
                 metrics["codebook_usage"] = outputs["usage"] / blocks
         return loss, (after, metrics)
+
+    @cached_property
+    def loss_of_microbatches(self) -> PipelinedLoss | None:
+        """The loss of arrays ``[microbatches, batch, sequence + 1]``, if the mesh has the axis ``pipeline``.
+
+        Raises:
+            ConfigError: the model cannot be divided into so many stages.
+        """
+        return PipelinedLoss(self.config, self.backend) if stages_of(self.mesh) > 1 else None
 
     def token_losses(
         self,

@@ -100,11 +100,6 @@ def check_axes(model: Any, mesh: Any, *, named: bool) -> None:
                 f"mesh: nothing is sharded along {axis!r}, so that its {size} devices would all do the same work; "
                 f"expected any of {', '.join(sorted(known))}.{did_you_mean(axis, sorted(known))}"
             )
-        if axis == "pipeline":
-            raise ConfigError(
-                f"mesh: the axis 'pipeline' has {size} devices, and the trainer has no pipeline schedule. Use "
-                "pipeline_parallel_size=1, and more devices along data, fsdp, model or context"
-            )
         composed = hasattr(model, "on_mesh")
         if axis in ("context", "sequence") and not composed:
             raise ConfigError(

@@ -66,10 +66,13 @@ def train_step(
         step (Polyak & Juditsky, 1992); None or 0: there is none.
     """
 
+    # Of stages that microbatches go through, all at once.
+    of_all = getattr(model, "loss_of_microbatches", None)
+
     def loss_and_grad(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         def loss(part: Any) -> Any:
             whole = joined(part, params)
-            return model.loss(whole, batch, state=model_state, key=key, train=True)
+            return (of_all or model.loss)(whole, batch, state=model_state, key=key, train=True)
 
         (value, (new_state, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(
             trained_part(model, params)
@@ -80,7 +83,9 @@ def train_step(
         count = jax.tree.leaves(batch)[0].shape[0]
         key = jax.random.fold_in(state.key, state.step)
         trained = trained_part(model, state.params)
-        if count == 1:
+        if of_all is not None:
+            grads, model_state, metrics = loss_and_grad(state.params, state.model_state, batch, key)
+        elif count == 1:
             only = jax.tree.map(lambda array: array[0], batch)
             grads, model_state, metrics = loss_and_grad(state.params, state.model_state, only, key)
         else:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from capibara.compose.backends.meshes import is_free
+from capibara.compose.backends.meshes import free_axes
 from capibara.config.axes import AxisRules
 
 if TYPE_CHECKING:
@@ -35,11 +35,12 @@ def experts_on_parts(op: Callable[..., Any], mesh: Mesh, rules: AxisRules) -> Ca
 
     @wraps(op)
     def run(*arrays: Any, **options: Any) -> Any:
-        if not any(isinstance(x, Tracer) for x in arrays) or not is_free(mesh):
+        free = free_axes(mesh) if any(isinstance(x, Tracer) for x in arrays) else None
+        if free is None:
             return op(*arrays, **options)
         x, gate = arrays[0], arrays[3]
-        tokens = _axes(rules.spec(("batch",), mesh, x.shape[:1], "activations"), 0)
-        matrix = rules.spec(("experts", "embed", "mlp"), mesh, gate.shape)
+        tokens = _axes(rules.spec(("batch",), free, x.shape[:1], "activations"), 0)
+        matrix = rules.spec(("experts", "embed", "mlp"), free, gate.shape)
         experts, inner = _axes(matrix, 0), _axes(matrix, 2)
         if not experts and not inner and not tokens:
             return op(*arrays, **options)
@@ -52,7 +53,7 @@ def experts_on_parts(op: Callable[..., Any], mesh: Mesh, rules: AxisRules) -> Ca
         biases = (of_inner, of_inner, PartitionSpec(experts or None, None))
         part = jax.shard_map(
             partial(_part, op, tokens, experts, inner, options),
-            mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+            **free.options,
             in_specs=(rows, rows, rows, there, there, back, *biases[: len(arrays) - 6]),
             out_specs=rows,
         )

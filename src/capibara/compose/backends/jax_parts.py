@@ -12,7 +12,7 @@ Where a mesh axis is larger than their number they are replicated, which takes t
 Attention needs all positions of its rows. Where the sequence is sharded over a mesh axis (``context``), the keys go
 round a ring of devices (:mod:`capibara.ops.attention.ring`).
 
-What cannot be divided is left to XLA as a whole, as is what runs outside of a trace, or inside a ``shard_map`` already.
+What cannot be divided is left to XLA as a whole, as is what runs outside of a trace, or inside a ``shard_map`` already that is not a pipeline's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compose.backends.jax_expert_parts import experts_on_parts
 from capibara.compose.backends.jax_ring import RINGS
-from capibara.compose.backends.meshes import is_free
+from capibara.compose.backends.meshes import free_axes
 from capibara.config.axes import AxisRules
 
 if TYPE_CHECKING:
@@ -166,9 +166,10 @@ def _on_parts(
 
     @wraps(op)
     def run(*arrays: Any, **options: Any) -> Any:
-        if not any(isinstance(x, Tracer) for x in arrays) or not is_free(mesh):
+        free = free_axes(mesh) if any(isinstance(x, Tracer) for x in arrays) else None
+        if free is None:
             return op(*arrays, **options)
-        division = divide(layout, [x.shape for x in arrays], mesh, rules, ring=ring is not None)
+        division = divide(layout, [x.shape for x in arrays], free, rules, ring=ring is not None)
         if isinstance(division, str):
             return op(*arrays, **options)
         own = op
@@ -177,7 +178,7 @@ def _on_parts(
         results = [division.spec(names) for names in layout.outputs]
         part = jax.shard_map(
             partial(_part, own, layout, division, options),
-            mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+            **free.options,
             in_specs=tuple(map(division.spec, layout.inputs[: len(arrays)])),
             out_specs=tuple(results) if len(results) > 1 else results[0],
         )

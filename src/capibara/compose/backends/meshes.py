@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from capibara.compose.errors import InputError
 
-__all__ = ["is_free", "split_over"]
+__all__ = ["Free", "free_axes", "split_over"]
 
 
 def split_over(
@@ -64,12 +65,47 @@ def split_over(
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
 
-def is_free(mesh: Any) -> bool:
-    """Whether ``mesh`` can be taken here: nothing is around, or the same axes, all of them automatic."""
+@dataclass(frozen=True)
+class Free:
+    """The axes of a mesh that ``jax.shard_map`` can take here; :meth:`~capibara.config.axes.AxisRules.spec` reads it.
+
+    Attributes:
+        shape: size by name.
+        mesh: the mesh, where nothing is around; otherwise None, and ``shard_map`` takes the mesh that is around.
+        inside: whether other axes of it are taken.
+    """
+
+    shape: Mapping[str, int]
+    mesh: Any
+    inside: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``jax.shard_map`` is given of it."""
+        # Inside another one JAX has no types for residuals that vary over its axes (0.10 to 0.12).
+        return {"mesh": self.mesh, "axis_names": set(self.shape), "check_vma": not self.inside}
+
+
+def free_axes(mesh: Any) -> Free | None:
+    """The axes of ``mesh`` that can be taken here: all of them where nothing is around.
+
+    Inside the ``shard_map`` of a pipeline (:mod:`capibara.core.pipeline`), which takes the axis of its stages and those
+    with one device, it is the other ones. None where the mesh that is around is another one, or has explicit axes, or
+    where all its axes are taken.
+    """
     import jax
 
     around = jax.sharding.get_abstract_mesh()
     if around.empty:
-        return True
-    automatic = all(kind == jax.sharding.AxisType.Auto for kind in around.axis_types)
-    return automatic and around.axis_names == mesh.axis_names and around.axis_sizes == mesh.axis_sizes
+        return Free(dict(mesh.shape), mesh)
+    if around.axis_names != mesh.axis_names or around.axis_sizes != mesh.axis_sizes:
+        return None
+    kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
+    free = {name: size for name, size in mesh.shape.items() if kinds[name] == jax.sharding.AxisType.Auto}
+    taken = {name: size for name, size in mesh.shape.items() if name not in free}
+    if not free or any(
+        kinds[name] != jax.sharding.AxisType.Manual or (size > 1 and name != "pipeline")
+        for name, size in taken.items()
+    ):
+        return None
+    return Free(free, None, bool(taken))

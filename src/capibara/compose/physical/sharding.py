@@ -55,7 +55,8 @@ def constrain(
     """Constrain the sharding of ``x`` by its logical axes.
 
     Equivalent JAX: ``jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(names, mesh)))``.
-    Without a mesh, and inside ``jax.shard_map``, it is the identity, so the same code runs on one device.
+    Without a mesh, and inside ``jax.shard_map``, it is the identity, so the same code runs on one device; inside that of
+    a pipeline the axes that it does not take are constrained.
 
     Args:
         x: any array. names: a logical axis or mesh axis name (or None) for each dimension of ``x``.
@@ -76,8 +77,16 @@ def constrain(
         )
     around = current_mesh()
     mesh = around if mesh is None else mesh
-    if mesh is None or (around is not None and around.manual_axes):
+    if mesh is None:
         return x
+    if around is not None and around.manual_axes:
+        from capibara.compose.backends.meshes import free_axes
+
+        free = free_axes(mesh)
+        if free is None:
+            return x
+        spec = (rules or AxisRules()).spec(names, free, x.shape, kind="activations")
+        return jax.lax.with_sharding_constraint(x, spec)
     spec = (rules or AxisRules()).spec(names, mesh, x.shape, kind="activations")
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
 

@@ -1,0 +1,296 @@
+"""Training a stack of layers that is cut into stages, one for each device along a mesh axis.
+
+A batch is cut into microbatches, which go through the stages one after the other, so that all stages are busy, each
+with another microbatch. With *one forward, one backward* (1F1B; Narayanan et al., "PipeDream", SOSP 2019, and
+"Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473) the gradient of a microbatch is
+computed as soon as it can be, and not when all have passed. So a stage has as many of them in memory as there are
+stages ahead, however many there are in all.
+
+In one tick every stage takes one microbatch forward and another one, an earlier, backward::
+
+    tick         0    1    2    3    4    5           F n: forward, B n: backward of microbatch n
+    stage 0     F0   F1   F2 B0   F3 B1   B2   B3     stage s: F n in tick n + s, B n in tick n + 2 (p - 1) - s
+    stage 1          F0 B0   F1 B1  F2 B2   F3 B3
+
+Devices wait for each other in every tick, so it is the tick's work that counts: a forward pass in the first ``p - 1``
+ticks, only a backward pass in the last ``p - 1``, and both in the ``m`` between them. That is the time of ``m + p - 1``
+passes in both directions: the *bubble*, the part of it that a stage does nothing useful, is ``(p - 1) / (m + p - 1)``.
+If forward and backward passes were in ticks of their own, every tick would take as long as a backward pass. All devices
+run one program without branches: what a stage computes while it has nothing to do is dropped.
+
+Of a microbatch a stage keeps only its input. The backward pass computes the stage again.
+
+What comes after the last stage (scores and loss) is often more work than a layer. Its tokens are divided among all
+stages, which have nothing else to do at that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.jax_versions import varying_axes
+
+__all__ = ["Pipeline", "Sums", "bubble"]
+
+
+def bubble(stages: int, microbatches: int) -> float:
+    """The part of the time in which a stage has nothing to do, from 0 to 1."""
+    return (stages - 1) / (microbatches + stages - 1)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of all microbatches: the loss and other scalars, each times the microbatch's share, and the state after them."""
+
+    total: Any
+    extras: Any
+    state: Any
+
+
+jax.tree_util.register_dataclass(Sums, data_fields=["total", "extras", "state"], meta_fields=[])
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model in three parts, inside ``jax.shard_map`` over ``axis``.
+
+    Attributes:
+      axis: the mesh axis of the stages.
+      enter: ``(outer, rows, key) -> x``, what the first stage is given of a microbatch.
+      stage: ``(blocks, x, rows, state, key) -> (x, state, extras)``; ``blocks`` and ``state`` are this device's, and
+        ``extras`` a dict of scalars.
+      leave: ``(outer, x, targets) ->`` the sum of the losses of the tokens of ``x``; ``targets`` are arrays
+        ``[rows, positions]``.
+      counted: the extra that is added to the loss; the others are only reported.
+      place: ``(what, tree) -> tree`` constrains the sharding over other mesh axes of ``"x"`` (also with leading
+        dimensions), ``"outer"`` or ``"blocks"``.
+    """
+
+    axis: str
+    enter: Callable[..., Any]
+    stage: Callable[..., Any]
+    leave: Callable[..., Any]
+    counted: str | None = None
+    place: Callable[[str, Any], Any] = lambda what, tree: tree
+
+    def losses(
+        self, outer: Any, blocks: Any, state: Any, rows: Any, targets: Any, scale: Any, share: Any, key: Any
+    ) -> Sums:
+        """The loss without gradients: of all microbatches, in ``m + p - 1`` ticks.
+
+        Args:
+          outer: the parameters of ``enter`` and ``leave``, the same on all devices. blocks, state: this stage's.
+          rows, targets: arrays ``[microbatches, …]``, the same on all devices.
+          scale: what the sum of the losses is multiplied by.
+          share: ``[microbatches]``, what the extras of each are multiplied by.
+          key: a random key, or None.
+        """
+        run = _Run(self, outer, blocks, rows, targets, scale, share, key)
+        carry = _varying(self.axis, run.start(state, memory=False))
+        carry, _ = lax.scan(lambda c, t: (run.tick(c, t, head=False, back=False), ()), carry, run.warm_up)
+        carry, _ = lax.scan(lambda c, t: (run.tick(c, t, head=True, back=False), ()), carry, run.steady)
+        return run.finish(carry)
+
+    def gradients(
+        self, outer: Any, blocks: Any, state: Any, rows: Any, targets: Any, scale: Any, share: Any, key: Any
+    ) -> tuple[Sums, Any, Any]:
+        """``(sums, gradient of outer, gradient of blocks)``; arguments as of :meth:`losses`."""
+        run = _Run(self, outer, blocks, rows, targets, scale, share, key)
+        carry = _varying(self.axis, run.start(state, memory=True))
+        carry, _ = lax.scan(
+            lambda c, t: (run.tick(c, t, head=False, back=False, keep=True), ()), carry, run.warm_up
+        )
+        carry, _ = lax.scan(lambda c, t: (run.tick(c, t, head=True, back=True), ()), carry, run.steady)
+        carry, _ = lax.scan(lambda c, t: (run.drain(c, t), ()), carry, run.ending)
+        of_outer = jax.tree.map(lambda g: lax.psum(g, self.axis), carry["of_outer"])
+        return run.finish(carry), of_outer, carry["of_blocks"]
+
+
+class _Run:
+    """One pass over a batch."""
+
+    def __init__(
+        self, pipeline: Pipeline, outer: Any, blocks: Any, rows: Any, targets: Any, scale: Any, share: Any, key: Any
+    ) -> None:
+        self.p, self.axis = pipeline, pipeline.axis
+        self.stages, self.here = lax.axis_size(self.axis), lax.axis_index(self.axis)
+        self.count = jax.tree.leaves(rows)[0].shape[0]
+        # Typed as different on each device: otherwise the gradient of each use would be summed over them at once.
+        self.outer, self.blocks = _varying(self.axis, (outer, blocks))
+        self.rows, self.targets, self.scale, self.share = _varying(self.axis, (rows, targets, scale, share))
+        self.key = key
+        ahead = self.stages - 1
+        self.warm_up = jnp.arange(ahead)
+        self.steady = jnp.arange(ahead, ahead + self.count)
+        self.ending = jnp.arange(ahead + self.count, 2 * ahead + self.count)
+        # The microbatches of which the first stage has the input at one time; one place more is for what is dropped.
+        self.slots = min(self.count + 1, 2 * self.stages - 1)
+
+    def start(self, state: Any, *, memory: bool) -> dict[str, Any]:
+        """What a tick carries on, before the first one."""
+        first = jax.eval_shape(
+            lambda: self.p.enter(self.outer, _at(self.rows, 0), self._key(0, 0))
+        )
+        x = self.p.place("x", jnp.zeros(first.shape, first.dtype))
+        extras = jax.eval_shape(
+            lambda: self.p.stage(self.blocks, x, _at(self.rows, 0), state, self._key(0, 1))[2]
+        )
+        carry = {
+            "x": x,
+            "state": state,
+            "total": jnp.zeros((), jnp.float32),
+            "extras": jax.tree.map(lambda e: jnp.zeros((), jnp.float32), extras),
+        }
+        if memory:
+            kept = self.p.place("x", jnp.zeros((self.slots, *x.shape), x.dtype))
+            states = jax.tree.map(lambda s: jnp.zeros((self.slots, *s.shape), s.dtype), state)
+            carry |= {
+                "kept": (kept, states),
+                "cotangent": x,
+                "of_outer": self.p.place("outer", _zeros(self.outer)),
+                "of_blocks": self.p.place("blocks", _zeros(self.blocks)),
+            }
+        return carry
+
+    def tick(
+        self, carry: dict[str, Any], t: Any, *, head: bool, back: bool, keep: bool = False
+    ) -> dict[str, Any]:
+        """A forward pass; with ``head`` also the loss of the last stage's, with ``back`` a backward pass."""
+        number = t - self.here
+        active = (number >= 0) & (number < self.count)
+        safe = jnp.clip(number, 0, self.count - 1)
+        rows = _at(self.rows, safe)
+        entered = self.p.enter(self.outer, rows, self._key(safe, 0))
+        x = self.p.place("x", jnp.where(self.here == 0, entered, carry["x"]))
+        before = carry["state"]
+        y, after, extras = self.p.stage(self.blocks, x, rows, before, self._key(safe, 1))
+        y = self.p.place("x", y)
+        carry = dict(carry)
+        carry["state"] = _where(active, after, before)
+        share = jnp.where(active, self.share[safe], 0.0)
+        carry["extras"] = {
+            name: carry["extras"][name] + jnp.where(active, value, 0) * share for name, value in extras.items()
+        }
+        if keep or back:
+            place = jnp.where(active, number, self.count) % self.slots
+            carry["kept"] = jax.tree.map(
+                lambda ring, new: lax.dynamic_update_index_in_dim(ring, new, place, 0), carry["kept"], (x, before)
+            )
+        of_y = None
+        if head:
+            carry["total"], of_outer, of_y = self._head(carry["total"], y, t - (self.stages - 1), back)
+            if back:
+                carry["of_outer"] = self._added("outer", carry["of_outer"], of_outer)
+        carry["x"] = lax.ppermute(y, self.axis, [(i, i + 1) for i in range(self.stages - 1)])
+        return self._backward(carry, t, of_y) if back else carry
+
+    def drain(self, carry: dict[str, Any], t: Any) -> dict[str, Any]:
+        """A backward pass alone."""
+        return self._backward(dict(carry), t, None)
+
+    def _backward(self, carry: dict[str, Any], t: Any, of_y: Any) -> dict[str, Any]:
+        number = t - (2 * (self.stages - 1) - self.here)
+        active = (number >= 0) & (number < self.count)
+        safe = jnp.clip(number, 0, self.count - 1)
+        rows = _at(self.rows, safe)
+        x, before = _at(carry["kept"], safe % self.slots)
+        cotangent = carry["cotangent"]
+        if of_y is not None:
+            cotangent = jnp.where(self.here == self.stages - 1, of_y, cotangent)
+
+        def again(blocks: Any, x: Any) -> Any:
+            y, _, extras = self.p.stage(blocks, x, rows, before, self._key(safe, 1))
+            return y, {} if self.p.counted is None else {self.p.counted: extras[self.p.counted]}
+
+        (_, extras), pull = jax.vjp(again, self.blocks, x)
+        of_extras = jax.tree.map(lambda e: self.share[safe].astype(e.dtype), extras)
+        of_blocks, of_x = pull((cotangent, of_extras))
+        carry["of_blocks"] = self._added("blocks", carry["of_blocks"], of_blocks, active)
+        of_x = self.p.place("x", of_x)
+        _, pull = jax.vjp(lambda outer: self.p.enter(outer, rows, self._key(safe, 0)), self.outer)
+        carry["of_outer"] = self._added("outer", carry["of_outer"], pull(of_x)[0], active & (self.here == 0))
+        carry["cotangent"] = lax.ppermute(of_x, self.axis, [(i + 1, i) for i in range(self.stages - 1)])
+        return carry
+
+    def _head(self, total: Any, y: Any, number: Any, back: bool) -> tuple[Any, Any, Any]:
+        """The loss of the last stage's output, that of microbatch ``number``, added to ``total``; its gradients."""
+        last = self.here == self.stages - 1
+        targets = _at(self.targets, number)
+        positions = y.shape[1]
+        divided = positions % self.stages == 0
+        if divided:
+            # What is 0 on all devices but one is scattered by their sum; in float32, as XLA for CPUs has no sum over a
+            # part of the mesh in bfloat16.
+            wide = jnp.where(last, y, 0).astype(jnp.promote_types(y.dtype, jnp.float32))
+            part = lax.psum_scatter(wide, self.axis, scatter_dimension=1, tiled=True).astype(y.dtype)
+            size = positions // self.stages
+            own = jax.tree.map(
+                lambda a: lax.dynamic_slice_in_dim(a, self.here * size, size, 1), targets
+            )
+            weight = self.scale
+        else:
+            part, own, weight = y, targets, jnp.where(last, self.scale, 0)
+
+        def loss(outer: Any, x: Any) -> Any:
+            return self.p.leave(outer, x, own).astype(jnp.float32)
+
+        if not back:
+            value = loss(self.outer, part)
+            return total + (value * weight if divided else jnp.where(last, value * weight, 0)), None, None
+        value, pull = jax.vjp(loss, self.outer, part)
+        of_outer, of_part = pull(jnp.asarray(weight, value.dtype))
+        if not divided:
+            of_outer = _where(last, of_outer, jax.tree.map(jnp.zeros_like, of_outer))
+            return total + jnp.where(last, value * weight, 0), of_outer, of_part
+        return (
+            total + value * weight,
+            of_outer,
+            self.p.place("x", lax.all_gather(of_part, self.axis, axis=1, tiled=True)),
+        )
+
+    def _added(self, what: str, sums: Any, more: Any, active: Any = None) -> Any:
+        def add(total: Any, new: Any) -> Any:
+            new = new if active is None else jnp.where(active, new, jnp.zeros((), new.dtype))
+            return total + new.astype(total.dtype)
+
+        return self.p.place(what, jax.tree.map(add, sums, self.p.place(what, more)))
+
+    def _key(self, number: Any, part: int) -> Any:
+        """The key of a microbatch: of its entry, or of this stage."""
+        if self.key is None:
+            return None
+        own = jax.random.fold_in(self.key, number)
+        return jax.random.fold_in(own, self.here + 1 if part else 0)
+
+    def finish(self, carry: dict[str, Any]) -> Sums:
+        extras = {name: lax.psum(value, self.axis) for name, value in carry["extras"].items()}
+        total = lax.psum(carry["total"], self.axis)
+        return Sums(total, extras, carry["state"])
+
+
+def _at(tree: Any, index: Any) -> Any:
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
+
+
+def _where(condition: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def _zeros(tree: Any) -> Any:
+    """For sums of many small numbers: at least float32, whatever the parameters are stored in."""
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), tree)
+
+
+def _varying(axis: str, tree: Any) -> Any:
+    """The same values, typed as different on each device along the axis."""
+
+    def vary(x: Any) -> Any:
+        return x if axis in varying_axes(jax.typeof(x)) else lax.pcast(x, (axis,), to="varying")
+
+    return jax.tree.map(vary, tree)
