@@ -34,6 +34,21 @@ MODELS: dict[str, tuple[str, ...]] = {
     "experts": (*ATTENTION, "model.experts.count=4", "model.experts.per_token=2", "model.experts.dim=16"),
     "packed": ATTENTION,
     "deep": (*ATTENTION, "model.num_layers=4"),
+    "deep packed": (*ATTENTION, "model.num_layers=4", "model.tie_embeddings=false"),
+    "deep ssm": (*ATTENTION, "model.num_layers=4", "model.pattern=['ssm','attention']"),
+    "deep vq": (
+        *ATTENTION,
+        "model.num_layers=4",
+        "model.pattern=['vq','attention']",
+        "model.vq.dead_code_threshold=0",
+    ),
+    "deep experts": (
+        *ATTENTION,
+        "model.num_layers=4",
+        "model.experts.count=4",
+        "model.experts.per_token=2",
+        "model.experts.dim=16",
+    ),
     "small": ("model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=2", "model.embed_dim=16"),
 }
 """Settings by kind of block; ``packed`` has rows of several texts."""
@@ -78,6 +93,25 @@ CASES: dict[str, Case] = {
     "pipeline": ("deep", {"pipeline": 4}, {"gradient_accumulation_steps": 4}),
     "pipeline × data": ("deep", {"pipeline": 2, "data": 4}, {"gradient_accumulation_steps": 4}),
     "pipeline × fsdp": ("deep", {"pipeline": 2, "fsdp": 4}, {"gradient_accumulation_steps": 2}),
+    "deep, fsdp": ("deep", {"fsdp": 4}, {"gradient_accumulation_steps": 2}),
+    "packed, pipeline × data × tensor, remat": (
+        "deep packed",
+        {"pipeline": 2, "data": 2, "model": 2},
+        {"gradient_accumulation_steps": 4, "use_gradient_checkpointing": True},
+    ),
+    "pipeline × context": ("deep", {"pipeline": 2, "context": 4}, {"gradient_accumulation_steps": 2}),
+    "ssm, pipeline × data": (
+        "deep ssm",
+        {"data": 4, "pipeline": 2},
+        {"optimizer_sharding": True, "gradient_accumulation_steps": 2},
+    ),
+    "vq, pipeline": ("deep vq", {"pipeline": 2}, {}),
+    "vq, pipeline × fsdp": ("deep vq", {"pipeline": 2, "fsdp": 2}, {}),
+    "experts, pipeline × expert": (
+        "deep experts",
+        {"pipeline": 2, "expert": 4},
+        {"gradient_accumulation_steps": 4},
+    ),
     "pipeline × tensor": ("deep", {"pipeline": 4, "model": 2}, {"gradient_accumulation_steps": 8}),
 }
 FEW = ("small, fsdp × context × tensor",)
@@ -88,7 +122,7 @@ def batches(kind: str) -> list[dict[str, np.ndarray]]:
     found = []
     for _ in range(STEPS):
         batch = {"tokens": random.integers(0, 64, (16, 17)).astype("int32")}
-        if kind == "packed":
+        if "packed" in kind:
             batch["segments"] = np.sort(random.integers(1, 4, (16, 17)), axis=1).astype("int32")
             batch["weights"] = random.uniform(0.0, 1.0, (16, 17)).astype("float32")
         found.append(batch)

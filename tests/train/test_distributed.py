@@ -323,5 +323,5 @@ def test_an_axis_that_would_shard_nothing_is_refused(meshes: Any) -> None:
     refused = meshes["refused"]
     assert "param_axes" in refused["model"]
     assert "another framework" in refused["context"]
-    assert "no pipeline schedule" in refused["pipeline"]
+    assert "layers are not known" in refused["pipeline"]
     assert "'model'" in refused["nothing"]

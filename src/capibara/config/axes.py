@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from capibara.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+    from jax.sharding import PartitionSpec
 
 __all__ = ["LOGICAL_AXES", "AxisRules"]
 
@@ -61,6 +61,13 @@ _ACTIVATIONS = {
     "hidden": ("model", "tensor"),
     "experts": ("expert",),
 }
+
+
+class _Sizes(Protocol):
+    """What is read of a mesh, real or abstract: the size of each axis."""
+
+    @property
+    def shape(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,7 @@ class AxisRules:
     def spec(
         self,
         names: Sequence[str | None],
-        mesh: Mesh | AbstractMesh,
+        mesh: _Sizes,
         shape: Sequence[int] | None = None,
         kind: Literal["parameters", "activations"] = "parameters",
     ) -> PartitionSpec:

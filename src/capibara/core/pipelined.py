@@ -51,8 +51,8 @@ def check_stages(config: ModularModelConfig, stages: int) -> None:
         )
     if config.finetune.method != "full":
         raise ConfigError(
-            f"{said}and finetune.method={config.finetune.method} trains adapters alone, for which there is no pipeline. "
-            "Use the axes data, fsdp or model"
+            f"{said}and finetune.method={config.finetune.method} trains adapters alone, for which there is no "
+            "pipeline. Use the axes data, fsdp or model"
         )
     if model.experts.first_dense and model.experts.count:
         raise ConfigError(
@@ -127,9 +127,11 @@ class PipelinedLoss:
         count = max(n for n in range(1, 2 * self.stages + 1) if each % n == 0)
         # Each microbatch has rows of all devices along the data axes: none is moved.
         return jax.tree.map(
-            lambda a: a.reshape(data, count, -1, *a.shape[1:]).swapaxes(0, 1).reshape(count, -1, *a.shape[1:])
-            if count > 1
-            else a[None],
+            lambda a: (
+                a.reshape(data, count, -1, *a.shape[1:]).swapaxes(0, 1).reshape(count, -1, *a.shape[1:])
+                if count > 1
+                else a[None]
+            ),
             dict(batch),
         )
 
@@ -244,7 +246,9 @@ class PipelinedLoss:
         if parts is not None:
             return total_loss(self.config, outer, out["hidden"], tokens, parts, weights=weights)
         logits = out["logits"]
-        chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        # Without a gather, which XLA cannot split over a part of a mesh with three axes.
+        own_entry = jnp.arange(logits.shape[-1]) == tokens[..., None]
+        chosen = jnp.sum(jnp.where(own_entry, logits, 0), axis=-1)
         losses = jax.nn.logsumexp(logits, axis=-1) - chosen
         if weights is None:
             return jnp.sum(losses)

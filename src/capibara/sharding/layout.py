@@ -35,13 +35,14 @@ class Layout:
 
     Attributes:
       mesh: mesh axes and their sizes, outermost first: ``(("data", 4), ("model", 8))``. ``data`` shards the batch,
-        ``model`` shards heads, feed-forward and vocabulary, ``expert`` shards the batch and the experts of mixtures.
+        ``model`` shards heads, feed-forward and vocabulary, ``expert`` shards the batch and the experts of mixtures;
+        ``pipeline`` divides the blocks into stages.
       parameters: ``"sharded"`` over ``data`` too (FSDP; Rajbhandari et al., "ZeRO", stage 3) or
         ``"replicated"`` there.
       optimizer: moments sharded like the parameters, or ``"sharded"`` over ``data`` even if those are not (ZeRO,
         stage 1).
       remat: what the backward pass recomputes: nothing, all but matrix products, or each whole block.
-      microbatches: number of parts of a batch that are processed one after another.
+      microbatches: number of parts of a batch that are processed one after another; in a pipeline, by each stage.
       offload: ``"optimizer"`` keeps the moments in the hosts' memory.
       flags: compiler options, ``(name, value)`` pairs.
     """
@@ -86,6 +87,19 @@ class Layout:
     def axis_sizes(self) -> dict[str, int]:
         """Size by axis."""
         return dict(self.mesh)
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline that the blocks are divided into; 1: there is none."""
+        return self.axis_sizes.get("pipeline", 1)
+
+    @property
+    def bubble(self) -> float:
+        """The part of a step in which a stage of a pipeline has nothing to do: ``(p - 1) / (m + p - 1)``.
+
+        Of ``p`` stages and ``m`` microbatches; 0.0 without a pipeline.
+        """
+        return (self.stages - 1) / (self.microbatches + self.stages - 1)
 
     @property
     def rules(self) -> AxisRules:
@@ -170,6 +184,8 @@ class Layout:
             words.append("optimizer sharded")
         if self.microbatches > 1:
             words.append(f"{self.microbatches} microbatches")
+        if self.stages > 1:
+            words.append(f"bubble {self.bubble:.0%}")
         if self.offload != "none":
             words.append(f"{self.offload} offloaded")
         return ", ".join(words)

@@ -53,9 +53,10 @@ class TpuDistributedTrainer:
         a pair of functions ``(init, apply)``; or any :class:`capibara.train.protocols.Model`.
       mesh: a ``jax.sharding.Mesh``, such as from ``create_training_mesh``; by default all devices along ``data``. The
         axes ``data``, ``fsdp`` and ``expert`` shard the batch, ``fsdp`` parameters too, ``model`` (or ``tensor``)
-        heads, feed-forward and vocabulary, ``expert`` experts, ``context`` the positions of each sequence.
+        heads, feed-forward and vocabulary, ``expert`` experts, ``context`` the positions of each sequence; ``pipeline``
+        divides the blocks into stages.
       gradient_accumulation_steps: parts that each batch is split into, processed one after the other; the update is
-        that of the whole batch.
+        that of the whole batch. They are the microbatches of a pipeline: with many it idles less (``layout.bubble``).
       use_gradient_checkpointing: compute activations again in the backward pass instead of keeping them: block by block
         (:mod:`capibara.train.rematerialise`).
       async_gradient_communication: let collectives run while the device computes, by options of the compiler.
@@ -162,6 +163,11 @@ class TpuDistributedTrainer:
         """Make the model and its optimizer, if the shapes of the inputs are known as far as it needs them."""
         model: Any = as_model(self._given, loss=self._loss, axes=self._axes, example=example)
         check_axes(model, self.mesh, named=self._axes is not None)
+        if self._policy is not None and self.layout.stages > 1:
+            raise ConfigError(
+                "activation_offloading=True: a stage of a pipeline keeps only its inputs, and computes the rest again. "
+                "Leave it out"
+            )
         try:
             jax.eval_shape(lambda: model.init(0))
         except (ConfigError, ComposeError) as error:

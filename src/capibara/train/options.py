@@ -17,6 +17,7 @@ from capibara.sharding import ASYNCHRONOUS, WHOLE_PRODUCTS
 from capibara.train import extras
 from capibara.train.frameworks import unwrapped
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule, named_optimizer
+from capibara.train.pipelines import check_pipeline
 from capibara.train.rematerialise import recomputed
 
 __all__ = [
@@ -84,7 +85,7 @@ def check_axes(model: Any, mesh: Any, *, named: bool) -> None:
     Raises:
       ConfigError: it names the axis.
     """
-    model = unwrapped(model)
+    given, model = model, unwrapped(model)
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     rules = AxisRules()
     known = {
@@ -100,6 +101,8 @@ def check_axes(model: Any, mesh: Any, *, named: bool) -> None:
                 f"mesh: nothing is sharded along {axis!r}, so that its {size} devices would all do the same work; "
                 f"expected any of {', '.join(sorted(known))}.{did_you_mean(axis, sorted(known))}"
             )
+        if axis == "pipeline":
+            check_pipeline(given, mesh)
         composed = hasattr(model, "on_mesh")
         if axis in ("context", "sequence") and not composed:
             raise ConfigError(

@@ -19,6 +19,7 @@ from capibara.errors import ConfigError
 from capibara.sharding import Layout, resized
 from capibara.train.float64 import check_float64
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule
+from capibara.train.pipelines import check_pipeline
 from capibara.train.placement import Placement, device_counts
 from capibara.train.protocols import Batch, Batches, DataSource, Model, Optimizer
 from capibara.train.state import TrainState
@@ -212,6 +213,7 @@ class Run:
 
 def _compiled_for(model: Model, placement: Placement) -> Model:
     """A model that can be compiled for the mesh runs its kernels on each device's part."""
+    check_pipeline(model, placement.mesh)
     on_mesh: Callable[..., Model] | None = getattr(model, "on_mesh", None)
     if placement.mesh is None or on_mesh is None:
         return model

@@ -12,7 +12,8 @@ Where a mesh axis is larger than their number they are replicated, which takes t
 Attention needs all positions of its rows. Where the sequence is sharded over a mesh axis (``context``), the keys go
 round a ring of devices (:mod:`capibara.ops.attention.ring`).
 
-What cannot be divided is left to XLA as a whole, as is what runs outside of a trace, or inside a ``shard_map`` already that is not a pipeline's.
+What cannot be divided is left to XLA as a whole, as is what runs outside of a trace, or inside a
+``shard_map`` already that is not a pipeline's.
 """
 
 from __future__ import annotations

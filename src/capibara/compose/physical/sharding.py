@@ -55,8 +55,8 @@ def constrain(
     """Constrain the sharding of ``x`` by its logical axes.
 
     Equivalent JAX: ``jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(names, mesh)))``.
-    Without a mesh, and inside ``jax.shard_map``, it is the identity, so the same code runs on one device; inside that of
-    a pipeline the axes that it does not take are constrained.
+    Without a mesh, and inside ``jax.shard_map``, it is the identity, so the same code runs on one device. Inside that
+    of a pipeline the axes that it does not take are constrained.
 
     Args:
         x: any array. names: a logical axis or mesh axis name (or None) for each dimension of ``x``.

@@ -36,12 +36,7 @@ from jax import lax
 
 from capibara.jax_versions import varying_axes
 
-__all__ = ["Pipeline", "Sums", "bubble"]
-
-
-def bubble(stages: int, microbatches: int) -> float:
-    """The part of the time in which a stage has nothing to do, from 0 to 1."""
-    return (stages - 1) / (microbatches + stages - 1)
+__all__ = ["Pipeline", "Sums"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,15 @@ class _Run:
     """One pass over a batch."""
 
     def __init__(
-        self, pipeline: Pipeline, outer: Any, blocks: Any, rows: Any, targets: Any, scale: Any, share: Any, key: Any
+        self,
+        pipeline: Pipeline,
+        outer: Any,
+        blocks: Any,
+        rows: Any,
+        targets: Any,
+        scale: Any,
+        share: Any,
+        key: Any,
     ) -> None:
         self.p, self.axis = pipeline, pipeline.axis
         self.stages, self.here = lax.axis_size(self.axis), lax.axis_index(self.axis)
@@ -134,9 +137,7 @@ class _Run:
 
     def start(self, state: Any, *, memory: bool) -> dict[str, Any]:
         """What a tick carries on, before the first one."""
-        first = jax.eval_shape(
-            lambda: self.p.enter(self.outer, _at(self.rows, 0), self._key(0, 0))
-        )
+        first = jax.eval_shape(lambda: self.p.enter(self.outer, _at(self.rows, 0), self._key(0, 0)))
         x = self.p.place("x", jnp.zeros(first.shape, first.dtype))
         extras = jax.eval_shape(
             lambda: self.p.stage(self.blocks, x, _at(self.rows, 0), state, self._key(0, 1))[2]
@@ -175,12 +176,15 @@ class _Run:
         carry["state"] = _where(active, after, before)
         share = jnp.where(active, self.share[safe], 0.0)
         carry["extras"] = {
-            name: carry["extras"][name] + jnp.where(active, value, 0) * share for name, value in extras.items()
+            name: carry["extras"][name] + jnp.where(active, value, 0) * share
+            for name, value in extras.items()
         }
         if keep or back:
             place = jnp.where(active, number, self.count) % self.slots
             carry["kept"] = jax.tree.map(
-                lambda ring, new: lax.dynamic_update_index_in_dim(ring, new, place, 0), carry["kept"], (x, before)
+                lambda ring, new: lax.dynamic_update_index_in_dim(ring, new, place, 0),
+                carry["kept"],
+                (x, before),
             )
         of_y = None
         if head:
@@ -230,9 +234,7 @@ class _Run:
             wide = jnp.where(last, y, 0).astype(jnp.promote_types(y.dtype, jnp.float32))
             part = lax.psum_scatter(wide, self.axis, scatter_dimension=1, tiled=True).astype(y.dtype)
             size = positions // self.stages
-            own = jax.tree.map(
-                lambda a: lax.dynamic_slice_in_dim(a, self.here * size, size, 1), targets
-            )
+            own = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.here * size, size, 1), targets)
             weight = self.scale
         else:
             part, own, weight = y, targets, jnp.where(last, self.scale, 0)

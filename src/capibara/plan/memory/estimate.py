@@ -16,6 +16,7 @@ from capibara.plan.memory.arguments import Block, step_arguments
 from capibara.plan.memory.working_set import working_set
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
+from capibara.plan.validation import refuse_stages
 from capibara.sharding import Layout
 
 __all__ = ["MemoryEstimate", "estimate_memory", "estimate_memory_of"]
@@ -105,13 +106,15 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -
       target: the slice; its number of devices must be the mesh's.
 
     Raises:
-      PlanError: the mesh has another number of devices than the slice, or the batch does not divide.
+      PlanError: the mesh has another number of devices than the slice, or the axis ``pipeline``, or the batch does not
+        divide.
     """
     if layout.num_devices != target.num_devices:
         raise PlanError(
             f"layout: the mesh {dict(layout.mesh)} has {layout.num_devices} devices, but {target} has "
             f"{target.num_devices}"
         )
+    refuse_stages(layout)
     rows, left = divmod(config.train.batch_size, layout.microbatches)
     if left:
         raise PlanError(

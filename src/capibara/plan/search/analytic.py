@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.config import ModularModelConfig
 from capibara.plan.slices import Slice
+from capibara.plan.validation import refuse_stages
 from capibara.sharding import Group, Layout
 
 if TYPE_CHECKING:
@@ -114,7 +115,12 @@ def step_flops(config: ModularModelConfig) -> float:
 
 
 def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> Estimate:
-    """The rough time of one step."""
+    """The rough time of one step.
+
+    Raises:
+      PlanError: the mesh has the axis ``pipeline``.
+    """
+    refuse_stages(layout)
     devices = layout.num_devices
     sizes = layout.axis_sizes
     data, model, expert = (sizes.get(axis, 1) for axis in ("data", "model", "expert"))

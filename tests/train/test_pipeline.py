@@ -1,0 +1,111 @@
+"""Runs over the mesh axis ``pipeline``: what is refused, what a layout says; losses, evaluation and restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from emulation import emulated
+from other_process import run_apart
+from tiny_run import tiny_config
+
+from capibara.core.pipelined import check_stages
+from capibara.errors import ConfigError
+from capibara.plan import PlanError, estimate_memory, parse_slice
+from capibara.sharding import Layout
+from capibara.train.frameworks import WithLoss
+from capibara.train.pipelines import check_pipeline
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["model.num_layers=6"], "multiple of 4. Use model.num_layers=4 or 8"),
+        (["model.num_layers=2"], "multiple of 4. Use model.num_layers=4,"),
+        (["model.num_layers=4", "model.pattern=['ssm','attention']"], "turns of the 2 blocks"),
+        (["model.num_layers=9", "model.pattern=['ssm','attention']"], "Use model.num_layers=8 or 16"),
+        (
+            [
+                "model.num_layers=4",
+                "model.experts.count=4",
+                "model.experts.first_dense=1",
+                "model.experts.dim=8",
+            ],
+            "first_dense=0",
+        ),
+        (["model.num_layers=4", "finetune.method=lora"], "finetune.method=lora"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match="'pipeline' has 4 devices") as caught:
+        check_stages(tiny_config("unused", *settings), 4)
+    assert said in str(caught.value)
+
+
+def test_stages_need_not_be_scanned_nor_one_kind_of_block() -> None:
+    for more in ("model.scan_layers=unroll", "model.pattern=['ssm','attention']"):
+        check_stages(tiny_config("unused", "model.num_layers=8", more), 4)
+
+
+def test_other_models_and_losses_are_refused() -> None:
+    stages = jax.sharding.AbstractMesh((2, 4), ("data", "pipeline"))
+    none = jax.sharding.AbstractMesh((8, 1), ("data", "pipeline"))
+    for model, said in ((object(), "ModularCapibaraModel"), (WithLoss(object(), lambda o, t: o), "loss=")):
+        with pytest.raises(ConfigError, match=said):
+            check_pipeline(model, stages)
+        check_pipeline(model, none)
+
+
+def test_a_layout_says_what_a_pipeline_idles() -> None:
+    layout = Layout(mesh=(("data", 2), ("pipeline", 4)), microbatches=2)
+    assert layout.stages == 4
+    assert layout.bubble == pytest.approx(3 / 5)
+    assert str(layout).endswith("2 microbatches, bubble 60%")
+    assert Layout(mesh=(("data", 8),)).bubble == 0.0
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+def test_plans_do_not_estimate_stages() -> None:
+    layout = Layout(mesh=(("data", 4), ("pipeline", 4)))
+    config = tiny_config("unused", "model.num_layers=4", "train.batch_size=16")
+    with pytest.raises(PlanError, match="4 devices along 'pipeline'"):
+        estimate_memory(config, layout, parse_slice("v4:2x2x4"))
+
+
+RUNS = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np
+from tiny_run import tiny_config, tiny_corpus
+from capibara.core import ModularCapibaraModel
+from capibara.sharding import Layout
+from capibara.train import read_losses, train
+
+base = Path(sys.argv[1])
+settings = ("model.num_layers=4", "train.batch_size=16", "train.eval_every=6", "log_every=1",
+            "precision.compute_dtype=float32", "model.vocab_size=256")
+
+def run(name, steps, *layout, devices=None, **more):
+    config = tiny_config(base / name, *settings, f"train.steps={steps}", *layout)
+    report = train(config, ModularCapibaraModel(config), tiny_corpus(), devices=devices,
+                   measure_utilisation=False, **more)
+    losses = read_losses(base / name / "metrics.jsonl")
+    return list(losses.values()), report.validation_bits_per_byte
+
+two = Layout(mesh=(("data", 2), ("pipeline", 2)), microbatches=4).overrides()
+four = Layout(mesh=(("pipeline", 4),), microbatches=2).overrides()
+one = run("one", 8, devices=jax.devices()[:1])
+run("stages", 4, *two)
+again = run("stages", 8, *four)
+print("RESULT", json.dumps({"one": one, "stages": again}))
+"""
+
+
+@pytest.mark.slow  # three runs, each with its programs
+def test_runs_are_those_of_one_device_and_go_on_with_other_stages(tmp_path: Path) -> None:
+    seen = run_apart(RUNS, str(tmp_path), XLA_FLAGS=emulated(4, quick=True))
+    (wanted, bits), (losses, own) = seen["one"], seen["stages"]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert own == pytest.approx(bits, rel=1e-5)
