@@ -5,8 +5,9 @@ a device has to the others, and each hop adds about a microsecond; an all-reduce
 one after the other ("How to Scale Your Model", parts 2 and 3, Google DeepMind).
 
 :class:`Group` is that formula. Who calls it differs in what is known of the links: the prediction of a compiled program
-knows the place of every device on the grid of chips (:mod:`capibara.plan.time`); an estimate without a program takes
-each mesh axis to run along one ring of the grid, whose links carry both ways at once (:class:`Links`).
+knows the place of every device on the grid of chips (:mod:`capibara.plan.time`); estimates without a program
+(:mod:`capibara.plan.search.analytic`, :mod:`capibara.plan.step`, :mod:`capibara.plan.sharding`) take each mesh axis to
+run along one ring of the grid, whose links carry both ways at once (:class:`Links`).
 """
 
 from __future__ import annotations
@@ -67,21 +68,27 @@ class Links:
       sizes: devices along each axis, by name.
       bandwidth: bytes a second that a device sends along one axis (both directions of its ring).
       hop_seconds: delay of one hop.
+      switched: whether all axes go through one switch, to which a device has that bandwidth in all.
     """
 
     sizes: Mapping[str, int]
     bandwidth: float
     hop_seconds: float = HOP_SECONDS
+    switched: bool = False
 
     def ways(self, axes: Iterable[str]) -> int:
         """Devices over these axes."""
         return math.prod(self.sizes[a] for a in axes)
 
     def over(self, axes: Iterable[str]) -> Group:
-        """The devices along these axes: the links of all of them are used at once."""
-        wide = [a for a in axes if self.sizes[a] > 1]
-        hops = sum(max(1, self.sizes[a] // 2) for a in wide)
-        return Group(self.ways(wide), max(len(wide), 1) * self.bandwidth, hops, self.hop_seconds)
+        """The devices along these axes: the links of all of them are used at once.
+
+        Two neighbours share one link; a longer ring is sent both ways round.
+        """
+        wide = [self.sizes[a] for a in axes if self.sizes[a] > 1]
+        rings = 1.0 if self.switched else sum(min(size - 1, 2) / 2 for size in wide)
+        hops = sum(max(1, size // 2) for size in wide)
+        return Group(math.prod(wide), (rings or 1.0) * self.bandwidth, hops, self.hop_seconds)
 
     def moved(self, size: float, axes: Iterable[str]) -> float:
         """As :meth:`Group.moved`, over these axes."""
@@ -117,7 +124,7 @@ def links_of(chip: Chip, sizes: Mapping[str, int], link_bandwidth: float | None 
         return Links(dict(sizes), 2 * chip.link_bandwidth)
     if chip.interconnect_bandwidth is not None:  # both ways together, over all links
         if chip.kind == "gpu":  # to a switch: all serve whichever axis is used
-            return Links(dict(sizes), chip.interconnect_bandwidth / 2)
+            return Links(dict(sizes), chip.interconnect_bandwidth / 2, switched=True)
         if chip.links_per_chip:  # two to an axis of the grid
             return Links(dict(sizes), chip.interconnect_bandwidth / chip.links_per_chip)
     raise ChipError(

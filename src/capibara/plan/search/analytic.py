@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from capibara.config import ModularModelConfig
 from capibara.plan.slices import Slice
 from capibara.plan.validation import refuse_stages
-from capibara.sharding import Group, Layout
+from capibara.sharding import Layout, Links
 
 if TYPE_CHECKING:
     from capibara.compose import CompiledModel
@@ -157,15 +157,18 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
     memory += layout.microbatches * m.num_layers * _LAYER_SECONDS
     count = layout.microbatches
 
-    def ring(size: float, axis: int) -> float:
-        # Two neighbours share one link; a longer ring is sent both ways round. Hops are nothing beside such sizes.
-        return Group(axis, target.link_bandwidth * min(axis - 1, 2)).gather(size)
+    # Hops are nothing beside such sizes. The data and expert axes together are one ring.
+    sizes = {"batch": batch, "data": data, "model": model, "expert": expert}
+    links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
+
+    def ring(size: float, axis: str) -> float:
+        return links.gather(size, (axis,))
 
     # Parameters travel in the type of the arithmetic and behind neighbouring layers; gradients in float32, waited for.
     # Codes stay where they are.
-    gathered = ring((dense - counts.codes / model) * 2, batch) + ring(mixture * 2, data)
+    gathered = ring((dense - counts.codes / model) * 2, "batch") + ring(mixture * 2, "data")
     share = trained / whole
-    reduced = share * (ring(dense * 4, batch) + ring(mixture * 4, data))
+    reduced = share * (ring(dense * 4, "batch") + ring(mixture * 4, "data"))
     if layout.parameters == "sharded":
         communication = count * (2 * _EXPOSED * gathered + reduced)
     elif layout.optimizer == "sharded":
@@ -176,11 +179,11 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
     # attention and one after the feed-forward; backward one for each product that its inputs went into (query, key,
     # value, gate, up), which XLA does not add up before; one more where the block is computed again.
     reduces = {"none": 7, "dots": 7, "full": 8}[layout.remat]
-    communication += reduces * m.num_layers * 2 * ring(tokens * m.embed_dim * 4, model)
+    communication += reduces * m.num_layers * 2 * ring(tokens * m.embed_dim * 4, "model")
     # Tokens of all devices along the expert axis are gathered, and the sums scattered back; the other way round for
     # their gradients; and both again where the block is computed again.
     exchanges = {"none": 4, "dots": 6, "full": 6}[layout.remat]
-    communication += exchanges * mixed * ring(tokens * expert * m.embed_dim * 2, expert)
+    communication += exchanges * mixed * ring(tokens * expert * m.embed_dim * 2, "expert")
     if layout.offload == "optimizer":
         # Moments travel to the hosts and back over PCIe, about 10 GB/s a chip each way.
         memory += held * 8 * 2 / 10e9
