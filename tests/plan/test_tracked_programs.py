@@ -15,7 +15,7 @@ from capibara.plan.compiler import CompiledProgram, ProgramCache
 from capibara.plan.program import overlap_by_kind, overlaps, read_program
 from capibara.plan.time import predict_step
 from capibara.sharding import WHOLE_PRODUCTS, Layout
-from capibara.train.options import asynchronous_options
+from capibara.train.options import asynchronous_options, flags_note
 
 SHARDED = "train on v4-32, fsdp 32"
 WITHOUT = "train on v4-32, fsdp 32, without options"
@@ -107,6 +107,22 @@ def test_options_of_the_trainer_and_of_the_shipped_configuration_are_those_that_
     assert Layout.from_config(config).compiler_options == dict(WHOLE_PRODUCTS)
     assert asynchronous_options(SimpleNamespace(platform="tpu")) == dict(WHOLE_PRODUCTS)
     assert all(layout.compiler_options in ({}, dict(WHOLE_PRODUCTS)) for _, layout in LAYOUTS.values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "platform", "devices", "said"),
+    [
+        (("xla_a=1",), "tpu", 32, None),
+        ((), "tpu", 1, None),
+        ((), "tpu", 32, "tpu.flags is empty"),
+        (("xla_a=1",), "cpu", 32, "left out on cpu"),
+        ((), "cpu", 32, None),
+    ],
+)
+def test_a_run_says_what_its_options_lack(flags, platform, devices, said) -> None:
+    placement = SimpleNamespace(devices=(SimpleNamespace(platform=platform),) * devices)
+    note = flags_note(flags, placement)
+    assert note is None if said is None else said in str(note)
 
 
 def test_the_file_has_every_program() -> None:

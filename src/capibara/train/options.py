@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ __all__ = [
     "asynchronous_options",
     "check_axes",
     "chosen_optimizer",
+    "flags_note",
     "offload_policy",
     "training_mesh",
     "with_recomputing",
@@ -44,6 +45,24 @@ def asynchronous_options(device: Any) -> dict[str, Any]:
             f"{', '.join(ASYNCHRONOUS)}. Leave it out"
         )
     return dict(WHOLE_PRODUCTS if device.platform == "tpu" else ASYNCHRONOUS[device.platform])
+
+
+def flags_note(flags: Sequence[str], placement: Any) -> str | None:
+    """What to say of the compiler options of a run with a mesh, if anything: left out, or not given.
+
+    Args:
+      flags: the setting ``tpu.flags``.
+      placement: of the run.
+    """
+    platform = placement.devices[0].platform
+    if flags and platform != "tpu":
+        return f"tpu.flags are options of a TPU's compiler: left out on {platform}"
+    if not flags and platform == "tpu" and len(placement.devices) > 1:
+        return (
+            "tpu.flags is empty: gathers of parameters do not run beside whole products. capibara plan finds options, "
+            "and production/tpu_v4 has some"
+        )
+    return None
 
 
 def offload_policy(device: Any) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ from capibara.train.finite import check_finite
 from capibara.train.held import HeldCopies
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog, SilentLog, read_losses
+from capibara.train.options import flags_note
 from capibara.train.plot import plot_losses
 from capibara.train.preferences import REFERENCE, reference_digest, set_reference
 from capibara.train.processes import Processes
@@ -305,9 +306,8 @@ def _run(
         title = f"{data.name}, {num_params:,} parameters"
         plot_losses(folder / "metrics.jsonl", folder / "loss.png", title=title)
 
-    if config.tpu.enabled and config.tpu.flags and not run.placement.compiler_options:
-        platform = run.placement.devices[0].platform
-        reporter.note(f"tpu.flags are options of a TPU's compiler: left out on {platform}")
+    if config.tpu.enabled and (note := flags_note(config.tpu.flags, run.placement)):
+        reporter.note(note)
     begun = time.perf_counter()
     # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
     train_step, eval_step = run.compiled(state, run.put_batch(skips.number(start)))
