@@ -17,6 +17,7 @@ import pytest
 from emulation import emulated
 
 from capibara.hardware import CpuTimes, cpu_times, device_memory, live_array_bytes
+from capibara.hardware.telemetry import available_memory
 
 
 def test_live_array_bytes_follow_allocation():
@@ -170,3 +171,10 @@ def test_cpu_times_advance():
     assert later is not None
     assert later.total >= earlier.total > 0
     assert earlier.total <= (os.cpu_count() or 1) * 1e12
+
+
+def test_memory_that_the_kernel_says_is_available():
+    assert available_memory("MemTotal: 900 kB\nMemAvailable:     123 kB\nBuffers: 1 kB\n") == 123 * 1024
+    assert available_memory("MemTotal: 900 kB\n") is None
+    found = available_memory()
+    assert found is None or 0 < found < 1 << 50

@@ -18,6 +18,7 @@ from tiny_model import TinyModel
 from tiny_run import tiny_config, tiny_corpus
 
 import capibara.train.checkpoint as module
+from capibara.hardware.telemetry import DeviceMemory
 from capibara.train import CheckpointStore, checkpoint_store, read_losses, train
 from capibara.train.copies import Copier
 from capibara.train.errors import CheckpointWriteError, DataError, DivergedError, ProcessesError
@@ -422,3 +423,25 @@ def test_a_signal_waits_for_the_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     )
     assert report.reason == "interrupted"
     assert checkpoint_store(tmp_path).steps() == [4, report.step]
+
+
+@pytest.mark.parametrize(
+    ("free", "available", "expected"),
+    [
+        (20_000, 0, "device"),
+        (5_000, 10**9, "host"),
+        (5_000, 5_000, "none"),
+        (None, 10**9, "device"),
+        (None, 10, "none"),
+    ],
+)
+def test_a_copy_goes_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, available: int, expected: str
+) -> None:
+    def figures(devices: list[Any]) -> list[DeviceMemory]:
+        limit = None if free is None else 10**6
+        return [DeviceMemory(str(one), 0, limit and limit - (free or 0), limit) for one in devices]
+
+    monkeypatch.setattr("capibara.train.copies.device_memory", figures)
+    monkeypatch.setattr("capibara.train.copies.available_memory", lambda: available)
+    assert Copier().place_for({"w": jnp.zeros((100, 100), jnp.int8)}) == expected  # 10,000 bytes
