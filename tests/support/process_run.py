@@ -1,7 +1,8 @@
 """What one process of a run trains, and what it saw of it: ``python process_run.py SPECS.json``.
 
 The file has a list of runs, one after another in the same processes: ``directory``, ``settings``, and ``stop``: the
-step after which one process is asked to stop, as by a signal, and the number of that process. Each process writes what
+step after which one process is asked to stop, as by a signal, and the number of that process; ``scale``: how many
+devices each process has, after so many looks of a scaler (:class:`Devices`). Each process writes what
 it saw to ``process-N.json`` in the folder of the run.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from capibara.train.processes import Processes, join_processes
+from capibara.train.processes import Processes, by_process, join_processes
 
 joined = join_processes()  # before JAX is used
 
@@ -29,6 +30,7 @@ from capibara.cli._leaving import leave
 from capibara.train import Run, checkpoint, train
 from capibara.train.examples import load_data
 from capibara.train.progress import SilentReporter
+from capibara.train.scaling.autoscaler import TpuAutoScaler
 from capibara.train.signals import StopFlag
 
 
@@ -58,6 +60,20 @@ class Stop(StopFlag):
             self.after = 0
 
 
+class Devices:
+    """How many devices of each process there are, after so many looks."""
+
+    looks = 0
+
+    def __init__(self, moments: list[list[int]]) -> None:
+        self.moments = moments
+
+    def __call__(self) -> list[Any]:
+        self.looks += 1
+        each = [count for after, count in self.moments if self.looks > after][-1]
+        return [device for group in by_process(jax.devices()) for device in group[:each]]
+
+
 def batches(run: Run) -> str:
     """A digest of the first batches as the devices of this process hold them, by row of the global batch."""
     rows = {}
@@ -77,7 +93,15 @@ def one(spec: dict[str, Any]) -> dict[str, Any]:
     if spec.get("stop") and spec["stop"][1] == joined.index:
         stop.after, stop.signal = spec["stop"][0], 15
     corpus = load_data(config.data) if config.data.paths else tiny_corpus()
-    report = train(config, TinyModel(config), corpus, measure_utilisation=False, reporter=watch, stop=stop)
+    options: dict[str, Any] = {"measure_utilisation": False, "reporter": watch, "stop": stop}
+    if "scale" in spec:
+        scaler = TpuAutoScaler(
+            1, 64, scaling_policy="utilization", devices=Devices(spec["scale"]), cooldown=0.0
+        )
+        with scaler.managed_scaling():
+            report = train(config, TinyModel(config), corpus, **options)
+    else:
+        report = train(config, TinyModel(config), corpus, **options)
     return {
         "report": report.to_dict(),
         "notes": watch.notes,

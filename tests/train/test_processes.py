@@ -138,6 +138,24 @@ def test_two_processes_are_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data", "tensor"])
+def test_two_processes_move_to_fewer_devices_and_back(tmp_path: Path, layout: str) -> None:
+    one, folder = one_device(tmp_path / "one"), tmp_path / "run"
+    spec = {
+        "directory": str(folder),
+        "settings": [*overrides(LAYOUTS[layout]), "checkpoint.every_steps=100"],
+        "scale": [[0, 2], [1, 1], [4, 2]],
+    }
+    code, err = run(tmp_path, 2, 2, [spec])
+    assert code == 0, err
+    found = seen(folder, 2)
+    moved = [note for note in found[0]["notes"] if note.startswith("moved to")]
+    assert [int(note.split()[2]) for note in moved] == [2, 4]
+    assert [one["report"]["step"] for one in found] == [8, 8]
+    check_same(folder, one, accumulated=layout == "tensor")
+
+
+@pytest.mark.slow
 def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
     one = one_device(tmp_path / "one")
     folder = tmp_path / "run"

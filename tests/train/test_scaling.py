@@ -129,6 +129,110 @@ def test_a_run_without_devices_ends_with_what_it_had(tmp_path: Any) -> None:
     assert list(read_losses(tmp_path / "metrics.jsonl")) == list(range(1, 13))
 
 
+FAILURES = """
+import json, sys, tempfile, warnings
+warnings.simplefilter("error")
+import jax
+from tiny_model import TinyModel
+from tiny_run import tiny_config, tiny_corpus
+from capibara.jax.tpu_v4.autoscaling import TpuAutoScaler
+from capibara.jax.tpu_v4.recovery import TpuRecoveryManager
+from capibara.train import read_losses, train, trainer
+from capibara.train.loop import Loop
+from capibara.train.recovery import manager
+from capibara.train.scaling import autoscaler
+
+class Lost(Loop):
+    def __post_init__(self):
+        super().__post_init__()
+        right = self.train_step
+
+        def step(state, batch):
+            calls.append(len(self.run.placement.devices))
+            if len(calls) == 8:
+                raise jax.errors.JaxRuntimeError("UNAVAILABLE: a device is gone")
+            return right(state, batch)
+
+        self.train_step = step
+
+def answering(devices=None, **_):
+    return [device for device in devices or jax.devices() if device.id < 2]
+
+def losses(name):
+    return list(read_losses(f"{folder}/{name}/metrics.jsonl").values())
+
+folder, calls = tempfile.mkdtemp(), []
+mesh = ("tpu.enabled=true", "tpu.num_chips=4", "tpu.topology=2x2", 'tpu.mesh_axes=["data","model"]')
+mesh += ("train.log_every=1",)
+options = {"measure_utilisation": False}
+config = tiny_config(f"{folder}/whole", *mesh)
+train(config, TinyModel(config), tiny_corpus(), **options)
+trainer.Loop, manager.answering, autoscaler.answering = Lost, answering, answering
+config, scaler = tiny_config(f"{folder}/scaled", *mesh), TpuAutoScaler(1, 4)
+with scaler.managed_scaling():
+    scaled = train(config, TinyModel(config), tiny_corpus(), **options)
+counts, calls[:] = list(calls), []
+config, recovery = tiny_config(f"{folder}/recovered", *mesh), TpuRecoveryManager(checkpoint_frequency=4, wait_seconds=0)
+recovered = recovery.train(config, TinyModel(config), tiny_corpus(), **options)
+print("RESULT", json.dumps({
+    "whole": losses("whole"), "scaled": losses("scaled"), "recovered": losses("recovered"),
+    "counts": counts, "calls": calls, "reasons": [one.reason for one in scaler.decisions],
+    "devices": [scaled.devices, recovered.devices],
+}))
+"""
+
+
+@pytest.mark.slow  # five programs
+def test_a_run_whose_devices_fail_goes_on_with_those_that_answer() -> None:
+    found = run_apart(FAILURES, XLA_FLAGS=emulated(4, quick=True))
+    for name in ("scaled", "recovered"):
+        assert found[name] == pytest.approx(found["whole"], rel=2e-5)
+    # The eighth step fails, and the newest checkpoint is of step 4.
+    assert found["counts"] == found["calls"] == [4] * 8 + [2] * 8
+    assert found["reasons"] == ["2 of 4 devices are gone"]
+    assert found["devices"] == [2, 2]
+
+
+class Device:
+    platform = "cpu"
+    process_index = 0
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+
+def test_a_failure_of_a_step_leaves_out_what_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[Any] = [Device(number) for number in range(6)]
+    scaler = TpuAutoScaler(2, 4, devices=lambda: devices)
+    controller = scaler.controller(devices[:4], lambda there: [n for n in (1, 2, 4) if n <= len(there)])
+    assert controller.asks(0) == 0
+    lost, invalid = (
+        jax.errors.JaxRuntimeError(text) for text in ("UNAVAILABLE: gone", "INVALID_ARGUMENT: no")
+    )
+    answers = set(devices)
+    monkeypatch.setattr(
+        "capibara.train.scaling.autoscaler.answering",
+        lambda some, **_: [device for device in some if device in answers],
+    )
+    # All answer, or it will not pass: nobody can help.
+    for error in (lost, invalid):
+        with pytest.raises(type(error), match=str(error)):
+            controller.after(error, 1)
+    answers -= {devices[1]}
+    controller.after(lost, 1)
+    assert controller.devices == (devices[0], *devices[2:5])  # there were others
+    answers -= {devices[0], devices[2]}
+    controller.after(lost, 2)
+    assert controller.devices == tuple(devices[3:5])
+    assert [one.action for one in scaler.decisions] == ["replace", "shrink"]
+    answers -= {devices[4]}
+    controller.after(lost, 3)
+    assert controller.devices == (devices[3], devices[5])
+    answers.clear()
+    with pytest.raises(ScalingError, match="2 to 4 chips are allowed"):
+        controller.after(lost, 4)
+
+
 def test_measurements_are_kept() -> None:
     def apply(params: Any, x: Any) -> Any:
         return x @ params["w"]
