@@ -77,9 +77,15 @@ def run_batches(
 
     Raises:
       DataError: there are no batches. DivergedError: a loss, or gradients, are not finite. ScalingError: the active
-        scaler finds no devices to go on with; the trainer's state is that of the last step.
+        scaler finds no devices to go on with; the trainer's state is that of the last step. ConfigError: a scaler is
+        active in one of several processes.
     """
     scaler, scaling = active_scaler(), None
+    if scaler is not None and Processes.here().count > 1:
+        raise ConfigError(
+            "managed_scaling(): TpuDistributedTrainer moves among the devices of one process, and there are "
+            f"{Processes.here().count}. Use capibara.train.train, which moves by a checkpoint"
+        )
     losses: list[float] = []
     pending: deque[tuple[int, dict[str, jax.Array]]] = deque()
     last: dict[str, float] = {}

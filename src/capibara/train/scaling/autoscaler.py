@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from capibara.errors import ConfigError
-from capibara.hardware import UnknownPriceError, detect_chip, get_chip, get_price
+from capibara.hardware import Chip, UnknownPriceError, detect_chip, get_price
 from capibara.train.errors import ScalingError
 from capibara.train.placement import equal_share
 from capibara.train.recovery.failures import answering, may_pass
@@ -30,7 +30,7 @@ __all__ = ["Controller", "TpuAutoScaler", "active_scaler"]
 
 _LOG = logging.getLogger("capibara.train.scaling")
 _ACTIVE: ContextVar[TpuAutoScaler | None] = ContextVar("capibara_autoscaler", default=None)
-# What a device costs that is none of those with a price, such as an emulated one: the chip of this class's name.
+# What an emulated device costs.
 _ASSUMED = "tpu-v4"
 
 
@@ -48,8 +48,8 @@ class TpuAutoScaler:
       cost_limit_per_hour: US dollars that all devices together may cost; None: no limit.
       scaling_policy: ``"cost_aware"``, ``"performance"`` or ``"utilization"``; see
         :class:`capibara.train.scaling.rules.ScalingRules`.
-      chip: whose price counts (:func:`capibara.hardware.get_price`); by default that of the devices, and a v4's for
-        devices without a price, such as emulated ones.
+      chip: whose price counts (:func:`capibara.hardware.get_price`); by default that of the devices, and ``tpu-v4`` for
+        emulated ones.
       term, region: of the price.
       devices: called before every step: the devices that there are at that moment; by default ``jax.devices``. Those
         that a training runs on and that are missing are left, and taken again when they are back.
@@ -63,7 +63,7 @@ class TpuAutoScaler:
 
     Raises:
       ConfigError: an argument is out of range, or ``min_chips`` already cost more than the limit.
-      UnknownPriceError: a limit is given, and the price of ``chip`` is not known.
+      UnknownPriceError: a limit is given, and the price is not known; for the devices' own chip, when training begins.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TpuAutoScaler:
             )
         self.source = jax.devices if devices is None else devices
         self.every, self.clock = every, clock
-        self._price = {"chip": chip, "term": term, "region": region}
+        self._chip, self._term, self._region = chip, term, region
         self._settings: dict[str, Any] = {
             "min_chips": min_chips,
             "max_chips": max_chips,
@@ -107,7 +107,7 @@ class TpuAutoScaler:
         self._used = False
         ScalingRules(**self._settings)  # says what is wrong with them
         if cost_limit_per_hour is not None:
-            self.rules_for(None if chip is None else get_chip(chip).name)
+            self.rules_for(None)
 
     @property
     def decisions(self) -> tuple[ScalingDecision, ...]:
@@ -141,22 +141,22 @@ class TpuAutoScaler:
                 stacklevel=3,
             )
 
-    def rules_for(self, chip: str | None) -> ScalingRules:
-        """What decides for one training, on devices of this chip.
+    def rules_for(self, chip: Chip | None) -> ScalingRules:
+        """What decides for one training, on devices of this chip; None: emulated ones.
 
         Raises:
-          UnknownPriceError: a limit is given, and the price of ``chip`` is not known.
+          UnknownPriceError: a limit is given, and the price is not known.
           ConfigError: ``min_chips`` cost more than the limit.
         """
-        named = self._price["chip"]
-        options = {"term": self._price["term"], "region": self._price["region"]}
+        usd = None
         try:
-            price = get_price(named or chip or _ASSUMED, **options)
+            price = get_price(self._chip or chip or _ASSUMED, term=self._term, region=self._region)
+            # A device may be one core of a chip.
+            cores = chip.cores_per_chip if chip is not None and chip.view == "core" else 1
+            usd = price.usd_per_chip_hour / (cores or 1)
         except UnknownPriceError:
-            if named is not None and self._limit is not None:
+            if self._limit is not None:
                 raise
-            price = get_price(_ASSUMED, **options) if named is None else None
-        usd = None if price is None else price.usd_per_chip_hour
         return ScalingRules(**self._settings, usd_per_chip_hour=usd, cost_limit_per_hour=self._limit)
 
     def controller(
@@ -256,8 +256,6 @@ class Controller:
             raise ScalingError(f"{len(gone)} devices are gone, and the run was not moved") from error
 
 
-def _chip_of(device: Any) -> str | None:
-    """The name of a device's chip, if it is one with a price."""
-    if getattr(device, "platform", "cpu") == "cpu":
-        return None
-    return detect_chip(device).name
+def _chip_of(device: Any) -> Chip | None:
+    """The chip of a device that is not an emulated one."""
+    return None if device.platform == "cpu" else detect_chip(device)
