@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kill_runs import Campaign
 from tiny_run import QUICK_COMPILE, TEXT, TINY
 
 from capibara.train import checkpoint_store, read_losses, read_metrics
@@ -182,3 +183,12 @@ def test_a_polite_signal_saves_the_step_it_reached(tmp_path: Path, number: signa
     assert max(read_losses(folder / "metrics.jsonl")) == step
     assert f"stopped after step {step:,}; run the same command again" in runs.log(folder)
     assert "Traceback" not in runs.log(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fewer", [False, True], ids=["one mesh", "fewer processes"])
+def test_a_launcher_goes_on_after_kills(tmp_path: Path, fewer: bool) -> None:
+    # python tests/support/kill_runs.py does it with more.
+    outcome = Campaign(tmp_path, kills=4, seed=5, fewer=fewer).run()
+    assert sum(outcome.kills.values()) == 4
+    assert outcome.bits or fewer

@@ -115,7 +115,7 @@ class Loop:
     reason: str = "finished"
 
     def __post_init__(self) -> None:
-        self._ballots = Ballots(Processes.here(), _STEPS_AHEAD)
+        self._ballots = Ballots(Processes.here(), _STEPS_AHEAD, self.run.placement.devices)
         self._pending: deque[tuple[int, dict[str, jax.Array]]] = deque()
         self._line: list[dict[str, float]] = []
         self.total = _Meter()
@@ -182,6 +182,7 @@ class Loop:
                 self._resume_clock()
         self._drain()
         if self.reason == "moves":
+            self._ballots.settle()
             self._write_line(step)
             return state, step
         bits = self._evaluate(state, step) if self.reason != "interrupted" else None

@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -218,13 +218,15 @@ class Ballots:
     Args:
       processes: all of them call :meth:`vote` equally often.
       delay: how many votes later an outcome is read.
+      devices: those of the steps, of each process equally many: collective operations of programs on other devices
+        would run at the same time as theirs, which Gloo mixes up. By default all.
     """
 
-    def __init__(self, processes: Processes, delay: int) -> None:
+    def __init__(self, processes: Processes, delay: int, devices: Sequence[Any] | None = None) -> None:
         self._delay, self._cast = delay, deque[jax.Array]()
         self._count = processes.count
         if processes.count > 1:
-            rows = np.array(by_process(jax.devices()))
+            rows = np.array(by_process(jax.devices() if devices is None else devices))
             mesh = Mesh(rows, ("process", "device"))
             self._own = NamedSharding(mesh, PartitionSpec("process"))
             self._most = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -242,6 +244,10 @@ class Ballots:
         if len(self._cast) <= self._delay:
             return 0
         return int(jax.device_get(self._cast.popleft()))
+
+    def settle(self) -> None:
+        """Wait for the votes whose outcome nobody has read."""
+        jax.block_until_ready(list(self._cast))
 
 
 def by_process(devices: Any) -> list[list[Any]]:
