@@ -146,6 +146,28 @@ def test_a_full_disk_is_known_at_the_next_step(
     assert store.steps() == [1, 3]
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("UNAVAILABLE: the device is gone"), OSError(28, "No space left")]
+)
+def test_a_checkpoint_that_is_lost_with_its_device_does_not_keep_a_run_from_going_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    warnings: list[str] = []
+    saves = Saves(CheckpointStore(tmp_path), warn=warnings.append)
+    monkeypatch.setattr(module, "_write_item", fail)
+    saves.save(2, tree(2), **FACTS)
+    if isinstance(error, OSError):
+        with pytest.raises(CheckpointWriteError, match=r"step 2 .*No space left"):
+            saves.settle_before_going_back()
+        return
+    saves.settle_before_going_back()
+    assert warnings == ["the checkpoint that was being written is lost: UNAVAILABLE: the device is gone"]
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_save_that_hangs_is_reported_once_and_given_up_in_the_end(tmp_path: Path, held: Held) -> None:
     warnings: list[str] = []
     ticks: list[int] = []

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from capibara.train.checkpoint import CheckpointStore
+from capibara.train.checkpoint_files import first_line
 from capibara.train.copies import Copier, Place
 from capibara.train.errors import CheckpointWriteError
 from capibara.train.exchange import Exchange
@@ -115,6 +116,19 @@ class Saves:
 
         self._processes.all_do(say)
         job.exchange.forget()
+
+    def settle_before_going_back(self) -> None:
+        """:meth:`settle`, after an error of training, whose cause a save may have failed of too: then it is left out.
+
+        Raises:
+          CheckpointWriteError: it failed because of the disk.
+        """
+        try:
+            self.settle()
+        except CheckpointWriteError:
+            raise
+        except Exception as error:
+            self._warn(f"the checkpoint that was being written is lost: {first_line(error)}")
 
     def leave(self, error: BaseException) -> None:
         """Wait for a save before an error ends the run; not for other processes, which may be gone. Raises nothing."""

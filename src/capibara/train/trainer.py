@@ -376,7 +376,7 @@ def _run(
             if held is not None:
                 held.clear()  # copies of the devices before, or of steps that do not count any more
             if moving is None:
-                saves.settle()  # what is being written is the newest once it is complete
+                saves.settle_before_going_back()  # what is being written is the newest once it is complete
                 checkpoint = _newest(store, processes, reporter)
                 start = saved = 0 if checkpoint is None else checkpoint.step
                 if isinstance(failure, JaxRuntimeError):
