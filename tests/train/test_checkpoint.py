@@ -288,6 +288,25 @@ def test_interrupted_saves_are_invisible_and_cleaned(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["1"]
 
 
+def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, real = CheckpointStore(tmp_path), os.rename
+    save(store, 1)
+
+    def rename(source: Any, target: Any) -> None:
+        if Path(target) == tmp_path / "1" and "old" not in Path(source).name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(CheckpointWriteError, match="step 1 is intact"):
+            save(store, 1)
+    assert os.listdir(tmp_path) == ["1"]
+    assert store.open(1).step == 1
+    save(store, 1)
+    assert os.listdir(tmp_path) == ["1"]
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
 @pytest.mark.parametrize("where", ["orbax", "manifest", "rename"])
 def test_a_failing_disk_leaves_the_old_checkpoint(

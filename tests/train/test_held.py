@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +167,38 @@ def test_what_is_in_the_files_is_not_trusted(files: tuple[int, ...]) -> None:
         os.ftruncate(files[0], 0)
         os.pwrite(files[0], content, 0)
         assert newest(files) is None
+
+
+@pytest.mark.parametrize("change", [("offset", 1 << 40), ("offset", -1), ("count", 1), ("offset", "0")])
+def test_places_outside_of_a_file_with_the_right_digest_are_not_read(
+    files: tuple[int, ...], change: tuple[str, Any]
+) -> None:
+    remembered(files, 10)
+    (file,) = [one for one in files if os.fstat(one).st_size]
+    content = os.pread(file, 1 << 20, 0)
+    length = int.from_bytes(content[8:16], "little")
+    fields = json.loads(content[48 : 48 + length])
+    (largest,) = [part for part in fields["parts"] if "'w'" in part[0]]
+    largest[-2 if change[0] == "offset" else -1] = change[1]
+    header = json.dumps(fields).encode()
+    body = header + content[48 + length :]
+    os.ftruncate(file, 0)
+    os.pwrite(file, b"CAPIHELD" + len(header).to_bytes(8, "little") + hashlib.sha256(body).digest() + body, 0)
+    assert newest(files) is None
+
+
+def test_an_unknown_failure_of_a_copy_is_told(
+    files: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: a device is gone.")
+
+    warnings: list[str] = []
+    held = HeldCopies(files, run="run", warn=warnings.append)
+    monkeypatch.setattr("capibara.train.held._parts", fail)
+    held.remember(1, tree(1), {})
+    held.settle()
+    assert warnings == ["the state is no longer copied to the launcher's memory: INTERNAL: a device is gone"]
 
 
 def test_settings_ask_for_copies(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -211,6 +213,107 @@ def test_an_error_of_training_waits_for_the_checkpoint_and_an_impatient_user_doe
     assert store.steps() == ([7] if isinstance(error, ValueError) else [])
     assert len(warnings) == (0 if isinstance(error, ValueError) else 1)
     saves.leave(error)  # there is nothing to wait for
+
+
+def test_who_does_not_wait_for_the_end_leaves_no_late_checkpoint(tmp_path: Path, held: Held) -> None:
+    """As Ctrl-C in a notebook while the last save is waited for."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    saves = Saves(CheckpointStore(tmp_path), tick=interrupt)
+    saves.save(7, tree(1), **FACTS)
+    assert held.reached.wait(60)
+    with pytest.raises(KeyboardInterrupt):
+        saves.settle()
+    held.go.set()
+    (thread,) = [one for one in threading.enumerate() if one.name == "capibara-checkpoint-7"]
+    thread.join(60)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_save_that_was_given_up_does_nothing_to_another_of_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, go, hanging = module._write_item, threading.Event(), threading.Event()
+
+    def first_hangs(*arguments: Any) -> None:
+        if not hanging.is_set():
+            hanging.set()
+            assert go.wait(60)
+        real(*arguments)
+
+    monkeypatch.setattr(module, "_write_item", first_hangs)
+    store = CheckpointStore(tmp_path)
+    saves = Saves(store, wait_seconds=0.1)
+    saves.save(7, tree(1), **FACTS)
+    (thread,) = [one for one in threading.enumerate() if one.name == "capibara-checkpoint-7"]
+    with pytest.raises(CheckpointWriteError, match="given up"):
+        saves.settle()
+
+    def meanwhile(*arguments: Any) -> tuple[int, str]:  # the other one is half written
+        go.set()
+        thread.join(60)
+        return real_digest(*arguments)
+
+    real_digest = module.sync_and_digest
+    monkeypatch.setattr(module, "sync_and_digest", meanwhile)
+    again = Saves(store, asynchronous=False)
+    again.save(7, tree(2), **FACTS)
+    assert not thread.is_alive()
+    same(read(store, 7), tree(2)["model"])
+    assert os.listdir(tmp_path) == ["7"]
+
+
+@pytest.mark.parametrize("where", ["copy", "write"])
+def test_devices_without_memory_for_the_copy_are_not_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."
+        )
+
+    what = (Copier, "copy") if where == "copy" else (module, "_write_item")
+    monkeypatch.setattr(*what, fail)
+    saves = Saves(CheckpointStore(tmp_path))
+
+    def both() -> None:
+        saves.save(7, tree(1), **FACTS)
+        saves.settle()
+
+    with pytest.raises(
+        CheckpointWriteError, match=r"step 7 .*no memory for a copy.*checkpoint\.asynchronous=false"
+    ):
+        both()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [False, True])
+def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path: Path, full: bool) -> None:
+    program = """
+import errno, os, sys, time
+import jax.numpy as jnp
+from capibara.train import CheckpointStore, checkpoint
+from capibara.train.saves import Saves
+
+real = checkpoint._write_item
+def slow(*arguments):
+    time.sleep(0.5)
+    if sys.argv[2] == "True":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    real(*arguments)
+
+checkpoint._write_item = slow
+saves = Saves(CheckpointStore(sys.argv[1]))
+saves.save(3, {"model": {"w": jnp.ones(3)}}, meta={}, config_toml="")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "store"), str(full)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert os.listdir(tmp_path / "store") == ([] if full else ["3"])
+    assert ("could not write the checkpoint of step 3" in ended.stderr) == full, ended.stderr
 
 
 class Client:
@@ -467,3 +570,19 @@ def test_a_copy_goes_where_there_is_room(
     monkeypatch.setattr("capibara.train.copies.device_memory", figures)
     monkeypatch.setattr("capibara.train.copies.available_memory", lambda: available)
     assert Copier().place_for({"w": jnp.zeros((100, 100), jnp.int8)}) == expected  # 10,000 bytes
+
+
+def test_the_copy_before_is_not_counted_as_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a device has the last copy in it, which is gone when the next is made."""
+    peak = [980_000]
+
+    def figures(devices: list[Any]) -> list[DeviceMemory]:
+        return [DeviceMemory(str(one), 0, peak[0], 10**6) for one in devices]
+
+    monkeypatch.setattr("capibara.train.copies.device_memory", figures)
+    monkeypatch.setattr("capibara.train.copies.available_memory", lambda: 0)
+    copier, state = Copier(), {"w": jnp.zeros((100, 100), jnp.int8)}
+    assert copier.place_for(state) == "device"
+    peak[0] += 10_000
+    assert copier.place_for(state) == "device"
+    assert copier.place_for({"w": jnp.zeros((100, 101), jnp.int8)}) == "none"  # of another size

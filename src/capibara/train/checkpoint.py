@@ -27,6 +27,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -235,11 +236,11 @@ class CheckpointStore:
         content = {"format": _FORMAT, "step": step, **meta}
 
         def begin() -> str:
-            temporary = self.folder / f"{_TEMPORARY}{step}-{os.getpid()}"
+            # A name of its own: a save that was given up may still be writing into another one.
+            temporary = self.folder / f"{_TEMPORARY}{step}-{os.getpid()}-{secrets.token_hex(4)}"
             with self._explaining(step, temporary):
                 prepare_folder(self.folder)
                 _check_space(self.folder, items)
-                shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
             return temporary.name
 
@@ -276,10 +277,17 @@ class CheckpointStore:
                 for root, _, _ in os.walk(temporary):
                     fsync_folder(Path(root))
                 go_on()
+                replaced = self.folder / f"{temporary.name}-old"
                 if final.exists():
-                    shutil.rmtree(final)
-                os.rename(temporary, final)
+                    os.rename(final, replaced)
+                try:
+                    os.rename(temporary, final)
+                except OSError:
+                    if replaced.exists():
+                        os.rename(replaced, final)
+                    raise
                 fsync_folder(self.folder)
+                shutil.rmtree(replaced, ignore_errors=True)
             if best:
                 self.mark_best(step)
             self._prune()

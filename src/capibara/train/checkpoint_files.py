@@ -95,8 +95,12 @@ def difference(saved: Any, target: Any) -> str | None:
 
 def storage_reason(error: BaseException) -> str | None:
     """Say which failure of the disk lies behind ``error``, or None if it is another kind of error."""
+    from jax.errors import JaxRuntimeError
+
     seen: BaseException | None = error
     while seen is not None:
+        if isinstance(seen, JaxRuntimeError):  # what is exhausted is a device's memory
+            return None
         if isinstance(seen, OSError):
             return seen.strerror or first_line(seen)
         # TensorStore reports the operating system's error inside the text of a ValueError.

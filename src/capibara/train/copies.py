@@ -30,6 +30,7 @@ class Copier:
     def __init__(self) -> None:
         self._program: Any = None
         self._shardings: list[Any] = []
+        self._fitting: Counter[Any] | None = None
 
     def place_for(self, tree: Any) -> Place:
         """Where there is room for a copy: on the devices, else in the host's memory, else nowhere."""
@@ -39,11 +40,14 @@ class Copier:
         if all(found.limit is None for found in figures):  # as on a CPU, whose memory is the host's
             available = available_memory()
             return "device" if available is None or available > _MARGIN * sum(needed.values()) else "none"
+        if needed == self._fitting:  # the peak is with the copy before by now, which is gone
+            return "device"
         room = [
             found.limit is not None and found.limit - (found.peak or 0) > _MARGIN * needed[device]
             for device, found in zip(devices, figures, strict=True)
         ]
         if all(room):
+            self._fitting = needed
             return "device"
         kinds = [{memory.kind for memory in device.addressable_memories()} for device in devices]
         available = available_memory()

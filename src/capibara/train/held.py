@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import threading
@@ -86,7 +87,8 @@ class HeldCopies:
         """Those in the memory of this process's launcher; None without one, or if the settings ask for none."""
         if not config.checkpoint.memory_every_steps:
             return None
-        if not (files := read_memory(os.environ)):
+        files = read_memory(os.environ)
+        if not all(Processes.here().all_say(bool(files))):
             note(
                 "checkpoint.memory_every_steps: no copies, as nothing holds them: capibara launch --restarts N does"
             )
@@ -106,7 +108,7 @@ class HeldCopies:
             copy = self._read(file)
             self._steps[file] = -1 if copy is None else copy.step
             if copy is not None and all(
-                (part := copy.parts.get(key)) is not None and part[:2] == kind for key, kind in needed.items()
+                (part := copy.parts.get(key)) is not None and part[:3] == kind for key, kind in needed.items()
             ):
                 found[copy.step] = copy
         common = set.intersection(*map(set, self._processes.all_say(list(found))))
@@ -123,7 +125,7 @@ class HeldCopies:
             name = jax.tree_util.keystr(path)
 
             def part(index: tuple[slice, ...] | None) -> np.ndarray:
-                _, shape, offset, size = found.parts[name, _index(index, like.shape)]
+                _, shape, size, offset = found.parts[name, _index(index, like.shape)]
                 if not size:
                     return np.zeros(shape, like.dtype)
                 content = np.frombuffer(found.content, np.uint8, size, offset)
@@ -169,7 +171,7 @@ class HeldCopies:
         try:
             self._write_parts(file, step, items, meta)
             self._steps[file] = step
-        except (OSError, MemoryError) as error:
+        except Exception as error:  # in a thread of its own nobody else sees it
             os.ftruncate(file, 0)
             self._steps[file], self._works = -1, False
             self._warn(f"the state is no longer copied to the launcher's memory: {first_line(error)}")
@@ -226,22 +228,30 @@ class HeldCopies:
             if (fields["format"], fields["run"], fields["process"]) != (_FORMAT, self._run, mine):
                 return None
             parts = {
-                (name, tuple((a, b) for a, b in index)): (dtype, tuple(shape), _HEAD + length + offset, count)
+                (name, tuple((a, b) for a, b in index)): (dtype, tuple(shape), count, _HEAD + length + offset)
                 for name, index, dtype, shape, offset, count in fields["parts"]
             }
+            for _, _, count, begin in parts.values():
+                if (
+                    type(begin) is not int
+                    or type(count) is not int
+                    or not _HEAD + length <= begin <= begin + count <= size
+                ):
+                    return None
             return _Found(int(fields["step"]), dict(fields["meta"]), parts, content)
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
 
-def _needed(items: Mapping[str, Any]) -> dict[tuple[str, Index], tuple[str, tuple[int, ...]]]:
-    """Name and place of each part that this process's devices hold → dtype and shape."""
+def _needed(items: Mapping[str, Any]) -> dict[tuple[str, Index], tuple[str, tuple[int, ...], int]]:
+    """Name and place of each part that this process's devices hold → dtype, shape and bytes."""
     found = {}
     for path, like in jax.tree_util.tree_leaves_with_path(dict(items)):
         name = jax.tree_util.keystr(path)
         for index in like.sharding.addressable_devices_indices_map(like.shape).values():
             place = _index(index, like.shape)
-            found[name, place] = str(like.dtype), tuple(stop - start for start, stop in place)
+            shape = tuple(stop - start for start, stop in place)
+            found[name, place] = str(like.dtype), shape, math.prod(shape) * like.dtype.itemsize
     return found
 
 

@@ -11,13 +11,18 @@ of them. One that hangs is reported once, with the place in the program where it
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401 - its hook of the interpreter's end has to be there before the one here
 import secrets
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
 
 from capibara.train.checkpoint import CheckpointStore
 from capibara.train.checkpoint_files import first_line
@@ -65,6 +70,7 @@ class Saves:
         self._token, self._number = "", 0
         self._job: _Job | None = None
         self._longest = 0.0
+        _known.add(self)
 
     def save(self, step: int, items: Mapping[str, Any], **facts: Any) -> None:
         """Begin to write a checkpoint, or write it; every process calls it. Waits for the one before.
@@ -83,8 +89,18 @@ class Saves:
             self.store.save(step, items, **facts)
             return
         self._number += 1
-        self._job = _Job(self.store, exchange, step, self._copier.copy(dict(items), self._place), facts)
+        try:
+            copied = self._copier.copy(dict(items), self._place)
+        except jax.errors.JaxRuntimeError as error:
+            failure = _without_memory(step, error)
+            exchange.tell_failure(failure)
+            raise failure from error
+        self._job = _Job(self.store, exchange, step, copied, facts)
         self._job.start()
+
+    def moved(self) -> None:
+        """The state is on other devices now: look anew whether they have room for a copy."""
+        self._place = None
 
     @property
     def alone(self) -> bool:
@@ -153,8 +169,21 @@ class Saves:
                 "(checkpoint.asynchronous)"
             )
 
+    def finish(self) -> Exception | None:
+        """Wait for what is being written when the interpreter ends: why it failed; None if it has not."""
+        job, self._job = self._job, None
+        bound = self.wait_seconds if self.alone else min(_AFTER_AN_ERROR, self.wait_seconds)
+        return None if job is None else self._wait(job, bound)
+
     def _wait(self, job: _Job, bound: float) -> Exception | None:
         """Why the save has failed, as far as this process knows; None if it is complete."""
+        try:
+            return self._outcome(job, bound)
+        except BaseException:  # somebody does not want to wait: it is nobody's checkpoint any more
+            job.exchange.given_up.set()
+            raise
+
+    def _outcome(self, job: _Job, bound: float) -> Exception | None:
         deadline, looked = time.monotonic() + bound, time.monotonic()
         while job.is_alive():
             job.join(max(0.0, min(_POLL, deadline - time.monotonic())))
@@ -208,6 +237,8 @@ class _Job(threading.Thread):
             )
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold the copy
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                error = _without_memory(self.step, error)
             self.exchange.tell_failure(error)
             self.error = error
         finally:
@@ -225,3 +256,29 @@ class _Job(threading.Thread):
     def _go_on(self) -> None:
         if self.exchange.given_up.is_set():
             raise CheckpointWriteError(f"the checkpoint of step {self.step} was given up")
+
+
+def _without_memory(step: int, error: jax.errors.JaxRuntimeError) -> Exception:
+    """The error of a copy that the devices have no memory for after all; any other is as it was."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return error
+    failure = CheckpointWriteError(
+        f"the checkpoint of step {step} is not written: there is no memory for a copy of the state "
+        f"({first_line(error)}). Write it without one: checkpoint.asynchronous=false"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+_known: weakref.WeakSet[Saves] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    """Complete what is being written when the interpreter ends, which would else end the threads anywhere."""
+    for saves in list(_known):
+        if (failure := saves.finish()) is not None:
+            print(f"capibara: {failure}", file=sys.stderr)
+
+
+# ``atexit`` is too late: by then nothing can be started in the thread pools that Orbax writes with.
+getattr(threading, "_register_atexit", atexit.register)(_finish_all)

@@ -330,9 +330,10 @@ def _run(
     moves = Moves.of(run, processes, reporter)
     try:
         while True:
-            best = (
-                processes.first_does(lambda: _mark_best(store, data)) if config.checkpoint.keep_best else None
-            )
+            best = None
+            if config.checkpoint.keep_best:
+                saves.settle()  # it may be the best
+                best = processes.first_does(lambda: _mark_best(store, data))
             with _log(config, folder, start) if processes.first else SilentLog() as log, watchdog:
                 loop = Loop(
                     run=run,
@@ -387,6 +388,7 @@ def _run(
             state = moving
             del moving
             if moves.just_moved():
+                saves.moved()
                 train_step, eval_step = run.compiled(state, run.put_batch(skips.number(start)))
     except BaseException as error:
         saves.leave(error)
