@@ -301,10 +301,10 @@ def test_a_full_disk_in_the_middle_leaves_a_run_that_continues(
 
     real = checkpoint._write_item
 
-    def full(path: Path, tree: Any) -> None:
+    def full(path: Path, *rest: Any) -> None:
         if ".tmp-8-" in str(path) and path.name == "training":
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, tree)
+        real(path, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_write_item", full)
