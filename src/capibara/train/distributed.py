@@ -513,7 +513,8 @@ class TpuDistributedTrainer:
         Args:
           directory: of the run; the checkpoint goes into its folder ``checkpoints``.
           wait: return when it is complete; False: write a copy of the state while steps go on. The next save,
-            :meth:`restore` and the end of :meth:`train` wait for it and raise its error.
+            :meth:`restore` and the end of :meth:`train` wait for it and raise its error; the end of the program waits
+            and prints it.
 
         Raises:
           ConfigError: the folder has checkpoints of later steps.
