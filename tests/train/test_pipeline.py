@@ -16,7 +16,7 @@ from capibara.errors import ConfigError
 from capibara.plan import PlanError, estimate_memory, parse_slice
 from capibara.sharding import Layout
 from capibara.train.frameworks import WithLoss
-from capibara.train.pipelines import check_pipeline
+from capibara.train.pipelines import check_pipeline, pipeline_notes
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,11 @@ def test_a_layout_says_what_a_pipeline_idles() -> None:
     assert layout.bubble == pytest.approx(3 / 5)
     assert str(layout).endswith("2 microbatches, bubble 60%")
     assert Layout(mesh=(("data", 8),)).bubble == 0.0
+    (few,) = pipeline_notes(layout)
+    assert few.startswith("4 stages, 2 microbatches: a stage waits 60% of each step; use more microbatches")
+    (many,) = pipeline_notes(Layout(mesh=(("pipeline", 4),), microbatches=29))
+    assert many == "4 stages, 29 microbatches: a stage waits 9% of each step"
+    assert pipeline_notes(Layout(mesh=(("data", 8),))) == pipeline_notes(None) == []
     assert Layout.from_json(layout.to_json()) == layout
 
 
@@ -82,15 +87,25 @@ from tiny_run import tiny_config, tiny_corpus
 from capibara.core import ModularCapibaraModel
 from capibara.sharding import Layout
 from capibara.train import read_losses, train
+from capibara.train.progress import SilentReporter
+from capibara.train.signals import StopFlag
+
+class Reporter(SilentReporter):
+    def __init__(self, last):
+        self.flag, self.last = StopFlag(), last
+    def step(self, step, *rest, **more):
+        if step == self.last:
+            self.flag.requested, self.flag.signal = True, 15
 
 base = Path(sys.argv[1])
-settings = ("model.num_layers=4", "train.batch_size=16", "train.eval_every=6", "log_every=1",
+settings = ("model.num_layers=4", "train.batch_size=16", "train.eval_every=6", "train.log_every=1",
             "precision.compute_dtype=float32", "model.vocab_size=256")
 
-def run(name, steps, *layout, devices=None, **more):
-    config = tiny_config(base / name, *settings, f"train.steps={steps}", *layout)
+def run(name, last, *layout, devices=None):
+    config = tiny_config(base / name, *settings, "train.steps=8", *layout)
+    reporter = Reporter(last)
     report = train(config, ModularCapibaraModel(config), tiny_corpus(), devices=devices,
-                   measure_utilisation=False, **more)
+                   measure_utilisation=False, reporter=reporter, stop=reporter.flag)
     losses = read_losses(base / name / "metrics.jsonl")
     return list(losses.values()), report.validation_bits_per_byte
 

@@ -1,4 +1,4 @@
-"""Which models can be trained over the mesh axis ``pipeline``."""
+"""Which models can be trained over the mesh axis ``pipeline``, and what a run says of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 from capibara.core.pipelined import check_stages, stages_of
 from capibara.errors import ConfigError
+from capibara.sharding import Layout
 from capibara.train.frameworks import WithLoss
 
-__all__ = ["check_pipeline"]
+__all__ = ["check_pipeline", "pipeline_notes"]
 
 
 def check_pipeline(model: Any, mesh: Any) -> None:
@@ -35,3 +36,13 @@ def check_pipeline(model: Any, mesh: Any) -> None:
             "layers are not known. Use the axes data, fsdp and model"
         )
     check_stages(model.config, stages)
+
+
+def pipeline_notes(layout: Layout | None) -> list[str]:
+    """What a run with stages says before it begins; nothing without them."""
+    if layout is None or layout.stages == 1:
+        return []
+    said = f"{layout.stages} stages, {layout.microbatches} microbatches: a stage waits {layout.bubble:.0%} of each step"
+    if layout.microbatches < layout.stages:
+        said += "; use more microbatches than stages (train.gradient_accumulation_steps)"
+    return [said]

@@ -38,6 +38,7 @@ from capibara.train.held import HeldCopies
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog, SilentLog, read_losses
 from capibara.train.options import flags_note
+from capibara.train.pipelines import pipeline_notes
 from capibara.train.plot import plot_losses
 from capibara.train.preferences import REFERENCE, reference_digest, set_reference
 from capibara.train.processes import Processes
@@ -307,6 +308,8 @@ def _run(
         plot_losses(folder / "metrics.jsonl", folder / "loss.png", title=title)
 
     if config.tpu.enabled and (note := flags_note(config.tpu.flags, run.placement)):
+        reporter.note(note)
+    for note in pipeline_notes(run.placement.layout):
         reporter.note(note)
     begun = time.perf_counter()
     # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
