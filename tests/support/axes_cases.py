@@ -153,7 +153,7 @@ def run(kind: str, axes: dict[str, int], options: dict[str, Any]) -> Any:
     moved = max(
         float(np.max(np.abs(a - b))) for a, b in zip(params.values(), jax.tree.leaves(first), strict=True)
     )
-    text = trainer.lower(batches(kind)[0]).as_text() if "context" in axes else ""
+    text = trainer.lower(batches(kind)[0]).as_text() if {"context", "pipeline"} & axes.keys() else ""
     facts = {"moved": moved, "permutes": text.count("collective_permute")}
     parts = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(trainer.params))
     facts["part"] = parts / sum(x.size for x in params.values())

@@ -21,13 +21,13 @@ def everything() -> Any:
 def check(name: str, found: dict[str, Any]) -> None:
     assert found["loss"] < 2e-6
     assert found["norm"] < 2e-6
-    # Adam divides by the size of the gradient, so that where there is hardly any its rounding is seen.
     kind, axes, _ = axes_cases.CASES[name]
-    assert found["params"] < (
-        3e-4 if kind == "deep" else 1e-4
-    )  # so it is of "deep, fsdp", which has no pipeline
+    # Adam divides by the size of the gradient, so that where there is hardly any its rounding is seen. With more layers there
+    # are smaller gradients: so it is of "deep, fsdp", which has no stages.
+    assert found["params"] < (3e-4 if kind.startswith("deep") else 1e-4)
     assert found["moved"] > 5e-3
-    assert (found["permutes"] > 0) == ("context" in axes)  # the keys go round a ring
+    # The keys go round a ring, microbatches from stage to stage.
+    assert (found["permutes"] > 0) == bool({"context", "pipeline"} & axes.keys())
     sharded = {"fsdp", "model", "expert", "pipeline"} & axes.keys()
     assert (found["part"] < 0.75) == bool(sharded)
 
