@@ -57,14 +57,14 @@ def problem(count: int, positions: int) -> Any:
     random = np.random.default_rng(count)
 
     def draw(*shape: int) -> Any:
-        return jnp.asarray(random.normal(size=shape), "float32")
+        return random.normal(size=shape).astype("float32")
 
     outer = {"table": draw(5, WIDTH), "shift": draw(WIDTH), "head": draw(WIDTH, WIDTH)}
     blocks = {"w": draw(LAYERS, WIDTH, WIDTH) / 3}
-    rows = {"tokens": jnp.asarray(random.integers(0, 5, (count, 2, positions)), "int32")}
-    targets = {"value": draw(count, 2, positions), "weights": jnp.abs(draw(count, 2, positions))}
-    share = jnp.abs(draw(count))
-    return outer, blocks, {"seen": draw(LAYERS)}, rows, targets, jnp.float32(0.3), share
+    rows = {"tokens": random.integers(0, 5, (count, 2, positions)).astype("int32")}
+    targets = {"value": draw(count, 2, positions), "weights": np.abs(draw(count, 2, positions))}
+    share = np.abs(draw(count))
+    return outer, blocks, {"seen": draw(LAYERS)}, rows, targets, np.float32(0.3), share
 
 
 def mapped(stages: int, function: str, specs: Any) -> Any:
@@ -84,8 +84,8 @@ def mapped(stages: int, function: str, specs: Any) -> Any:
 
 
 def gap(a: Any, b: Any) -> float:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(jnp.max(jnp.abs(x - y)) / (1 + jnp.max(jnp.abs(y)))) for x, y in pairs)
+    pairs = zip(jax.device_get(jax.tree.leaves(a)), jax.device_get(jax.tree.leaves(b)), strict=True)
+    return max(float(np.max(np.abs(x - y)) / (1 + np.max(np.abs(y)))) for x, y in pairs)
 
 
 def compared(problems: Any) -> dict[str, Any]:

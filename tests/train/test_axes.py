@@ -22,8 +22,8 @@ def check(name: str, found: dict[str, Any]) -> None:
     assert found["loss"] < 2e-6
     assert found["norm"] < 2e-6
     kind, axes, _ = axes_cases.CASES[name]
-    # Adam divides by the size of the gradient, so that where there is hardly any its rounding is seen. With more layers there
-    # are smaller gradients: so it is of "deep, fsdp", which has no stages.
+    # Adam divides by the size of the gradient, so that where there is hardly any its rounding is seen. With more
+    # layers there are smaller gradients: so it is of "deep, fsdp", which has no stages.
     assert found["params"] < (3e-4 if kind.startswith("deep") else 1e-4)
     assert found["moved"] > 5e-3
     # The keys go round a ring, microbatches from stage to stage.
