@@ -36,7 +36,7 @@ print(json.dumps(out))
 def test_stages_send_asynchronously_and_memory_does_not_grow() -> None:
     found = ask(PROGRAM)
     few, many = found["4"], found["12"]
-    assert few["permutes"] >= 4  # forward in two phases, backward in two
+    assert few["permutes"] >= 2  # activations forward, their gradients back
     assert few["kernels"] > 0  # attention on each chip's part
     stage_input = 4 * 512 * 256 * 2  # rows of a chip × positions × width, bfloat16
     assert abs(many["temporary"] - few["temporary"]) < 2 * stage_input

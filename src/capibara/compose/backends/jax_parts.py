@@ -26,6 +26,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from capibara.compose.backends.jax_expert_parts import experts_on_parts
+from capibara.compose.backends.jax_lookup_parts import lookup_on_parts
 from capibara.compose.backends.jax_ring import RINGS
 from capibara.compose.backends.meshes import free_axes
 from capibara.config.axes import AxisRules
@@ -156,6 +157,7 @@ def on_parts(ops: Any, mesh: Mesh, rules: AxisRules) -> Any:
         for name, layout in LAYOUTS.items()
     }
     own["expert_mlp"] = experts_on_parts(ops.expert_mlp, mesh, rules)
+    own["lookup"] = lookup_on_parts(ops.lookup, mesh, rules)
     return SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__} | own)
 
 
