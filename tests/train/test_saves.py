@@ -289,6 +289,30 @@ def test_devices_without_memory_for_the_copy_are_not_a_full_disk(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("length", [31, 32, 33])
+def test_the_copy_is_gone_after_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Also while somebody keeps the error, as Python's prompt does."""
+    real, error = module._write_item, {31: OSError(28, "full"), 32: ValueError("what")}.get(length)
+
+    def write(path: Path, tree: Any, *rest: Any) -> None:
+        real(path, tree, *rest)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(module, "_write_item", write)
+    items = {"model": {"w": jnp.ones((length, 45))}}
+    saves = Saves(CheckpointStore(tmp_path))
+    saves.save(7, items, **FACTS)
+    if error is None:
+        saves.settle()
+    else:
+        with pytest.raises((CheckpointWriteError, ValueError)):
+            saves.settle()
+    assert len([one for one in jax.live_arrays() if one.shape == (length, 45)]) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path: Path, full: bool) -> None:

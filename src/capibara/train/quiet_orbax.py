@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["dropping_readers", "quiet_orbax"]
+__all__ = ["causes", "dropping_readers", "quiet_orbax"]
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def dropping_readers() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for seen in _chain(error):
+        for seen in causes(error):
             for frame, _ in traceback.walk_tb(seen.__traceback__):
                 for value in frame.f_locals.values():
                     if isinstance(value, asyncio.AbstractEventLoop) and value.is_closed():
@@ -67,7 +67,7 @@ def dropping_readers() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def causes(error: BaseException) -> list[BaseException]:
     """``error``, and all that it came of."""
     found: list[BaseException] = []
     waiting: list[BaseException | None] = [error]

@@ -30,6 +30,7 @@ from capibara.train.copies import Copier, Place
 from capibara.train.errors import CheckpointWriteError
 from capibara.train.exchange import Exchange
 from capibara.train.processes import Processes
+from capibara.train.quiet_orbax import causes
 
 __all__ = ["Saves"]
 
@@ -236,7 +237,8 @@ class _Job(threading.Thread):
                 self.step, self._items, processes=self.exchange, go_on=self._go_on, **self._facts
             )
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the copy
+            for seen in causes(error):
+                traceback.clear_frames(seen.__traceback__)  # they hold the copy
             if isinstance(error, jax.errors.JaxRuntimeError):
                 error = _without_memory(self.step, error)
             self.exchange.tell_failure(error)
