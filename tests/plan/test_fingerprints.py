@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,16 @@ def test_bad_arguments(tmp_path) -> None:
         fingerprint(lowered(first), "text")
     with pytest.raises(PlanError, match="cannot be read"):
         check_fingerprints(tmp_path / "none.json", {})
+    bad: tuple[tuple[Any, str], ...] = (
+        ([1], "got list"),
+        ({"a": 1}, "got 'a': int"),
+        ({1: Fingerprint("", {})}, "got 1:"),
+    )
+    for found, said in bad:
+        for use in (check_fingerprints, record_fingerprints):
+            with pytest.raises(PlanError, match=f"found: {said}.*expected"):
+                use(tmp_path / "none.json", found)
+    assert not (tmp_path / "none.json").exists()
 
 
 @needs_libtpu

@@ -79,7 +79,7 @@ _HOMES = {
     ),
     "hbm": ("HBMChoice", "HBMOptimizer"),
     "memory": ("estimate_memory",),
-    "planning": ("Plan", "plan"),
+    "planning": ("Layout", "Plan", "plan"),
     "serving": ("ServingPlan", "UnreachableTargetError", "plan_serving"),
     "sharding": ("create_mesh_sharding", "create_training_mesh", "optimize_sharding_strategy"),
     "slices": ("Slice", "parse_slice"),

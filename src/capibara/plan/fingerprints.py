@@ -198,8 +198,9 @@ def record_fingerprints(path: str | os.PathLike[str], found: Mapping[str, Finger
       found: by the names of the programs.
 
     Raises:
-      PlanError: the file is something else. OSError: it cannot be written.
+      PlanError: the file is something else, or ``found`` is. OSError: it cannot be written.
     """
+    _check(found)
     known = _read(path) if Path(path).exists() else {}
     for name, new in found.items():
         others = [old for old in known.get(name, ()) if dict(old.versions) != dict(new.versions)]
@@ -222,8 +223,9 @@ def check_fingerprints(path: str | os.PathLike[str], found: Mapping[str, Fingerp
       found: by the names of the programs, as they are now.
 
     Raises:
-      PlanError: it is not such a file, or cannot be read.
+      PlanError: it is not such a file, or cannot be read; or ``found`` is something else.
     """
+    _check(found)
     known = _read(path)
     changes: dict[str, tuple[str, ...]] = {}
     missing: dict[str, str] = {}
@@ -242,6 +244,16 @@ def check_fingerprints(path: str | os.PathLike[str], found: Mapping[str, Fingerp
         else:
             missing[name] = f"no program of this name is in {os.fspath(path)}"
     return FingerprintCheck(changes, missing, tuple(same))
+
+
+def _check(found: Any) -> None:
+    if not isinstance(found, Mapping):
+        raise PlanError(f"found: got {type(found).__name__}, expected a dict of names and fingerprint(…)")
+    for name, each in found.items():
+        if not isinstance(name, str) or not isinstance(each, Fingerprint):
+            raise PlanError(
+                f"found: got {name!r:.80}: {type(each).__name__}, expected a name and its fingerprint(…)"
+            )
 
 
 def _text(each: Fingerprint) -> str:

@@ -260,7 +260,7 @@ class _Job(threading.Thread):
             raise CheckpointWriteError(f"the checkpoint of step {self.step} was given up")
 
 
-def _without_memory(step: int, error: jax.errors.JaxRuntimeError) -> Exception:
+def _without_memory(step: int, error: Exception) -> Exception:
     """The error of a copy that the devices have no memory for after all; any other is as it was."""
     if "RESOURCE_EXHAUSTED" not in str(error):
         return error
