@@ -77,6 +77,13 @@ def moved(devices: int, moments: list[tuple[int, int]], *settings: str) -> dict[
 
 
 def test_a_run_moves_between_devices() -> None:
+    found = moved(2, [(0, 2), (3, -1), (6, 2)], "train.steps=10")
+    assert found["decisions"] == [["shrink", 2, 1, 3], ["grow", 1, 2, 6]]
+    assert found["devices"] == 2
+
+
+@pytest.mark.slow  # more programs
+def test_a_run_moves_to_other_devices_of_a_mesh() -> None:
     mesh = ("tpu.enabled=true", "tpu.num_chips=4", "tpu.topology=2x2", 'tpu.mesh_axes=["data","model"]')
     found = moved(4, [(0, 4), (3, -2), (6, 4)], "batch_size=8", "train.steps=12", *mesh)
     assert found["decisions"] == [["shrink", 4, 2, 3], ["grow", 2, 4, 6]]
