@@ -313,7 +313,8 @@ def _run(
         reporter.note(note)
     begun = time.perf_counter()
     # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
-    train_step, eval_step = run.compiled(state, run.put_batch(skips.number(start)))
+    moves = Moves.of(run, processes, reporter)
+    train_step, eval_step = moves.compiled(run, state, skips.number(start))
     compile_seconds = time.perf_counter() - begun
     reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
     reporter.start(start, config.train.steps)
@@ -330,7 +331,6 @@ def _run(
         # It says itself where a save hangs, and ends the wait.
         tick=lambda: watchdog.beat("a checkpoint was written", "checkpoint"),
     )
-    moves = Moves.of(run, processes, reporter)
     try:
         while True:
             best = None
@@ -392,7 +392,7 @@ def _run(
             del moving
             if moves.just_moved():
                 saves.moved()
-                train_step, eval_step = run.compiled(state, run.put_batch(skips.number(start)))
+                train_step, eval_step = moves.compiled(run, state, skips.number(start))
     except BaseException as error:
         saves.leave(error)
         if held is not None:

@@ -7,7 +7,7 @@ function of their numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -63,8 +63,15 @@ def move_trainer(trainer: Any, devices: Sequence[Any], layout: Layout) -> None:
     """
     names, sizes = zip(*layout.mesh, strict=True)
     before = {name: vars(trainer)[name] for name in _PLACED if name in vars(trainer)}
+    places: dict[Any, dict[str, Any]] = vars(trainer).setdefault("_places", {})
+    if trainer._state is not None:  # and so a model; coming back compiles nothing
+        old = (_numbers(trainer.placement.devices), trainer.layout)
+        places[old] = {name: value for name, value in before.items() if name != "_state"}
     try:
-        trainer._place(build_mesh(sizes, names, devices), layout)
+        if (known := places.get((_numbers(devices), layout))) is not None:
+            vars(trainer).update(known)
+        else:
+            trainer._place(build_mesh(sizes, names, devices), layout)
         if trainer._state is not None:
             trainer._state = jax.block_until_ready(move_state(trainer._state, trainer._described))
     except Exception as error:
@@ -77,6 +84,10 @@ def move_trainer(trainer: Any, devices: Sequence[Any], layout: Layout) -> None:
         ) from error
 
 
+def _numbers(devices: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(device.id for device in devices)
+
+
 class Moves:
     """Moves a run whenever the active scaler says so.
 
@@ -87,6 +98,9 @@ class Moves:
     def __init__(self, controller: Controller | None, processes: Processes, reporter: Reporter) -> None:
         self.controller, self._processes, self._reporter = controller, processes, reporter
         self._moved = False
+        # By the numbers of their devices: a run that comes back compiles nothing.
+        self._runs: dict[tuple[int, ...], Run] = {}
+        self._programs: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     @classmethod
     def of(cls, run: Run, processes: Processes, reporter: Reporter) -> Moves:
@@ -96,6 +110,14 @@ class Moves:
             made = scaler.controller(run.placement.devices, run.device_counts, note=reporter.note)
             controller = made if processes.first else None
         return cls(controller, processes, reporter)
+
+    def compiled(self, run: Run, state: TrainState, number: int) -> tuple[Any, Any]:
+        """:meth:`Run.compiled` for the batch of this number, once for the same devices."""
+        key = _numbers(run.placement.devices)
+        if key not in self._programs:
+            self._runs[key] = run
+            self._programs[key] = run.compiled(state, run.put_batch(number))
+        return self._programs[key]
 
     def just_moved(self) -> bool:
         """Whether the run has moved since this was last called."""
@@ -133,10 +155,10 @@ class Moves:
     def to(self, run: Run) -> Run:
         """The run on the devices that were decided."""
         ids: Any = self._processes.first_does(
-            lambda: None if self.controller is None else [device.id for device in self.controller.devices]
+            lambda: None if self.controller is None else list(_numbers(self.controller.devices))
         )
         known = {device.id: device for device in jax.devices(run.placement.devices[0].platform)}
-        moved = run.on_devices([known[number] for number in ids])
+        moved = self._runs.get(tuple(ids)) or run.on_devices([known[number] for number in ids])
         if self.controller is not None:
             self.controller.moved()
         self._moved = True
