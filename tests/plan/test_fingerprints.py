@@ -158,11 +158,11 @@ def test_bad_arguments(tmp_path) -> None:
         fingerprint(lowered(first), "text")
     with pytest.raises(PlanError, match="cannot be read"):
         check_fingerprints(tmp_path / "none.json", {})
-    bad: tuple[tuple[Any, str], ...] = (
+    bad: list[Any] = [
         ([1], "got list"),
         ({"a": 1}, "got 'a': int"),
         ({1: Fingerprint("", {})}, "got 1:"),
-    )
+    ]
     for found, said in bad:
         for use in (check_fingerprints, record_fingerprints):
             with pytest.raises(PlanError, match=f"found: {said}.*expected"):

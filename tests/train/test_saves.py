@@ -330,8 +330,11 @@ def slow(*arguments):
     real(*arguments)
 
 checkpoint._write_item = slow
-saves = Saves(CheckpointStore(sys.argv[1]))
-saves.save(3, {"model": {"w": jnp.ones(3)}}, meta={}, config_toml="")
+def of_a_function():
+    saves = Saves(CheckpointStore(sys.argv[1]))
+    saves.save(3, {"model": {"w": jnp.ones(3)}}, meta={}, config_toml="")
+
+of_a_function()
 """
     command = [sys.executable, "-c", program, str(tmp_path / "store"), str(full)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

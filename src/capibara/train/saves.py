@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,7 +70,6 @@ class Saves:
         self._token, self._number = "", 0
         self._job: _Job | None = None
         self._longest = 0.0
-        _known.add(self)
 
     def save(self, step: int, items: Mapping[str, Any], **facts: Any) -> None:
         """Begin to write a checkpoint, or write it; every process calls it. Waits for the one before.
@@ -98,6 +96,7 @@ class Saves:
             raise failure from error
         self._job = _Job(self.store, exchange, step, copied, facts)
         self._job.start()
+        _waited_for.add(self)
 
     def moved(self) -> None:
         """The state is on other devices now: look anew whether they have room for a copy."""
@@ -122,7 +121,7 @@ class Saves:
         Raises:
           CheckpointWriteError: it failed, in any of the processes, or takes longer than ``wait_seconds``.
         """
-        job, self._job = self._job, None
+        job = self._taken()
         if job is None:
             return
         error = self._wait(job, self.wait_seconds)
@@ -149,7 +148,7 @@ class Saves:
 
     def leave(self, error: BaseException) -> None:
         """Wait for a save before an error ends the run; not for other processes, which may be gone. Raises nothing."""
-        job, self._job = self._job, None
+        job = self._taken()
         if job is None:
             return
         bound = self.wait_seconds if self.alone else min(_AFTER_AN_ERROR, self.wait_seconds)
@@ -172,9 +171,15 @@ class Saves:
 
     def finish(self) -> Exception | None:
         """Wait for what is being written when the interpreter ends: why it failed; None if it has not."""
-        job, self._job = self._job, None
+        job = self._taken()
         bound = self.wait_seconds if self.alone else min(_AFTER_AN_ERROR, self.wait_seconds)
         return None if job is None else self._wait(job, bound)
+
+    def _taken(self) -> _Job | None:
+        """What is being written, which is nobody else's to wait for then."""
+        job, self._job = self._job, None
+        _waited_for.discard(self)
+        return job
 
     def _wait(self, job: _Job, bound: float) -> Exception | None:
         """Why the save has failed, as far as this process knows; None if it is complete."""
@@ -272,12 +277,13 @@ def _without_memory(step: int, error: Exception) -> Exception:
     return failure
 
 
-_known: weakref.WeakSet[Saves] = weakref.WeakSet()
+# Not weak: a trainer may be gone before its checkpoint is complete.
+_waited_for: set[Saves] = set()
 
 
 def _finish_all() -> None:
     """Complete what is being written when the interpreter ends, which would else end the threads anywhere."""
-    for saves in list(_known):
+    for saves in list(_waited_for):
         if (failure := saves.finish()) is not None:
             print(f"capibara: {failure}", file=sys.stderr)
 
