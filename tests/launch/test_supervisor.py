@@ -258,7 +258,8 @@ def test_too_few_are_left(tmp_path: Path) -> None:
     assert code == 7
     assert {line for line in out if "count" in line} >= {"[3] count 4 2", "[1] count 2 2"}
     assert re.fullmatch(
-        r"capibara launch: process 1 of 2 cannot be replaced: .*, and fewer than min_processes=2 would be left",
+        r"capibara launch: process 1 of 2 cannot be replaced: .*, and no divisor of 4 from min_processes=2 on would "
+        "be left",
         err[-1],
     )
 

@@ -124,3 +124,80 @@ def test_runs_are_those_of_one_device_and_go_on_with_other_stages(tmp_path: Path
     (wanted, bits), (losses, own) = seen["one"], seen["stages"]
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert own == pytest.approx(bits, rel=1e-5)
+
+
+LOSSES = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from tiny_run import tiny_config
+from capibara.compose.errors import InputError
+from capibara.core import ModularCapibaraModel
+from capibara.hardware import build_mesh
+
+mesh = build_mesh((2,), ("pipeline",), jax.devices()[:2])
+tokens = np.random.default_rng(0).integers(0, 64, (4, 9)).astype("int32")
+small = ("model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.vocab_size=64")
+
+def both(*settings, **options):
+    config = tiny_config("unused", *small, *settings)
+    alone = ModularCapibaraModel(config)
+    params, state = alone.init(0)
+    found = []
+    for model in (alone, alone.on_mesh(mesh)):
+        def loss(params):
+            return model.loss(params, {"tokens": tokens}, state=state, **options)[0]
+        found.append((jax.jit(jax.value_and_grad(loss)), params, state, model))
+    return found
+
+def wide():
+    (one, params, *_), (two, *_) = both(
+        "model.residual=accumulate", "precision.compute_dtype=bfloat16", train=False
+    )
+    a, b = one(params), two(params)
+    norm = lambda tree: jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
+    return [float(a[0]), float(b[0]), float(norm(jax.tree.map(jnp.subtract, a[1], b[1])) / norm(a[1]))]
+
+def dropped():
+    # The slope along the gradient, of the same masks.
+    _, (two, params, *_) = both(
+        "model.dropout_rate=0.3", "precision.compute_dtype=float32", key=jax.random.key(3), train=True
+    )
+    value, gradient = two(params)
+    size = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradient)))
+    ends = [
+        two(jax.tree.map(lambda p, g: p + step * g / size, params, gradient))[0] for step in (-1e-2, 1e-2)
+    ]
+    again = two(params)[0]
+    return [float(size), float((ends[1] - ends[0]) / 2e-2), float(value), float(again)]
+
+def refused():
+    _, (_, params, state, model) = both()
+    said = []
+    for shape in ((4, 1), (0, 5), (4,)):
+        try:
+            model.loss(params, {"tokens": np.zeros(shape, "int32")}, state=state)
+        except InputError as error:
+            said.append(str(error))
+    parts = {"tokens": np.zeros((2, 4, 1), "int32")}
+    try:
+        model.loss_of_microbatches(params, parts, state=state, key=None, train=True)
+    except InputError as error:
+        said.append(str(error))
+    return said
+
+print("RESULT", json.dumps({"wide": wide(), "dropped": dropped(), "refused": refused()}))
+"""
+
+
+@pytest.mark.slow  # four programs in stages
+def test_a_wide_stream_dropout_and_tokens_without_targets() -> None:
+    seen = run_apart(LOSSES, XLA_FLAGS=emulated(2, quick=True))
+    alone, stages, gap = seen["wide"]
+    assert stages == pytest.approx(alone, rel=1e-4)
+    assert gap < 0.02
+    # The backward pass computes a stage again with the masks of the forward pass.
+    norm, slope, value, again = seen["dropped"]
+    assert slope == pytest.approx(norm, rel=0.01)
+    assert value == again
+    assert len(seen["refused"]) == 4
+    assert all("tokens has shape" in said for said in seen["refused"])

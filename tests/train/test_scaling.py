@@ -13,7 +13,7 @@ from tiny_model import TinyModel
 from tiny_run import tiny_config, tiny_corpus
 
 from capibara.errors import ConfigError
-from capibara.hardware import UnknownPriceError
+from capibara.hardware import Chip, ChipError, PriceError, UnknownPriceError, get_chip
 from capibara.train import TpuDistributedTrainer, read_losses, train
 from capibara.train.errors import ScalingError
 from capibara.train.scaling.autoscaler import TpuAutoScaler, active_scaler
@@ -283,10 +283,85 @@ def test_what_was_not_scaled_is_said() -> None:
         ({"devices": [1]}, ConfigError, r"devices: got list, expected a function"),
         ({"scaling_policy": "cheap"}, ConfigError, "scaling_policy: got 'cheap'"),
         # 32 v4 chips cost more than 100 dollars.
-        ({"min_chips": 32, "cost_limit_per_hour": 100.0}, ConfigError, r"min_chips=32 cost: \$103.04"),
+        (
+            {"min_chips": 32, "cost_limit_per_hour": 100.0, "chip": "tpu-v4"},
+            ConfigError,
+            r"min_chips=32 cost: \$103.04",
+        ),
         ({"chip": "tpu-v4", "region": "mars", "cost_limit_per_hour": 1.0}, UnknownPriceError, "mars"),
+        ({"cost_limit_per_hour": -1.0}, ConfigError, "cost_limit_per_hour: got -1.0"),
+        ({"term": "forever"}, PriceError, "term: got 'forever'"),
+        ({"chip": "tpu-v99"}, ChipError, "tpu-v99"),
     ],
 )
 def test_invalid_arguments_name_themselves(options: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         TpuAutoScaler(**options)
+
+
+@pytest.mark.parametrize("name", ["nvidia-h100-sxm", "a chip that nobody knows"])
+def test_a_limit_needs_the_price_of_the_devices(name: str) -> None:
+    chip = Chip(name=name, title=name, vendor="unknown", kind="gpu")
+    with pytest.raises(UnknownPriceError, match="price of"):
+        TpuAutoScaler(cost_limit_per_hour=9.5).rules_for(chip)
+    assert TpuAutoScaler(region="mars").rules_for(chip).price is None
+    assert TpuAutoScaler(cost_limit_per_hour=9.5, chip="tpu-v4").rules_for(chip).price == 3.22
+    assert TpuAutoScaler(cost_limit_per_hour=9.5).rules_for(None).price == 3.22
+    # Chips that cost less than emulated ones, in a region that has none of those, are not refused beforehand.
+    cheap = TpuAutoScaler(8, cost_limit_per_hour=10.0, region="us-west4")
+    assert 0 < (cheap.rules_for(get_chip("tpu-v5e")).price or 0) <= 1.25
+
+
+@pytest.mark.parametrize("found", [None, ["TPU_0"], 3])
+def test_what_is_no_list_of_devices_is_refused(found: Any) -> None:
+    with pytest.raises(ConfigError, match="devices: the function gave"):
+        TpuAutoScaler(devices=lambda: found).devices()
+
+
+def test_several_trainers_do_not_decide_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = TpuDistributedTrainer(
+        (lambda key: {"w": jax.numpy.ones((4, 2))}, lambda params, x: x @ params["w"])
+    )
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with (
+        pytest.warns(UserWarning, match="nothing was trained"),
+        TpuAutoScaler().managed_scaling(),
+        pytest.raises(ConfigError, match="there are 2"),
+    ):
+        trainer.train([(jax.numpy.ones((8, 4)), jax.numpy.zeros(8, "int32"))])
+
+
+PARTIAL = """
+import json
+import jax, numpy as np
+from capibara.jax.tpu_v4.autoscaling import TpuAutoScaler
+from capibara.train import TpuDistributedTrainer
+
+def init(key):
+    return {"w": jax.random.normal(key, (4, 2))}
+
+looks = 0
+
+def devices():
+    # Half of them for three looks, then all.
+    global looks
+    looks += 1
+    return jax.devices()[: 2 if looks <= 3 else 4]
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+trainer = TpuDistributedTrainer((init, lambda params, x: x @ params["w"]), mesh)
+rows = [8, 8, 8, 2, 2, 8, 16]
+data = [(np.ones((n, 4), "float32"), np.zeros(n, "int32")) for n in rows]
+scaler = TpuAutoScaler(1, 4, 0.8, None, "utilization", devices=devices, cooldown=0.0, every=1000)
+with scaler.managed_scaling():
+    report = trainer.train(data)
+print("RESULT", json.dumps({"dropped": report.dropped_rows, "steps": report.steps,
+                            "decisions": [[d.before, d.after, d.step] for d in scaler.decisions]}))
+"""
+
+
+@pytest.mark.slow
+def test_the_rest_of_a_data_set_that_no_longer_divides_is_left_out() -> None:
+    found = run_apart(PARTIAL, XLA_FLAGS=emulated(4, quick=True))
+    # The first rest is a step on two devices; all four are back before the second one.
+    assert found == {"dropped": 2, "steps": 6, "decisions": [[4, 2, 0], [2, 4, 4]]}

@@ -157,6 +157,22 @@ def test_a_limit_holds_from_the_first_step(chips: int, options: Any, after: int,
     assert reason in decision.reason
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_number_of_chips_that_is_no_longer_possible_is_not_gone_back_to(policy: Any) -> None:
+    made = rules(policy=policy)
+
+    def decide(step: int, chips: int, counts: tuple[int, ...], lost: int = 0, seconds: float = 0.0) -> Any:
+        load = Load(step, chips, seconds, seconds, 1e-3) if seconds else None
+        return made.decide(now=float(step), step=step, chips=chips, counts=counts, lost=lost, load=load)
+
+    # A mesh of 4 devices along its other axes shrinks to two of them, which is measured, and comes back as 8.
+    assert decide(0, 8, (4, 8)) is None
+    assert decide(1, 8, (1, 2), lost=6).after == 2
+    assert decide(2, 2, (1, 2), seconds=1.0) is None
+    assert decide(3, 2, (4, 8)).after == 8
+    assert [decide(step, 8, (4, 8), seconds=2.0) for step in range(4, 8)] == [None] * 4
+
+
 def test_no_number_within_the_limits_is_an_error() -> None:
     machine = Machine(rules(min_chips=8, max_chips=16, cost_limit_per_hour=60.0), 8, work=1.0, host=0.1)
     machine.counts = (1, 2, 4)

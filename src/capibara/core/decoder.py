@@ -122,8 +122,9 @@ def build_stage(
 ) -> Model:
     """One of ``stages`` equal parts of the repeated blocks, as a model of its own.
 
-    Inputs ``stream float [batch, sequence, embed]`` and those of the form, output ``output``, the stream after these
-    blocks; and the sums over ``vq`` blocks as of the whole model. Its parameters are a part of the stack ``blocks``.
+    Inputs ``stream float [batch, sequence, embed]`` (a state with ``residual="accumulate"``) and those of the form,
+    output ``output``, the stream after these blocks; and the sums over ``vq`` blocks as of the whole model. Its
+    parameters are a part of the stack ``blocks``.
     """
     model = Model(name="stage")
     _add_stream(model, config)
@@ -143,7 +144,8 @@ def build_stage(
 
 
 def build_exit(config: ModelSection, *, head: bool = True) -> Model:
-    """What comes after the last block, as a model of its own: from ``stream`` to ``logits`` or ``hidden``.
+    """What comes after the last block, as a model of its own: from ``stream`` (as of :func:`build_stage`) to ``logits``
+    or ``hidden``.
 
     With tied embeddings and a head there is the input ``table [vocab, embed]``.
     """
@@ -156,8 +158,11 @@ def build_exit(config: ModelSection, *, head: bool = True) -> Model:
 
 
 def _add_stream(model: Model, config: ModelSection) -> None:
-    shape = ("batch", "sequence", config.embed_dim)
-    model.add_input("stream", shape, "float", ("batch", "sequence", "embed"))
+    shape, axes = ("batch", "sequence", config.embed_dim), ("batch", "sequence", "embed")
+    if config.residual == "accumulate":  # inputs are cast to the dtype of arithmetic, states are not
+        model.add_state("stream", shape, Constant(0), axes=axes)
+    else:
+        model.add_input("stream", shape, "float", axes)
 
 
 def _counted(model: Model, *, cached: bool, ragged: bool) -> tuple[Any, dict[str, Any]]:

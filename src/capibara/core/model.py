@@ -33,7 +33,7 @@ from capibara.core.encoders import require_decoder
 from capibara.core.flops import flops_per_token
 from capibara.core.loss import losses_of, mean_of, next_token_loss, parts_of
 from capibara.core.pipelined import PipelinedLoss, stages_of
-from capibara.core.texts import Texts, texts_of
+from capibara.core.texts import Texts, check_targets, texts_of
 from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -452,16 +452,12 @@ class ModularCapibaraModel:
 
             loss, metrics = preference_loss(self, params, batch, state=state, key=key, train=train)
             return loss, (dict(state), metrics)
-        if self.loss_of_microbatches is not None:
-            parts = self.loss_of_microbatches.cut(batch)
-            return self.loss_of_microbatches(params, parts, state=state, key=key, train=train)
         texts = texts_of(batch)
         tokens = texts.tokens
-        if 0 in tokens.shape or tokens.shape[1] < 2:
-            raise InputError(
-                f"tokens has shape {tuple(tokens.shape)}, expected [batch, sequence + 1]: at least one row of at least "
-                "two tokens, the last of which is only a target"
-            )
+        check_targets(tokens.shape)
+        if self.loss_of_microbatches is not None:
+            parts = self.loss_of_microbatches.cut(texts.arrays())
+            return self.loss_of_microbatches(params, parts, state=state, key=key, train=train)
         with self.backend.scope():
             inputs, targets, weights = texts.without_last(), tokens[:, 1:], texts.target_weights()
             parts = parts_of(self.config, inputs.tokens, self.backend.mesh, self.backend.rules)

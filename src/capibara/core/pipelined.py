@@ -19,7 +19,7 @@ from capibara.compose.physical.sharding import constrain
 from capibara.config import ModularModelConfig
 from capibara.core.decoder import build_entry, build_exit, build_stage, groups_of
 from capibara.core.loss import parts_of, total_loss
-from capibara.core.texts import texts_of
+from capibara.core.texts import check_targets, texts_of
 from capibara.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class PipelinedLoss:
         """
         import jax
 
+        check_targets(batch["tokens"].shape[1:])
         with self.backend.scope():
             given = jax.vmap(_prepared)(dict(batch))
             loss = jax.custom_vjp(partial(self._run, train, False))
@@ -198,8 +199,10 @@ class PipelinedLoss:
             return entry.apply(params, inputs, key=key, train=train)["output"]
 
         def run(blocks: Any, x: Any, rows: Any, state: Any, key: Any) -> Any:
-            inputs = {**{name: rows[name] for name in stage.input_keys if name != "stream"}, "stream": x}
-            out, after = stage.apply(blocks, inputs, state=state, key=key, train=train)
+            inputs, states = _with_stream(stage, x, state)
+            inputs |= {name: rows[name] for name in stage.input_keys if name != "stream"}
+            out, after = stage.apply(blocks, inputs, state=states, key=key, train=train)
+            after = {name: value for name, value in after.items() if name != "stream"}
             extras = {name: jnp.float32(out[name]) for name in _EXTRAS if name in out}
             return out["output"], after, extras
 
@@ -239,10 +242,11 @@ class PipelinedLoss:
         parts = parts_of(self.config, tokens, self.backend.mesh, self.backend.rules)
         exit = self._part("exit", parts is None)
         own = {path[0] for path in exit.params}
-        inputs = {"stream": x} | (
-            {"table": outer["embedding"]["weight"]} if "table" in exit.input_keys else {}
-        )
-        out = exit.apply({name: value for name, value in outer.items() if name in own}, inputs)
+        inputs, states = _with_stream(exit, x, {})
+        if "table" in exit.input_keys:
+            inputs["table"] = outer["embedding"]["weight"]
+        params = {name: value for name, value in outer.items() if name in own}
+        out, _ = exit.apply(params, inputs, state=states)
         if parts is not None:
             return total_loss(self.config, outer, out["hidden"], tokens, parts, weights=weights)
         logits = out["logits"]
@@ -254,6 +258,15 @@ class PipelinedLoss:
             return jnp.sum(losses)
         # Not 0 times the loss: it may be infinite where nothing is to be predicted.
         return jnp.sum(jnp.where(weights == 0, 0, losses * weights.astype(losses.dtype)))
+
+
+def _with_stream(
+    part: CompiledModel, x: Any, state: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs and the states of a part that is given the residual stream."""
+    if "stream" in part.input_keys:
+        return {"stream": x}, dict(state)
+    return {}, {**state, "stream": x}
 
 
 def type_of_sums(whole: Any, own: Any) -> Any:

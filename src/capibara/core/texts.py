@@ -15,7 +15,7 @@ import numpy as np
 
 from capibara.compose.errors import InputError
 
-__all__ = ["Texts", "texts_of"]
+__all__ = ["Texts", "check_targets", "texts_of"]
 
 _KEYS = ("tokens", "segments", "positions", "weights", "token_types")
 
@@ -65,6 +65,10 @@ class Texts:
         segments = jnp.ones(self.tokens.shape, jnp.int32) if self.segments is None else self.segments
         positions = _counted(segments) if self.positions is None else self.positions
         return {"tokens": self.tokens, "segments": segments, "positions": positions} | types
+
+    def arrays(self) -> dict[str, Any]:
+        """Those that there are, by name."""
+        return {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
 
     def without_last(self) -> Texts:
         """The inputs of the prediction of the next tokens."""
@@ -134,6 +138,19 @@ def texts_of(inputs: Any) -> Texts:
     if "segments" in rest and rest["segments"].dtype == bool:
         rest["segments"] = rest["segments"].astype(np.int32)
     return Texts(tokens, **rest)
+
+
+def check_targets(shape: tuple[int, ...]) -> None:
+    """Refuse tokens of this shape, ``[batch, sequence + 1]``, if none of them is to be predicted.
+
+    Raises:
+        InputError: it has no rows, or rows of fewer than two tokens.
+    """
+    if len(shape) != 2 or 0 in shape or shape[1] < 2:
+        raise InputError(
+            f"tokens has shape {tuple(shape)}, expected [batch, sequence + 1]: at least one row of at least two "
+            "tokens, the last of which is only a target"
+        )
 
 
 def _array(name: str, value: Any, kinds: str, said: str) -> Any:

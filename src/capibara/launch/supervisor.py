@@ -99,7 +99,8 @@ def launch_processes(
       grace: seconds.
       restarts: how often all are started again after a failure, unless its exit code is 2: invalid input. Each process
         then has some memory that the one in its place finds again (:mod:`capibara.launch.memory`).
-      min_processes: go on with fewer, at least so many, when a process cannot be replaced; by default with all or none.
+      min_processes: go on with fewer, a divisor of ``count`` and at least so many, when a process cannot be replaced;
+        by default with all or none.
       replacements: how often in a row a process is replaced that fails within a minute of its start; then the group
         goes on without it (:class:`capibara.launch.slots.Slots`).
       retry: seconds after which a process that could not be replaced is tried again: all are stopped with SIGTERM, and
@@ -177,7 +178,8 @@ def launch_processes(
                         "start"
                     )
                     if not left:
-                        group.say(f"{cause}, and fewer than min_processes={fewest} would be left")
+                        words = f"and no divisor of {count} from min_processes={fewest} on would be left"
+                        group.say(f"{cause}, {words}")
                         return code
                     words += f", with {len(left)} of {count} processes; {cause}"
             group.say(words)

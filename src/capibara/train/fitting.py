@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -91,6 +90,9 @@ def run_batches(
     last: dict[str, float] = {}
     full = dropped = 0
 
+    def counts(devices: Sequence[Any]) -> tuple[int, ...]:
+        return trainer.device_counts(full, devices)
+
     def finish() -> None:
         nonlocal last
         number, metrics = pending.popleft()
@@ -116,7 +118,7 @@ def run_batches(
             continue
         full = max(full, rows)
         if scaler is not None and scaling is None:
-            scaling = scaler.controller(trainer.placement.devices, partial(trainer.device_counts, full))
+            scaling = scaler.controller(trainer.placement.devices, counts)
         if scaling is None:
             metrics = trainer.step(arrays)
         else:
@@ -128,6 +130,9 @@ def run_batches(
                     finish()
                 trainer.move(scaling.devices, rows=full)
                 scaling.moved()
+                if rows < full and not trainer.divides(rows):
+                    dropped += rows
+                    continue
             metrics = scaling.meter.run(trainer.step, arrays)
         pending.append((trainer.step_count, metrics))
         while len(pending) > _STEPS_AHEAD:

@@ -88,8 +88,9 @@ class Loop:
     ``save(state, step, seconds, bits, best)`` begins a checkpoint, which ``saves`` writes; ``after_evaluation(step,
     bits)`` is called after each validation, ``sound(step)`` after each step whose loss is sound; ``remember(state,
     step, seconds)`` copies a state to memory, every ``checkpoint.memory_every_steps``. ``scaling`` is asked before each
-    step whether to move to other devices. After :meth:`run_steps`, ``reason`` is "finished", "time", "interrupted" or
-    "moves": then nothing was validated or saved, and another loop shall go on with the next step.
+    step whether to move to other devices. After :meth:`run_steps`, ``saved`` is the step of the newest checkpoint, and
+    ``reason`` is "finished", "time", "interrupted" or "moves": then nothing was validated or saved at the end, and
+    another loop shall go on with the next step.
     """
 
     run: Run
@@ -121,6 +122,7 @@ class Loop:
         self.total = _Meter()
         self._window = _Meter()
         self._begun = time.perf_counter()
+        self.saved = 0
 
     @property
     def seconds(self) -> float:
@@ -141,7 +143,7 @@ class Loop:
         settings, checkpoint = self.run.config.train, self.run.config.checkpoint
         replay_every = self.run.config.recovery.replay_every
         step = start
-        saved = start if saved is None else saved
+        self.saved = start if saved is None else saved
         self._begun = time.perf_counter()
         self._resume_clock()
         self.watchdog.beat(f"step {step + 1} was computed")
@@ -175,7 +177,6 @@ class Loop:
                 bits = self._evaluate(state, step) if evaluate else None
                 if save or self._is_best(bits):
                     self._save(state, step, bits)
-                    saved = step
                 elif remember and self.remember is not None:
                     self._write_line(step)
                     self.remember(state, step, self.seconds)
@@ -186,7 +187,7 @@ class Loop:
             self._write_line(step)
             return state, step
         bits = self._evaluate(state, step) if self.reason != "interrupted" else None
-        if step > saved or self._is_best(bits):
+        if step > self.saved or self._is_best(bits):
             self._save(state, step, bits)
         self.saves.settle()
         return state, step
@@ -317,6 +318,7 @@ class Loop:
         best = self._is_best(bits)
         with self.watchdog.during(f"the checkpoint of step {step} was written", "checkpoint"):
             self.save(state, step, self.seconds, bits, best)
+        self.saved = step
         if best:
             self.best_bits = bits
 

@@ -372,7 +372,8 @@ def _run(
             seconds = loop.seconds
             moving: TrainState | None = None
             if failure is None:  # to other devices, with the next step
-                if processes.count > 1:
+                saved = loop.saved
+                if processes.count > 1 and step > saved:
                     save(state, step, seconds, None, False)
                 run = moves.to(run)
                 start, moving = step, moves.carry(state, run)

@@ -12,7 +12,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -63,7 +63,9 @@ class TpuAutoScaler:
 
     Raises:
       ConfigError: an argument is out of range, or ``min_chips`` already cost more than the limit.
-      UnknownPriceError: a limit is given, and the price is not known; for the devices' own chip, when training begins.
+      ChipError: ``chip`` is not known. PriceError: ``term`` is not.
+      UnknownPriceError: a limit is given, and the price is not known. What depends on the devices' own chip is raised
+        when training begins.
     """
 
     def __init__(
@@ -105,8 +107,11 @@ class TpuAutoScaler:
         self._decisions: list[ScalingDecision] = []
         self._history: list[Load] = []
         self._used = False
-        ScalingRules(**self._settings)  # says what is wrong with them
-        if cost_limit_per_hour is not None:
+        # Say what is wrong with them. What the devices cost is known when there are some.
+        ScalingRules(**self._settings, usd_per_chip_hour=0.0, cost_limit_per_hour=cost_limit_per_hour)
+        with suppress(UnknownPriceError):
+            get_price(chip or _ASSUMED, term=term)
+        if chip is not None:
             self.rules_for(None)
 
     @property
@@ -140,6 +145,19 @@ class TpuAutoScaler:
                 "capibara.train.train, so nothing was scaled",
                 stacklevel=3,
             )
+
+    def devices(self) -> list[Any]:
+        """The devices that there are at this moment.
+
+        Raises:
+          ConfigError: the function that was given for it gave something else.
+        """
+        found = self.source()
+        if not isinstance(found, Sequence) or not all(hasattr(one, "platform") for one in found):
+            raise ConfigError(
+                f"devices: the function gave {found!r:.200}, expected a list of devices, as jax.devices() is"
+            )
+        return list(found)
 
     def rules_for(self, chip: Chip | None) -> ScalingRules:
         """What decides for one training, on devices of this chip; None: emulated ones.
@@ -215,7 +233,7 @@ class Controller:
         load = self.meter.take(step, len(self.devices))
         if load is not None:
             self._scaler.record(load)
-        available = [device for device in self._scaler.source() if device not in self._failed]
+        available = [device for device in self._scaler.devices() if device not in self._failed]
         there = set(available)
         decision = self._rules.decide(
             now=self._scaler.clock(),

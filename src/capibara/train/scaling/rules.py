@@ -225,8 +225,8 @@ class ScalingRules:
         down = allowed[where - 1] if where else None
         used = load.utilization
         wish: tuple[str, int, str] | None = None
-        if down is not None and (reason := self._disappointed(chips, load)) is not None:
-            wish = ("back off", max(n for n in allowed if n < chips and n in self._loads), reason)
+        if (disappointed := self._disappointed(chips, load, allowed)) is not None:
+            wish = ("back off", *disappointed)
         elif down is not None and self.policy != "performance" and used < self.target - self.margin:
             words = f"the devices compute {used:.0%} of the time, less than the target of {self.target:.0%}"
             wish = ("shrink", down, words)
@@ -253,23 +253,24 @@ class ScalingRules:
         before = [one for count, one in self._not_worth.items() if count <= chips]
         return all(load.heavier(one) for one in before)
 
-    def _disappointed(self, chips: int, load: Load) -> str | None:
-        """Why the run should go back to fewer chips, on which it was measured too."""
-        before = [self._loads[n] for n in self._loads if n < chips]
+    def _disappointed(self, chips: int, load: Load, allowed: Sequence[int]) -> tuple[int, str] | None:
+        """To how many chips the run should go back, on which it was measured too, and why."""
+        before = [self._loads[n] for n in allowed if n < chips and n in self._loads]
         if self.policy == "utilization" or not before:
             return None
         old = max(before, key=lambda one: one.chips)
         gained, added = old.seconds / load.seconds if load.seconds > 0 else math.inf, chips / old.chips
         if self.policy == "performance":
             if gained < 1:
-                return f"a step takes {load.seconds:.3g} s, and took {old.seconds:.3g} s on {old.chips} chips"
+                words = (
+                    f"a step takes {load.seconds:.3g} s, and took {old.seconds:.3g} s on {old.chips} chips"
+                )
+                return old.chips, words
             return None
         if gained >= self.target * added:
             return None
-        return (
-            f"{added:.3g} times as many chips as {old.chips} made steps {gained:.2f} times as fast, less than "
-            f"{self.target:.0%} of what they cost"
-        )
+        words = f"{added:.3g} times as many chips as {old.chips} made steps {gained:.2f} times as fast"
+        return old.chips, f"{words}, less than {self.target:.0%} of what they cost"
 
     def _come_back(self, now: float, step: int, chips: int, target: int) -> ScalingDecision | None:
         """Devices that were gone are there again."""
