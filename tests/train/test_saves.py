@@ -613,3 +613,16 @@ def test_the_copy_before_is_not_counted_as_in_the_way(monkeypatch: pytest.Monkey
     peak[0] += 10_000
     assert copier.place_for(state) == "device"
     assert copier.place_for({"w": jnp.zeros((100, 101), jnp.int8)}) == "none"  # of another size
+
+
+def test_room_is_looked_for_again_on_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(Copier, "place_for", lambda _, tree: asked.append(tree["params"].sharding) or "none")
+    monkeypatch.setattr(CheckpointStore, "save", lambda *args, **options: None)
+    saves = Saves(CheckpointStore(tmp_path))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    for step, where in enumerate([here, here, there, there]):
+        saves.save(step, {"params": jax.device_put(jnp.zeros(4), where)})
+    assert asked == [here, there]

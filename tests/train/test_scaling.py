@@ -16,6 +16,7 @@ from capibara.errors import ConfigError
 from capibara.hardware import Chip, ChipError, PriceError, UnknownPriceError, get_chip
 from capibara.train import TpuDistributedTrainer, read_losses, train
 from capibara.train.errors import ScalingError
+from capibara.train.loop import Utilisation
 from capibara.train.scaling.autoscaler import TpuAutoScaler, active_scaler
 
 RUN = """
@@ -365,3 +366,59 @@ def test_the_rest_of_a_data_set_that_no_longer_divides_is_left_out() -> None:
     found = run_apart(PARTIAL, XLA_FLAGS=emulated(4, quick=True))
     # The first rest is a step on two devices; all four are back before the second one.
     assert found == {"dropped": 2, "steps": 6, "decisions": [[4, 2, 0], [2, 4, 4]]}
+
+
+BEST = """
+import json, tempfile
+from pathlib import Path
+import jax
+from tiny_model import TinyModel
+from tiny_run import tiny_config, tiny_corpus
+from capibara.jax.tpu_v4.autoscaling import TpuAutoScaler
+from capibara.train import checkpoint_store, train
+from capibara.train.progress import SilentReporter
+from capibara.train.saved import Facts
+from capibara.train.signals import StopFlag
+
+folder, stop, looks = Path(tempfile.mkdtemp()), StopFlag(), 0
+
+def devices():
+    # One of two is gone before the fifth step.
+    global looks
+    looks += 1
+    return jax.devices()[: 2 if looks <= 4 else 1]
+
+class Stops(SilentReporter):
+    def note(self, text):
+        stop.requested = stop.requested or text.startswith("moved")
+
+config = tiny_config(folder, "train.eval_every=4", "checkpoint.keep_best=true")
+with TpuAutoScaler(1, 2, devices=devices).managed_scaling() as scaler:
+    report = train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False, reporter=Stops(), stop=stop)
+store = checkpoint_store(folder)
+print("RESULT", json.dumps({
+    "moves": [[d.before, d.after, d.step] for d in scaler.decisions], "reason": report.reason, "steps": store.steps(),
+    "best": store.best_step(), "validated": Facts.of(store.open(4)).validation is not None,
+}))
+"""
+
+
+@pytest.mark.slow
+def test_a_move_does_not_write_the_best_checkpoint_again_without_its_validation() -> None:
+    assert run_apart(BEST, XLA_FLAGS=emulated(2, quick=True)) == {
+        "moves": [[2, 1, 4]],
+        "reason": "interrupted",
+        "steps": [4],
+        "best": 4,
+        "validated": True,
+    }
+
+
+def test_utilisation_is_of_the_devices_that_a_run_has_moved_to() -> None:
+    class Device:
+        platform = "tpu"
+
+    whole = Utilisation(flops_per_token=10.0, device_flops=8e3)
+    half = whole.on([Device(), Device()], 4)
+    assert half.of(100.0) == 2 * whole.of(100.0) == pytest.approx(0.25)
+    assert whole.on(jax.devices("cpu"), 4) == whole

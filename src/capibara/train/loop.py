@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -48,11 +48,18 @@ class Utilisation:
 
     Attributes:
       flops_per_token: forward and backward, from the model.
-      device_flops: FLOP/s of a matrix multiply, measured on the devices of this run just before it.
+      device_flops: FLOP/s of a matrix multiply on the devices of this run, as measured just before it.
     """
 
     flops_per_token: float
     device_flops: float
+
+    def on(self, devices: Sequence[Any], before: int) -> Utilisation:
+        """That of the same run on these devices instead of ``before`` ones of their kind."""
+        # Emulated CPU devices share the cores that the one measurement already used.
+        if devices[0].platform == "cpu":
+            return self
+        return replace(self, device_flops=self.device_flops * len(devices) / before)
 
     def of(self, tokens_per_second: float) -> float:
         """The part of the measured rate that the model's own arithmetic uses."""

@@ -67,6 +67,7 @@ class Saves:
         self._processes = Processes.here()
         self._copier = Copier()
         self._place: Place | None = None
+        self._shardings: list[Any] = []
         self._token, self._number = "", 0
         self._job: _Job | None = None
         self._longest = 0.0
@@ -81,8 +82,12 @@ class Saves:
           CheckpointWriteError: this save failed, or the one before did.
         """
         self.settle()
-        if self.asynchronous and self._place is None:
-            self._prepare(items)
+        if self.asynchronous:
+            # Of a run that has moved to other devices, these may have less room.
+            shardings = [leaf.sharding for leaf in jax.tree.leaves(dict(items))]
+            if self._place is None or shardings != self._shardings:
+                self._prepare(items)
+                self._shardings = shardings
         exchange = Exchange.between(self._processes, f"{self._token}-{self._number}")
         if not self.asynchronous or self._place in (None, "none") or exchange is None:
             self.store.save(step, items, **facts)
@@ -97,10 +102,6 @@ class Saves:
         self._job = _Job(self.store, exchange, step, copied, facts)
         self._job.start()
         _waited_for.add(self)
-
-    def moved(self) -> None:
-        """The state is on other devices now: look anew whether they have room for a copy."""
-        self._place = None
 
     @property
     def alone(self) -> bool:

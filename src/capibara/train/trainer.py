@@ -369,7 +369,7 @@ def _run(
                     # Time is spent, whatever came of it. The frames of the traceback hold the state, for which there
                     # may be no room beside the one that is read.
                     step, failure = -1, error.with_traceback(None)
-            seconds = loop.seconds
+            seconds, before = loop.seconds, len(run.placement.devices)
             moving: TrainState | None = None
             if failure is None:  # to other devices, with the next step
                 saved = loop.saved
@@ -392,7 +392,8 @@ def _run(
             state = moving
             del moving
             if moves.just_moved():
-                saves.moved()
+                if utilisation is not None:
+                    utilisation = utilisation.on(run.placement.devices, before)
                 train_step, eval_step = moves.compiled(run, state, skips.number(start))
     except BaseException as error:
         saves.leave(error)
@@ -470,10 +471,8 @@ def _measure(run: Run) -> Utilisation:
 
     config, devices = run.config, run.placement.devices
     rate = float(matmul_rate(dtype=config.precision.compute_dtype))
-    # Emulated CPU devices share the cores that the one measurement already used.
-    count = 1 if devices[0].platform == "cpu" else len(devices)
     flops = float(run.model.flops_per_token(config.train.sequence_length, training=True))
-    return Utilisation(flops, rate * count)
+    return Utilisation(flops, rate).on(devices, 1)
 
 
 def _already_trained(run: Run, checkpoint: Checkpoint, seconds: float, reporter: Reporter) -> TrainReport:
