@@ -250,6 +250,32 @@ def test_all_are_tried_again_after_a_while(tmp_path: Path) -> None:
     assert "[3] start 2" in out
 
 
+def test_a_slot_that_stays_broken_does_not_use_up_the_restarts(tmp_path: Path) -> None:
+    # It is tried twice again, and the other one goes on after each.
+    body = """
+        if me == 1: sys.exit(5)
+        signal.signal(15, lambda *_: sys.exit(143))
+        if count == 2 or tries < 6: wait()
+    """
+    code, _, err = launched(
+        tmp_path,
+        2,
+        BROKEN + textwrap.dedent(body),
+        restarts=1,
+        min_processes=1,
+        replacements=0,
+        retry=0.1,
+        grace=0.2,
+    )
+    assert code == 0
+    again = [line.partition("launch: ")[2] for line in err if "starting all again" in line]
+    assert sum(line.startswith("starting all again (") for line in again) == 1
+    assert (
+        sum(line.startswith("starting all again, with 1 of 2 processes; process 1 of 2") for line in again)
+        >= 2
+    )
+
+
 def test_too_few_are_left(tmp_path: Path) -> None:
     body = "if me == count - 1: sys.exit(7)\nwait()"
     code, out, err = launched(

@@ -47,6 +47,10 @@ class Slots:
         self._failures[slot], self._back_at[slot] = self._replacements, now + wait
         return True
 
+    def on_trial(self, slot: int, *, after: float) -> bool:
+        """Whether a failure ``after`` so many seconds only says that what was wrong with a slot still is."""
+        return self._times_out[slot] > 0 and after < self._soon
+
     def grows_at(self, now: float) -> float | None:
         """When there will be slots for more processes than now; None if there already are all."""
         size = len(self.chosen(now))

@@ -97,7 +97,8 @@ def launch_processes(
       devices: emulated CPU devices of each process; None: the devices that JAX finds.
       logs: a folder for the output of each process, ``process-0.log`` …; None: none.
       grace: seconds.
-      restarts: how often all are started again after a failure, unless its exit code is 2: invalid input. Each process
+      restarts: how often all are started again after a failure, unless its exit code is 2: invalid input; that a
+        process which could not be replaced still cannot is not counted. Each process
         then has some memory that the one in its place finds again (:mod:`capibara.launch.memory`).
       min_processes: go on with fewer, a divisor of ``count`` and at least so many, when a process cannot be replaced;
         by default with all or none.
@@ -164,24 +165,28 @@ def launch_processes(
                     f"starting all again, with {len(slots.chosen(now))} processes instead of {len(chosen)}"
                 )
                 continue
-            if attempt == restarts or not group.worth_another_try:
+            if not group.worth_another_try:
                 return code
-            attempt += 1
-            words = f"starting all again ({attempt} of at most {restarts} times)"
+            slot, ran = 0, 0.0
             if fewest < count:
                 assert group.culprit is not None
                 slot, ran = chosen[group.culprit], group.failed_at - begun
-                if slots.failed(slot, after=ran, now=now):
-                    left = slots.chosen(now)
-                    cause = (
-                        f"process {group.culprit} of {len(chosen)} cannot be replaced: it failed {ran:.0f} s after its "
-                        "start"
-                    )
-                    if not left:
-                        words = f"and no divisor of {count} from min_processes={fewest} on would be left"
-                        group.say(f"{cause}, {words}")
-                        return code
-                    words += f", with {len(left)} of {count} processes; {cause}"
+            words = "starting all again"
+            # That a slot is still broken is found out as often as it is tried: the group need not end by it.
+            if not slots.on_trial(slot, after=ran):
+                if attempt == restarts:
+                    return code
+                attempt += 1
+                words += f" ({attempt} of at most {restarts} times)"
+            if fewest < count and slots.failed(slot, after=ran, now=now):
+                left = slots.chosen(now)
+                who = f"process {group.culprit} of {len(chosen)}"
+                cause = f"{who} cannot be replaced: it failed {ran:.0f} s after its start"
+                if not left:
+                    words = f"and no divisor of {count} from min_processes={fewest} on would be left"
+                    group.say(f"{cause}, {words}")
+                    return code
+                words += f", with {len(left)} of {count} processes; {cause}"
             group.say(words)
 
 
