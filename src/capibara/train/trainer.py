@@ -369,10 +369,9 @@ def _run(
                     # Time is spent, whatever came of it. The frames of the traceback hold the state, for which there
                     # may be no room beside the one that is read.
                     step, failure = -1, error.with_traceback(None)
-            seconds, before = loop.seconds, len(run.placement.devices)
+            seconds, saved, before = loop.seconds, loop.saved, len(run.placement.devices)
             moving: TrainState | None = None
             if failure is None:  # to other devices, with the next step
-                saved = loop.saved
                 if processes.count > 1 and step > saved:
                     save(state, step, seconds, None, False)
                 run = moves.to(run)
@@ -392,8 +391,7 @@ def _run(
             state = moving
             del moving
             if moves.just_moved():
-                if utilisation is not None:
-                    utilisation = utilisation.on(run.placement.devices, before)
+                utilisation = utilisation and utilisation.on(run.placement.devices, before)
                 train_step, eval_step = moves.compiled(run, state, skips.number(start))
     except BaseException as error:
         saves.leave(error)
