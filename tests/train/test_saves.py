@@ -20,6 +20,7 @@ from tiny_model import TinyModel
 from tiny_run import tiny_config, tiny_corpus
 
 import capibara.train.checkpoint as module
+import capibara.train.finite as finite
 from capibara.hardware.telemetry import DeviceMemory
 from capibara.train import CheckpointStore, checkpoint_store, read_losses, train
 from capibara.train.copies import Copier
@@ -459,6 +460,32 @@ def test_infinities_that_were_there_from_the_start_are_part_of_the_model() -> No
         raise AssertionError("not needed")
 
     check_finite(1, {"model": {"w": jnp.ones(3)}}, never)
+
+
+def test_arrays_in_the_hosts_memory_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, sizes = finite._finite, []
+
+    def look(leaves: list[Any]) -> Any:
+        sizes.append(len(leaves))
+        return real(leaves)
+
+    monkeypatch.setattr(finite, "_finite", look)
+    device = jax.devices()[0]
+    there = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    start = {
+        name: jax.device_put(jnp.ones(3), there) if name in "bd" else jnp.ones(3)
+        for name in ("a", "b", "c", "d")
+    }
+    check_finite(1, start, lambda: start)
+    assert sizes == [2, 1, 1]
+    for name in start:
+        bad = {**start, name: start[name].at[1].set(jnp.inf) if name in "ac" else there_is_one(there)}
+        with pytest.raises(DivergedError, match=f"^{name} became infinite"):
+            check_finite(4, bad, lambda: start)
+
+
+def there_is_one(where: Any) -> jax.Array:
+    return jax.device_put(jnp.array([1.0, jnp.nan]), where)
 
 
 class Stopping(SilentReporter):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.memory.offload import HOST_MEMORY
 from capibara.train.errors import DivergedError
 
 __all__ = ["check_finite"]
@@ -20,7 +21,9 @@ __all__ = ["check_finite"]
 
 @jax.jit
 def _finite(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves])
+    # TPUs compute with nothing that is in the host's memory, such as an optimizer's state (offload).
+    here = [jax.device_put(leaf, jax.memory.Space.Device) for leaf in leaves]
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in here])
 
 
 def check_finite(step: int, items: Mapping[str, Any], initial: Callable[[], Mapping[str, Any]]) -> None:
@@ -53,5 +56,10 @@ def _not_finite(items: Mapping[str, Any]) -> list[str]:
     }
     if not named:
         return []
-    good = np.asarray(jax.device_get(_finite(list(named.values()))))
-    return [name for name, fine in zip(named, good, strict=True) if not fine]
+    on_host = {name: leaf for name, leaf in named.items() if leaf.sharding.memory_kind == HOST_MEMORY}
+    here = {name: leaf for name, leaf in named.items() if name not in on_host}
+    # One after the other, as there may be no room for all of them on the devices.
+    groups = [here, *({name: leaf} for name, leaf in on_host.items())]
+    good = jax.device_get([_finite(list(group.values())) for group in groups if group])
+    found = dict(zip([*here, *on_host], np.concatenate(good), strict=True))
+    return [name for name in named if not found[name]]
