@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +17,7 @@ from tiny_run import tiny_config, tiny_corpus
 
 from capibara.errors import ConfigError
 from capibara.hardware import Chip, ChipError, PriceError, UnknownPriceError, get_chip
+from capibara.launch import launch_processes
 from capibara.train import TpuDistributedTrainer, read_losses, train
 from capibara.train.errors import ScalingError
 from capibara.train.loop import Utilisation
@@ -422,3 +426,43 @@ def test_utilisation_is_of_the_devices_that_a_run_has_moved_to() -> None:
     half = whole.on([Device(), Device()], 4)
     assert half.of(100.0) == 2 * whole.of(100.0) == pytest.approx(0.25)
     assert whole.on(jax.devices("cpu"), 4) == whole
+
+
+LOST = """
+import sys
+from capibara.train import join_processes, train
+join_processes()
+import jax
+from tiny_model import TinyModel
+from tiny_run import tiny_config, tiny_corpus
+from capibara.jax.tpu_v4.autoscaling import TpuAutoScaler
+
+looks = 0
+
+def devices():
+    global looks
+    looks += 1
+    return jax.devices() if looks < 6 else []
+
+config = tiny_config(sys.argv[1])
+with TpuAutoScaler(1, 4, devices=devices).managed_scaling():
+    train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False)
+"""
+
+
+@pytest.mark.slow  # two processes
+def test_all_processes_end_when_no_devices_are_left(tmp_path: Path) -> None:
+    program, said = tmp_path / "program.py", tmp_path / "said"
+    program.write_text(LOST)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
+    command = [sys.executable, str(program), str(tmp_path / "run")]
+    with open(said, "wb") as stream:
+        code = launch_processes(
+            command, 2, devices=1, grace=60.0, environment=environment, out=stream, err=stream
+        )
+    text = said.read_text()
+    assert code == 1, text
+    # Each raises it itself; none is left to wait until JAX gives it up.
+    assert "[0] capibara.train.errors.ScalingError: no number of chips is within the limits" in text
+    assert "[1] capibara.train.errors.ScalingError: another process finds no devices" in text
+    assert "SIGABRT" not in text

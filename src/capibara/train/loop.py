@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from capibara.hardware.telemetry import device_memory, host_memory
-from capibara.train.errors import DivergedError
+from capibara.train.errors import DivergedError, ScalingError
 from capibara.train.metrics import MetricsLog, SilentLog
 from capibara.train.processes import Ballots, Processes
 from capibara.train.progress import Reporter
@@ -38,8 +38,8 @@ __all__ = ["Loop", "Utilisation"]
 
 _STEPS_AHEAD = 2
 # What a process may want before a step: a move to so many devices; an end, which counts more; an interruption, which
-# carries its signal's number; and most of all an end because a checkpoint was not written.
-_GO_ON, _TIME, _INTERRUPTED, _SAVE_FAILED = 0, 1 << 16, 1 << 17, 1 << 18
+# carries its signal's number; and most of all an end because a checkpoint was not written, or devices are missing.
+_GO_ON, _TIME, _INTERRUPTED, _SAVE_FAILED, _NO_DEVICES = 0, 1 << 16, 1 << 17, 1 << 18, 1 << 19
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,7 @@ class Loop:
     def _must_stop(self, step: int) -> bool:
         """Whether training ends before the next step; ``reason`` tells why. All processes stop before the same one."""
         limit, wish = self.run.config.train.max_seconds, _GO_ON
+        cause: ScalingError | None = None
         if self.saves.failed():
             wish = _SAVE_FAILED
         elif self.stop.requested:
@@ -211,8 +212,13 @@ class Loop:
         elif self.scaling is not None:
             if self.scaling.meter.drains:
                 self._drain()
-            wish = self.scaling.asks(step)
+            try:
+                wish = self.scaling.asks(step)
+            except ScalingError as error:
+                cause, wish = error, _NO_DEVICES
         outcome = self._ballots.vote(wish)
+        if outcome >= _NO_DEVICES:  # in all processes, so that none waits for another
+            raise cause or ScalingError("another process finds no devices to go on with, and says why")
         if outcome >= _SAVE_FAILED:
             self.saves.settle()  # raises why, in all processes
         if outcome >= _INTERRUPTED:
