@@ -93,6 +93,7 @@ REACHED_FUSED = {
 }
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_one_kernel_for_all_gradients_on_one_kind_of_chip():
     _, row = compare("v6e", [(128, 256)])

@@ -25,6 +25,7 @@ def rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capibara.measure, "matmul_rate", lambda dtype="float32": 1e11)
 
 
+@pytest.mark.slow
 def test_from_text_to_a_model_that_is_trained_further(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

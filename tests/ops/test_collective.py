@@ -121,6 +121,7 @@ print("compiled")
 """
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_rings_are_asynchronous_on_tpu_v4():
     assert "compiled" in _run([sys.executable, "-c", FOR_TPU], environment())

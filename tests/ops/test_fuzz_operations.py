@@ -89,6 +89,7 @@ def found() -> list[dict[str, object]]:
     return [json.loads(line[3:]) for line in done.stdout.splitlines() if line.startswith("ROW")]
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong_in_a_few_problems(found):
     found = [row for row in found if row["op"] in QUICK]
     assert len(found) == len(QUICK)

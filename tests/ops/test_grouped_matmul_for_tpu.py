@@ -255,6 +255,7 @@ def test_parts_of_a_dump() -> None:
         read_part("k", "    0 : { %1 = smov 0 }")
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_fewer_cycles_on_one_kind_of_chip() -> None:
     shape = next(shape for shape in SHAPES if shape.inner == 768 and shape.rows == 4096)

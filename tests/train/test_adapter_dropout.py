@@ -248,6 +248,7 @@ def small(*settings: str) -> ModularCapibaraModel:
     return ModularCapibaraModel(ModularModelConfig.from_toml("demo", [*SMALL, *lora, *settings]))
 
 
+@pytest.mark.slow
 def test_each_layer_weight_step_and_microbatch_has_its_own_mask() -> None:
     model = small("finetune.dropout=0.5")
     optimizer = build_optimizer(model.config, param_axes=model.param_axes)

@@ -135,6 +135,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*LAYOUTS, "to moments", "to host", "to one", "from one", "real", "real dp"])
 def test_the_losses_are_those_of_one_device(found: Any, name: str) -> None:
     run = found["runs"][name]

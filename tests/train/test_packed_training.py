@@ -83,6 +83,7 @@ class After(SilentReporter):
         self.flag.requested |= step >= self.steps
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     path = sums(tmp_path)
     config = tiny_config(tmp_path / "whole").with_overrides({"data.paths": [str(path)]})

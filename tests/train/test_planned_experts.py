@@ -69,6 +69,7 @@ def check(layouts: list[Layout], folder: Path) -> None:
         np.testing.assert_allclose(losses, want, rtol=2e-5, err_msg=str(layout))
 
 
+@pytest.mark.slow
 def test_an_expert_axis_is_offered_and_trains(tmp_path: Path) -> None:
     layouts = offered()
     sizes = {dict(mesh).get("expert", 1) for mesh, *_ in layouts}

@@ -81,6 +81,7 @@ def moved(devices: int, moments: list[tuple[int, int]], *settings: str) -> dict[
     return found
 
 
+@pytest.mark.slow
 def test_a_run_moves_between_devices() -> None:
     found = moved(2, [(0, 2), (3, -1), (6, 2)], "train.steps=10")
     assert found["decisions"] == [["shrink", 2, 1, 3], ["grow", 1, 2, 6]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from capibara.train.saved import Facts
 from capibara.train.saves import Saves
 
 __all__ = ["Keeper"]
+
+_LOG = logging.getLogger("capibara.train.checkpoints")
 
 
 class Keeper:
@@ -55,7 +58,7 @@ class Keeper:
         store = self.store(directory, step)
         check_finite(step, items, initial)
         if self._saves is None or self._saves.store.folder != store.folder:
-            self._saves = Saves(store)
+            self._saves = Saves(store, warn=_LOG.warning)
         self._saves.asynchronous = not wait
         self._saves.save(step, items, meta=Facts(seconds=0.0).to_meta(), config_toml=config_toml)
         self._last = store.folder.absolute(), step
