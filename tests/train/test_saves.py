@@ -20,6 +20,7 @@ from tiny_model import TinyModel
 from tiny_run import tiny_config, tiny_corpus
 
 import capibara.train.checkpoint as module
+import capibara.train.checkpoint_files as checkpoint_files
 import capibara.train.finite as finite
 from capibara.hardware.telemetry import DeviceMemory
 from capibara.train import CheckpointStore, checkpoint_store, read_losses, train
@@ -257,7 +258,7 @@ def test_a_save_that_was_given_up_does_nothing_to_another_of_the_same_step(
         thread.join(60)
         return real_digest(*arguments)
 
-    real_digest = module.sync_and_digest
+    real_digest = checkpoint_files.sync_and_digest
     monkeypatch.setattr(module, "sync_and_digest", meanwhile)
     again = Saves(store, asynchronous=False)
     again.save(7, tree(2), **FACTS)

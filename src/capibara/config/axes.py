@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from capibara.errors import ConfigError, did_you_mean
 
@@ -67,7 +67,7 @@ class _Sizes(Protocol):
     """What is read of a mesh, real or abstract: the size of each axis."""
 
     @property
-    def shape(self) -> Mapping[str, int]: ...
+    def shape(self) -> Any: ...  # a mapping; a cached property of JAX's classes
 
 
 @dataclass(frozen=True)
