@@ -6,6 +6,7 @@ import errno
 import gc
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from capibara.train.errors import (
     RunLockedError,
     RunWriteError,
 )
+from capibara.train.quiet_orbax import quiet_orbax
 from capibara.train.rundir import atomic_write, lock_run, prepare_folder
 
 
@@ -305,6 +307,42 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch:
     assert store.open(1).step == 1
     save(store, 1)
     assert os.listdir(tmp_path) == ["1"]
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    store, real = CheckpointStore(tmp_path), os.rename
+    save(store, 1)
+
+    def rename(source: Any, target: Any) -> None:
+        if Path(target) == tmp_path / "1":
+            raise Killed
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(Killed):
+            save(store, 1)
+    assert store.steps() == []
+    store.clean()
+    assert os.listdir(tmp_path) == ["1"]
+    assert store.open(1).step == 1
+
+
+def test_messages_of_others_pass_while_orbax_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    with quiet_orbax():
+        logging.getLogger("absl").warning("a user's")
+        logging.getLogger("asyncio").warning("another one")
+        record = logging.LogRecord(
+            "absl", logging.ERROR, "/x/orbax/checkpoint/a.py", 1, "its own", None, None
+        )
+        logging.getLogger("absl").handle(record)
+        logging.getLogger("asyncio").error("Task exception was never retrieved")
+    assert caplog.messages == ["a user's", "another one"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])

@@ -162,6 +162,24 @@ def test_without_room_training_goes_on_without_copies(
     assert all(os.fstat(file).st_size == 0 for file in files)
 
 
+def test_without_room_on_the_devices_training_goes_on_without_copies(
+    files: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    held = HeldCopies(files, run="run", warn=warnings.append)
+
+    def full(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(held._copier, "copy", full)
+    for step in (1, 2):
+        held.remember(step, tree(step), {})
+        held.settle()
+    assert len(warnings) == 1
+    assert "no longer copied to the launcher's memory: RESOURCE_EXHAUSTED" in warnings[0]
+    assert newest(files) is None
+
+
 def test_what_is_in_the_files_is_not_trusted(files: tuple[int, ...]) -> None:
     for content in (b"CAPIHELD" + (1 << 60).to_bytes(8, "little") + bytes(40), b"CAPIHELD", os.urandom(500)):
         os.ftruncate(files[0], 0)

@@ -27,7 +27,7 @@ from capibara.train import CheckpointStore, checkpoint_store, read_losses, train
 from capibara.train.copies import Copier
 from capibara.train.errors import CheckpointWriteError, DataError, DivergedError, ProcessesError
 from capibara.train.exchange import Exchange
-from capibara.train.finite import check_finite
+from capibara.train.finite import check_finite, not_finite
 from capibara.train.processes import Processes
 from capibara.train.progress import SilentReporter
 from capibara.train.recovery.guard import Guard
@@ -451,10 +451,10 @@ def test_without_a_coordinator_nothing_is_exchanged(monkeypatch: pytest.MonkeyPa
 def test_infinities_that_were_there_from_the_start_are_part_of_the_model() -> None:
     mask = jnp.array([0.0, -jnp.inf])
     start = {"model": {"mask": mask, "w": jnp.ones(3), "n": jnp.int32(1)}}
-    check_finite(1, start, lambda: start)
+    check_finite(1, start, lambda: not_finite(start))
     bad = {"model": {**start["model"], "w": jnp.array([1.0, jnp.nan, 0.0])}}
     with pytest.raises(DivergedError, match=r"model/w became infinite or not a number by step 4") as caught:
-        check_finite(4, bad, lambda: start)
+        check_finite(4, bad, lambda: not_finite(start))
     assert caught.value.step == 4
 
     def never() -> Any:
@@ -477,12 +477,12 @@ def test_arrays_in_the_hosts_memory_are_looked_at_one_by_one(monkeypatch: pytest
         name: jax.device_put(jnp.ones(3), there) if name in "bd" else jnp.ones(3)
         for name in ("a", "b", "c", "d")
     }
-    check_finite(1, start, lambda: start)
+    check_finite(1, start, lambda: not_finite(start))
     assert sizes == [2, 1, 1]
     for name in start:
         bad = {**start, name: start[name].at[1].set(jnp.inf) if name in "ac" else there_is_one(there)}
         with pytest.raises(DivergedError, match=f"^{name} became infinite"):
-            check_finite(4, bad, lambda: start)
+            check_finite(4, bad, lambda: not_finite(start))
 
 
 def there_is_one(where: Any) -> jax.Array:

@@ -265,7 +265,7 @@ def test_the_limits_hold_and_changes_keep_their_distance(life: tuple[ScalingRule
     start=st.sampled_from(COUNTS),
     noises=st.lists(st.floats(0.99, 1.01), min_size=80, max_size=80),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 def test_a_steady_load_ends_at_one_number(
     policy: Any, work: float, host: float, share: float, target: float, start: int, noises: list[float]
 ) -> None:

@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         devices=args.devices,
         logs=args.logs,
         grace=3.0 if args.grace is None else args.grace,
-        restarts=args.restarts if args.restarts is not None else 0 if args.min_processes is None else 10,
+        restarts=args.restarts,
         min_processes=args.min_processes,
         **{name: value for name, value in elastic.items() if value is not None},
     )

@@ -38,6 +38,7 @@ __all__ = ["launch_processes"]
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INVALID = 2  # the exit code for invalid input, which stays invalid
 _SOON = 60.0  # seconds after its start in which a failure counts as one of the slot
+_RESTARTS = 10  # of a group that may go on with fewer
 _POLL = 0.5  # seconds: should a signal of a child's end be lost
 _LONGEST = 1 << 16  # bytes of a line that are waited for
 # What a process runs before its program: it asks the kernel to be killed when its parent is gone, or ends if it is.
@@ -76,7 +77,7 @@ def launch_processes(
     devices: int | None = None,
     logs: str | os.PathLike[str] | None = None,
     grace: float = 3.0,
-    restarts: int = 0,
+    restarts: int | None = None,
     min_processes: int | None = None,
     replacements: int = 1,
     retry: float = 300.0,
@@ -97,9 +98,10 @@ def launch_processes(
       devices: emulated CPU devices of each process; None: the devices that JAX finds.
       logs: a folder for the output of each process, ``process-0.log`` …; None: none.
       grace: seconds.
-      restarts: how often all are started again after a failure, unless its exit code is 2: invalid input; that a
-        process which could not be replaced still cannot is not counted. Each process
-        then has some memory that the one in its place finds again (:mod:`capibara.launch.memory`).
+      restarts: how often all are started again after a failure, unless its exit code is 2 (invalid input); by default
+        10 times with ``min_processes``, otherwise never. A failed trial of a process that could not be replaced before
+        is not counted. With restarts each process has some memory that the one in its place finds again
+        (:mod:`capibara.launch.memory`).
       min_processes: go on with fewer, a divisor of ``count`` and at least so many, when a process cannot be replaced;
         by default with all or none.
       replacements: how often in a row a process is replaced that fails within a minute of its start; then the group
@@ -127,6 +129,8 @@ def launch_processes(
         raise ConfigError(f"command: got {command[0]!r:.200}, expected a program that can be run")
     if isinstance(grace, bool) or not 0 <= grace <= 86400:
         raise ConfigError(f"grace={grace!r}: expected seconds, from 0 to 86400")
+    if restarts is None:
+        restarts = 0 if min_processes is None else _RESTARTS
     for name, value in (("restarts", restarts), ("replacements", replacements)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(f"{name}={value!r}: expected an integer from 0")

@@ -61,6 +61,7 @@ __all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
 
 _FORMAT = 1
 _TEMPORARY = ".tmp-"
+_REPLACED = re.compile(r"\.tmp-(\d+)-\d+-[0-9a-f]+-old")
 _DAMAGED = "damaged-"
 _TOKENIZER = "tokenizer"
 _BEST = "best"
@@ -346,6 +347,9 @@ class CheckpointStore:
         for link in self.folder.glob(f"{_TEMPORARY}{_BEST}-*"):
             _unlink_link(link)
         for path in self._entries(_TEMPORARY):
+            # It was moved away for another one of the same step, which did not get its name.
+            if (old := _REPLACED.fullmatch(path.name)) and not (self.folder / old[1]).exists():
+                os.rename(path, self.folder / old[1])
             shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, *, after: int) -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.hardware.telemetry import available_memory, device_memory
+from capibara.memory.offload import HOST_MEMORY
 
 __all__ = ["Copier", "Place"]
 
@@ -21,7 +22,6 @@ Place = Literal["device", "host", "none"]
 
 # Of what a copy needs, what has to be there: memory is not used to the last byte.
 _MARGIN = 1.1
-_HOST = "pinned_host"
 
 
 class Copier:
@@ -52,7 +52,7 @@ class Copier:
         kinds = [{memory.kind for memory in device.addressable_memories()} for device in devices]
         available = available_memory()
         fits = available is None or available > _MARGIN * sum(needed.values())
-        return "host" if fits and all(_HOST in one for one in kinds) else "none"
+        return "host" if fits and all(HOST_MEMORY in one for one in kinds) else "none"
 
     def copy(self, tree: Any, place: Place) -> Any:
         """The same arrays in other memory, with the same sharding; ``place`` is not ``"none"``.
@@ -68,7 +68,7 @@ class Copier:
         copied = iter(self._copies(inside) if inside else ())
         return structure.unflatten(
             [
-                jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST), may_alias=False)
+                jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY), may_alias=False)
                 if other
                 else next(copied)
                 for leaf, other in zip(leaves, moved, strict=True)

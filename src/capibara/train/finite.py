@@ -6,7 +6,7 @@ have infinities from the start, such as a mask; what is not finite in a new stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from capibara.memory.offload import HOST_MEMORY
 from capibara.train.errors import DivergedError
 
-__all__ = ["check_finite"]
+__all__ = ["check_finite", "not_finite"]
 
 
 @jax.jit
@@ -26,19 +26,19 @@ def _finite(leaves: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in here])
 
 
-def check_finite(step: int, items: Mapping[str, Any], initial: Callable[[], Mapping[str, Any]]) -> None:
+def check_finite(step: int, items: Mapping[str, Any], allowed: Callable[[], Collection[str]]) -> None:
     """Refuse a state with infinities or NaN in arrays that have none before the first step.
 
     Args:
       step: that of the state. items: its arrays, on the devices.
-      initial: gives those of a new run; called only if something is not finite.
+      allowed: gives the names of arrays that are not finite in a new run; called only if something is not.
 
     Raises:
       DivergedError: it names the first of the arrays; in every process.
     """
-    if not (names := _not_finite(items)):
+    if not (names := not_finite(items)):
         return
-    if not (names := sorted(set(names) - set(_not_finite(initial())))):
+    if not (names := sorted(set(names) - set(allowed()))):
         return
     others = f" and {len(names) - 1} other arrays" if len(names) > 1 else ""
     raise DivergedError(
@@ -48,7 +48,8 @@ def check_finite(step: int, items: Mapping[str, Any], initial: Callable[[], Mapp
     )
 
 
-def _not_finite(items: Mapping[str, Any]) -> list[str]:
+def not_finite(items: Mapping[str, Any]) -> list[str]:
+    """The names of the arrays with infinities or NaN, such as ``model/w``."""
     named = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(dict(items))

@@ -146,7 +146,12 @@ class HeldCopies:
         if self._copier.place_for(dict(items)) != "device":  # straight from the arrays themselves
             self._write(file, step, items, meta)
             return
-        copied = [self._copier.copy(dict(items), "device")]
+        try:
+            copied = [self._copier.copy(dict(items), "device")]
+        except jax.errors.JaxRuntimeError as error:
+            # There is no room beside a checkpoint's copy, and training does not need this one.
+            self._give_up(file, error)
+            return
         self._thread = threading.Thread(
             target=lambda: self._write(file, step, copied.pop(), meta),
             name=f"capibara-copy-{step}",
@@ -172,9 +177,12 @@ class HeldCopies:
             self._write_parts(file, step, items, meta)
             self._steps[file] = step
         except Exception as error:  # in a thread of its own nobody else sees it
-            os.ftruncate(file, 0)
-            self._steps[file], self._works = -1, False
-            self._warn(f"the state is no longer copied to the launcher's memory: {first_line(error)}")
+            self._give_up(file, error)
+
+    def _give_up(self, file: int, error: Exception) -> None:
+        os.ftruncate(file, 0)
+        self._steps[file], self._works = -1, False
+        self._warn(f"the state is no longer copied to the launcher's memory: {first_line(error)}")
 
     def _write_parts(self, file: int, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         described: list[list[Any]] = []

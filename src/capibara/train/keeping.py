@@ -10,7 +10,7 @@ from typing import Any
 
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.errors import CheckpointNotFoundError
-from capibara.train.finite import check_finite
+from capibara.train.finite import check_finite, not_finite
 from capibara.train.fitting import make_way
 from capibara.train.saved import Facts
 from capibara.train.saves import Saves
@@ -27,6 +27,7 @@ class Keeper:
         self._saves: Saves | None = None
         self._skipped: tuple[Path, tuple[int, ...]] = (Path(), ())
         self._last: tuple[Path, int] | None = None
+        self._infinite_from_the_start: frozenset[str] | None = None
 
     def store(self, directory: str | os.PathLike[str], step: int) -> CheckpointStore:
         """The checkpoints of a folder, if one of ``step`` can be added to them.
@@ -56,7 +57,13 @@ class Keeper:
         """
         self.settle()
         store = self.store(directory, step)
-        check_finite(step, items, initial)
+
+        def allowed() -> frozenset[str]:
+            if self._infinite_from_the_start is None:
+                self._infinite_from_the_start = frozenset(not_finite(initial()))
+            return self._infinite_from_the_start
+
+        check_finite(step, items, allowed)
         if self._saves is None or self._saves.store.folder != store.folder:
             self._saves = Saves(store, warn=_LOG.warning)
         self._saves.asynchronous = not wait

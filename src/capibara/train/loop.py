@@ -1,8 +1,9 @@
 """The training loop: keep the device busy, write down exactly what happened, stop at any step.
 
 The host runs a few steps ahead of the device. A loss is read only when the step after it is already queued,
-so reading never makes the device wait; only an evaluation or a checkpoint drains the queue. A batch follows
-from the step's number, so the only thing that has to survive an interruption is the :class:`TrainState`.
+so reading never makes the device wait; only an evaluation, a copy of the state or a measurement for scaling drains the
+queue. A batch follows from the step's number, so the only thing that has to survive an interruption is the
+:class:`TrainState`.
 """
 
 from __future__ import annotations

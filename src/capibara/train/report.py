@@ -19,7 +19,8 @@ class TrainReport:
       start_step: steps that were already taken when this process began.
       loss: training loss of the last step in nats per token, None if no step was run.
       validation_bits_per_byte: on the held-out text at the end; None if not measured.
-      tokens_per_second: mean over the steps of this process, without compilation, validation and checkpoints.
+      tokens_per_second: mean over the steps of this process, since its last move or rollback, without compilation,
+        validation and checkpoints.
       utilisation: that rate times the model's FLOP per token, over ``matmul_flops``.
       matmul_flops: FLOP/s of a matrix multiply, measured at the start.
       seconds: training time of the whole run; compile_seconds: what this process compiled before.

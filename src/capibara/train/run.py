@@ -175,8 +175,8 @@ class Run:
         return make_eval_step(self.model)
 
     def compiled(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        """The step and the validation, compiled for a state and a batch on the devices; and so with no time for it
-        later."""
+        """The step and the validation, compiled for a state and a batch on the devices, so that the first step
+        compiles nothing."""
         options = self.placement.compiler_options or None
         step, evaluate = self.train_step.lower(state, batch).compile(options), self.eval_step
         if not self.validation:

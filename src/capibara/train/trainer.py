@@ -16,6 +16,7 @@ uninterrupted one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import time
@@ -33,7 +34,7 @@ from capibara.launch import may_be_fewer
 from capibara.train import extras
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.errors import CheckpointDamagedError, CorruptionError, DivergedError, ResumeMismatchError
-from capibara.train.finite import check_finite
+from capibara.train.finite import check_finite, not_finite
 from capibara.train.held import HeldCopies
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog, SilentLog, read_losses
@@ -282,9 +283,13 @@ def _run(
             pretrained=facts.pretrained,
         ).to_meta()
 
+    @functools.cache
+    def infinite_from_the_start() -> frozenset[str]:
+        return frozenset(not_finite(items_of(first_state(run))))
+
     def save(state: TrainState, step: int, seconds: float, validation: float | None, best: bool) -> None:
         items = items_of(state)
-        check_finite(step, items, lambda: items_of(first_state(run)))
+        check_finite(step, items, infinite_from_the_start)
         saves.save(
             step,
             items,
@@ -297,7 +302,7 @@ def _run(
     def remember(state: TrainState, step: int, seconds: float) -> None:
         assert held is not None
         items = items_of(state)
-        check_finite(step, items, lambda: items_of(first_state(run)))
+        check_finite(step, items, infinite_from_the_start)
         held.remember(step, items, now(step, seconds, None))
 
     def after_evaluation(step: int, bits: float) -> None:

@@ -3,8 +3,8 @@
 A batch is cut into microbatches, which go through the stages one after the other, so that all stages are busy, each
 with another microbatch. With *one forward, one backward* (1F1B; Narayanan et al., "PipeDream", SOSP 2019, and
 "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473) the gradient of a microbatch is
-computed as soon as it can be, and not when all have passed. So a stage has as many of them in memory as there are
-stages ahead, however many there are in all.
+computed as soon as it can be, and not when all have passed. So a stage has the inputs of at most
+``2 p - 1`` of them in memory, for ``p`` stages, however many there are in all.
 
 In one tick every stage takes one microbatch forward and another one, an earlier, backward::
 
@@ -18,7 +18,7 @@ passes in both directions: the *bubble*, the part of it that a stage does nothin
 If forward and backward passes were in ticks of their own, every tick would take as long as a backward pass. All devices
 run one program without branches: what a stage computes while it has nothing to do is dropped.
 
-Of a microbatch a stage keeps only its input. The backward pass computes the stage again.
+Of a microbatch a stage keeps only its input, and state that goes with it. The backward pass computes the stage again.
 
 What comes after the last stage (scores and loss) is often more work than a layer. Its tokens are divided among all
 stages, which have nothing else to do at that time.

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
 
-__all__ = ["answering", "error_code", "first_line", "may_pass"]
+from capibara.train.checkpoint_files import first_line
+
+__all__ = ["answering", "as_sentence", "error_code", "may_pass"]
 
 _MAY_PASS = frozenset(
     {"UNAVAILABLE", "ABORTED", "INTERNAL", "DATA_LOSS", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN"}
@@ -33,7 +35,7 @@ def answering(
             right = float(jnp.sum(jax.device_put(numbers, device))) == float(numbers.sum())
             problem = None if right else "computes a sum wrongly"
         except JaxRuntimeError as error:
-            problem = first_line(error)
+            problem = as_sentence(error)
         if problem is None:
             good.append(device)
         elif warn is not None:
@@ -52,7 +54,7 @@ def may_pass(error: RuntimeError) -> bool:
     return error_code(error) in _MAY_PASS
 
 
-def first_line(error: BaseException) -> str:
+def as_sentence(error: BaseException) -> str:
     """The first line of what it says, as a sentence."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
-    return line if line.endswith((".", "!")) else line + "."
+    line = first_line(error)
+    return line if line.endswith("!") else line + "."

@@ -19,7 +19,7 @@ from capibara.errors import ConfigError
 from capibara.train.errors import TrainError
 from capibara.train.progress import Reporter, SilentReporter
 from capibara.train.protocols import DataSource, Model
-from capibara.train.recovery.failures import answering, error_code, first_line, may_pass
+from capibara.train.recovery.failures import answering, as_sentence, error_code, may_pass
 from capibara.train.trainer import TrainReport, checkpoint_store, train
 
 __all__ = ["DeviceFailedError", "RecoveryEvent", "TpuError", "TpuRecoveryManager", "answering"]
@@ -100,7 +100,7 @@ class TpuRecoveryManager:
             raise
         except JaxRuntimeError as error:
             self._gave_up(error, 0.0)
-            raise DeviceFailedError(f"{first_line(error)} {_remedy(error)}") from error
+            raise DeviceFailedError(f"{as_sentence(error)} {_remedy(error)}") from error
 
     def guard(self, function: Callable[P, T]) -> Callable[P, T]:
         """The same function, called through :meth:`run`."""
@@ -135,7 +135,7 @@ class TpuRecoveryManager:
                     last = error
                     if not self.auto_recovery or not may_pass(error):
                         self._gave_up(error, begun)
-                        raise DeviceFailedError(f"{first_line(error)} {_remedy(error)}") from error
+                        raise DeviceFailedError(f"{as_sentence(error)} {_remedy(error)}") from error
                     if any(
                         leaf.is_deleted()
                         for leaf in jax.tree.leaves((args, kwargs))
@@ -143,8 +143,8 @@ class TpuRecoveryManager:
                     ):
                         self._gave_up(error, begun)
                         raise DeviceFailedError(
-                            f"{first_line(error)} It cannot be tried again: the function donated its inputs, which are "
-                            "gone. Keep a copy, or use TpuRecoveryManager.train, which goes on from a checkpoint."
+                            f"{as_sentence(error)} It cannot be tried again: the function donated its inputs, which "
+                            "are gone. Keep a copy, or use TpuRecoveryManager.train, which goes on from a checkpoint."
                         ) from error
                     time.sleep(self.wait_seconds * 2**attempt if attempt + 1 < self.max_attempts else 0)
         assert last is not None
@@ -153,7 +153,7 @@ class TpuRecoveryManager:
         if self.fallback_to_gpu and not places[-1]:
             where = " There are no GPUs to fall back to (fallback_to_gpu=True): pass fallback=devices."
         raise DeviceFailedError(
-            f"{first_line(last)} It failed {self.max_attempts} times.{where} {_remedy(last)}"
+            f"{as_sentence(last)} It failed {self.max_attempts} times.{where} {_remedy(last)}"
         ) from last
 
     def train(
@@ -193,9 +193,9 @@ class TpuRecoveryManager:
                 if not self.auto_recovery or not may_pass(error) or failures >= self.max_attempts:
                     self._gave_up(error, begun)
                     raise DeviceFailedError(
-                        f"{first_line(error)} The checkpoint of step {step:,} stays. {_remedy(error)}"
+                        f"{as_sentence(error)} The checkpoint of step {step:,} stays. {_remedy(error)}"
                     ) from error
-                reporter.warn(f"{first_line(error)} Going on from step {step:,}.")
+                reporter.warn(f"{as_sentence(error)} Going on from step {step:,}.")
                 time.sleep(self.wait_seconds * 2 ** (failures - 1))
                 devices = answering(devices, warn=reporter.warn)
                 if not devices and self.fallback_to_gpu:
@@ -203,7 +203,7 @@ class TpuRecoveryManager:
                 if not devices:
                     self._gave_up(error, begun)
                     raise DeviceFailedError(
-                        f"{first_line(error)} No device answers any more. {_remedy(error)}"
+                        f"{as_sentence(error)} No device answers any more. {_remedy(error)}"
                     ) from error
                 options = {**options, "fresh": False, "elastic": True}
                 config = config.with_overrides({"checkpoint.resume": True})
@@ -229,7 +229,7 @@ class TpuRecoveryManager:
 
     def _done(self, action: str, error: RuntimeError, begun: float | None) -> None:
         seconds = 0.0 if begun is None else time.monotonic() - begun
-        self.events.append(RecoveryEvent(action, first_line(error), seconds))
+        self.events.append(RecoveryEvent(action, as_sentence(error), seconds))
 
     def _gave_up(self, error: RuntimeError, begun: float | None) -> None:
         self._done("gave up", error, begun)

@@ -64,8 +64,8 @@ class TpuAutoScaler:
     Raises:
       ConfigError: an argument is out of range, or ``min_chips`` already cost more than the limit.
       ChipError: ``chip`` is not known. PriceError: ``term`` is not.
-      UnknownPriceError: a limit is given, and the price is not known. What depends on the devices' own chip is raised
-        when training begins.
+      UnknownPriceError: a limit or a region is given, and the price is not known. What depends on the devices' own
+        chip is raised when training begins.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class TpuAutoScaler:
         """What decides for one training, on devices of this chip; None: emulated ones.
 
         Raises:
-          UnknownPriceError: a limit is given, and the price is not known.
+          UnknownPriceError: a limit or a region is given, and the price is not known.
           ConfigError: ``min_chips`` cost more than the limit.
         """
         usd = None
@@ -173,7 +173,7 @@ class TpuAutoScaler:
             cores = chip.cores_per_chip if chip is not None and chip.view == "core" else 1
             usd = price.usd_per_chip_hour / (cores or 1)
         except UnknownPriceError:
-            if self._limit is not None:
+            if self._limit is not None or self._region is not None:
                 raise
         return ScalingRules(**self._settings, usd_per_chip_hour=usd, cost_limit_per_hour=self._limit)
 

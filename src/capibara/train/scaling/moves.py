@@ -15,10 +15,10 @@ from jax.errors import JaxRuntimeError
 
 from capibara.hardware import build_mesh
 from capibara.sharding import Layout
+from capibara.train.checkpoint_files import first_line
 from capibara.train.errors import ScalingError
 from capibara.train.processes import Processes
 from capibara.train.progress import Reporter
-from capibara.train.recovery.failures import first_line
 from capibara.train.run import Run
 from capibara.train.scaling.autoscaler import Controller, active_scaler
 from capibara.train.state import TrainState
@@ -79,7 +79,7 @@ def move_trainer(trainer: Any, devices: Sequence[Any], layout: Layout) -> None:
         if not isinstance(error, JaxRuntimeError):
             raise
         raise ScalingError(
-            f"the state cannot be read from its devices any more: {first_line(error)} Make a trainer for the devices "
+            f"the state cannot be read from its devices any more: {first_line(error)}. Make a trainer for the devices "
             "that are left, and restore() a checkpoint"
         ) from error
 
