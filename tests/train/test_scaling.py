@@ -306,11 +306,13 @@ def test_invalid_arguments_name_themselves(options: Any, error: type[Exception],
 
 
 @pytest.mark.parametrize("name", ["nvidia-h100-sxm", "a chip that nobody knows"])
-def test_a_limit_needs_the_price_of_the_devices(name: str) -> None:
+def test_a_limit_or_a_region_needs_the_price_of_the_devices(name: str) -> None:
     chip = Chip(name=name, title=name, vendor="unknown", kind="gpu")
     with pytest.raises(UnknownPriceError, match="price of"):
         TpuAutoScaler(cost_limit_per_hour=9.5).rules_for(chip)
-    assert TpuAutoScaler(region="mars").rules_for(chip).price is None
+    with pytest.raises(UnknownPriceError, match="in region 'mars'"):
+        TpuAutoScaler(region="mars").rules_for(chip)
+    assert TpuAutoScaler().rules_for(chip).price is None
     assert TpuAutoScaler(cost_limit_per_hour=9.5, chip="tpu-v4").rules_for(chip).price == 3.22
     assert TpuAutoScaler(cost_limit_per_hour=9.5).rules_for(None).price == 3.22
     # Chips that cost less than emulated ones, in a region that has none of those, are not refused beforehand.
