@@ -65,7 +65,9 @@ PACKAGES = (
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
     "jax-rocm7-plugin",
-    "starlette",
+    "fastapi",
+    "uvicorn",
+    "llguidance",
     "prometheus-client",
 )
 
