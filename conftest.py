@@ -126,14 +126,29 @@ _SLOW_FILES = re.compile(
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The files that take longest come first, then those with most tests (with ``--no-loadscope-reorder``)."""
+    _thin(items)
     if (share := int(os.environ.get("CAPIBARA_TEST_SAMPLE", "1"))) > 1:
         _sample(config, items, share)
     tests = Counter(item.path for item in items)
     items.sort(
         key=lambda item: (_SLOW_FILES.search(item.path.name) is None, -tests[item.path], str(item.path))
     )
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Mark slow what ``thin(n)`` leaves to `make test-all`: all but each ``n``-th case of a test, from the first on."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        thinned = item.get_closest_marker("thin")
+        if thinned is None or item.get_closest_marker("slow") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if cases[test] % thinned.args[0]:
+            item.add_marker(pytest.mark.slow)
+        cases[test] += 1
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item], share: int) -> None:

@@ -167,6 +167,7 @@ def test_the_loss_is_that_of_the_model_written_out_and_steps_lower_it(name):
     assert int(state["count"]) == 30
 
 
+@pytest.mark.slow
 def test_the_backward_pass_computes_again_what_is_not_kept():
     products = {}
     for remat in ("dots", "projections", "full"):

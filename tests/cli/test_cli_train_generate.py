@@ -57,6 +57,7 @@ def test_split_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings == ["train.steps=3", "num_layers=2", "steps=5", "trian.steps=1"]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".SVG", b"<?xml"), (".pdf", b"%PDF")])
 def test_a_picture_of_a_run(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, magic: bytes

@@ -155,6 +155,7 @@ def test_numbers_of_another_width_are_refused(tmp_path: Path, decode: Any) -> No
         load_compressed(path, config, decode=decode)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("decode", [True, "auto"])
 def test_two_names_of_one_tensor_are_one_array(tmp_path: Path, decode: Any) -> None:
     from capibara.core import ModularCapibaraModel

@@ -147,6 +147,7 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{n}-{c[0]}" for n, c in enumerate(CASES)])
 def test_a_method_gives_what_numpy_gives(backend: Any, number: int) -> None:
     name, args, options, want = CASES[number]
@@ -198,6 +199,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("base", ["float32", "float64"])

@@ -198,6 +198,7 @@ def test_jit_is_a_flag() -> None:
         ml.compile(linear(), shapes=SHAPES, jit="yes")  # type: ignore[arg-type]
 
 
+@pytest.mark.thin(3)
 @EVERYWHERE
 def test_a_file_with_an_operation_of_ones_own_runs_by_itself(name: str, tmp_path: Path) -> None:
     backend = BACKENDS[name]()

@@ -332,11 +332,13 @@ def compared(case: str, backend: Any, tolerance: float) -> None:
         np.testing.assert_allclose(got, want.numpy(), rtol=tolerance, atol=tolerance, err_msg=key)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("case", CASES)
 def test_values_are_those_of_torch_in_float64(case: str) -> None:
     compared(case, ml.NumpyBackend(dtype="float64"), 1e-10)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "case",
     [

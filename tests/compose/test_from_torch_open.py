@@ -48,6 +48,7 @@ def given(compiled: Any, arrays: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", OPEN)
 def test_values_and_gradients_at_other_sizes(case: str, name: str) -> None:
@@ -88,6 +89,7 @@ def test_exported_and_read_again_it_runs_at_other_sizes(case: str, tmp_path: Any
         np.testing.assert_allclose(np.asarray(got), module(*arrays).detach().numpy(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "case",
     [c if c in ("experts", "lstm") else pytest.param(c, marks=pytest.mark.slow) for c in OPEN],

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 # ---- sizes that are left open -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("make", "shape", "others", "opened"),
     [

@@ -22,6 +22,7 @@ def applied(block: ml.Block, train: Any = False, **inputs: Any) -> Any:
     return {k: np.asarray(v) for k, v in model.apply({}, inputs, train=train).items()}
 
 
+@pytest.mark.slow
 def test_principal_components() -> None:
     from sklearn.decomposition import PCA
 

@@ -125,6 +125,7 @@ def value(function: Callable[..., Any], arrays: list[Any], backend: Any) -> tupl
     return backend.to_numpy(compiled.evaluate({}, given)["out"]), compiled.outputs["out"].shape
 
 
+@pytest.mark.thin(3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:.*degrees of freedom.*:UserWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ROWS)

@@ -148,6 +148,7 @@ def perturbed(tree: Any, backend: Any) -> Any:
     return backend.array(value + 0.1 + np.random.default_rng(value.size).uniform(0, 0.3, value.shape))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "gpt")) for c in CASES])
 def test_the_reference_implementation_computes_the_same(case: str) -> None:
     make, on, shapes, calls = CASES[case]
@@ -178,6 +179,7 @@ def ops_of(proto: Any) -> set[str]:
     return {node.op_type for node in proto.graph.node}
 
 
+@pytest.mark.slow
 def test_runtimes_see_whole_operations_not_loops() -> None:
     lstm = ml.compile(ml.LSTM(6), ml.TorchBackend(), shapes={"input": ["batch", "sequence", 4]})
     assert "LSTM" in ops_of(export_onnx(lstm, lstm.randomize_params(0)))
@@ -224,6 +226,7 @@ def test_a_file_that_is_written_whole(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_compile_arguments_are_kept() -> None:
     def model() -> ml.Model:
         net = ml.Model()

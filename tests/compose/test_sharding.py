@@ -261,6 +261,7 @@ def sizes(text: str) -> list[tuple[int, ...]]:
     return [tuple(int(n) for n in row.split(",") if n) for row in re.findall(r"\w+\[([\d,]*)\]", text)]
 
 
+@pytest.mark.thin(2)
 @needs_libtpu
 @pytest.mark.parametrize("name", ["mlp", "block"])
 def test_v4_sums_row_parallel_products_over_the_model_axis(name: str) -> None:

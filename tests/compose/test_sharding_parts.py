@@ -226,6 +226,7 @@ def around() -> dict[str, Any]:
     return ran(AROUND, XLA_FLAGS=emulated(4))
 
 
+@pytest.mark.slow
 def test_what_surrounds_a_call() -> None:
     found = around()
     assert max(found["far"].values()) < CLOSE, found["far"]
@@ -257,6 +258,7 @@ def on_v4() -> dict[str, Any]:
 PROGRAMS = ["4 False", "4 True", "1 True"]
 
 
+@pytest.mark.thin(3)
 @needs_libtpu
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_v4_runs_the_kernels_on_parts(name: str) -> None:

@@ -54,6 +54,7 @@ def found(case: Case, backend: Any) -> tuple[dict[str, Any], dict[str, Any], dic
     )
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, backend: str) -> None:
@@ -147,6 +148,7 @@ def _inputs(shapes: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_agree(name: str) -> None:
     make, shapes = MODELS[name]

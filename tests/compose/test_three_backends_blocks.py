@@ -324,6 +324,7 @@ class Run:
         )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", CASES)
 def test_all_backends_agree(name: str) -> None:
     first = Run(name, "jax")
@@ -341,6 +342,7 @@ def test_all_backends_agree(name: str) -> None:
                 np.testing.assert_allclose(mine[key], theirs[key], rtol, atol, err_msg=f"{kind}{key}")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", sorted(CASES.keys() - STEPS))
 def test_the_gradient_is_one(name: str) -> None:
     """Along a random direction, by central differences on NumPy."""

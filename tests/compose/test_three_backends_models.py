@@ -297,6 +297,7 @@ def build(steps: list[tuple[int, int, int]]) -> ml.Model:
     return model
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(compositions())
 def test_any_composition_agrees(steps: list[tuple[int, int, int]]) -> None:
@@ -391,6 +392,7 @@ def test_numpy_without_jax_and_torch() -> None:
     assert "capibara-jax[torch]" in out
 
 
+@pytest.mark.slow
 @needs_torch
 def test_torch_without_jax() -> None:
     out = run(
@@ -406,6 +408,7 @@ def test_torch_without_jax() -> None:
     assert out.strip() == "(3, 4)"
 
 
+@pytest.mark.slow
 def test_sharded_arrays() -> None:
     out = run(
         """

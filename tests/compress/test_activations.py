@@ -260,6 +260,7 @@ def _ways() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_weights_are_followed_wherever_they_are_moved() -> None:
     jnp = pytest.importorskip("jax").numpy
     w = jnp.asarray(RANDOM.normal(size=(4, 6)), jnp.float32)

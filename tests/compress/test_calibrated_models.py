@@ -254,6 +254,7 @@ def convolutions() -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_convolutions_know_their_inputs_too() -> None:
     net, seen, others = convolutions(), images(48, 1), images(48, 2)
     found = layer_moments(adapt(net), [seen])
@@ -266,6 +267,7 @@ def test_convolutions_know_their_inputs_too() -> None:
     assert made.stats.compression_ratio == pytest.approx(6, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     ["int4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("nf4", marks=pytest.mark.slow)],

@@ -28,6 +28,7 @@ def stored(path: Path, weight: np.ndarray, codec: str, **chosen: Any) -> tuple[Q
         return load_quantised(archive, "w"), archive.read("w").view("<f4")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("several", [False, True], ids=["one chunk", "several"])
 @pytest.mark.parametrize(
     ("codec", "chosen"),

@@ -28,6 +28,7 @@ def test_every_codec_that_does_it_is_tried() -> None:
     assert {name for name, codec in CODECS.items() if isinstance(codec, InPlace)} == set(SETTINGS)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("codec", SETTINGS)
 @pytest.mark.parametrize(
     "shape", [(0,), (0, 5), (1,), (40,), (7, 33), (30, 64), (3, 4, 20), (50, 3)], ids=str

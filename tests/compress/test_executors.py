@@ -60,6 +60,7 @@ def numbers(form: NumberFormat, count: int, kind: str) -> np.ndarray:
     return wide.astype(form.unsigned)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "shape", [(64,), (65,), (1, 700), (700, 1), (50, 40), (33, 3, 3, 3), (5, 4099), (900, 33)]

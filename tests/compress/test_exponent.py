@@ -29,6 +29,7 @@ def weights(name: str, shape: tuple[int, ...], odd: int = 3) -> np.ndarray:
     return bits
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["BF16", "F32"])
 @pytest.mark.parametrize("shape", [(), (0, 4), (1,), (70,), (33, 41), (5, 3, 3, 7), (700, 1)])
 @pytest.mark.parametrize("given_settings", [{}, {"width": 3}, {"width": 4}])

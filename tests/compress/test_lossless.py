@@ -30,6 +30,7 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
     return (np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "shape", [(), (0,), (1,), (63,), (64,), (65,), (3, 0), (1, 700), (700, 1), (50, 40), (33, 3, 3, 3)]

@@ -383,6 +383,7 @@ def test_the_monitor_hears_what_jax_does() -> None:
     assert monitor.statistics(MetricType.JAX_COMPILATION) == before
 
 
+@pytest.mark.slow
 def test_the_persistent_cache_is_counted(tmp_path: Any) -> None:
     code = """
 import sys, jax

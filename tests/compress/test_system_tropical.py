@@ -65,6 +65,7 @@ def test_the_common_type_of_numpys_arrays(engine: Any, left: str, right: str) ->
             assert out.dtype == a.dtype
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("left", [*WIDTHS, "bfloat16"])
 @pytest.mark.parametrize("right", [*WIDTHS, "bfloat16"])
 def test_the_common_type_of_pytorchs_tensors(engine: Any, left: str, right: str) -> None:
@@ -102,6 +103,7 @@ def test_float64_of_pytorch_with_the_default_settings(engine: Any) -> None:
     assert jnp.zeros(1).dtype == np.float32  # JAX's own setting stays
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("semiring", ["max_plus", "min_plus"])
 @pytest.mark.parametrize(
     ("left", "right"),
@@ -184,6 +186,7 @@ def test_numbers_in_another_order_of_bytes(engine: Any) -> None:
     np.testing.assert_array_equal(engine.matmul(a.astype(">f4"), b.astype(">f4")), _product(a, b))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("call", "words"),
     [

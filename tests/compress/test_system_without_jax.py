@@ -85,6 +85,7 @@ def python(code: str, blocked: str, folder: Path) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("blocked", WITHOUT)
 def test_the_system(tmp_path: Path, blocked: str) -> None:
     done = python(SYSTEM, blocked, tmp_path)
@@ -102,6 +103,7 @@ def test_files(tmp_path: Path, blocked: str) -> None:
     assert done.stdout.split() == ["True", "True", "False"]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("blocked", WITHOUT)
 def test_the_integration_test(tmp_path: Path, blocked: str) -> None:
     code = (

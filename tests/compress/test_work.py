@@ -46,6 +46,7 @@ def apply(params: Any, x: Any) -> Any:
     return x
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layers", [3, 7])
 def test_a_function_is_traced_as_often_for_many_tensors_as_for_few(layers: int) -> None:
     params, x = net(layers)

@@ -24,6 +24,7 @@ def sparse(name: str, share: float, shape: tuple[int, ...] = (256, 512), seed: i
     return from_float(values, get_format(name)).reshape(-1)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["BF16", "F16", "F32", "F64", "F8_E4M3", "I8", "U16", "I64"])
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (13,), (5, 40), (3, 3, 4)])
 def test_bits_come_back(name: str, shape: tuple[int, ...]) -> None:
@@ -41,6 +42,7 @@ def test_bits_come_back(name: str, shape: tuple[int, ...]) -> None:
             np.testing.assert_array_equal(ZEROS.decode(memoryview(payload), form, shape, {}), flipped)
 
 
+@pytest.mark.slow
 def test_sizes_are_near_the_entropy() -> None:
     for name, share in (("BF16", 0.9), ("BF16", 0.6), ("F32", 0.8)):
         form, bits = get_format(name), sparse(name, share)

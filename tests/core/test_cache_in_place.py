@@ -65,6 +65,7 @@ def compiled(kind: str, layers: str, batch: int = 2) -> tuple[Any, int]:
     return step(model).lower(params, cache, jnp.zeros((batch, 1), jnp.int32)).compile(), largest
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("kind", "layers"), [("grouped", "scan"), ("grouped", "unroll"), ("mixed", "scan")])
 def test_nothing_as_large_as_the_cache_is_copied(kind: str, layers: str) -> None:
     program, largest = compiled(kind, layers)

@@ -47,6 +47,7 @@ class Fed:
 PIECES = [(4, 1, 4), (1, 4, 4), (4, 4, 1), (1,) * 9]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["grouped", "ssm", "mamba", "vq", "mixed"])
 def test_any_pieces_give_the_whole(kind: str) -> None:
     fed = Fed(kind, model__scan_layers="scan" if kind == "grouped" else "auto")

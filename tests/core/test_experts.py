@@ -59,6 +59,7 @@ BIASED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("meshes", "more"),
     [

@@ -28,6 +28,7 @@ def from_logits(model: ModularCapibaraModel, params: Any, tokens: Any, state: An
     return loss + outputs.get("auxiliary_loss", 0.0), after
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("few", [api.FEW_LOGITS, 0], ids=["whole", "chunks"])
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_loss_of_the_logits(case: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:

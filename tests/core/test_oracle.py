@@ -13,6 +13,7 @@ from small_models import FLOAT64, KINDS, quick_jit, small_config, small_params, 
 from capibara.core import ModularCapibaraModel
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_equals_numpy_in_float32(kind: str) -> None:
     config = small_config(kind, model__scan_layers="unroll")
@@ -32,6 +33,7 @@ def test_loss_equals_numpy_in_float32(kind: str) -> None:
         assert min(oracle.commitments) > 0.01
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "kind", ["grouped", "ssm", "mamba", "vq", "experts", pytest.param("mixed", marks=pytest.mark.slow)]
 )

@@ -64,6 +64,7 @@ def alone(compiled: Compiled, rows: list[np.ndarray]) -> list[np.ndarray]:
     return [np.asarray(row[: len(text)]) for row, text in zip(logits, rows, strict=True)]
 
 
+@pytest.mark.thin(3)
 def test_a_packed_row_is_its_texts(compiled: Compiled) -> None:
     tokens = np.concatenate([*texts(), np.zeros(2, np.int32)])[None]
     segments = np.repeat([4, 2, 9, 0], [*LENGTHS, 2])[None]
@@ -80,6 +81,7 @@ def test_padding_is_not_there(compiled: Compiled, side: str) -> None:
         np.testing.assert_allclose(row[mask == 1], want, atol=2e-5)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_takes_no_place_in_the_cache(compiled: Compiled, side: str) -> None:
     batch = padded(side, texts())
@@ -99,6 +101,7 @@ def test_padding_takes_no_place_in_the_cache(compiled: Compiled, side: str) -> N
         np.testing.assert_allclose(row[0], want[-1], atol=2e-5)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", ["ssm", "mamba"])
 def test_a_state_takes_in_what_is_not_padding(kind: str) -> None:
     model = ModularCapibaraModel(small_config(kind))
@@ -123,6 +126,7 @@ def test_a_state_takes_in_what_is_not_padding(kind: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, cache, after)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("kind", "few"),
     [("grouped", api.FEW_LOGITS), ("grouped", 0), ("mamba", 0)],
@@ -159,6 +163,7 @@ def test_the_loss_is_within_texts_and_by_weights(
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_of_no_tokens_is_nothing() -> None:
     model = ModularCapibaraModel(small_config("grouped", **{"model.num_layers": 1}))
     params, _ = small_params(model)

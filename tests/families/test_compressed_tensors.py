@@ -90,6 +90,7 @@ def test_words_of_odd_widths_are_those_of_the_package() -> None:
             np.testing.assert_array_equal(pack_rows(codes.astype(np.int8), bits), theirs)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("quantize", "asymmetric", "group"), CASES)
 def test_a_folder_goes_out_and_in(
     model: ModularCapibaraModel, tmp_path: Path, quantize: str, asymmetric: bool, group: int | None

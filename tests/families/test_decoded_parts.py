@@ -115,6 +115,7 @@ def test_entries_are_decoded_once_for_neighbours(data: st.DataObject) -> None:
     assert decoded == list(range(rows))
 
 
+@pytest.mark.slow
 def test_a_mesh_that_cuts_rows_and_matrices(folders: dict[str, Path]) -> None:
     found = run_apart(SCRIPT, *map(str, folders.values()), XLA_FLAGS=emulated(8))
     assert len(found) == 2 * len(folders)

@@ -43,6 +43,7 @@ def loss_and_gradients(model: ModularCapibaraModel, given: dict[str, Any]) -> tu
     return float(loss), found
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_gradients_and_a_folder_that_comes_back(name: str, tmp_path: Path) -> None:
     source = folder_of(name, tmp_path)

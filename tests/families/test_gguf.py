@@ -63,6 +63,7 @@ def test_blocks_are_decoded_as_the_package_decodes(kind: Any) -> None:
     np.testing.assert_array_equal(kind.decode(raw), expected.reshape(9, kind.block))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMES]
 )

@@ -60,6 +60,7 @@ def test_every_family_has_three_models() -> None:
     assert {family: counts.count(family) >= 3 for family in FAMILIES} == dict.fromkeys(FAMILIES, True)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_older_files_mean_what_newer_ones_do(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type(name), **CONFIGS[name]}))
@@ -69,6 +70,7 @@ def test_older_files_mean_what_newer_ones_do(name: str, tmp_path: Path) -> None:
     assert old == new
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", quick(ONE_EACH))
 def test_logits_and_a_folder_that_comes_back(name: str, tmp_path: Path, recorded: Any) -> None:
     source = folder_of(name, tmp_path)
@@ -87,6 +89,7 @@ def test_logits_and_a_folder_that_comes_back(name: str, tmp_path: Path, recorded
     assert read_config(tmp_path / "again")[0].model == read_config(source)[0].model
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "name", quick({"llama with biases", "qwen3_moe", "gemma3, stretched", "gpt2", "mamba2 with biases"})
 )
@@ -111,6 +114,7 @@ def test_loss_and_gradients(name: str, tmp_path: Path) -> None:
         assert abs(seen - projected) < 1e-4 * max(1.0, float(np.abs(gradient).sum())), tensor
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "name", quick({"qwen2, windows", "mixtral", "gemma2", "gpt2", "mamba2", "deepseek_v3"})
 )
@@ -121,6 +125,7 @@ def test_greedy_continuations_with_a_cache(name: str, tmp_path: Path) -> None:
     assert list(generator.tokens(text[:PROMPT], max_tokens=len(text) - PROMPT)) == text[PROMPT:]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", quick({"qwen2, windows", "gemma2", "mamba2, groups, tied"}))
 def test_padded_rows_go_on_as_they_do_alone(name: str, tmp_path: Path) -> None:
     model = ModularCapibaraModel.from_pretrained(folder_of(name, tmp_path))

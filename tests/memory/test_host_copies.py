@@ -37,6 +37,7 @@ def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarra
     return np.frombuffer(rng.bytes(count), dtype).reshape(shape)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("codec", [LosslessArrays(), PlainCopies()], ids=["lossless", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 33), (2, 3, 64)])

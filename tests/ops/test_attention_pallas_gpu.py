@@ -52,6 +52,7 @@ def narrow(arrays: dict[str, np.ndarray], dtype: Any = jnp.float32) -> dict[str,
     return {name: device_array(x, dtype) for name, x in arrays.items()}
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("spec", [*BLOCKS, *SMALL], ids=lambda s: s.name)
 def test_value_is_the_definition_and_gradient_that_of_the_reference(spec):
     arrays, options = make(spec)

@@ -57,6 +57,7 @@ def narrow(arrays: dict[str, np.ndarray], dtype: Any = jnp.float32) -> dict[str,
     return {name: device_array(x, dtype) for name, x in arrays.items()}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "spec",
     [pytest.param(s, id=s.name, marks=[] if s in BLOCKS else pytest.mark.slow) for s in (*BLOCKS, *SMALL)],
@@ -77,6 +78,7 @@ def test_value_is_the_definition_and_gradient_that_of_the_reference(spec):
         np.testing.assert_allclose(found[0][1][name], found[1][1][name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("rows", "keys", "dim", "softcap"), [(640, 640, 8, None), (256, 128, 8, 3.0), (384, 384, 136, None)]
 )

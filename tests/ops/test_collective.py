@@ -47,6 +47,7 @@ def _run(command: list[str], environ: dict[str, str]) -> str:
     return done.stdout
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("rows", "columns", "checks"),
     [

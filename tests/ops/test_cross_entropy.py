@@ -78,6 +78,7 @@ def graded(name: str, *arrays: Any, **options: Any) -> tuple[Any, Any, Any]:
     return out, *grads
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("spec", tagged(SPECS, "small"), ids=lambda s: s.name)
 def test_every_implementation_is_the_definition(spec: LossSpec) -> None:
     arrays, options = arguments(spec, np.random.default_rng(0))
@@ -249,6 +250,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.slow
 def test_a_sharded_head_is_not_gathered() -> None:
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": emulated(8, quick=True)}
     done = subprocess.run(

@@ -84,6 +84,7 @@ def calls(spec):
     ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("spec", tagged(SPECS, "small"), ids=lambda s: s.name)
 def test_values_are_numpy_s(spec):
     given = calls(spec)
@@ -213,6 +214,7 @@ def test_what_is_not_finite_spreads_as_in_numpy(name, bad, n):
         assert distance(got[1], want[1]) < 6e-6
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("options", [{}, {"real": True}, {"axis": (0, 1)}], ids=str)
 def test_gradients_in_both_modes_and_vmap(options):
     x = draw((3, 7)).real if options.get("real") else draw((3, 7))

@@ -103,6 +103,7 @@ with jax.set_mesh(explicit):
 """
 
 
+@pytest.mark.slow
 def test_over_devices():
     variables = {
         **os.environ,

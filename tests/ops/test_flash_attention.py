@@ -34,6 +34,7 @@ def run(arrays: dict[str, Any], options: dict[str, Any], implementation: str) ->
     return flash_attention(**arrays, **options, implementation=implementation)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)
 def test_value_is_the_definition_and_gradient_that_of_the_reference(spec):
     arrays, options = make(spec)
@@ -394,6 +395,7 @@ def test_specs_have_names_of_their_own():
     assert len({spec.name for spec in SPECS}) == len(SPECS)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_long_sequences_have_gradients_inside_shard_map(implementation, monkeypatch):
     """Loops over blocks and groups carry sums, which have to vary over the mesh from the first step on."""

@@ -109,6 +109,7 @@ def test_nothing_is_wrong_in_a_few_problems(found):
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", PLANTED)
 def test_every_way_finds_what_is_planted_in_an_operation(found, op):
     (row,) = (row for row in found if row["op"] == op)

@@ -49,6 +49,7 @@ def slopes(lhs: Any, rhs: Any, sizes: Any, ahead: Any) -> tuple[np.ndarray, np.n
     return by_lhs, by_rhs
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
 def test_values_and_gradients(spec: GroupedSpec, implementation: str) -> None:

@@ -376,6 +376,7 @@ def test_rows_of_a_batch_where_one_needs_householder():
         np.testing.assert_allclose(q @ np.swapaxes(q, -1, -2), np.stack([np.eye(3)] * 2), atol=1e-5)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("downdate", [False, True])
 @pytest.mark.parametrize("spec", tagged(FACTORS, "small"), ids=lambda s: s.name)
 def test_cholesky_update_and_its_gradient(spec, downdate):
@@ -442,6 +443,7 @@ def test_float64_in_a_narrow_precision_is_summed_in_float32():
 # -- everything
 
 
+@pytest.mark.slow
 def test_inside_shard_map_and_over_explicit_axes():
     code = """
     import jax, jax.numpy as jnp, numpy as np

@@ -84,6 +84,7 @@ def test_the_library_is_there_and_says_its_instruction_set():
     assert native.isa() in ("avx512", "avx2", "neon", "baseline")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)
 def test_value_and_gradient(spec):
     arrays, options = make(spec)
@@ -388,6 +389,7 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", instruction_sets())
 def test_every_instruction_set_of_this_processor(name):
     code = """

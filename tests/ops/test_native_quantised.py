@@ -47,6 +47,7 @@ def _close(got: Any, x: np.ndarray, weight: np.ndarray) -> None:
     assert (error <= 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(weight)) + 1e-30).all()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", PROBLEMS, ids=lambda s: s.name)
@@ -209,6 +210,7 @@ def test_what_runs_and_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not built" in found.reasons["native"]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", instruction_sets())
 def test_other_instruction_sets(name: str) -> None:
     program = """

@@ -163,6 +163,7 @@ def test_an_affine_scan(reverse, num_segments):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("spec", [s for s in SPECS if "large" not in s.tags], ids=lambda s: s.name)
 def test_a_selective_scan(spec):
     arrays, options = arguments(spec, np.random.default_rng(0))

@@ -112,6 +112,7 @@ def _both(way: str, x: Any, arrays: list[jax.Array]) -> Any:
     return selective_scan(x, *arrays[1:5], initial_state=arrays[5], implementation=way)
 
 
+@pytest.mark.slow
 def test_other_derivatives():
     arrays = _inputs(ScanSpec("", 1, 5, 2, 2, 1, 3, 64))
 
@@ -224,6 +225,7 @@ print(native.isa())
 """
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", instruction_sets())
 def test_every_instruction_set_of_this_processor(name):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CAPIBARA_NATIVE_ISA": name}
@@ -234,6 +236,7 @@ def test_every_instruction_set_of_this_processor(name):
     assert done.stdout.strip() == name
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("steps", "width"), [(4096, 1024), (4100, 1040), (4099, 1027), (70, 65536)])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_recurrences_larger_than_the_caches(steps, width, fixed):

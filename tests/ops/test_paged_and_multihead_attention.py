@@ -79,6 +79,7 @@ def test_decoding_into_pages_gives_what_the_whole_sequence_gives():
         np.testing.assert_allclose(got, want[:, start:stop], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "implementation", [pytest.param("xla", marks=pytest.mark.slow), "reference", "pallas_tpu"]
 )

@@ -56,6 +56,7 @@ def arrays(
     return query, key, value, device_array(case["table"]), device_array(case["lengths"])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -109,6 +110,7 @@ def test_nan_and_infinity_stay_with_their_sequence_and_head():
     assert np.isfinite(got[1, :, :2]).all()
 
 
+@pytest.mark.slow
 def test_gradient_vmap_and_what_it_refuses():
     case = in_pages([5, 9], kv_heads=2, heads=4, page_size=4)
     query, key, value, table, lengths = arrays(case)

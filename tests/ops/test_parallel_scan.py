@@ -141,6 +141,7 @@ def same(got, want, **tolerance):
             np.testing.assert_array_equal(g, w)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", AFFINE)
 def test_affine_steps_are_recognised_and_right(name):
     f, init, xs = AFFINE[name]
@@ -174,6 +175,7 @@ def test_affine_steps_are_recognised_and_right(name):
     same(found["ours"][1], found["lax"][1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("spec", tagged(PARALLEL, "small"), ids=lambda spec: spec.name)
 def test_every_implementation_on_every_spec(spec):
     (step, first, xs), options = parallel_arguments(spec, np.random.default_rng(0))

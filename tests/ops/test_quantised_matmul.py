@@ -22,6 +22,7 @@ RANDOM = np.random.default_rng(0)
 NAMED = {spec.name: spec for spec in QUANTISED}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("implementation", ["auto", "xla", "reference"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", tagged(QUANTISED, "small"), ids=lambda s: s.name)

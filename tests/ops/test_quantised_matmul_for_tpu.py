@@ -34,6 +34,7 @@ MANY = (
 )
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [

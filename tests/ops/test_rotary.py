@@ -198,6 +198,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("kind", few_or_all("v5e"))
 def test_compiled_for_tpus_nothing_is_as_large_as_an_array(kind: str) -> None:

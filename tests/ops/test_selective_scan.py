@@ -54,6 +54,7 @@ def run(arrays, implementation="auto", chunk_size=4):
     )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)
 def test_value_and_gradient(spec):
     arrays = make(spec)

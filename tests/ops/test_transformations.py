@@ -71,6 +71,7 @@ def test_all_are_here():
     assert set(SMOOTH) <= set(NAMES)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in NAMES]
 )
@@ -87,6 +88,7 @@ def test_compiled_and_mapped_it_is_what_it_is_alone(name):
             np.testing.assert_allclose(both[i], told, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_the_derivative_of_the_gradient_is_what_differences_say(name):
     with jax.enable_x64(True):

@@ -51,6 +51,7 @@ def run(implementation, spec, a, b, **options):
     return tropical.matmul(a, b, implementation=implementation, **options)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("wild", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 @pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)
@@ -178,6 +179,7 @@ print(native.isa())
 """
 
 
+@pytest.mark.thin(2)
 @pytest.mark.skipif(native.problem() is not None, reason=str(native.problem()))
 @pytest.mark.parametrize("name", instruction_sets())
 def test_every_instruction_set_of_this_processor(name):
@@ -264,6 +266,7 @@ def test_cycles_without_end_are_infinite_and_cycles_of_nothing_are_not():
     assert np.isfinite(tropical.closure(heights[:, None] - heights)).all()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("semiring", ["max_plus", "min_plus"])
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
 @pytest.mark.parametrize("strides", [1, 2])

@@ -46,6 +46,7 @@ def draw(shapes: Any, wild: float = 0.0, seed: int = 0) -> list[np.ndarray]:
 
 
 # The largest ones are slow.
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("shape", "semiring", "wild"),
     [
@@ -81,6 +82,7 @@ def test_any_sizes(rows, inner, columns, seed):
     np.testing.assert_array_equal(at, index)
 
 
+@pytest.mark.slow
 def test_gradient_vmap_bfloat16_and_what_it_refuses():
     a, b = draw([(9, 20), (20, 40)])
 

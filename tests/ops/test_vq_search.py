@@ -246,6 +246,7 @@ with jax.set_mesh(mesh):
 """
 
 
+@pytest.mark.slow
 def test_inside_shard_map_and_on_meshes():
     environment = {
         **os.environ,

@@ -59,6 +59,7 @@ def names(spec):
     return [name for name in NAMES if name != "winograd" or spec.applies]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("spec", tagged(SPECS, "small"), ids=lambda s: s.name)
 def test_values_and_gradients_are_the_definition_s(spec):
     x, w = draw(spec)

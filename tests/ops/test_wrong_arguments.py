@@ -259,6 +259,7 @@ def test_numpy_float64_in_attention(length: int) -> None:
     assert paged_attention(new, cache, cache, table, lengths).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_numpy_float64_in_codebooks() -> None:
     quantized, _, metrics, _ = vector_quantise(STATE, normal(3, 2), train=True)
     assert quantized.dtype == metrics["commitment_loss"].dtype == jnp.float32

@@ -98,6 +98,7 @@ def test_a_process_that_dies_costs_one_result(cache):
     assert found[1].status == "ok"
 
 
+@pytest.mark.thin(3)
 @needs_libtpu
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_compiling_ends_with_the_process_that_asked(cache, tmp_path, how):

@@ -31,6 +31,7 @@ def test_the_grid_is_as_wide_as_it_has_to_be():
     assert VERSIONS["libtpu"]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_estimate_is_within_a_tenth_of_the_compiler(case):
     assert case.estimate.total == pytest.approx(case.total, rel=0.10)

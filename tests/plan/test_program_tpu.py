@@ -104,6 +104,7 @@ def compile_decoders(folder: Path, *cases: str) -> dict[str, ProgramFacts]:
     }
 
 
+@pytest.mark.slow
 def test_a_decoder_is_6_n_d_and_attention(tmp_path: Path) -> None:
     (facts,) = compile_decoders(tmp_path, "one,v4:2x2x1,1,1,scan,keep").values()
     assert facts.flops == pytest.approx(CLOSED_FORM, rel=0.03)

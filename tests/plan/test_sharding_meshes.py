@@ -158,6 +158,7 @@ def found() -> dict[str, Any]:
     return run_apart(PROGRAM, XLA_FLAGS=emulated(8))
 
 
+@pytest.mark.slow
 def test_a_mesh_of_chosen_devices() -> None:
     out = found()
     assert out["mesh"][:2] == [{"data": 2, "model": 4}, ["Auto"]]

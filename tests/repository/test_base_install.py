@@ -151,6 +151,7 @@ print(json.dumps([logits.shape, len(list(text)), TPUConfig().num_chips, jax.get_
     assert json.loads(done.stdout) == [[5, 3], 4, 32, "cpu"]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -77,6 +77,7 @@ def test_long_ones_run_when_named(folder: Path):
         assert ("quick" in named) == ("--all" in arguments)
 
 
+@pytest.mark.slow
 def test_one_that_fails_does_not_stop_the_others(folder: Path):
     (folder / "benchmarks/broken.py").write_text(BROKEN)
     (folder / "benchmarks/empty.py").write_text(EMPTY)

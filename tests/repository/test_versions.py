@@ -307,6 +307,7 @@ def test_a_plugin_of_jax_for_another_device_is_left_alone(tmp_path: Path, monkey
     assert not startup.keep_to_cpu({}, str(tmp_path))
 
 
+@pytest.mark.thin(2)
 @needs_libtpu
 @pytest.mark.skipif(startup.has_tpu(), reason="there is a TPU")
 @pytest.mark.parametrize("first", ["import capibara.ops", "import jax; import capibara"])

@@ -56,6 +56,7 @@ def recomputed(
     return written
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(0.9, top_k=40, top_p=0.95)])
 def test_the_cache_changes_nothing(model: TinyModel, params: Any, sampling: Sampling) -> None:
     generator = Generator(model, params, sampling=sampling)

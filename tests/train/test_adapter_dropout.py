@@ -293,6 +293,7 @@ def test_each_layer_weight_step_and_microbatch_has_its_own_mask() -> None:
     assert abs(both.mean() - 0.75) < 5 * (0.1875 / both.size) ** 0.5
 
 
+@pytest.mark.slow
 def test_there_is_none_in_evaluation() -> None:
     model, without = small("finetune.dropout=0.5"), small()
     params = with_drawn_adapters(model.params)

@@ -90,6 +90,7 @@ def test_merged_weights_compute_the_same() -> None:
     np.testing.assert_allclose(after["weight"], own["weight"] + 6 / 3 * change, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_merged_weights() -> None:
     params = drawn()
     batch = {"tokens": TOKENS}
@@ -130,6 +131,7 @@ def test_a_step_trains_adapters_only(microbatches: int) -> None:
         assert changed == is_adapter((*name.split("."),)), name
 
 
+@pytest.mark.slow
 def test_dropout_acts_in_training_only() -> None:
     model = model_with("finetune.method=lora", "finetune.dropout=0.5")
     params = jax.tree.map(lambda leaf: leaf + 0.1, model.params)
@@ -188,6 +190,7 @@ def test_operations_are_fewer_than_of_training_all() -> None:
     assert low == pytest.approx(2 * products + 3 * (scores + 2 * adapters))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_a_base_in_fewer_bits(base: str) -> None:
     model = model_with("finetune.method=lora", "finetune.rank=3", "finetune.alpha=6", f"finetune.base={base}")

@@ -424,6 +424,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     assert lines[2] == "steps [1, 3]"
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("foreseen", [True, False])
 def test_a_disk_that_is_really_full(tmp_path: Path, foreseen: bool) -> None:
     script = tmp_path / "script.py"

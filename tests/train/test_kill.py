@@ -162,6 +162,7 @@ def test_a_checkpoint_that_hangs_is_reported_and_nobody_waits_for_it_for_ever(tm
     assert max(read_losses(folder / "metrics.jsonl")) >= 390  # training went on until the next one was due
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
 )

@@ -149,6 +149,7 @@ def test_the_losses_are_those_of_one_device(found: Any, name: str) -> None:
     assert run["losses"][-1] < run["losses"][0] - 0.01
 
 
+@pytest.mark.slow
 def test_every_device_holds_the_part_that_it_should(found: Any) -> None:
     # Of the matrices "embed" [vocab, embed] and "block.q" [embed, hidden]; "scale" is [embed].
     parts = {
@@ -254,12 +255,14 @@ def test_the_step_is_the_one_that_was_planned() -> None:
     )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["adafactor", "muon", "sgd"])
 def test_the_step_of_another_optimizer_is_the_one_that_was_planned(name: str) -> None:
     wide = ["model.embed_dim=128", f"optimizer.name={name}"]
     check_steps([(LAYOUTS["tensor"].to_json(), wide), (LAYOUTS["fsdp"].to_json(), wide)])
 
 
+@pytest.mark.slow
 def test_a_step_with_packed_rows_is_the_one_that_was_planned(tmp_path: Path) -> None:
     pytest.importorskip("grain", reason="packing needs grain")
     lines = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}."} for n in range(120)]

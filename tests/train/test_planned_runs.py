@@ -145,6 +145,7 @@ def test_the_command_line_gives_what_was_planned(tmp_path: Path) -> None:
     assert ModularModelConfig.from_toml(args.config, settings) == config.with_overrides(LAYOUT.settings())
 
 
+@pytest.mark.slow
 def test_train_takes_a_plan(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     path = written(tmp_path, "lock")

@@ -50,6 +50,7 @@ def test_the_formula() -> None:
     np.testing.assert_allclose(found, np.stack([-wrong, wrong], 1), rtol=1e-5)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("few", "compute", "tolerance"),
     [

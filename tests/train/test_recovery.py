@@ -105,6 +105,7 @@ def final_state(folder: Path) -> bytes:
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((params, state)))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("bad", "factor", "settings"),
     [
@@ -131,6 +132,7 @@ def test_a_run_goes_on_without_batches_on_which_the_loss_diverges(
     assert any("to compute the same steps again" in text for text in reporter.warnings)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_leaves_out_the_same_batches(tmp_path: Path) -> None:
     run(tmp_path, "train.steps=8", "optimizer.schedule=constant", bad=[5])
     # The data is sound now: what was left out is known from the checkpoint alone.
@@ -161,6 +163,7 @@ def test_a_run_may_be_told_to_end_at_once(tmp_path: Path) -> None:
         run(tmp_path, "recovery.max_skips=0", bad=[5])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("what", ["loss", "grad_norm"])
 def test_a_fault_that_does_not_come_again_leaves_nothing_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -190,6 +193,7 @@ def test_a_fault_that_does_not_come_again_leaves_nothing_out(
     assert any("step 7 is sound when it is computed again" in text for text in reporter.warnings)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("wrong", ["a", [1, -1], [True], {"a": 1}])
 def test_a_checkpoint_whose_list_of_skipped_batches_is_wrong(tmp_path: Path, wrong: Any) -> None:
     run(tmp_path, "train.steps=4")
@@ -287,6 +291,7 @@ def test_every_bit_counts_in_a_fingerprint(place: int, bit: int) -> None:
     assert fingerprints({"x": jnp.asarray(array)}) != fingerprints({"x": jnp.asarray(other)})
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_once_for_a_device_that_computes_wrongly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +401,7 @@ with module.Watchdog(1.0, end=True) as watchdog:
 """
 
 
+@pytest.mark.slow
 def test_a_library_that_holds_the_interpreter_is_found_too() -> None:
     done = python("-c", _HELD)
     assert done.returncode == 1

@@ -38,6 +38,7 @@ def with_own_gradient(params: Any, x: Any) -> Any:
     return unrolled(params, twice(x))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("function", [unrolled, scanned, compiled_apart, with_own_gradient])
 def test_the_gradients_are_the_same_and_less_is_kept(function: Any) -> None:
     params = 0.05 * jax.random.normal(jax.random.key(0), (DEPTH, WIDTH, WIDTH))
