@@ -38,6 +38,11 @@ LATENT = {
     "cache": draw(2, 1, 7, 7),
 }
 POINTS = np.array([3, 0, 7, 1])
+# One token of each of two sequences, of which the second takes no part, and two of at most three of a third.
+STEP = {"starts": np.array([2, 0, 1]), "counts": np.array([1, 0, 2])}
+PIECES = [(0, 0, 1, 2), (2, 2, 2, 1)]  # sequence, first column, count, tokens before
+PAGES = {"page_table": np.array([[3, 1], [-1, -1], [4, 0]]), **STEP}
+SLOTS = {"slots": np.array([1, -1, 3]), **STEP}
 
 
 def attend(
@@ -127,6 +132,85 @@ def ragged_cached_latent(
                 cache[row, place] = torch.cat([latent_[row, i], rotary_key[row, i, 0]])
     key_value = torch.einsum("blr,rhd->blhd", cache[..., :-2], weight)
     return latent(query, key_value, cache[:, :, None, -2:], seen[:, None]), cache[:, None]
+
+
+def kept(
+    pool: torch.Tensor, new: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A pool with the new rows of every sequence, and what it then holds of each."""
+    pool, size, held = pool.clone(), pool.shape[1], []
+    for sequence, first, count, start in PIECES:
+        for i in range(count):
+            at = start + i
+            pool[table[sequence, at // size], at % size] = new[0, first + i]
+        places = [(int(table[sequence, at // size]), at % size) for at in range(start + count)]
+        held.append(torch.stack([pool[place] for place in places])[None])
+    return pool, held
+
+
+def paged(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    **step: Any,
+) -> tuple[torch.Tensor, ...]:
+    out = torch.zeros_like(query)
+    keys, values = kept(key_pages, key, page_table), kept(value_pages, value, page_table)
+    for (_, first, count, start), k, v in zip(PIECES, keys[1], values[1], strict=True):
+        here = slice(first, first + count)
+        out[:, here] = attend(query[:, here], k, v, band(count, start + count, start))
+    return out, keys[0], values[0]
+
+
+def paged_latent(
+    query: torch.Tensor,
+    latent_: torch.Tensor,
+    rotary_key: torch.Tensor,
+    weight: torch.Tensor,
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    **step: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = query.new_zeros(*query.shape[:3], 3)
+    pool, held = kept(pages, torch.cat([latent_[:, :, None], rotary_key], -1), page_table)
+    for (_, first, count, start), rows in zip(PIECES, held, strict=True):
+        here = slice(first, first + count)
+        key_value = torch.einsum("blr,rhd->blhd", rows[:, :, 0, :-2], weight)
+        seen = band(count, start + count, start)
+        out[:, here] = latent(query[:, here], key_value, rows[..., -2:], seen)
+    return out, pool
+
+
+def from_slots(states: torch.Tensor, of: Any, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``of(columns, state)`` of each sequence, whose state is taken from its slot and put back."""
+    states = states.clone()
+    for sequence, first, count, _ in PIECES:
+        here, slot = slice(first, first + count), int(SLOTS["slots"][sequence])
+        out[:, here], states[slot] = (
+            x if i == 0 else x[0] for i, x in enumerate(of(here, states[slot : slot + 1].clone()))
+        )
+    return out, states
+
+
+def paged_conv(
+    input: torch.Tensor, tails: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **step: Any
+) -> Any:
+    def of(here: slice, tail: torch.Tensor) -> Any:
+        return convolve(input[:, here], weight, bias, tail)
+
+    return from_slots(tails, of, torch.zeros_like(input))
+
+
+def paged_scan(
+    memories: torch.Tensor, rate: torch.Tensor, slots: Any, starts: Any, counts: Any, **x: torch.Tensor
+) -> Any:
+    def of(here: slice, memory: torch.Tensor) -> Any:
+        return scan(rate=rate, memory=memory, **{k: v[:, here] for k, v in x.items()})
+
+    return from_slots(memories, of, torch.zeros_like(x["input"]))
 
 
 def convolve(input: torch.Tensor, weight: torch.Tensor, bias: Any = 0, tail: Any = None) -> Any:
@@ -261,6 +345,52 @@ CASES = {
             "slots": np.array([[-1, 4, 5], [0, -1, 1]]),
         },
         ragged_cached,
+    ),
+    "paged_attention": Case(
+        lambda: p.PagedAttention(2, 1, 3),
+        {
+            "query": Q[:1],
+            "key": K[:1],
+            "value": V[:1],
+            "key_pages": draw(5, 2, 2, 6, seed=3),
+            "value_pages": draw(5, 2, 2, 6, seed=4),
+            **PAGES,
+        },
+        paged,
+    ),
+    "paged_latent_attention": Case(
+        lambda: p.PagedLatentAttention(2, 1, 3),
+        {
+            "query": Q[:1],
+            "latent": draw(1, 5, 5),
+            "rotary_key": draw(1, 5, 1, 2),
+            "weight": draw(5, 4, 7),
+            "pages": draw(5, 2, 1, 7),
+            **PAGES,
+        },
+        lambda latent, **x: paged_latent(latent_=latent, **x),
+    ),
+    "paged_conv": Case(
+        lambda: p.PagedConv(2, 1, 3),
+        {
+            "input": draw(1, 5, 3),
+            "weight": draw(4, 3),
+            "bias": draw(3),
+            "tails": draw(4, 3, 3, seed=1),
+            **SLOTS,
+        },
+        paged_conv,
+    ),
+    "paged_scan": Case(
+        lambda: p.PagedScan(2, 1, 3, 2),
+        {**{k: v if k == "rate" else v[:1] for k, v in SCAN.items()}, "memories": draw(4, 4, 3, 3), **SLOTS},
+        paged_scan,
+    ),
+    "paged_positions": Case(
+        lambda: p.PagedPositions(2, 1, 3),
+        {"like": np.zeros((1, 5)), "starts": STEP["starts"]},
+        lambda like, starts: torch.tensor([[2, 0, 1, 2, 3]]),
+        gradient=False,
     ),
     "latent_attention": Case(
         lambda: p.LatentAttention(window=3),

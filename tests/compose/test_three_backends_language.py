@@ -35,6 +35,10 @@ LATENT = [Q, draw(2, 5, 3), SHARED, draw(3, 4, 7), draw(2, 1, 9, 5)]
 # So wide that keys and values are computed, where the other's weight is absorbed.
 WIDE_LATENT = [Q, draw(2, 5, 8), SHARED, draw(8, 4, 7), draw(2, 1, 9, 10)]
 WIDE = {"accumulate": "float64"}
+# One token of each of two sequences, of which the second takes no part, and two of at most three of a third.
+TABLE, STATES_AT = np.array([[3, 1], [-1, -1], [4, 0]], "int32"), np.array([1, -1, 3], "int32")
+STEP_OF = [np.array([2, 0, 0], "int32"), np.array([1, 0, 2], "int32")]
+STEP_SHAPE = {"rows": 2, "chunks": 1, "chunk": 3}
 CASES: dict[str, tuple[str, list[np.ndarray], dict[str, Any]]] = {
     "causal": ("attention", [Q, K, V], {"causal": True, "window": None, "softcap": None}),
     "free": ("attention", [Q, K, V], {"causal": False, "window": None, "softcap": None}),
@@ -72,6 +76,38 @@ CASES: dict[str, tuple[str, list[np.ndarray], dict[str, Any]]] = {
         "ragged_cached_latent_attention",
         [*WIDE_LATENT, SLOTS],
         {"window": None, "softcap": 0.7, "scale": 0.3, **WIDE},
+    ),
+    "paged": (
+        "paged_attention",
+        [*(x[:1] for x in (Q, K, V)), draw(5, 2, 2, 128), draw(5, 2, 2, 128, seed=1), TABLE, *STEP_OF],
+        {"window": 2, "softcap": None, **STEP_SHAPE},
+    ),
+    "paged_sinks": (
+        "paged_attention",
+        [*(x[:1] for x in (Q, K, V)), draw(5, 2, 2, 6), draw(5, 2, 2, 6, seed=1), TABLE, *STEP_OF, SINKS],
+        {"window": None, "softcap": 0.7, **STEP_SHAPE},
+    ),
+    "latent_paged": (
+        "paged_latent_attention",
+        [Q[:1], draw(1, 5, 3), SHARED[:1], draw(3, 4, 7), draw(5, 2, 1, 5), TABLE, *STEP_OF],
+        {"window": 3, "softcap": None, **STEP_SHAPE, **WIDE},
+    ),
+    "paged_conv": (
+        "paged_conv",
+        [X[:1, :5], draw(3, 4, 3), draw(4, 2, 4, 3), STATES_AT, *STEP_OF],
+        STEP_SHAPE,
+    ),
+    "paged_scan": (
+        "paged_scan",
+        [
+            *(x[:1, :5] for x in (X, STEP)),
+            RATE,
+            *(x[:1, :5] for x in (WRITE, READ)),
+            draw(4, *MEMORY.shape[1:]),
+            STATES_AT,
+            *STEP_OF,
+        ],
+        {"chunk_size": None, **STEP_SHAPE},
     ),
     "ragged_positions": ("ragged_positions", [SEGMENTS, np.array([3, 0], "int32")], {}),
     "scan": ("selective_scan", [X, STEP, RATE, WRITE, READ], {"chunk_size": 4}),

@@ -33,6 +33,7 @@ from capibara.compose import (
     Linear,
     Model,
     Multiply,
+    PagedPositions,
     Positions,
     RaggedPositions,
     Relu,
@@ -43,11 +44,13 @@ from capibara.compose import (
     Silu,
     StateSpace,
     Sum,
+    Take,
     Tanh,
     Unembed,
 )
 from capibara.compose.initializers import Constant, Normal, Scaled, zeros
 from capibara.compose.logical.shapes import Dim
+from capibara.compose.primitives.paged import Pools, StepShape
 from capibara.config.sections import FinetuneSection, ModelSection
 from capibara.core.rotary import attention_scale, rotary_turns
 from capibara.vq.vqbit.vqbit_layer import VQbitLayer
@@ -65,6 +68,8 @@ def build_decoder(
     head: bool = True,
     finetune: FinetuneSection | None = None,
     ragged: bool = False,
+    paged: StepShape | None = None,
+    page_width: int | None = None,
 ) -> Model:
     """The logical model of a configuration.
 
@@ -83,23 +88,34 @@ def build_decoder(
         ragged: rows hold several texts, or padding: with the inputs ``segments`` and ``positions``, both
             ``int [batch, sequence]``; in the decoding form ``segments`` alone, which is 0 for padding, and the state
             ``position`` is ``[batch]``.
+        paged: build the form that decodes many sequences at once, whose states lie in pools
+            (:mod:`capibara.compose.primitives.paged`): ``tokens [1, shape.tokens]``, and the inputs ``page_table``,
+            ``starts``, ``counts``, ``slots`` and ``outputs int [outputs]``, the tokens whose logits are wanted:
+            ``logits [1, outputs, vocab]``. Its parameters are those of the other forms.
+        page_width: size of a row of a page; None for the heads' own.
     """
     model = Model(name="decoder")
     model.add_input("tokens", ("batch", "sequence"), "int", ("batch", "sequence"))
     embedding = _lookup(model, config)
-    places, shared = _counted(model, cached=cached, ragged=ragged)
+    if paged is not None:
+        places, shared = _paged_places(model, config, paged)
+    else:
+        places, shared = _counted(model, cached=cached, ragged=ragged)
     if config.attends and config.rotary_dim:
         shared |= _tables(model, config, config.block_kinds, places)
     at = _embedded(model, config, embedding.output, places)
     # Nothing is differentiated in decoding, and a rematerialised block hides from the cache where it stands.
-    remat = "none" if cached else config.remat
-    form = _Form(Dim(name="cache") if cached else None, ragged)
+    remat = "none" if cached or paged else config.remat
+    pools = paged and Pools(paged, *(Dim(name=n) for n in ("pages", "page_size", "states")), page_width)
+    form = _Form(Dim(name="cache") if cached else None, ragged, pools)
     sums: _Sums = {name: [] for name in _METRICS}
     for group in groups_of(config):
         mode = config.scan_layers if group.turns > 1 or group.name == "blocks" else "unroll"
         body = _turn(config, group.kinds, form, _adapters(finetune), group.dense)
         repeated = Repeat(body, group.turns, mode=mode, remat=remat)
         at = _place(model, repeated, group.name, at, shared, sums)
+    if paged is not None:  # the head is large, and most tokens of a prompt are not scored
+        at = model.add(Take(1), "scored", input=at, indices="outputs").output
     _finish(model, config, at, embedding.weight, head=head)
     _expose_sums(model, sums)
     return model
@@ -262,6 +278,22 @@ def _ragged_places(model: Model, cached: bool) -> tuple[Any, dict[str, Any]]:
     return counted.output, {"slots": counted.slots}
 
 
+def _paged_places(model: Model, config: ModelSection, shape: StepShape) -> tuple[Any, dict[str, Any]]:
+    """The position of each token of a step of many sequences, and what blocks are given of them."""
+    for name in ("starts", "counts"):
+        model.add_input(name, ("sequences",), "int")
+    given = ["starts", "counts"]
+    if config.attends:
+        model.add_input("page_table", ("sequences", "table"), "int")
+        given.append("page_table")
+    if "ssm" in config.block_kinds:
+        model.add_input("slots", ("sequences",), "int")
+        given.append("slots")
+    model.add_input("outputs", ("outputs",), "int")
+    counted = model.add(PagedPositions(*shape.parts), "positions", like="tokens", starts="starts")
+    return counted.output, {key: key for key in given}
+
+
 def _pool(model: Model, config: ModelSection, hidden: Any) -> None:
     """The output ``pooled``: a layer on the state of the first token of each row."""
     first = model.add(Indexer((slice(None), 0)), "first", input=hidden)
@@ -303,11 +335,13 @@ def _score(model: Model, config: ModelSection, hidden: Any, table: Any) -> None:
 class _Form:
     """In which form blocks are built.
 
-    ``cache`` is the size of their caches, in the decoding form; ``ragged``: for rows with texts of their own.
+    ``cache`` is the size of their caches, in the decoding form; ``ragged``: for rows with texts of their own;
+    ``paged``: for many sequences whose states lie in pools.
     """
 
     cache: Dim | None
     ragged: bool
+    paged: Pools | None = None
 
 
 @dataclass(frozen=True)
@@ -510,6 +544,7 @@ def _attention(
         cached=form.cache is not None,
         cache_size=form.cache,
         ragged=form.ragged,
+        paged=form.paged,
     )
     own = local and config.rope.local_theta is not None
     given = {
@@ -581,6 +616,7 @@ def _ssm(config: ModelSection, form: _Form, low: dict[str, Adapter], mlp: _MakeM
         epsilon=config.norm_epsilon,
         cached=form.cache is not None,
         ragged=form.ragged,
+        paged=form.paged,
     )
     given = {key: key for key in ssm.input_keys if key != "input"}
     _with_mlp(block, config, "ssm", ssm, mlp, **given)

@@ -32,6 +32,7 @@ from capibara.core.decoder import build_decoder
 from capibara.core.encoders import require_decoder
 from capibara.core.flops import flops_per_token
 from capibara.core.loss import losses_of, mean_of, next_token_loss, parts_of
+from capibara.core.paged import StepShape, check_step, empty_pages, page_width
 from capibara.core.pipelined import PipelinedLoss, stages_of
 from capibara.core.texts import Texts, check_targets, texts_of
 from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
@@ -80,7 +81,7 @@ class ModularCapibaraModel:
         p = config.precision
         policy = Precision(p.param_dtype, p.compute_dtype, p.accumulate_dtype)
         self.backend = JaxBackend(policy=policy, device_mesh=self.mesh, platform=platform, rules=rules)
-        self._forms: dict[tuple[bool, bool, bool], CompiledModel] = {}
+        self._forms: dict[Any, CompiledModel] = {}
         self.compiled: CompiledModel = self._form()
         # A capibara.families.Pretrained, of a room above this one, if the model was read from a published folder.
         self.pretrained: Any = None
@@ -105,6 +106,16 @@ class ModularCapibaraModel:
             )
             self._forms[key] = compile(logical, self.backend)
         return self._forms[key]
+
+    def _paged_form(self, shape: StepShape) -> CompiledModel:
+        """The form for steps of such a shape; compiled on first use."""
+        if shape not in self._forms:
+            require_decoder(self.config.model, "decoding with a cache")
+            settings = self.config.model
+            width = page_width(settings.resolved_head_dim, self.backend.platform)
+            logical = build_decoder(settings, paged=shape, page_width=width, finetune=self.config.finetune)
+            self._forms[shape] = compile(logical, self.backend)
+        return self._forms[shape]
 
     @property
     def decoder(self) -> CompiledModel:
@@ -596,6 +607,60 @@ class ModularCapibaraModel:
         decoder = self._form(cached=True, ragged=ragged)
         outputs, after = decoder.apply(params, inputs, state=_merged(cache, own))
         return outputs["logits"], _without(after, self.compiled.states)
+
+    def init_pages(
+        self, pages: int, page_size: int, slots: int = 1, *, dtype: Any | None = None
+    ) -> dict[str, Any]:
+        """Empty pools for :meth:`decode_pages`.
+
+        Args:
+            pages: of the keys and values of each block that attends. page_size: positions of a page.
+            slots: recurrent states of each state-space block.
+            dtype: of keys and values; by default that of arithmetic.
+
+        Raises:
+            InputError: a number is below 1; the model is an encoder (``ConfigError``).
+        """
+        form = self._paged_form(StepShape(1))
+        return _without(empty_pages(form, pages, page_size, slots, dtype), self.compiled.states)
+
+    def decode_pages(
+        self,
+        params: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        cache: Mapping[str, Any],
+        shape: StepShape,
+        *,
+        state: Mapping[str, Any] | None = None,
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """New tokens of many sequences, whose earlier ones are in pools (Kwon et al., arXiv:2309.06180).
+
+        Within one shape, the logits of a sequence do not depend on the others, on its pages or its slot.
+
+        Args:
+            inputs: int32 arrays. ``tokens [shape.tokens]``: one of each of ``shape.rows`` sequences, then
+                ``shape.chunk`` of each of ``shape.chunks``. Of each sequence, in this order: ``starts [sequences]``,
+                how many tokens it has already; ``counts [sequences]``, how many of its tokens here are real, the first
+                ones (0: it takes no part); ``page_table [sequences, any]``, its pages, those for the new tokens
+                included, below 0 where there is none; ``slots [sequences]``, where its recurrent state is (of a
+                sequence that starts at 0 it is cleared), below 0 for none. ``outputs [any]``: which of the tokens are
+                scored. What a model does not need may be missing: pages without attention, slots without state-space
+                blocks.
+            cache: from :meth:`init_pages` or the last step; donated under ``jax.jit``, it is written in place.
+            shape: static, part of the compiled program.
+            state: as ``model.state``; without it the model's own is read.
+
+        Returns:
+            ``(logits [outputs, vocab], cache)``, in the accumulation dtype.
+
+        Raises:
+            InputError: an array is missing or has another shape.
+        """
+        form = self._paged_form(shape)
+        own = state if state is not None else (self.state if self.compiled.states else {})
+        arrays = check_step(inputs, shape, tuple(form.inputs))
+        outputs, after = form.apply(params, arrays, state=_merged(cache, own))
+        return outputs["logits"][0], _without(after, self.compiled.states)
 
     # ---- what it costs, where it runs ---------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from capibara.compose.initializers import Scaled, ones, zeros
 from capibara.compose.library.adapters import Adapter, part_adapters
 from capibara.compose.logical.arguments import choice, flag, whole
 from capibara.compose.logical.model import Model
+from capibara.compose.primitives.paged import Pools
 
 __all__ = ["SelfAttention"]
 
@@ -39,6 +40,10 @@ class SelfAttention(Model):
         cached: decode with a key-value cache: adds the states ``key_cache`` and ``value_cache``
             ``[batch, num_kv_heads, cache_size, head_dim]`` and the input ``position``, how many tokens they hold.
         cache_size: a size, a name, or one :class:`~capibara.compose.logical.shapes.Dim` for all layers of a model.
+        paged: decode many sequences whose keys and values lie in pages
+            (:class:`~capibara.compose.primitives.PagedAttention`): adds the states ``key_pages`` and ``value_pages``
+            ``[pages, page_size, num_kv_heads, width]`` and the inputs ``page_table``, ``starts`` and ``counts``;
+            ``cos`` and ``sin`` are ``[batch, sequence, head_dim / 2]``.
         ragged: rows hold several texts, or texts of different lengths. ``cos`` and ``sin`` are then
             ``[batch, sequence, head_dim / 2]``; the input ``segments int [batch, sequence]`` numbers the texts
             (:class:`~capibara.compose.primitives.SegmentAttention`), or with a cache ``slots`` takes the place of
@@ -68,6 +73,7 @@ class SelfAttention(Model):
         cached: bool = False,
         cache_size: Any = "cache",
         ragged: bool = False,
+        paged: Pools | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -79,7 +85,7 @@ class SelfAttention(Model):
         flag("output_bias", output_bias)
         flag("ragged", ragged)
         flag("causal", causal)
-        if cached and not causal:
+        if (cached or paged) and not causal:
             raise WiringError(
                 "causal=False has no cache: a new token would change what earlier positions see. Use cached=False"
             )
@@ -100,9 +106,10 @@ class SelfAttention(Model):
             )
         size = head_dim or dimension // num_heads
         turned = _turned(size, rotary_dim)
+        by_row = ragged or paged is not None
         self.add_input("input", ("batch", "sequence", dimension), "float", ("batch", "sequence", "embed"))
         if turned:
-            table = (*(("batch",) if ragged else ()), "sequence", turned // 2)
+            table = (*(("batch",) if by_row else ()), "sequence", turned // 2)
             self.add_input("cos", table, "float")
             self.add_input("sin", table, "float")
 
@@ -122,7 +129,7 @@ class SelfAttention(Model):
             at[key] = f"{key}_normed"
         for key in ("query", "key") if turned else ():
             self.add(
-                p.Rotate(partial=turned < size, by_row=ragged, interleaved=interleaved),
+                p.Rotate(partial=turned < size, by_row=by_row, interleaved=interleaved),
                 f"{key}_rotated",
                 input=at[key],
                 cos="cos",
@@ -133,7 +140,25 @@ class SelfAttention(Model):
         if sinks:
             self.add_parameter("sinks", (num_heads,), zeros, axes=("heads",))
             at["sinks"] = "sinks"
-        if cached:
+        if paged is not None:
+            whole("width", paged.width, size, optional=True)
+            pool = (paged.pages, paged.page_size, kv_heads, paged.width or size)
+            axes = (None, None, "kv_heads", "head_dim")
+            given = add_page_inputs(self)
+            self.add_state("key_pages", pool, zeros, axes=axes)
+            self.add_state("value_pages", pool, zeros, axes=axes)
+            attend = self.add(
+                p.PagedAttention(*paged.shape.parts, window, softcap, scale=scale, sinks=sinks),
+                "attend",
+                **at,
+                **given,
+                key_pages="key_pages",
+                value_pages="value_pages",
+                output="attended",
+            )
+            self.update_state("key_pages", attend.next_key_pages)
+            self.update_state("value_pages", attend.next_value_pages)
+        elif cached:
             cache = ("batch", kv_heads, cache_size, size)
             axes = ("batch", "kv_heads", None, "head_dim")
             where, op = ("slots", p.RaggedCachedAttention) if ragged else ("position", p.CachedAttention)
@@ -161,6 +186,14 @@ class SelfAttention(Model):
         joined = join_heads(num_heads, size, dimension, output_bias, low["out"])
         self.add(joined, "out", input="attended", output="output")
         self.expose("output")
+
+
+def add_page_inputs(model: Model) -> dict[str, str]:
+    """Add the inputs that say where the pages of sequences are; their names, as connections."""
+    model.add_input("page_table", ("sequences", "table"), "int")
+    model.add_input("starts", ("sequences",), "int")
+    model.add_input("counts", ("sequences",), "int")
+    return {key: key for key in ("page_table", "starts", "counts")}
 
 
 def _turned(size: int, rotary_dim: int | None) -> int:

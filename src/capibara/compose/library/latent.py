@@ -8,10 +8,11 @@ from typing import Any
 from capibara.compose import primitives as p
 from capibara.compose.initializers import Scaled, zeros
 from capibara.compose.library.adapters import Adapter, part_adapters
-from capibara.compose.library.attention import join_heads, project_heads
+from capibara.compose.library.attention import add_page_inputs, join_heads, project_heads
 from capibara.compose.library.layers import Linear, RMSNorm
 from capibara.compose.logical.arguments import flag, whole
 from capibara.compose.logical.model import Model
+from capibara.compose.primitives.paged import Pools
 
 __all__ = ["LatentSelfAttention"]
 
@@ -42,6 +43,7 @@ class LatentSelfAttention(Model):
         cached: decode with a cache: adds the state ``cache [batch, 1, cache_size, rank + rotary_dim]``, the latents and
             shared keys of earlier tokens, and the input ``position``.
         cache_size, ragged: as for :class:`~capibara.compose.SelfAttention`.
+        paged: the same with the state ``pages [pages, page_size, 1, rank + rotary_dim]``, and inputs as there.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class LatentSelfAttention(Model):
         cached: bool = False,
         cache_size: Any = "cache",
         ragged: bool = False,
+        paged: Pools | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -79,7 +82,8 @@ class LatentSelfAttention(Model):
         values = value_dim or head_dim
         both = head_dim + values
         self.add_input("input", ("batch", "sequence", dimension), "float", ("batch", "sequence", "embed"))
-        table = (*(("batch",) if ragged else ()), "sequence", rotary_dim // 2)
+        by_row = ragged or paged is not None
+        table = (*(("batch",) if by_row else ()), "sequence", rotary_dim // 2)
         self.add_input("cos", table, "float")
         self.add_input("sin", table, "float")
 
@@ -87,7 +91,7 @@ class LatentSelfAttention(Model):
             return Linear(size, use_bias, axes=("embed", "latent"), adapter=low[key], inputs=dimension)
 
         def rotated(key: str, at: str, output: str) -> None:
-            turn = p.Rotate(partial=True, by_row=ragged, interleaved=interleaved, last=True)
+            turn = p.Rotate(partial=True, by_row=by_row, interleaved=interleaved, last=True)
             self.add(turn, f"{key}_rotated", input=at, cos="cos", sin="sin", output=output)
 
         wide = head_dim + rotary_dim
@@ -108,7 +112,24 @@ class LatentSelfAttention(Model):
         self.add(RMSNorm(norm_epsilon, axis="latent"), "latent_norm", input="latent_raw", output="latent")
         rotated("key", "key_shared", "key_turned")
         at = {"query": "query_turned", "rotary_key": "key_turned"}
-        if cached:
+        if paged is not None:
+            up = _Whole(rank, num_heads, both, low["latent_up"])
+            self.add(up, "latent_up")
+            where = add_page_inputs(self)
+            pool = (paged.pages, paged.page_size, 1, rank + rotary_dim)
+            self.add_state("pages", pool, zeros, axes=(None, None, None, None))
+            attend = self.add(
+                p.PagedLatentAttention(*paged.shape.parts, window, softcap, scale=scale),
+                "attend",
+                **at,
+                **where,
+                latent="latent",
+                weight=up.output,
+                pages="pages",
+                output="attended",
+            )
+            self.update_state("pages", attend.next_pages)
+        elif cached:
             up = _Whole(rank, num_heads, both, low["latent_up"])
             self.add(up, "latent_up")
             where = "slots" if ragged else "position"

@@ -12,6 +12,7 @@ from capibara.compose.library.layers import Linear, RMSNorm
 from capibara.compose.logical.arguments import flag, number, whole
 from capibara.compose.logical.block import Block
 from capibara.compose.logical.model import Model
+from capibara.compose.primitives.paged import Pools
 
 __all__ = ["StateSpace"]
 
@@ -59,6 +60,7 @@ class StateSpace(Model):
         epsilon: float = 1e-5,
         cached: bool = False,
         ragged: bool = False,
+        paged: Pools | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -95,7 +97,9 @@ class StateSpace(Model):
             )
         self.add_input("input", ("batch", "sequence", dimension), "float", ("batch", "sequence", "embed"))
         rows: dict[str, Any] = {}
-        if ragged:
+        if paged is not None:
+            rows = _add_slot_inputs(self)
+        elif ragged:
             rows = {"slots": "slots"} if cached else {"segments": "segments"}
             self.add_input(next(iter(rows)), ("batch", "sequence"), "int")
 
@@ -124,7 +128,7 @@ class StateSpace(Model):
             ("write", groups, state_dim, shared),
             ("read", groups, state_dim, shared),
         ):
-            conv = _ShortConv(count, size, conv_width, axis, activation, conv_bias, cached, ragged)
+            conv = _ShortConv(count, size, conv_width, axis, activation, conv_bias, cached, ragged, paged)
             self.add(conv, f"{key}_conv", input=f"{key}_heads", output=f"{key}_mixed", **rows)
 
         recurrence = {
@@ -136,7 +140,19 @@ class StateSpace(Model):
             "output": "recalled",
             **rows,
         }
-        if cached:
+        if paged is not None:
+            self.add_state(
+                "memories",
+                (paged.states, heads, head_dim, state_dim),
+                zeros,
+                axes=(None, "heads", "head_dim", "state"),
+                dtype="float32",
+            )
+            scan = self.add(
+                p.PagedScan(*paged.shape.parts, chunk_size), "scan", memories="memories", **recurrence
+            )
+            self.update_state("memories", scan.next_memories)
+        elif cached:
             self.add_state(
                 "memory",
                 ("batch", heads, head_dim, state_dim),
@@ -162,6 +178,14 @@ class StateSpace(Model):
         out = Linear(dimension, use_bias, axes=("mlp", "embed"))
         self.add(out, "out", input="normed" if norm else "flat", output="output")
         self.expose("output")
+
+
+def _add_slot_inputs(model: Model) -> dict[str, str]:
+    """Add the inputs that say where the states of sequences are; their names, as connections."""
+    names = ("slots", "starts", "counts")
+    for name in names:
+        model.add_input(name, ("sequences",), "int")
+    return {name: name for name in names}
 
 
 class _Heads(Model):
@@ -194,6 +218,7 @@ class _ShortConv(Model):
         use_bias: bool,
         cached: bool,
         ragged: bool,
+        paged: Pools | None,
     ) -> None:
         super().__init__()
         self.add_input("input", ("batch", "sequence", heads, size), "float")
@@ -202,11 +227,21 @@ class _ShortConv(Model):
         if use_bias:
             self.add_parameter("bias", (heads, size), Constant(0.0), axes=(axis, None))
             given["bias"] = "bias"
-        if ragged:
+        if paged is not None:
+            given |= _add_slot_inputs(self)
+        elif ragged:
             key = "slots" if cached else "segments"
             self.add_input(key, ("batch", "sequence"), "int")
             given[key] = key
-        if cached:
+        if paged is not None:
+            self.add_state(
+                "tails", (paged.states, width - 1, heads, size), zeros, axes=(None, None, axis, None)
+            )
+            conv = self.add(
+                p.PagedConv(*paged.shape.parts, use_bias=use_bias), "conv", tails="tails", **given
+            )
+            self.update_state("tails", conv.next_tails)
+        elif cached:
             self.add_state("tail", ("batch", width - 1, heads, size), zeros, axes=("batch", None, axis, None))
             op = p.RaggedCachedConv if ragged else p.CachedConv
             conv = self.add(op(use_bias=use_bias), "conv", tail="tail", **given)

@@ -131,6 +131,13 @@ from capibara.compose.primitives.losses import (
     QuantileLoss,
     SquaredError,
 )
+from capibara.compose.primitives.paged import (
+    PagedAttention,
+    PagedConv,
+    PagedLatentAttention,
+    PagedPositions,
+    PagedScan,
+)
 from capibara.compose.primitives.products import (
     Dense,
     Lookup,
@@ -306,6 +313,11 @@ __all__ = [
     "Ones",
     "OnesLike",
     "Pad",
+    "PagedAttention",
+    "PagedConv",
+    "PagedLatentAttention",
+    "PagedPositions",
+    "PagedScan",
     "PermuteTensor",
     "PolynomialFeatures",
     "PositionalEncoding",

@@ -159,6 +159,13 @@ from capibara.compose.backends.jax_ops.losses import (
     quantile_loss,
     squared_error,
 )
+from capibara.compose.backends.jax_ops.paged import (
+    paged_attention,
+    paged_conv,
+    paged_latent_attention,
+    paged_positions,
+    paged_scan,
+)
 from capibara.compose.backends.jax_ops.recurrent import gru_scan, lstm_scan, rnn_scan, split_like, zero_state
 from capibara.compose.backends.jax_ops.reductions import (
     all,
@@ -310,6 +317,11 @@ __all__ = [
     "not_equal",
     "one_hot",
     "pad",
+    "paged_attention",
+    "paged_conv",
+    "paged_latent_attention",
+    "paged_positions",
+    "paged_scan",
     "permute_tensor",
     "polynomial_features",
     "positional_encoding",

@@ -12,6 +12,7 @@ from capibara.compose.backends.cache_room import check_end, check_room
 from capibara.compose.backends.jax_stacked import read, write, write_places
 
 __all__ = [
+    "attended_rows",
     "cached_latent_attention",
     "latent_attention",
     "ragged_cached_latent_attention",
@@ -118,7 +119,22 @@ def _attended(
     accumulate: str,
     scale: float | None,
 ) -> Array:
-    """``query [b, s, h, q]`` over the cache ``[b, 1, cache, rank + rope]``, with ``weight [rank, h, own + v]``.
+    """:func:`attended_rows` over the cache ``[b, 1, cache, rank + rope]``."""
+    rows = jnp.swapaxes(cache, 1, 2)
+    return attended_rows(query, weight, rows, at, window, softcap, accumulate, scale)
+
+
+def attended_rows(
+    query: Array,
+    weight: Array,
+    rows: Array,
+    at: Array,
+    window: int | None,
+    softcap: float | None,
+    accumulate: str,
+    scale: float | None,
+) -> Array:
+    """``query [b, s, h, q]`` over ``rows [b, cache, 1, rank + rope]``, with ``weight [rank, h, own + v]``.
 
     Either keys and values are computed from the cache, or the weight is multiplied with queries and results instead
     ("absorbed"), and every head reads the cache itself: whichever takes fewer operations. One token at a time that is
@@ -127,18 +143,17 @@ def _attended(
     from capibara.ops.attention import cached_attention
 
     rank, wide = weight.shape[0], jnp.dtype(accumulate)
-    rope = cache.shape[3] - rank
+    rope = rows.shape[3] - rank
     own = query.shape[-1] - rope
     value = weight.shape[2] - own
     if scale is None:
         scale = query.shape[-1] ** -0.5
     options: dict[str, Any] = {"window": window, "softcap": softcap, "scale": scale}
-    rows = jnp.swapaxes(cache, 1, 2)  # [b, cache, 1, rank + rope]
 
     def product(form: str, x: Array, y: Array) -> Array:
         return jnp.einsum(form, x, y, preferred_element_type=wide).astype(query.dtype)
 
-    new, places = query.shape[1], cache.shape[2]
+    new, places = query.shape[1], rows.shape[1]
     absorbed = new * (rank * (own + value) + places * (2 * rank + rope))
     if absorbed <= places * rank * (own + value) + new * places * (own + rope + value):
         inner = product("bshd,rhd->bshr", query[..., :own], weight[..., :own])

@@ -184,7 +184,7 @@ def _heads_first(x: Array, groups: int, accumulate: str) -> Array:
     return xp.transpose(xp.reshape(xp.astype(x, accumulate), (b, s, groups, h // groups, d)), (0, 2, 3, 1, 4))
 
 
-def _attend(
+def attend(
     query: Array,
     key: Array,
     value: Array,
@@ -228,7 +228,7 @@ def attention(
     softcap: float | None,
     scale: float | None = None,
 ) -> Array:
-    return _attend(query, key, value, _seen(query, key, causal, window), softcap, scale, sinks)
+    return attend(query, key, value, _seen(query, key, causal, window), softcap, scale, sinks)
 
 
 def segment_attention(
@@ -244,7 +244,7 @@ def segment_attention(
     scale: float | None = None,
 ) -> Array:
     same = segments[:, :, None] == segments[:, None, :]
-    return _attend(query, key, value, same & _seen(query, key, causal, window), softcap, scale, sinks)
+    return attend(query, key, value, same & _seen(query, key, causal, window), softcap, scale, sinks)
 
 
 def _seen(query: Array, key: Array, causal: bool, window: int | None) -> Array:
@@ -290,7 +290,7 @@ def cached_attention(
     if window is not None:
         seen = seen & (columns > rows - window)
     keys, values = (xp.swapaxes(cache[:, :, : at + new], 1, 2) for cache in (key_cache, value_cache))
-    return _attend(query, keys, values, seen, softcap, scale, sinks), key_cache, value_cache
+    return attend(query, keys, values, seen, softcap, scale, sinks), key_cache, value_cache
 
 
 def ragged_cached_attention(
@@ -325,7 +325,7 @@ def ragged_cached_attention(
     if window is not None:
         seen = seen & (columns[None, None, :] > at - window)
     keys, values = (xp.swapaxes(cache, 1, 2) for cache in (key_cache, value_cache))
-    return _attend(query, keys, values, seen, softcap, scale, sinks), key_cache, value_cache
+    return attend(query, keys, values, seen, softcap, scale, sinks), key_cache, value_cache
 
 
 def _convolved(x: Array, weight: Array, bias: Array | None, before: Array) -> tuple[Array, Array]:

@@ -29,7 +29,7 @@ def latent_attention(
     scale: float | None = None,
 ) -> Array:
     keys, values = _expanded(query, key_value, rotary_key)
-    return language._attend(query, keys, values, language._seen(query, keys, causal, window), softcap, scale)
+    return language.attend(query, keys, values, language._seen(query, keys, causal, window), softcap, scale)
 
 
 def segment_latent_attention(
@@ -44,7 +44,7 @@ def segment_latent_attention(
 ) -> Array:
     keys, values = _expanded(query, key_value, rotary_key)
     same = segments[:, :, None] == segments[:, None, :]
-    return language._attend(
+    return language.attend(
         query, keys, values, same & language._seen(query, keys, causal, window), softcap, scale
     )
 
@@ -122,4 +122,4 @@ def decoded(
     keys, values = _expanded(
         query, language.project(read[..., :rank], weight, accumulate), read[:, :, None, rank:]
     )
-    return language._attend(query, keys, values, seen, softcap, scale), there[:, None]
+    return language.attend(query, keys, values, seen, softcap, scale), there[:, None]

@@ -149,6 +149,13 @@ from capibara.compose.backends.portable.losses import (
     quantile_loss,
     squared_error,
 )
+from capibara.compose.backends.portable.paged import (
+    paged_attention,
+    paged_conv,
+    paged_latent_attention,
+    paged_positions,
+    paged_scan,
+)
 from capibara.compose.backends.portable.recurrent import gru_scan, lstm_scan, rnn_scan, split_like, zero_state
 from capibara.compose.backends.portable.reductions import (
     all,
@@ -295,6 +302,11 @@ __all__ = [
     "not_equal",
     "one_hot",
     "pad",
+    "paged_attention",
+    "paged_conv",
+    "paged_latent_attention",
+    "paged_positions",
+    "paged_scan",
     "permute_tensor",
     "polynomial_features",
     "positional_encoding",

@@ -1,0 +1,263 @@
+"""Decoding of many sequences whose states lie in pools: see :mod:`capibara.compose.primitives.paged`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.compose.backends.jax_ops.language import ragged_cached_conv, ragged_continued_scan
+from capibara.compose.backends.jax_ops.latent import attended_rows
+from capibara.compose.backends.jax_stacked import Row
+
+__all__ = ["paged_attention", "paged_conv", "paged_latent_attention", "paged_positions", "paged_scan"]
+
+Array = jax.Array
+
+
+def _spread(of_sequences: Array, rows: int, chunks: int, chunk: int) -> Array:
+    """What is known of sequences, of each token: ``[sequences]`` → ``[tokens]``."""
+    return jnp.concatenate([of_sequences[:rows], jnp.repeat(of_sequences[rows:], chunk)])
+
+
+def _offsets(rows: int, chunks: int, chunk: int) -> Array:
+    """Which of its sequence's new tokens each token is: ``int32 [tokens]``."""
+    within = jnp.tile(jnp.arange(chunk, dtype=jnp.int32), chunks)
+    return jnp.concatenate([jnp.zeros(rows, jnp.int32), within])
+
+
+def _parts(x: Array, rows: int, chunks: int, chunk: int) -> list[Array]:
+    """``[1, tokens, …]`` as ``[rows, 1, …]`` and ``[chunks, chunk, …]``."""
+    return [
+        x[0, :rows].reshape(rows, 1, *x.shape[2:]),
+        x[0, rows:].reshape(chunks, chunk, *x.shape[2:]),
+    ]
+
+
+def _joined(parts: list[Array]) -> Array:
+    return jnp.concatenate([part.reshape(1, -1, *part.shape[2:]) for part in parts], axis=1)
+
+
+def _real(counts: Array, rows: int, chunks: int, chunk: int) -> Array:
+    """Which tokens are no padding: ``bool [tokens]``."""
+    return _offsets(rows, chunks, chunk) < _spread(counts, rows, chunks, chunk)
+
+
+def _cleared(out: list[Array], counts: Array, rows: int, chunks: int, chunk: int) -> Array:
+    """The outputs of the parts as ``[1, tokens, …]``, 0 for padding."""
+    whole = _joined(out)
+    real = _real(counts, rows, chunks, chunk)[(None, ..., *[None] * (whole.ndim - 2))]
+    return jnp.where(real, whole, 0)
+
+
+def paged_positions(like: Array, starts: Array, rows: int, chunks: int, chunk: int) -> Array:
+    starts = jnp.asarray(starts, jnp.int32)
+    return (_spread(starts, rows, chunks, chunk) + _offsets(rows, chunks, chunk))[None]
+
+
+class _Pool:
+    """The pages of one block, as pages of the pool of all repetitions, so that none are taken out of it."""
+
+    def __init__(self, pages: Any) -> None:
+        self._given = pages
+        if isinstance(pages, Row):
+            count, each = pages.stack.shape[:2]
+            self.flat = pages.stack.reshape(count * each, *pages.stack.shape[2:])
+            self._first = jnp.asarray(pages.index, jnp.int32) * each
+        else:
+            each, self.flat, self._first = pages.shape[0], pages, jnp.zeros((), jnp.int32)
+        self.page_size, self._each = self.flat.shape[1], each
+
+    def numbers(self, table: Array) -> Array:
+        """Page numbers in :attr:`flat`; -1 for what is none."""
+        table = jnp.asarray(table, jnp.int32)
+        return jnp.where((table < 0) | (table >= self._each), -1, table + self._first)
+
+    def readable(self, table: Array) -> Array:
+        """The same with some page in the place of none: its positions are seen by no query."""
+        return jnp.clip(jnp.asarray(table, jnp.int32), 0, self._each - 1) + self._first
+
+    def back(self, flat: Array) -> Any:
+        if not isinstance(self._given, Row):
+            return flat
+        return Row(flat.reshape(self._given.stack.shape), self._given.index)
+
+    def places(
+        self, table: Array, starts: Array, counts: Array, rows: int, chunks: int, chunk: int
+    ) -> tuple[Array, Array]:
+        """The page of each token, ``int32 [tokens, 1]`` (-1: none), and its place in it, ``int32 [tokens]``."""
+        at = paged_positions(table, starts, rows, chunks, chunk)[0]
+        sequence = _spread(jnp.arange(starts.shape[0], dtype=jnp.int32), rows, chunks, chunk)
+        column = at // self.page_size
+        inside = _real(counts, rows, chunks, chunk) & (column < table.shape[1])
+        page = self.numbers(table)[sequence, jnp.minimum(column, max(table.shape[1] - 1, 0))]
+        return jnp.where(inside, page, -1)[:, None], at % self.page_size
+
+
+def paged_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    key_pages: Any,
+    value_pages: Any,
+    page_table: Array,
+    starts: Array,
+    counts: Array,
+    sinks: Array | None = None,
+    *,
+    rows: int,
+    chunks: int,
+    chunk: int,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None = None,
+) -> tuple[Array, Any, Any]:
+    from capibara.ops.attention import cached_attention, write_pages
+    from capibara.ops.attention import paged_attention as attend
+
+    shape, dim = (rows, chunks, chunk), query.shape[-1]
+    keys, values = _Pool(key_pages), _Pool(value_pages)
+    starts, counts = jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32)
+    pages, within = keys.places(page_table, starts, counts, *shape)
+    new = write_pages(keys.flat, values.flat, pages, within, key[0][:, None], value[0][:, None])
+    table = keys.readable(page_table)
+    out = []
+    for part, x in enumerate(_parts(query, *shape)):
+        if 0 in x.shape:
+            continue
+        of = slice(rows) if part == 0 else slice(rows, None)
+        # Padding stands after the real tokens, which do not see it.
+        lengths = jnp.where(counts[of] > 0, starts[of] + x.shape[1], 0)
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        if sinks is None:
+            out.append(attend(x, *new, table[of], lengths, value_dim=value.shape[-1], **options))
+            continue
+        at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+        whole = [_gathered(pool, table[of])[..., :dim] for pool in new]
+        out.append(cached_attention(x, *whole, at, sinks=sinks, **options))
+    return _cleared(out, counts, *shape), keys.back(new[0]), values.back(new[1])
+
+
+def _gathered(pool: Array, table: Array) -> Array:
+    """The pages of sequences in a row: ``[sequences, table * page_size, heads, width]``."""
+    taken = pool[table]
+    return taken.reshape(table.shape[0], -1, *taken.shape[3:])
+
+
+def paged_latent_attention(
+    query: Array,
+    latent: Array,
+    rotary_key: Array,
+    weight: Array,
+    pages: Any,
+    page_table: Array,
+    starts: Array,
+    counts: Array,
+    rows: int,
+    chunks: int,
+    chunk: int,
+    window: int | None,
+    softcap: float | None,
+    accumulate: str,
+    scale: float | None = None,
+) -> tuple[Array, Any]:
+    shape, pool = (rows, chunks, chunk), _Pool(pages)
+    starts, counts = jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32)
+    own = jnp.concatenate([latent[0], rotary_key[0, :, 0]], axis=-1)[:, None]  # one head for all
+    page, within = pool.places(page_table, starts, counts, *shape)
+    page = jnp.where(page < 0, pool.flat.shape[0], page)[:, 0]
+    new = pool.flat.at[page, within].set(own.astype(pool.flat.dtype), mode="drop")
+    table = pool.readable(page_table)
+    out = []
+    for part, x in enumerate(_parts(query, *shape)):
+        if 0 in x.shape:
+            continue
+        of = slice(rows) if part == 0 else slice(rows, None)
+        at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+        held = _gathered(new, table[of])
+        out.append(attended_rows(x, weight, held, at, window, softcap, accumulate, scale))
+    return _cleared(out, counts, *shape), pool.back(new)
+
+
+class _Slots:
+    """The recurrent states of one block, some of which are taken out and put back."""
+
+    def __init__(self, states: Any, slots: Array, starts: Array, counts: Array) -> None:
+        self._given = states
+        self._states = states.stack if isinstance(states, Row) else states
+        self._index = (jnp.asarray(states.index, jnp.int32),) if isinstance(states, Row) else ()
+        size = states.shape[0]
+        slots = jnp.asarray(slots, jnp.int32)
+        self._slots = jnp.where((slots < 0) | (jnp.asarray(counts) <= 0), size, slots)
+        taken = self._states[(*self._index, jnp.clip(slots, 0, size - 1))]
+        fresh = (jnp.asarray(starts) == 0)[(..., *[None] * (taken.ndim - 1))]
+        self.taken = jnp.where(fresh, 0, taken)
+
+    def back(self, new: Array) -> Any:
+        where = (*self._index, self._slots)
+        states = self._states.at[where].set(new.astype(self._states.dtype), mode="drop")
+        return Row(states, self._given.index) if self._index else states
+
+
+def _masks(counts: Array, rows: int, chunks: int, chunk: int) -> list[Array]:
+    """For each part what the operations of ragged rows call slots: below 0 for padding."""
+    places = jnp.where(_real(jnp.asarray(counts, jnp.int32), rows, chunks, chunk), 0, -1)
+    return _parts(places[None], rows, chunks, chunk)
+
+
+def paged_conv(
+    x: Array,
+    weight: Array,
+    tails: Any,
+    slots: Array,
+    starts: Array,
+    counts: Array,
+    bias: Array | None = None,
+    *,
+    rows: int,
+    chunks: int,
+    chunk: int,
+) -> tuple[Array, Any]:
+    shape, states = (rows, chunks, chunk), _Slots(tails, slots, starts, counts)
+    out, after = [], []
+    for part, mask, of in zip(
+        _parts(x, *shape), _masks(counts, *shape), (slice(rows), slice(rows, None)), strict=True
+    ):
+        if 0 in part.shape:
+            continue
+        done, tail = ragged_cached_conv(part, weight, states.taken[of], mask, bias)
+        out.append(done)
+        after.append(tail)
+    return _cleared(out, counts, *shape), states.back(jnp.concatenate(after))
+
+
+def paged_scan(
+    x: Array,
+    step: Array,
+    rate: Array,
+    write: Array,
+    read: Array,
+    memories: Any,
+    slots: Array,
+    starts: Array,
+    counts: Array,
+    rows: int,
+    chunks: int,
+    chunk: int,
+    chunk_size: int | None,
+) -> tuple[Array, Any]:
+    shape, states = (rows, chunks, chunk), _Slots(memories, slots, starts, counts)
+    given = [_parts(array, *shape) for array in (x, step, write, read)]
+    masks = _masks(counts, *shape)
+    out, after = [], []
+    for part, of in enumerate((slice(rows), slice(rows, None))):
+        own, steps, writes, reads = (array[part] for array in given)
+        if 0 in own.shape:
+            continue
+        done, memory = ragged_continued_scan(
+            own, steps, rate, writes, reads, states.taken[of], masks[part], chunk_size
+        )
+        out.append(done)
+        after.append(memory)
+    return _cleared(out, counts, *shape), states.back(jnp.concatenate(after))

@@ -1,0 +1,181 @@
+"""Steps of many sequences whose keys, values and states lie in pools, against the whole texts computed at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import KINDS, SMALL
+
+from capibara.compose.errors import InputError, WiringError
+from capibara.config import ModularModelConfig
+from capibara.core import ModularCapibaraModel
+from capibara.core.paged import StepShape
+
+FURTHER: dict[str, dict[str, Any]] = {
+    "windows and sinks": {
+        "model.pattern": ["attention", "local"],
+        "model.window": 5,
+        "model.attention_sinks": True,
+        "model.rope.local_theta": 50.0,
+        "model.attention_softcap": 3.0,
+    },
+    "learned positions": {"model.pattern": ["attention"], "model.positions": "learned"},
+}
+PAGE, PAGES, SLOTS, TABLE = 4, 24, 5, 7
+SHAPE = StepShape(2, 1, 5)
+
+
+def model_of(settings: dict[str, Any]) -> ModularCapibaraModel:
+    return ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | settings))
+
+
+class Schedule:
+    """Texts that are fed in pieces of random sizes, with pages in random order; a text that ends makes room for the
+    next one, which takes over its pages and its slot."""
+
+    def __init__(self, texts: list[np.ndarray], shape: StepShape, seed: int) -> None:
+        self.texts, self.shape, self.random = texts, shape, np.random.default_rng(seed)
+        self.waiting, self.running = list(range(len(texts))), {}
+        self.pages = list(self.random.permutation(np.arange(1, PAGES)))
+        self.slots = list(self.random.permutation(np.arange(1, SLOTS)))
+
+    def _start(self) -> None:
+        while self.waiting and len(self.running) < self.shape.sequences:
+            text = self.waiting.pop(0)
+            needed = -(-len(self.texts[text]) // PAGE)
+            table = -np.ones(TABLE, np.int32)
+            table[:needed] = [self.pages.pop() for _ in range(needed)]
+            self.running[text] = [0, table, self.slots.pop()]
+
+    def step(self) -> tuple[dict[str, np.ndarray], dict[int, tuple[int, int]]] | None:
+        """The inputs of a step, and for each token that is scored its text and place; None when all have ended."""
+        self._start()
+        if not self.running:
+            return None
+        s = self.shape
+        zeros, none = np.zeros(s.sequences, np.int32), -np.ones(s.sequences, np.int32)
+        inputs = {"tokens": np.zeros(s.tokens, np.int32), "starts": zeros.copy(), "counts": zeros.copy()}
+        inputs |= {"slots": none.copy(), "page_table": np.tile(none[:, None], TABLE)}
+        inputs["outputs"] = np.arange(s.tokens, dtype=np.int32)
+        scored, order = {}, list(self.random.permutation(list(self.running)))
+        places = list(self.random.permutation(s.sequences))
+        for place, text in zip(places, order, strict=False):
+            done, table, slot = self.running[text]
+            first = place if place < s.rows else s.rows + (place - s.rows) * s.chunk
+            most = 1 if place < s.rows else s.chunk
+            count = int(min(self.random.integers(1, most + 1), len(self.texts[text]) - done))
+            inputs["tokens"][first : first + count] = self.texts[text][done : done + count]
+            inputs["starts"][place], inputs["counts"][place] = done, count
+            inputs["page_table"][place], inputs["slots"][place] = table, slot
+            scored |= {first + i: (text, done + i) for i in range(count)}
+            self.running[text][0] = done + count
+            if done + count == len(self.texts[text]):
+                del self.running[text]
+                self.pages += [int(page) for page in table if page >= 0]
+                self.slots.append(slot)
+        return inputs, scored
+
+
+def stepper(model: ModularCapibaraModel, shape: StepShape) -> Any:
+    def step(params: Any, state: Any, inputs: Any, cache: Any) -> Any:
+        return model.decode_pages(params, inputs, cache, shape, state=state)
+
+    return jax.jit(step, donate_argnums=3, compiler_options={"xla_backend_optimization_level": 0})
+
+
+FEW = ("attention", "mixed", "latent")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS, *FURTHER]],
+)
+def test_any_schedule_gives_the_whole(kind: str) -> None:
+    model = model_of((KINDS | FURTHER)[kind])
+    random = np.random.default_rng(1)
+    texts = [random.integers(0, 11, n).astype(np.int32) for n in (13, 4, 17, 1, 22, 9)]
+    whole = jax.jit(lambda tokens: model.apply(model.params, tokens))
+    want = [np.asarray(whole(jnp.asarray(np.pad(t, (0, 22 - len(t))))[None])[0]) for t in texts]
+    schedule, step = Schedule(texts, SHAPE, 2), stepper(model, SHAPE)
+    cache, seen = model.init_pages(PAGES, PAGE, SLOTS), set()
+    while (given := schedule.step()) is not None:
+        inputs, scored = given
+        logits, cache = step(model.params, model.state, inputs, cache)
+        for output, (text, at) in scored.items():
+            np.testing.assert_allclose(logits[output], want[text][at], rtol=2e-4, atol=2e-5)
+            seen.add((text, at))
+    assert seen == {(text, at) for text, tokens in enumerate(texts) for at in range(len(tokens))}
+
+
+def alone_and_together(model: ModularCapibaraModel, place: int) -> tuple[np.ndarray, np.ndarray]:
+    """The logits of one text: with others whose tokens, lengths, pages and slots are random, and with none."""
+    random = np.random.default_rng(place)
+    text = random.integers(0, 11, 18).astype(np.int32)
+    step, found = stepper(model, SHAPE), []
+    for others in (True, False):
+        draw = np.random.default_rng([place, others])
+        numbers, slots = draw.permutation(np.arange(1, PAGES)), draw.permutation(np.arange(1, SLOTS))
+        cache, logits, done = model.init_pages(PAGES, PAGE, SLOTS), [], 0
+        while done < len(text):
+            count = 1 if place < SHAPE.rows else min(5 if done else 3, len(text) - done)
+            first = place if place < SHAPE.rows else SHAPE.rows
+            inputs = {
+                "tokens": draw.integers(0, 11, SHAPE.tokens).astype(np.int32),
+                "starts": draw.integers(1, 12, SHAPE.sequences).astype(np.int32),
+                "counts": np.full(SHAPE.sequences, int(others), np.int32),
+                "page_table": numbers[: TABLE * 3].reshape(3, TABLE).astype(np.int32),
+                "slots": slots[:3].astype(np.int32),
+                "outputs": np.arange(SHAPE.tokens, dtype=np.int32),
+            }
+            inputs["tokens"][first : first + count] = text[done : done + count]
+            inputs["starts"][place], inputs["counts"][place] = done, count
+            out, cache = step(model.params, model.state, inputs, cache)
+            logits.append(np.asarray(out)[first : first + count])
+            done += count
+        found.append(np.concatenate(logits))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["grouped", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", [1, 2])
+def test_what_shares_the_step_changes_no_bit(kind: str, place: int) -> None:
+    together, alone = alone_and_together(model_of(KINDS[kind]), place)
+    np.testing.assert_array_equal(together, alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": np.zeros(6, np.int32)}, r"tokens has shape \(6,\).*needs \(7\)"),
+        ({"page_table": np.zeros((2, 3), np.int32)}, r"page_table has shape \(2, 3\).*needs \(3, any\)"),
+        ({"starts": None}, "inputs has no 'starts'"),
+    ],
+)
+def test_arrays_of_other_shapes_are_named(change: dict[str, Any], message: str) -> None:
+    model = model_of(KINDS["attention"])
+    inputs = Schedule([np.zeros(3, np.int32)], SHAPE, 0).step()[0] | change  # type: ignore[index]
+    inputs = {key: value for key, value in inputs.items() if value is not None}
+    with pytest.raises(InputError, match=message):
+        model.decode_pages(model.params, inputs, model.init_pages(8, 4), SHAPE)
+
+
+def test_a_step_has_tokens_and_pools_have_pages() -> None:
+    with pytest.raises(WiringError, match="a step needs rows or chunks"):
+        StepShape(0, 0, 4)
+    with pytest.raises(WiringError, match="chunk=0 must be an integer of at least 1"):
+        StepShape(1, 1, 0)
+    with pytest.raises(InputError, match="pages=0 must be an integer of at least 1"):
+        model_of(KINDS["attention"]).init_pages(0, 4)
+
+
+def test_a_pool_has_another_dtype_than_arithmetic() -> None:
+    cache = model_of(KINDS["mixed"]).init_pages(3, 4, 2, dtype="bfloat16")
+    kinds = {
+        jax.tree_util.keystr(path)[-12:]: x.dtype for path, x in jax.tree_util.tree_leaves_with_path(cache)
+    }
+    assert {dtype for name, dtype in kinds.items() if "pages" in name} == {jnp.dtype("bfloat16")}
+    assert all(dtype == jnp.dtype("float32") for name, dtype in kinds.items() if "pages" not in name)
