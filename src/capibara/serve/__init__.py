@@ -1,7 +1,8 @@
 """Serving: generate text with a trained model, and make vectors of texts.
 
 :class:`Generator` writes text from a model's parameters, one token at a time, with a cache; :class:`Sampling` sets
-how the next token is chosen. :class:`Embedder` makes a vector of each text.
+how the next token is chosen. :class:`Embedder` makes a vector of each text. :class:`Engine` writes many texts at once,
+for requests that come at any time.
 """
 
 from __future__ import annotations
@@ -12,16 +13,40 @@ require_supported_jax()  # first: an old JAX would fail below, less clearly
 
 from capibara.data import Utf8Stream
 from capibara.serve.embed import Embedder
+from capibara.serve.engine import Engine
 from capibara.serve.generate import Generator
 from capibara.serve.load import LoadedModel, find_checkpoint, load_model
+from capibara.serve.requests import (
+    EngineClosedError,
+    EngineStatistics,
+    Grammar,
+    Piece,
+    QueueFullError,
+    Request,
+    RequestError,
+    ServeError,
+    Stream,
+    TokenScore,
+)
 from capibara.serve.sampling import Sampling, keep_top_k, keep_top_p, sample
 from capibara.serve.weights import load_compressed
 
 __all__ = [
     "Embedder",
+    "Engine",
+    "EngineClosedError",
+    "EngineStatistics",
     "Generator",
+    "Grammar",
     "LoadedModel",
+    "Piece",
+    "QueueFullError",
+    "Request",
+    "RequestError",
     "Sampling",
+    "ServeError",
+    "Stream",
+    "TokenScore",
     "Utf8Stream",
     "find_checkpoint",
     "keep_top_k",

@@ -71,6 +71,10 @@ class Generator:
             )
         self.model, self.params, self.state = model, params, state
         self.sampling = sampling or Sampling()
+        if self.sampling.changes_logits:
+            raise ConfigError(
+                "sampling has penalties or biases, which Generator does not do. Use capibara.serve.Engine."
+            )
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.places: int = places or settings.max_sequence_length
         # Without attention the cache is a state of fixed size, and a text of any length fits.

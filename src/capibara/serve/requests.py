@@ -84,10 +84,8 @@ class Request:
       ignore_eos: do not end at the tokenizer's own tokens.
       logprobs: how many alternatives are given with each token, 0 to 20; 0 gives the token's own alone, ``None``
         nothing.
-      echo_logprobs: also score the prompt's own tokens.
       grammar: what the text must be.
       salt: entries of the prefix cache are shared among requests of the same salt only.
-      adapter: the name of a loaded low-rank adapter; ``None`` for the model itself.
       priority: requests of a lower number run first; equal ones in the order in which they came.
       deadline_s: seconds after which the request is ended, from when it was submitted; ``None``: never.
     """
@@ -101,10 +99,8 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
-    echo_logprobs: bool = False
     grammar: Grammar | None = None
     salt: str = ""
-    adapter: str | None = None
     priority: int = 0
     deadline_s: float | None = None
 
@@ -155,11 +151,6 @@ class Stream(Protocol):
         """How many tokens of the prompt were read from the prefix cache; known by the first piece."""
         ...
 
-    @property
-    def prompt_scores(self) -> tuple[TokenScore | None, ...]:
-        """Those of the prompt (``echo_logprobs``), known by the first piece; of its first token ``None``."""
-        ...
-
     def __iter__(self) -> Iterator[Piece]: ...
 
     def __aiter__(self) -> AsyncIterator[Piece]: ...
@@ -178,7 +169,6 @@ class EngineStatistics:
       pages_used, pages_total: of the cache; pages that only the prefix cache holds are not counted as used.
       prompt_tokens, generated_tokens, cached_prompt_tokens: totals.
       finished: totals by reason. preemptions, steps, compilations: totals; compilations after the warm-up only.
-      drafted_tokens, accepted_tokens: totals of speculative decoding.
     """
 
     running: int
@@ -193,8 +183,6 @@ class EngineStatistics:
     preemptions: int
     steps: int
     compilations: int
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 @runtime_checkable
@@ -231,12 +219,6 @@ class EngineProtocol(Protocol):
         """Seconds since a step finished, while there is something to do; 0 when there is nothing. Infinite once the
         engine's thread has ended without being asked to."""
         ...
-
-    def load_adapter(self, name: str, folder: str) -> None: ...
-
-    def unload_adapter(self, name: str) -> None: ...
-
-    def adapters(self) -> tuple[str, ...]: ...
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Take no more requests; let those that run finish for so many seconds; end the rest; free the cache."""

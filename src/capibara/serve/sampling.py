@@ -1,9 +1,10 @@
 """Choosing the next token from logits.
 
-Three settings, applied in this order: the temperature divides the logits; top-k keeps the *k* likeliest tokens; top-p
+Four settings, applied in this order: the temperature divides the logits; top-k keeps the *k* likeliest tokens; top-p
 (nucleus sampling: Holtzman et al., arXiv:1904.09751) keeps the smallest set of likeliest tokens whose probability,
-after the first two, reaches *p*. Other tokens get logit −∞. Among equal logits the smaller token id comes first, so
-the number of tokens kept is deterministic.
+after the first two, reaches *p*; min-p keeps those with at least a part of the likeliest one's probability. Other
+tokens get logit −∞. Among equal logits the smaller token id comes first, so the number of tokens kept is deterministic.
+Penalties and biases are for the engine (:mod:`capibara.serve.row_sampling`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from capibara.errors import ConfigError
 
-__all__ = ["Sampling", "keep_top_k", "keep_top_p", "sample"]
+__all__ = ["Sampling", "keep_min_p", "keep_top_k", "keep_top_p", "sample"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,13 @@ class Sampling:
       temperature: at least 0; 0 always chooses the likeliest token.
       top_k: keep this many of the likeliest tokens; 0 keeps all.
       top_p: keep the likeliest tokens that together have this probability, above 0 and at most 1.
+      min_p: keep the tokens whose probability is at least this part of the likeliest one's, 0 to 1; 0 keeps all
+        (Nguyen et al., arXiv:2407.01082).
+      presence_penalty: subtracted from the logits of tokens that were generated before, -2 to 2.
+      frequency_penalty: subtracted once for each time, -2 to 2.
+      repetition_penalty: above 0; divides positive logits, and multiplies negative ones, of tokens that the prompt or
+        the text has (Keskar et al., arXiv:1909.05858); 1 changes nothing.
+      logit_bias: added to the logits of tokens, pairs ``(token id, -100 to 100)``.
 
     Raises:
       ConfigError: a value is out of range.
@@ -35,6 +43,11 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -46,6 +59,26 @@ class Sampling:
             raise ConfigError(f"top_k={self.top_k!r} must be an integer of at least 0; 0 keeps every token.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p!r} must be above 0 and at most 1; 1 keeps every token.")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p={self.min_p!r} must be from 0 to 1; 0 keeps every token.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be from -2 to 2; 0 changes nothing.")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ConfigError(
+                f"repetition_penalty={self.repetition_penalty!r} must be a finite number above 0; 1 changes nothing."
+            )
+        for token, bias in self.logit_bias:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0 or not -100 <= bias <= 100:
+                raise ConfigError(
+                    f"logit_bias has {token!r}: {bias!r}, expected token ids and numbers from -100 to 100."
+                )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties or biases change the logits."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        return any(penalties) or bool(self.logit_bias)
 
 
 def _ranks(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -84,6 +117,19 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
     return jnp.where(jnp.take_along_axis(kept, places, axis=-1), logits, -jnp.inf)
 
 
+def keep_min_p(logits: jax.Array, p: float) -> jax.Array:
+    """Set all logits to −∞ but those of tokens with at least ``p`` of the likeliest one's probability.
+
+    Args:
+      logits: float ``[..., vocab]``.
+      p: from 0, which keeps all, to 1.
+    """
+    if p == 0:
+        return logits
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    return jnp.where(probabilities >= p * probabilities.max(axis=-1, keepdims=True), logits, -jnp.inf)
+
+
 def sample(key: jax.Array, logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Choose one token per row.
 
@@ -98,5 +144,5 @@ def sample(key: jax.Array, logits: jax.Array, sampling: Sampling) -> jax.Array:
     logits = logits.astype(jnp.float32)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = keep_top_k(logits / sampling.temperature, sampling.top_k)
-    return jax.random.categorical(key, keep_top_p(logits, sampling.top_p), axis=-1).astype(jnp.int32)
+    logits = keep_top_p(keep_top_k(logits / sampling.temperature, sampling.top_k), sampling.top_p)
+    return jax.random.categorical(key, keep_min_p(logits, sampling.min_p), axis=-1).astype(jnp.int32)

@@ -1,0 +1,588 @@
+"""The engine: many texts written at once by one model.
+
+One thread runs steps. Each step takes one token of every text that is being written and pieces of the prompts of those
+that are not read yet, in one program of one of a few shapes, all compiled at the start. Texts come and go between
+steps. Keys and values lie in pages that are shared by texts with the same beginning; when there are none left, the text
+of the lowest priority that came last gives its own back, and is read again later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import math
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from capibara.core.encoders import require_decoder
+from capibara.core.paged import StepShape
+from capibara.data import ByteTokenizer, Tokenizer
+from capibara.errors import ConfigError
+from capibara.serve.engine.pages import PagePool
+from capibara.serve.engine.programs import GREEDY, MOST_SCORES, Programs, no_changes, pages_in_memory
+from capibara.serve.engine.sequences import Sequence
+from capibara.serve.engine.streams import PieceStream, StoppingText
+from capibara.serve.requests import (
+    EngineClosedError,
+    EngineStatistics,
+    QueueFullError,
+    Request,
+    RequestError,
+    TokenScore,
+)
+from capibara.serve.row_sampling import Changes, rows_of
+from capibara.serve.token_ids import checked_ids
+
+__all__ = ["Engine"]
+
+
+@dataclass
+class _Piece:
+    """What a step computes of a sequence: ``count`` tokens at a place of the step; ``last``: a token follows."""
+
+    sequence: Sequence
+    place: int
+    count: int
+    start: int
+    last: bool
+
+
+class Engine:
+    """Writes texts for many requests at once: see :class:`capibara.serve.requests.EngineProtocol`.
+
+    Args:
+      model: a :class:`capibara.core.ModularCapibaraModel`, a decoder.
+      params: its parameters, some of which may be quantized; by default the model's own. state: likewise.
+      tokenizer: by default the model's own. name: what clients call the model.
+      max_batch: texts that are written at once.
+      max_length: most tokens of a prompt and its answer; by default, and at most, ``model.max_sequence_length``.
+      page_size: positions of a page. pages: how many; by default as many as ``max_batch`` texts of ``max_length`` need,
+        or half of the memory that is free holds.
+      prefill_tokens: tokens of prompts that a step reads at most. prefill_chunks: in how many pieces.
+      prefix_cache: whether texts with the same beginning share pages; not for models with recurrent states.
+      cache_dtype: of keys and values; by default that of arithmetic.
+      max_waiting, max_waiting_tokens: requests, and tokens of their prompts, that may wait.
+      warm: compile all programs now; otherwise each when it is needed first.
+      progress: called with the number of programs compiled and of all.
+
+    Raises:
+      ConfigError: an argument is out of range, or the model is an encoder.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: Any | None = None,
+        *,
+        state: Any | None = None,
+        tokenizer: Tokenizer | None = None,
+        name: str = "capibara",
+        max_batch: int = 16,
+        max_length: int | None = None,
+        page_size: int = 16,
+        pages: int | None = None,
+        prefill_tokens: int = 128,
+        prefill_chunks: int = 4,
+        prefix_cache: bool = True,
+        cache_dtype: Any | None = None,
+        max_waiting: int = 1024,
+        max_waiting_tokens: int = 1 << 20,
+        warm: bool = True,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        settings = model.config.model
+        require_decoder(settings, "serving texts")
+        longest = settings.max_sequence_length
+        for key, value, most in (
+            ("max_batch", max_batch, 4096),
+            ("max_length", longest if max_length is None else max_length, longest),
+            ("page_size", page_size, longest),
+            ("prefill_tokens", prefill_tokens, 1 << 20),
+            ("prefill_chunks", prefill_chunks, prefill_tokens),
+            ("max_waiting", max_waiting, 1 << 30),
+            ("max_waiting_tokens", max_waiting_tokens, 1 << 40),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise ConfigError(f"{key}={value!r}: expected an integer from 1 to {most}.")
+        self._model, self._name = model, name
+        self._tokenizer: Tokenizer = tokenizer or (
+            model.tokenizer if hasattr(model, "tokenizer") else ByteTokenizer()
+        )
+        self._params = model.params if params is None else params
+        self._state = model.state if state is None else state
+        self._max_length = longest if max_length is None else max_length
+        self._max_batch = max_batch
+        self._vocabulary = settings.vocab_size
+        self._writable = min(self._vocabulary, self._tokenizer.vocab_size)
+        self._recurrent = "ssm" in settings.block_kinds
+        self._table = -(-self._max_length // page_size)
+        if pages is not None and (isinstance(pages, bool) or not isinstance(pages, int) or pages < 1):
+            raise ConfigError(f"pages={pages!r}: expected an integer of at least 1.")
+        count = 1 + (
+            pages_in_memory(model, page_size, cache_dtype, least=self._table, most=max_batch * self._table)
+            if pages is None
+            else pages
+        )
+        self._pool = PagePool(count, page_size, prefix=prefix_cache and not self._recurrent)
+        # Pieces of one prompt follow each other in a step; a recurrence cannot be cut like that.
+        chunks = max(1, min(prefill_chunks, max_batch) if self._recurrent else prefill_chunks)
+        chunk = max(1, prefill_tokens // chunks)
+        rows = sorted({min(max_batch, 4**n) for n in range(math.ceil(math.log(max_batch, 4)) + 1)})
+        self._shapes = [StepShape(n, c, chunk) for n in rows for c in (0, chunks)]
+        self._slots = list(range(max_batch, 0, -1))
+        with model.backend.scope():
+            self._cache = model.init_pages(count, page_size, max_batch + 1, dtype=cache_dtype)
+        self._programs = Programs(model, self._params, self._state, writable=self._writable)
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._there = threading.Condition(self._lock)
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._waiting_tokens = 0
+        self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
+        self._running: list[Sequence] = []
+        self._closing, self._closed, self._failed = False, False, ""
+        self._progress_at = time.monotonic()
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._finish_times: deque[float] = deque(maxlen=64)
+        if warm:
+            self._programs.warm(self._shapes, self._cache, lambda shape: self._inputs(shape, []), progress)
+        self._programs.compilations = 0
+        self._thread = threading.Thread(target=self._run, name="capibara-engine", daemon=True)
+        self._thread.start()
+
+    # ---- what there is ------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self._name
+
+    @property
+    def model(self) -> Any:
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        return self._max_length
+
+    def statistics(self) -> EngineStatistics:
+        with self._lock:
+            c = self._counts
+            return EngineStatistics(
+                running=len(self._running),
+                waiting=len(self._waiting),
+                waiting_tokens=self._waiting_tokens,
+                pages_used=self._pool.used,
+                pages_total=self._pool.total,
+                prompt_tokens=c["prompt"],
+                generated_tokens=c["generated"],
+                cached_prompt_tokens=c["cached"],
+                finished=dict(self._finished),
+                preemptions=c["preemptions"],
+                steps=c["steps"],
+                compilations=self._programs.compilations,
+            )
+
+    def stalled_s(self) -> float:
+        """Seconds since a step finished, while there is something to do: see the protocol."""
+        if self._failed or (not self._closed and not self._thread.is_alive()):
+            return math.inf
+        # Without the lock, which a step that hangs may hold.
+        if not self._running and not self._waiting:
+            return 0.0
+        return max(0.0, time.monotonic() - self._progress_at)
+
+    # ---- requests -----------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> PieceStream:
+        """Queue a request; its text is read from the stream that is returned.
+
+        Raises:
+          RequestError: it cannot be answered. QueueFullError: too much waits. EngineClosedError: the engine ends.
+        """
+        sequence = self._sequence(request)
+        length = len(request.prompt)
+        with self._there:
+            if self._closing or self._failed:
+                raise EngineClosedError(self._failed or "the engine is shutting down")
+            full = len(self._waiting) >= self._max_waiting
+            if full or self._waiting_tokens + length > max(self._max_waiting_tokens, length):
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests with {self._waiting_tokens} tokens wait already (at most "
+                    f"max_waiting={self._max_waiting} and max_waiting_tokens={self._max_waiting_tokens})",
+                    self._until_room(),
+                )
+            if not self._running and not self._waiting:
+                self._progress_at = time.monotonic()
+            heapq.heappush(self._waiting, (sequence.order, sequence))
+            self._waiting_tokens += length
+            self._there.notify()
+        return sequence.stream
+
+    def _until_room(self) -> float:
+        """Seconds after which a request is likely to have ended."""
+        times = self._finish_times
+        if len(times) < 2:
+            return 1.0
+        return float(np.clip((times[-1] - times[0]) / (len(times) - 1), 0.1, 60.0))
+
+    def _sequence(self, request: Request) -> Sequence:
+        try:
+            prompt = checked_ids("prompt", request.prompt, self._vocabulary)
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+        room = self._max_length - len(prompt)
+        if room < 1:
+            raise RequestError(
+                f"prompt has {len(prompt)} tokens, and max_length={self._max_length} leaves no room for an answer. "
+                "Shorten the prompt."
+            )
+        if request.max_tokens is not None and not 1 <= request.max_tokens <= room:
+            raise RequestError(
+                f"max_tokens={request.max_tokens!r}: expected an integer from 1 to {room}, what max_length="
+                f"{self._max_length} leaves after a prompt of {len(prompt)} tokens."
+            )
+        capacity = self._pool.total * self._pool.page_size
+        if len(prompt) + (request.max_tokens or 1) > capacity:
+            raise RequestError(
+                f"a prompt of {len(prompt)} tokens and max_tokens={request.max_tokens} do not fit the cache, which has "
+                f"{capacity} positions. Ask for less."
+            )
+        room = min(room, capacity - len(prompt))
+        if request.logprobs is not None and not 0 <= request.logprobs <= MOST_SCORES:
+            raise RequestError(f"logprobs={request.logprobs!r}: expected an integer from 0 to {MOST_SCORES}.")
+        if request.seed is not None and not 0 <= request.seed < 1 << 32:
+            raise RequestError(f"seed={request.seed!r}: expected an integer from 0 to {(1 << 32) - 1}.")
+        wrong = [token for token, _ in request.sampling.logit_bias if token >= self._vocabulary]
+        if wrong:
+            raise RequestError(f"logit_bias has token {wrong[0]}: ids are below {self._vocabulary}.")
+        grammar = None
+        if request.grammar is not None:
+            from capibara.serve.grammar import compile_grammar
+
+            grammar = compile_grammar(request.grammar, self._tokenizer, self._vocabulary)
+        ends = frozenset(request.stop_tokens)
+        if not request.ignore_eos:
+            ends |= self._tokenizer.stop_tokens
+        tokens = [int(token) for token in prompt]
+        sequence: Sequence
+        stream = PieceStream(request, lambda: self._cancel(sequence))
+        salt = hashlib.sha256(request.salt.encode()).digest()
+        sequence = Sequence(
+            request=request,
+            stream=stream,
+            number=next(self._numbers),
+            tokens=tokens,
+            most=room if request.max_tokens is None else request.max_tokens,
+            seed=int.from_bytes(os.urandom(4), "little") if request.seed is None else request.seed,
+            ends=ends,
+            writer=StoppingText(self._tokenizer.stream(), request.stop),
+            salt=salt,
+            grammar=grammar,
+        )
+        if request.sampling.changes_logits:
+            sequence.counts = np.zeros(self._vocabulary, np.int32)
+            sequence.seen = np.zeros(self._vocabulary, bool)
+            sequence.seen[prompt] = True
+        return sequence
+
+    def _cancel(self, sequence: Sequence) -> None:
+        with self._there:
+            sequence.cancelled = True
+            self._there.notify()
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """Take no more requests, let those that there are go on for so many seconds, end the rest, free the cache."""
+        end = time.monotonic() + drain_s
+        with self._there:
+            self._closing = True
+            self._there.notify()
+            while (self._running or self._waiting) and not self._failed and self._thread.is_alive():
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._there.wait(min(left, 0.1))
+            self._closed = True
+            self._there.notify()
+        self._thread.join(timeout=30)
+        with self._lock:
+            self._end_all("cancelled")
+            self._cache = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._there:
+                    self._drop()
+                    while not self._running and not self._waiting and not self._closed:
+                        self._there.wait()
+                        self._drop()
+                    if self._closed:
+                        return
+                    pieces = self._plan()
+                if pieces:
+                    self._advance(pieces)
+                self._progress_at = time.monotonic()
+        except BaseException as error:
+            with self._there:
+                self._failed = f"a step of the engine failed: {type(error).__name__}: {error!s:.500}"
+                self._end_all("error", self._failed)
+
+    def _drop(self) -> None:
+        """End what was cancelled, and what has no more time."""
+        for sequence in list(self._running):
+            if sequence.cancelled or sequence.expired:
+                self._end(sequence, "cancelled" if sequence.cancelled else "length")
+        gone = [s for _, s in self._waiting if s.cancelled or s.expired]
+        if gone:
+            self._waiting = [(order, s) for order, s in self._waiting if s not in gone]
+            heapq.heapify(self._waiting)
+            for sequence in gone:
+                self._waiting_tokens -= len(sequence.request.prompt)
+                self._ended(sequence, sequence.end("cancelled" if sequence.cancelled else "length"))
+
+    def _plan(self) -> list[_Piece]:
+        """What the next step computes."""
+        self._running.sort(key=lambda sequence: sequence.order)
+        with_chunks = self._shapes[1]
+        places, most = with_chunks.chunks, with_chunks.chunk
+        pieces: list[_Piece] = []
+        rows = chunks = 0
+        for sequence in list(self._running):
+            if sequence not in self._running:
+                continue  # it has given its pages back
+            left = len(sequence.tokens) - sequence.computed
+            if left == 1:
+                if self._reach(sequence, len(sequence.tokens)):
+                    pieces.append(_Piece(sequence, rows, 1, sequence.computed, True))
+                    rows += 1
+            elif chunks < places:
+                chunks += self._read(sequence, pieces, chunks, places, most)
+        while chunks < places and self._waiting and len(self._running) < self._max_batch:
+            sequence = self._waiting[0][1]
+            if not self._admit(sequence):
+                break
+            heapq.heappop(self._waiting)
+            self._waiting_tokens -= len(sequence.request.prompt)
+            self._running.append(sequence)
+            left = len(sequence.tokens) - sequence.computed
+            if left == 1:
+                pieces.append(_Piece(sequence, rows, 1, sequence.computed, True))
+                rows += 1
+            else:
+                chunks += self._read(sequence, pieces, chunks, places, most)
+        alive = set(map(id, self._running))
+        return [piece for piece in pieces if id(piece.sequence) in alive]
+
+    def _read(self, sequence: Sequence, pieces: list[_Piece], first: int, places: int, most: int) -> int:
+        """Plan pieces of a prompt; how many."""
+        at, end, used = sequence.computed, len(sequence.tokens), 0
+        while at < end and first + used < places:
+            count = min(most, end - at)
+            pieces.append(_Piece(sequence, -1 - (first + used), count, at, at + count == end))
+            at, used = at + count, used + 1
+            if self._recurrent:
+                break
+        return used
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence pages for all its tokens, and a slot; whether there are."""
+        shared = self._pool.find(sequence.tokens, sequence.salt)
+        needed = -(-len(sequence.tokens) // self._pool.page_size) - len(shared)
+        own = self._pool.take(needed)
+        if own is None:
+            self._pool.give_back(shared)
+            return False
+        sequence.pages = shared + own
+        sequence.computed = len(shared) * self._pool.page_size
+        sequence.remembered, sequence.digest = 0, sequence.salt
+        self._remember(sequence)
+        if not sequence.written:
+            sequence.stream.cached_tokens = sequence.computed
+            self._counts["cached"] += sequence.computed
+            self._counts["prompt"] += len(sequence.request.prompt)
+        sequence.slot = self._slots.pop()
+        return True
+
+    def _reach(self, sequence: Sequence, length: int) -> bool:
+        """Pages for so many tokens, which others or it itself give back where there are none; whether it has them."""
+        while len(sequence.pages) * self._pool.page_size < length:
+            found = self._pool.take(1)
+            if found is not None:
+                sequence.pages += found
+                continue
+            last = max(self._running, key=lambda other: other.order)
+            self._preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self._counts["preemptions"] += 1
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._waiting_tokens += len(sequence.request.prompt)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._pool.give_back(sequence.pages)
+        self._slots.append(sequence.slot)
+        sequence.pages, sequence.slot, sequence.computed = [], -1, 0
+
+    def _end(self, sequence: Sequence, reason: Any, error: str | None = None) -> None:
+        self._release(sequence)
+        self._ended(sequence, sequence.finished or sequence.end(reason, error=error))
+
+    def _ended(self, sequence: Sequence, reason: str) -> None:
+        self._finished[reason] += 1
+        self._finish_times.append(time.monotonic())
+        self._there.notify_all()
+
+    def _end_all(self, reason: Any, error: str | None = None) -> None:
+        for sequence in list(self._running):
+            self._end(sequence, reason, error)
+        for _, sequence in self._waiting:
+            self._ended(sequence, sequence.end(reason, error=error))
+        self._waiting, self._waiting_tokens = [], 0
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Tell the prefix cache of pages that are full now."""
+        size = self._pool.page_size
+        while sequence.remembered + size <= sequence.computed:
+            at = sequence.remembered
+            sequence.digest = self._pool.remember(
+                sequence.pages[at // size], sequence.digest, sequence.tokens[at : at + size]
+            )
+            sequence.remembered += size
+
+    def _inputs(self, shape: StepShape, pieces: list[_Piece]) -> dict[str, np.ndarray]:
+        """The arrays of a step."""
+        none = np.full(shape.sequences, -1, np.int32)
+        found = {
+            "tokens": np.zeros(shape.tokens, np.int32),
+            "starts": np.zeros(shape.sequences, np.int32),
+            "counts": np.zeros(shape.sequences, np.int32),
+            "page_table": np.full((shape.sequences, self._table), -1, np.int32),
+            "slots": none,
+            "outputs": np.zeros(shape.sequences, np.int32),
+        }
+        for piece in pieces:
+            place = self._place(shape, piece)
+            first = place if place < shape.rows else shape.rows + (place - shape.rows) * shape.chunk
+            end = piece.start + piece.count
+            found["tokens"][first : first + piece.count] = piece.sequence.tokens[piece.start : end]
+            found["starts"][place], found["counts"][place] = piece.start, piece.count
+            found["page_table"][place, : len(piece.sequence.pages)] = piece.sequence.pages
+            found["slots"][place] = piece.sequence.slot
+            found["outputs"][place] = first + piece.count - 1
+        return found
+
+    @staticmethod
+    def _place(shape: StepShape, piece: _Piece) -> int:
+        return piece.place if piece.place >= 0 else shape.rows - 1 - piece.place
+
+    def _advance(self, pieces: list[_Piece]) -> None:
+        """Compute a step, and hand on what it gives."""
+        rows = 1 + max((piece.place for piece in pieces), default=-1)
+        chunked = any(piece.place < 0 for piece in pieces)
+        shape = next(s for s in self._shapes if s.rows >= rows and bool(s.chunks) == chunked)
+        inputs = self._inputs(shape, pieces)
+        logits, self._cache = self._programs.step(shape, self._cache, inputs)
+        asked = [piece for piece in pieces if piece.last]
+        if asked:
+            found = self._choose(shape, asked, logits)
+        else:
+            found = []
+            jax.block_until_ready(logits)
+        with self._there:
+            self._counts["steps"] += 1
+            for piece in pieces:
+                piece.sequence.computed = max(piece.sequence.computed, piece.start + piece.count)
+                self._remember(piece.sequence)
+            for piece, token, score in found:
+                sequence = piece.sequence
+                if sequence.cancelled:
+                    continue  # ended before the next step
+                if sequence.failure is not None:
+                    self._end(sequence, "error", sequence.failure)
+                    continue
+                self._counts["generated"] += 1
+                reason = sequence.add(token, score)
+                if reason is not None:
+                    self._end(sequence, reason)
+
+    def _choose(
+        self, shape: StepShape, asked: list[_Piece], logits: Any
+    ) -> list[tuple[_Piece, int, TokenScore | None]]:
+        size = shape.sequences
+        by_place: list[Sequence | None] = [None] * size
+        for piece in asked:
+            by_place[self._place(shape, piece)] = piece.sequence
+        settings = rows_of(
+            [s.request.sampling if s else GREEDY for s in by_place],
+            [s.seed if s else 0 for s in by_place],
+            [s.written if s else 0 for s in by_place],
+        )
+        changed = any(s is not None and s.changes_logits for s in by_place)
+        wanted = [s.request.logprobs for s in by_place if s and s.request.logprobs is not None]
+        changes = self._changes(by_place) if changed else None
+        chosen = self._programs.choose(logits, settings, changes, top=MOST_SCORES if any(wanted) else 0)
+        tokens, logprobs = np.asarray(chosen.tokens), np.asarray(chosen.logprobs)
+        top_tokens, top_logprobs = np.asarray(chosen.top_tokens), np.asarray(chosen.top_logprobs)
+        found = []
+        for piece in asked:
+            place, score = self._place(shape, piece), None
+            if (number := piece.sequence.request.logprobs) is not None:
+                likeliest = zip(top_tokens[place, :number], top_logprobs[place, :number], strict=True)
+                score = TokenScore(
+                    int(tokens[place]),
+                    float(logprobs[place]),
+                    tuple((int(t), float(p)) for t, p in likeliest),
+                )
+            found.append((piece, int(tokens[place]), score))
+        return found
+
+    def _changes(self, sequences: list[Sequence | None]) -> Changes:
+        """What is done to the logits of each row."""
+        changes = no_changes(len(sequences), self._vocabulary)
+        for row, sequence in enumerate(sequences):
+            if sequence is None or not sequence.changes_logits:
+                continue
+            s, bias = sequence.request.sampling, changes.bias[row]
+            changes.presence[row], changes.frequency[row] = s.presence_penalty, s.frequency_penalty
+            changes.repetition[row] = s.repetition_penalty
+            for token, value in s.logit_bias:
+                bias[token] += value
+            if sequence.counts is not None:
+                changes.generated[row], changes.seen[row] = sequence.counts, sequence.seen
+            if sequence.grammar is not None:
+                try:
+                    bias[~sequence.grammar.allowed()] = -np.inf
+                except RequestError as error:
+                    sequence.failure = str(error)
+            if sequence.written < sequence.request.min_tokens:
+                bias[[token for token in sequence.ends if token < self._vocabulary]] = -np.inf
+        return changes

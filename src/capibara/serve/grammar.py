@@ -1,0 +1,162 @@
+"""Texts that follow a grammar: a JSON schema, a regular expression, some choices.
+
+``llguidance`` (an Earley parser over a lexer of regular expressions, from Microsoft) says after each token which tokens
+may follow; what may not gets a logit of −∞. Compiled grammars are kept, a few at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from capibara.data import BYTE_VALUES, ByteTokenizer, FileTokenizer, Tokenizer
+from capibara.errors import MissingExtraError
+from capibara.serve.requests import Grammar, RequestError
+
+__all__ = ["GrammarState", "compile_grammar"]
+
+_LONGEST = 1 << 18  # characters of a grammar
+_KEPT = 32
+_lock = threading.Lock()
+_tokenizers: OrderedDict[int, tuple[Tokenizer, int, Any]] = OrderedDict()
+_texts: OrderedDict[Grammar, str] = OrderedDict()
+
+
+class GrammarState:
+    """Where a text is in its grammar. Not for several threads at once.
+
+    Args:
+      matcher: an ``llguidance.LLMatcher``.
+      vocabulary: token ids of the model.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def allowed(self) -> np.ndarray:
+        """Which tokens may follow: bool ``[vocabulary]``.
+
+        Raises:
+          RequestError: the grammar takes more work than it may.
+        """
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        bits = np.unpackbits(packed, bitorder="little")[: self._vocabulary].astype(bool)
+        found = np.zeros(self._vocabulary, bool)
+        found[: len(bits)] = bits
+        return found
+
+    def accept(self, token: int) -> bool:
+        """Go on with a token; whether another may follow.
+
+        Raises:
+          RequestError: the token may not follow.
+        """
+        self._matcher.consume_token(token)
+        self._check()
+        return not self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"grammar: {str(self._matcher.get_error()).strip()[:500]}")
+
+
+def compile_grammar(grammar: Grammar, tokenizer: Tokenizer, vocabulary: int) -> GrammarState:
+    """A state at the beginning of a grammar.
+
+    Raises:
+      RequestError: the grammar is invalid, or uses what llguidance does not do.
+      MissingExtraError: the package ``llguidance`` is not installed.
+    """
+    try:
+        import llguidance
+    except ImportError:
+        raise MissingExtraError("llguidance", "serve", "a grammar") from None
+    if len(grammar.text) > _LONGEST:
+        raise RequestError(
+            f"grammar has {len(grammar.text)} characters, expected at most {_LONGEST}. Give a smaller one."
+        )
+    with _lock:
+        text = _kept(_texts, grammar, lambda: _text_of(llguidance, grammar))
+        of = _tokenizer_of(llguidance, tokenizer, vocabulary)
+    limits = llguidance.LLParserLimits(step_max_items=50_000, max_grammar_size=500_000)
+    matcher = llguidance.LLMatcher(of, text, limits=limits, log_level=0)
+    state = GrammarState(matcher, vocabulary)
+    state._check()
+    return state
+
+
+def _kept(cache: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    if key not in cache:
+        cache[key] = make()
+        if len(cache) > _KEPT:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
+
+
+def _text_of(llguidance: Any, grammar: Grammar) -> str:
+    """The grammar as llguidance takes it."""
+    matcher, text = llguidance.LLMatcher, grammar.text
+    try:
+        if grammar.kind == "json":
+            return matcher.grammar_from_json_schema({"type": "object"})
+        if grammar.kind == "json_schema":
+            schema = json.loads(text)
+            if not isinstance(schema, dict | bool):
+                raise RequestError(f"json_schema: got {text[:80]!r}, expected an object.")
+            return matcher.grammar_from_json_schema(schema)
+        if grammar.kind == "regex":
+            return matcher.grammar_from_regex(text)
+        if grammar.kind == "lark":
+            return matcher.grammar_from_lark(text)
+        choices = [line for line in text.split("\n") if line]
+        if not choices:
+            raise RequestError("choice: there are no choices.")
+        return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+    except RequestError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(f"{grammar.kind}: {str(error)[:500]}") from None
+
+
+class _Bytes:
+    """What llguidance asks of a tokenizer whose tokens are bytes; one more id ends a text."""
+
+    eos_token_id = BYTE_VALUES
+    bos_token_id = None
+
+    def __init__(self) -> None:
+        self.tokens = [bytes([value]) for value in range(BYTE_VALUES)] + [b"<end>"]
+        self.special_token_ids = [BYTE_VALUES]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def _tokenizer_of(llguidance: Any, tokenizer: Tokenizer, vocabulary: int) -> Any:
+    """llguidance's form of a tokenizer, made once for each."""
+    held = _tokenizers.get(id(tokenizer))
+    if held is not None and held[0] is tokenizer and held[1] == vocabulary:
+        return held[2]
+    if isinstance(tokenizer, ByteTokenizer):
+        made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+    elif isinstance(tokenizer, FileTokenizer):
+        content = tokenizer.files["tokenizer.json"].decode()
+        ends = sorted(tokenizer.stop_tokens) or [tokenizer.vocab_size]
+        size = max(vocabulary, tokenizer.vocab_size, max(ends) + 1)
+        made = llguidance.LLTokenizer(content, n_vocab=size, eos_token=ends)
+    else:
+        raise RequestError(
+            f"grammar: a tokenizer of type {type(tokenizer).__name__} is not known; expected bytes or a tokenizer.json."
+        )
+    _tokenizers[id(tokenizer)] = tokenizer, vocabulary, made
+    if len(_tokenizers) > 4:
+        _tokenizers.popitem(last=False)
+    return made

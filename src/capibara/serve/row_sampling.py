@@ -1,0 +1,147 @@
+"""Choosing the next tokens of a batch whose rows have settings of their own.
+
+The settings are arrays, so that one compiled program serves any mixture of them. In this order: penalties and biases,
+the temperature, top-k, top-p, min-p. A row's random numbers depend on its seed and on which of its tokens is chosen
+alone, and nothing of a row depends on another row: the same request gives the same text whatever shares its batch, and
+whether or not it was interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from capibara.serve.sampling import Sampling
+
+__all__ = ["Changes", "Chosen", "SamplingRows", "choose", "rows_of"]
+
+
+class SamplingRows(NamedTuple):
+    """The settings of a batch, an entry for each row.
+
+    Attributes:
+      temperature, top_p, min_p: float32 ``[rows]``. top_k: int32.
+      seed: uint32. number: int32, which of its text's tokens is chosen, from 0.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
+    number: Any
+
+
+class Changes(NamedTuple):
+    """What is done to the logits first.
+
+    Attributes:
+      bias: float32 ``[rows, vocab]``, added; −∞ for tokens that are not allowed.
+      generated: int32 ``[rows, vocab]``, how often each token was generated.
+      seen: bool ``[rows, vocab]``, whether the prompt or the text has it.
+      presence, frequency, repetition: float32 ``[rows]``, the penalties.
+    """
+
+    bias: Any
+    generated: Any
+    seen: Any
+    presence: Any
+    frequency: Any
+    repetition: Any
+
+
+class Chosen(NamedTuple):
+    """The tokens, and how likely they were: natural logarithms under the model's own distribution, before any setting.
+
+    Attributes:
+      tokens: int32 ``[rows]``. logprobs: float32 ``[rows]``.
+      top_tokens, top_logprobs: ``[rows, top]``, the likeliest tokens in descending order.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    top_tokens: jax.Array
+    top_logprobs: jax.Array
+
+
+def rows_of(samplings: Sequence[Sampling], seeds: Sequence[int], numbers: Sequence[int]) -> SamplingRows:
+    """The settings of rows as arrays of NumPy."""
+    return SamplingRows(
+        np.array([s.temperature for s in samplings], np.float32),
+        np.array([s.top_k for s in samplings], np.int32),
+        np.array([s.top_p for s in samplings], np.float32),
+        np.array([s.min_p for s in samplings], np.float32),
+        np.array(seeds, np.uint32),
+        np.array(numbers, np.int32),
+    )
+
+
+def choose(logits: jax.Array, rows: SamplingRows, changes: Changes | None = None, *, top: int = 0) -> Chosen:
+    """Choose one token for each row.
+
+    Args:
+      logits: float ``[rows, vocab]``.
+      rows: the settings; a temperature of 0 takes the likeliest token, the lowest id of equal ones.
+      changes: ``None`` for rows without penalties, biases and masks.
+      top: how many of the likeliest tokens are returned; static.
+    """
+    logits = logits.astype(jnp.float32)
+    own = jax.nn.log_softmax(logits, axis=-1)
+    changed = logits if changes is None else _changed(logits, changes)
+    greedy = rows.temperature <= 0
+    # Where every row is greedy nothing is drawn, and where no row leaves tokens out nothing is sorted.
+    tokens = lax.cond(
+        jnp.all(greedy),
+        lambda: jnp.argmax(changed, axis=-1).astype(jnp.int32),
+        lambda: jnp.where(greedy, jnp.argmax(changed, axis=-1), _drawn(changed, rows, greedy)).astype(
+            jnp.int32
+        ),
+    )
+    logprobs = jnp.take_along_axis(own, tokens[:, None], axis=1)[:, 0]
+    top_logprobs, top_tokens = (
+        lax.top_k(own, top) if top else (own[:, :0], jnp.zeros((own.shape[0], 0), jnp.int32))
+    )
+    return Chosen(tokens, logprobs, top_tokens, top_logprobs)
+
+
+def _changed(logits: jax.Array, changes: Changes) -> jax.Array:
+    by = changes.repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / by, logits * by)
+    logits = jnp.where(changes.seen, repeated, logits)
+    logits = logits - changes.frequency[:, None] * changes.generated
+    logits = logits - changes.presence[:, None] * (changes.generated > 0)
+    return logits + changes.bias
+
+
+def _drawn(logits: jax.Array, rows: SamplingRows, greedy: jax.Array) -> jax.Array:
+    scaled = logits / jnp.where(greedy, 1, rows.temperature)[:, None]
+    leaves_out = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    kept = lax.cond(jnp.any(leaves_out & ~greedy), lambda: _kept(scaled, rows), lambda: scaled)
+    kept = jnp.where(leaves_out[:, None], kept, scaled)
+
+    def noise(seed: jax.Array, number: jax.Array) -> jax.Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), number), logits.shape[1:])
+
+    # The largest of logits and Gumbel noise is a draw from the softmax (Gumbel, 1954).
+    return jnp.argmax(kept + jax.vmap(noise)(rows.seed, rows.number), axis=-1)
+
+
+def _kept(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Logits with −∞ for the tokens that top-k, top-p and min-p leave out, in that order."""
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    ordered = jnp.take_along_axis(logits, order, axis=-1)
+    places = jnp.arange(logits.shape[-1])
+    k = jnp.where(rows.top_k > 0, rows.top_k, logits.shape[-1])[:, None]
+    ordered = jnp.where(places < k, ordered, -jnp.inf)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    keep = (before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None]
+    keep &= probabilities >= rows.min_p[:, None] * probabilities[:, :1]
+    keep = keep.at[:, 0].set(True) & (places < k)
+    back = jnp.argsort(order, axis=-1)
+    return jnp.where(jnp.take_along_axis(keep, back, axis=-1), logits, -jnp.inf)

@@ -1,0 +1,288 @@
+"""The engine against whole texts computed anew for every token."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_models import KINDS, SMALL
+
+from capibara.config import ModularModelConfig
+from capibara.core import ModularCapibaraModel
+from capibara.errors import ConfigError
+from capibara.serve import Engine, Grammar, Piece, Request, RequestError, Sampling
+from capibara.serve.engine.streams import StoppingText
+from capibara.serve.requests import EngineClosedError, EngineProtocol, QueueFullError, Stream
+
+LONGEST = 64
+GREEDY = Sampling(temperature=0.0)
+
+
+def model_of(kind: str) -> ModularCapibaraModel:
+    settings = {"model.vocab_size": 300, "model.max_sequence_length": LONGEST, "train.sequence_length": 32}
+    return ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS[kind] | settings))
+
+
+@pytest.fixture(scope="module")
+def model() -> ModularCapibaraModel:
+    return model_of("grouped")
+
+
+@pytest.fixture(scope="module")
+def engine(model: ModularCapibaraModel) -> Any:
+    """So few pages that texts have to give theirs back."""
+    with Engine(model, max_batch=4, page_size=4, pages=16, prefill_tokens=8, prefill_chunks=2) as engine:
+        yield engine
+
+
+def oracle(model: ModularCapibaraModel) -> Callable[[np.ndarray], np.ndarray]:
+    """The logits after each token of a text, without a cache."""
+    whole = jax.jit(lambda tokens: model.apply(model.params, tokens))
+
+    def logits(tokens: np.ndarray) -> np.ndarray:
+        row = np.zeros((1, LONGEST), np.int32)
+        row[0, : len(tokens)] = tokens
+        return np.asarray(whole(row))[0, : len(tokens)]
+
+    return logits
+
+
+def requests(count: int, seed: int, **more: Any) -> list[Request]:
+    """Random ones, of which some begin alike."""
+    random = np.random.default_rng(seed)
+    start = random.integers(0, 256, 20)
+    found = []
+    for _ in range(count):
+        prompt = random.integers(0, 256, random.integers(1, 24))
+        if random.random() < 0.4:
+            prompt[: len(start)] = start[: len(prompt)]
+        found.append(
+            Request(tuple(prompt.tolist()), max_tokens=int(random.integers(1, 14)), sampling=GREEDY, **more)
+        )
+    return found
+
+
+def read(stream: Stream) -> tuple[list[int], list[Any], Piece]:
+    pieces = list(stream)
+    assert [piece.finish for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    tokens = [token for piece in pieces for token in piece.tokens]
+    return tokens, [score for piece in pieces for score in piece.scores], pieces[-1]
+
+
+def check(model: ModularCapibaraModel, request: Request, tokens: list[int], scores: Any = ()) -> None:
+    """Every token is the likeliest one after the text before it, up to rounding; the bytes' ids only."""
+    assert len(tokens) == request.max_tokens
+    logits = oracle_of(model)(np.array([*request.prompt, *tokens]))[len(request.prompt) - 1 : -1]
+    allowed = logits[:, :256]
+    chosen = allowed[np.arange(len(tokens)), tokens]
+    np.testing.assert_allclose(chosen, allowed.max(1), atol=1e-4)
+    if scores:
+        want = chosen - np.log(np.exp(allowed.astype(np.float64)).sum(1))
+        np.testing.assert_allclose([score.logprob for score in scores], want, atol=1e-4)
+
+
+_ORACLES: dict[int, Any] = {}
+
+
+def oracle_of(model: ModularCapibaraModel) -> Any:
+    return _ORACLES.setdefault(id(model), oracle(model))
+
+
+def test_texts_are_those_of_whole_recomputation(engine: Engine, model: ModularCapibaraModel) -> None:
+    assert isinstance(engine, EngineProtocol)
+    asked = requests(24, 0, logprobs=0)
+    before = engine.statistics()
+    streams = [engine.submit(request) for request in asked]
+    for request, stream in zip(asked, streams, strict=True):
+        tokens, scores, last = read(stream)
+        assert (last.finish, last.error) == ("length", None)
+        check(model, request, tokens, scores)
+    after = engine.statistics()
+    assert after.preemptions > before.preemptions
+    assert after.cached_prompt_tokens > before.cached_prompt_tokens
+    assert (after.running, after.waiting, after.waiting_tokens, after.pages_used) == (0, 0, 0, 0)
+    assert after.compilations == 0
+    assert after.generated_tokens - before.generated_tokens == sum(
+        request.max_tokens or 0 for request in asked
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_every_kind_of_model(kind: str, prefix: bool) -> None:
+    model = model_of(kind)
+    with Engine(model, max_batch=8, page_size=4, pages=24, prefill_tokens=12, prefix_cache=prefix) as engine:
+        asked = requests(40, 1)
+        for request, stream in [(request, engine.submit(request)) for request in asked]:
+            check(model, request, read(stream)[0])
+        assert engine.statistics().pages_used == 0
+
+
+def test_the_same_seed_gives_the_same_text_whatever_else_runs(engine: Engine) -> None:
+    sampling = Sampling(temperature=1.2, top_k=50, top_p=0.95)
+    request = Request((3, 1, 4, 1, 5), max_tokens=12, sampling=sampling, seed=7, logprobs=2)
+    alone, scores, _ = read(engine.submit(request))
+    others = [engine.submit(other) for other in requests(7, 5)]
+    together, again, _ = read(engine.submit(request))
+    for stream in others:
+        read(stream)
+    assert together == alone
+    assert {(s.token, len(s.top)) for s in again} == {(s.token, 2) for s in scores}
+    np.testing.assert_allclose([s.logprob for s in again], [s.logprob for s in scores], atol=1e-5)
+
+
+def test_a_text_ends_before_a_stop_string_and_with_a_token(engine: Engine) -> None:
+    tokens, _, _ = read(engine.submit(Request((65, 66), max_tokens=12, sampling=GREEDY)))
+    text = bytes(tokens).decode("utf-8", "replace")
+    stop = text[4:6]
+    pieces = list(engine.submit(Request((65, 66), max_tokens=12, sampling=GREEDY, stop=("never", stop))))
+    assert "".join(piece.text for piece in pieces) == text[: text.find(stop)]
+    assert pieces[-1].finish == "stop"
+    ended = read(
+        engine.submit(Request((65, 66), max_tokens=12, sampling=GREEDY, stop_tokens=frozenset({tokens[3]})))
+    )
+    assert ended[0] == tokens[: tokens.index(tokens[3])]
+    assert ended[2].finish == "stop"
+    later = Request((65, 66), max_tokens=12, min_tokens=9, sampling=GREEDY, stop_tokens=frozenset(tokens[:1]))
+    assert len(read(engine.submit(later))[0]) >= 9
+
+
+def test_a_grammar_is_followed(engine: Engine) -> None:
+    pytest.importorskip("llguidance")
+    request = Request(
+        (1,), max_tokens=20, sampling=Sampling(), seed=1, grammar=Grammar("regex", "[0-9]{3}-[a-f]{2}")
+    )
+    pieces = list(engine.submit(request))
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", "".join(piece.text for piece in pieces))
+    assert pieces[-1].finish == "stop"
+    with pytest.raises(RequestError, match="json_schema"):
+        engine.submit(Request((1,), grammar=Grammar("json_schema", "{")))
+
+
+def test_many_are_read_by_one_event_loop_and_some_go_away(engine: Engine) -> None:
+    async def one(request: Request, most: int | None) -> int:
+        stream, count = engine.submit(request), 0
+        async for piece in stream:
+            count += len(piece.tokens)
+            if most is not None and count >= most:
+                stream.cancel()
+        return count
+
+    async def all_of_them() -> list[int]:
+        asked = requests(12, 3)
+        return await asyncio.gather(*(one(r, 1 if i % 3 == 0 else None) for i, r in enumerate(asked)))
+
+    counts = asyncio.run(all_of_them())
+    for i, (count, request) in enumerate(zip(counts, requests(12, 3), strict=True)):
+        assert count <= (request.max_tokens or 0) if i % 3 == 0 else count == request.max_tokens
+    assert engine.statistics().pages_used == 0
+
+
+def test_a_deadline_ends_a_text(engine: Engine) -> None:
+    tokens, _, last = read(engine.submit(Request((1, 2), max_tokens=9, sampling=GREEDY, deadline_s=0.0)))
+    assert len(tokens) <= 1
+    assert last.finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt": ()}, "prompt must be a sequence of at least one token id"),
+        ({"prompt": (300,)}, "prompt has the token id 300"),
+        ({"prompt": (1,) * LONGEST}, "leaves no room for an answer"),
+        ({"prompt": (1,), "max_tokens": LONGEST}, f"max_tokens={LONGEST}: expected an integer from 1 to 63"),
+        ({"prompt": (1,), "logprobs": 21}, "logprobs=21: expected an integer from 0 to 20"),
+        ({"prompt": (1,), "seed": -1}, "seed=-1"),
+        ({"prompt": (1,), "sampling": Sampling(logit_bias=((300, 1.0),))}, "logit_bias has token 300"),
+    ],
+)
+def test_requests_that_cannot_be_answered_are_refused(engine: Engine, given: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.submit(Request(**given))
+
+
+def test_a_full_queue_says_when_to_come_again(model: ModularCapibaraModel) -> None:
+    with Engine(model, max_batch=1, pages=8, page_size=4, max_waiting=2, warm=False, max_length=32) as engine:
+        long = Request((1, 2), max_tokens=30, sampling=GREEDY)
+        streams = [engine.submit(long)]
+        while engine.statistics().waiting:
+            time.sleep(0.001)
+        streams += [engine.submit(long), engine.submit(long)]
+        with pytest.raises(QueueFullError, match="2 requests with 4 tokens wait already") as caught:
+            engine.submit(long)
+        assert caught.value.retry_after_s > 0
+        for stream in streams:
+            assert len(read(stream)[0]) == 30
+
+
+def test_closing_lets_texts_finish_and_takes_no_more(model: ModularCapibaraModel) -> None:
+    engine = Engine(model, max_batch=2, pages=16, page_size=4, warm=False, max_length=32)
+    running, waiting = (engine.submit(Request((9,), max_tokens=8, sampling=GREEDY)) for _ in range(2))
+    engine.close(drain_s=60)
+    assert [read(stream)[2].finish for stream in (running, waiting)] == ["length", "length"]
+    with pytest.raises(EngineClosedError, match="shutting down"):
+        engine.submit(Request((9,)))
+    assert engine.stalled_s() == 0
+
+
+def test_a_step_that_fails_ends_every_text_and_is_seen(model: ModularCapibaraModel) -> None:
+    engine = Engine(model, max_batch=2, pages=16, page_size=4, warm=False, max_length=32)
+    assert engine.stalled_s() == 0
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError("planted")
+
+    engine._programs.step = broken
+    last = read(engine.submit(Request((9,))))[2]
+    assert last.finish == "error"
+    assert "planted" in (last.error or "")
+    assert math.isinf(engine.stalled_s())
+    with pytest.raises(EngineClosedError, match="planted"):
+        engine.submit(Request((9,)))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_batch": 0}, "max_batch=0: expected an integer from 1"),
+        ({"max_length": LONGEST + 1}, f"max_length={LONGEST + 1}: expected an integer from 1 to {LONGEST}"),
+        ({"pages": 0}, "pages=0: expected an integer of at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_named(model: ModularCapibaraModel, given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(model, **given)
+
+
+class Letters:
+    """Tokens are characters."""
+
+    def push(self, token: int) -> str:
+        return chr(token)
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("stop", [("ab",), ("aab", "c"), ("bab", "abba"), ()])
+@pytest.mark.parametrize("text", ["aaab", "abab", "xxabbab", "aacab", "ba", "ababab"])
+def test_what_could_become_a_stop_string_is_held_back(text: str, stop: tuple[str, ...]) -> None:
+    writer, found = StoppingText(Letters(), stop), ""
+    for character in text:
+        found += writer.push(ord(character))
+        assert not any(found.endswith(s) for s in stop)
+        if writer.stopped:
+            break
+    found += writer.finish()
+    cuts = [end for end in range(len(text) + 1) if any(text[:end].endswith(s) for s in stop)]
+    want = text if not cuts else text[: min(text.find(s) for s in stop if s in text[: cuts[0]])]
+    assert found == want
