@@ -233,14 +233,16 @@ def test_closing_lets_texts_finish_and_takes_no_more(model: ModularCapibaraModel
     assert engine.stalled_s() == 0
 
 
-def test_a_step_that_fails_ends_every_text_and_is_seen(model: ModularCapibaraModel) -> None:
+def test_a_step_that_fails_ends_every_text_and_is_seen(
+    model: ModularCapibaraModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine(model, max_batch=2, pages=16, page_size=4, warm=False, max_length=32)
     assert engine.stalled_s() == 0
 
     def broken(*_: Any) -> Any:
         raise MemoryError("planted")
 
-    engine._programs.step = broken
+    monkeypatch.setattr(engine._programs, "step", broken)
     last = read(engine.submit(Request((9,))))[2]
     assert last.finish == "error"
     assert "planted" in (last.error or "")

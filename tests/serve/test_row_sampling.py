@@ -108,8 +108,10 @@ def test_penalties_and_biases_are_their_definitions() -> None:
             bias[row, token] = value
     bias[2, 7] = -np.inf
     names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-    penalties = [np.array([getattr(s, name) for s in samplings], np.float32) for name in names]
-    found = CHOOSE(logits, rows_of(samplings, [0] * 3, [0] * 3), Changes(bias, generated, seen, *penalties))
+    penalties = {
+        name.partition("_")[0]: np.array([getattr(s, name) for s in samplings], np.float32) for name in names
+    }
+    found = CHOOSE(logits, rows_of(samplings, [0] * 3, [0] * 3), Changes(bias, generated, seen, **penalties))
     want = [changed(x, *text, s) for x, text, s in zip(logits, texts, samplings, strict=True)]
     want[2][7] = -np.inf
     assert found.tokens.tolist() == [int(x.argmax()) for x in want]

@@ -106,7 +106,8 @@ def build_decoder(
     at = _embedded(model, config, embedding.output, places)
     # Nothing is differentiated in decoding, and a rematerialised block hides from the cache where it stands.
     remat = "none" if cached or paged else config.remat
-    pools = paged and Pools(paged, *(Dim(name=n) for n in ("pages", "page_size", "states")), page_width)
+    sizes = {name: Dim(name=name) for name in ("pages", "page_size", "states")}
+    pools = None if paged is None else Pools(paged, **sizes, width=page_width)
     form = _Form(Dim(name="cache") if cached else None, ragged, pools)
     sums: _Sums = {name: [] for name in _METRICS}
     for group in groups_of(config):

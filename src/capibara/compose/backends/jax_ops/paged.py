@@ -134,8 +134,8 @@ def paged_attention(
             out.append(attend(x, *new, table[of], lengths, value_dim=value.shape[-1], **options))
             continue
         at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-        whole = [_gathered(pool, table[of])[..., :dim] for pool in new]
-        out.append(cached_attention(x, *whole, at, sinks=sinks, **options))
+        held_keys, held_values = (_gathered(pool, table[of])[..., :dim] for pool in new)
+        out.append(cached_attention(x, held_keys, held_values, at, sinks=sinks, **options))
     return _cleared(out, counts, *shape), keys.back(new[0]), values.back(new[1])
 
 

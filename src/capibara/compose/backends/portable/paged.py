@@ -6,7 +6,8 @@ One sequence after the other; numbers that say where things are have to be known
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from capibara.compose.backends.portable.space import space
 Array = Any
 
 
-class _Piece(NamedTuple):
+@dataclass(frozen=True)
+class _Piece:
     """The new tokens of a sequence: the columns ``first … first + count - 1``; it has ``start`` tokens before."""
 
     sequence: int
