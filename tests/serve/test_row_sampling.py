@@ -94,7 +94,7 @@ def test_logprobs_are_those_of_the_model() -> None:
 def test_penalties_and_biases_are_their_definitions() -> None:
     random = np.random.default_rng(1)
     logits = random.normal(size=(3, VOCABULARY)).astype(np.float32) * 2
-    texts = [([1, 2, 2], [3, 3, 4]), ([5], []), ([0], [7, 7, 7])]
+    texts: list[tuple[list[int], list[int]]] = [([1, 2, 2], [3, 3, 4]), ([5], []), ([0], [7, 7, 7])]
     samplings = [
         Sampling(0.0, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.5),
         Sampling(0.0, logit_bias=((8, 30.0), (9, -100.0))),
@@ -107,12 +107,16 @@ def test_penalties_and_biases_are_their_definitions() -> None:
         for token, value in sampling.logit_bias:
             bias[row, token] = value
     bias[2, 7] = -np.inf
-    names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-    penalties = {
-        name.partition("_")[0]: np.array([getattr(s, name) for s in samplings], np.float32) for name in names
-    }
-    found = CHOOSE(logits, rows_of(samplings, [0] * 3, [0] * 3), Changes(bias, generated, seen, **penalties))
-    want = [changed(x, *text, s) for x, text, s in zip(logits, texts, samplings, strict=True)]
+    presence, frequency, repetition = (
+        np.array([getattr(s, f"{name}_penalty") for s in samplings], np.float32)
+        for name in ("presence", "frequency", "repetition")
+    )
+    found = CHOOSE(
+        logits,
+        rows_of(samplings, [0] * 3, [0] * 3),
+        Changes(bias, generated, seen, presence, frequency, repetition),
+    )
+    want = [changed(x, both[0], both[1], s) for x, both, s in zip(logits, texts, samplings, strict=True)]
     want[2][7] = -np.inf
     assert found.tokens.tolist() == [int(x.argmax()) for x in want]
     assert int(found.tokens[1]) == 8

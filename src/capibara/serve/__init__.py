@@ -2,7 +2,7 @@
 
 :class:`Generator` writes text from a model's parameters, one token at a time, with a cache; :class:`Sampling` sets
 how the next token is chosen. :class:`Embedder` makes a vector of each text. :class:`Engine` writes many texts at once,
-for requests that come at any time.
+for requests that come at any time, and :func:`create_inference_pipeline` makes one whose sizes are measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from capibara.data import Utf8Stream
 from capibara.serve.embed import Embedder
 from capibara.serve.engine import Engine
 from capibara.serve.generate import Generator
+from capibara.serve.inference_optimizer import InferenceChoice, TpuInferenceOptimizer
 from capibara.serve.load import LoadedModel, find_checkpoint, load_model
+from capibara.serve.pipeline import InferencePipeline, create_inference_pipeline
 from capibara.serve.requests import (
     EngineClosedError,
     EngineStatistics,
@@ -38,6 +40,8 @@ __all__ = [
     "EngineStatistics",
     "Generator",
     "Grammar",
+    "InferenceChoice",
+    "InferencePipeline",
     "LoadedModel",
     "Piece",
     "QueueFullError",
@@ -47,7 +51,9 @@ __all__ = [
     "ServeError",
     "Stream",
     "TokenScore",
+    "TpuInferenceOptimizer",
     "Utf8Stream",
+    "create_inference_pipeline",
     "find_checkpoint",
     "keep_top_k",
     "keep_top_p",

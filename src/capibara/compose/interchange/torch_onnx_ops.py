@@ -202,7 +202,7 @@ def cached_attention(
     if window is not None:
         seen = seen & (columns[None, :] > rows - window)
     keys, values = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-    return language._attend(query, keys, values, seen, softcap, scale, sinks), key_cache, value_cache
+    return language.attend(query, keys, values, seen, softcap, scale, sinks), key_cache, value_cache
 
 
 def cached_latent_attention(

@@ -70,6 +70,8 @@ class Engine:
       prefill_tokens: tokens of prompts that a step reads at most. prefill_chunks: in how many pieces.
       prefix_cache: whether texts with the same beginning share pages; not for models with recurrent states.
       cache_dtype: of keys and values; by default that of arithmetic.
+      use_cache: keep the keys, values and states of earlier tokens; otherwise every token is computed from the whole
+        text before it, to compare with.
       max_waiting, max_waiting_tokens: requests, and tokens of their prompts, that may wait.
       warm: compile all programs now; otherwise each when it is needed first.
       progress: called with the number of programs compiled and of all.
@@ -94,6 +96,7 @@ class Engine:
         prefill_chunks: int = 4,
         prefix_cache: bool = True,
         cache_dtype: Any | None = None,
+        use_cache: bool = True,
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
         warm: bool = True,
@@ -123,6 +126,7 @@ class Engine:
         self._max_batch = max_batch
         self._vocabulary = settings.vocab_size
         self._writable = min(self._vocabulary, self._tokenizer.vocab_size)
+        self._use_cache = use_cache
         self._recurrent = "ssm" in settings.block_kinds
         self._table = -(-self._max_length // page_size)
         if pages is not None and (isinstance(pages, bool) or not isinstance(pages, int) or pages < 1):
@@ -132,7 +136,7 @@ class Engine:
             if pages is None
             else pages
         )
-        self._pool = PagePool(count, page_size, prefix=prefix_cache and not self._recurrent)
+        self._pool = PagePool(count, page_size, prefix=prefix_cache and use_cache and not self._recurrent)
         # Pieces of one prompt follow each other in a step; a recurrence cannot be cut like that.
         chunks = max(1, min(prefill_chunks, max_batch) if self._recurrent else prefill_chunks)
         chunk = max(1, prefill_tokens // chunks)
@@ -297,8 +301,7 @@ class Engine:
         )
         if request.sampling.changes_logits:
             sequence.counts = np.zeros(self._vocabulary, np.int32)
-            sequence.seen = np.zeros(self._vocabulary, bool)
-            sequence.seen[prompt] = True
+            sequence.seen = np.isin(np.arange(self._vocabulary), prompt)
         return sequence
 
     def _cancel(self, sequence: Sequence) -> None:
@@ -379,7 +382,7 @@ class Engine:
                 if self._reach(sequence, len(sequence.tokens)):
                     pieces.append(_Piece(sequence, rows, 1, sequence.computed, True))
                     rows += 1
-            elif chunks < places:
+            elif chunks < places and self._reach(sequence, len(sequence.tokens)):
                 chunks += self._read(sequence, pieces, chunks, places, most)
         while chunks < places and self._waiting and len(self._running) < self._max_batch:
             sequence = self._waiting[0][1]
@@ -533,6 +536,8 @@ class Engine:
                 reason = sequence.add(token, score)
                 if reason is not None:
                     self._end(sequence, reason)
+                elif not self._use_cache:
+                    sequence.computed = 0
 
     def _choose(
         self, shape: StepShape, asked: list[_Piece], logits: Any

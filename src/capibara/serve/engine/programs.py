@@ -50,6 +50,10 @@ class Programs:
         program = self._steps.get(shape) or self._compiled_step(shape, cache, inputs)
         return program(self._params, self._state, cache, inputs)
 
+    def forget(self, shape: StepShape) -> None:
+        """Compile the program of such a step anew for the next one."""
+        self._steps.pop(shape, None)
+
     def _compiled_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
         model = self._model
 
