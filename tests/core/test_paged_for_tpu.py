@@ -32,8 +32,8 @@ for heads, dim in ((2, 128), (1, 64)):
     pools = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     for name, shape in (("decode", StepShape(8)), ("prefill", StepShape(8, 2, 64))):
         of = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32, sharding=where)
-        n = shape.sequences
-        inputs = {"tokens": of(shape.tokens), "page_table": of(n, 64), **{k: of(n) for k in ("starts", "counts", "outputs")}}
+        n, of_each = shape.sequences, ("starts", "counts", "outputs")
+        inputs = {"tokens": of(shape.tokens), "page_table": of(n, 64), **{k: of(n) for k in of_each}}
         step = lambda params, cache, inputs: model.decode_pages(params, inputs, cache, shape, state={})
         compiled = jax.jit(step, donate_argnums=1).lower(params, cache, inputs).compile()
         memory, text = compiled.memory_analysis(), compiled.as_text()

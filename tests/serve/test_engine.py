@@ -288,3 +288,48 @@ def test_what_could_become_a_stop_string_is_held_back(text: str, stop: tuple[str
     cuts = [end for end in range(len(text) + 1) if any(text[:end].endswith(s) for s in stop)]
     want = text if not cuts else text[: min(text.find(s) for s in stop if s in text[: cuts[0]])]
     assert found == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["int8", "nf4"])
+def test_weights_stay_in_their_codes(tmp_path: Any, strategy: Any) -> None:
+    from capibara.compress import CompressionProfile, ModelCompressionAPI
+    from capibara.serve import load_compressed
+
+    sizes = ["embed_dim=128", "num_layers=2", "num_heads=2", "num_kv_heads=2", "model.vocab_size=256"]
+    config = ModularModelConfig.from_toml("demo", sizes)
+    config.to_toml(tmp_path / "config.toml")
+    api = ModelCompressionAPI(CompressionProfile(strategy=strategy))
+    path = api.compress(ModularCapibaraModel(config), decode="auto").save(tmp_path / "model.capi")
+    asked, found = Request(tuple(b"Once upon a time"), max_tokens=12, sampling=GREEDY), []
+    for decode in (True, False):
+        loaded = load_compressed(path, decode=decode)
+        state = {"state": loaded.state}
+        with Engine(loaded.model, loaded.params, **state, max_batch=2, pages=8, warm=False) as engine:
+            found.append(read(engine.submit(asked))[0])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "batch", "pages", "prefix"),
+    [
+        ("grouped", 1, 16, True),
+        ("grouped", 64, 200, True),
+        ("grouped", 64, 60, False),
+        ("mixed", 16, 60, False),
+        ("latent", 16, 40, True),
+    ],
+)
+def test_500_random_requests(kind: str, batch: int, pages: int, prefix: bool) -> None:
+    model = model_of(kind)
+    sizes: dict[str, Any] = {"max_batch": batch, "pages": pages, "page_size": 4, "prefill_tokens": 16}
+    with Engine(model, **sizes, prefix_cache=prefix) as engine:
+        asked = requests(500, batch)
+        streams = [engine.submit(request) for request in asked]
+        for request, stream in zip(asked, streams, strict=True):
+            check(model, request, read(stream)[0])
+        found = engine.statistics()
+        assert (found.pages_used, found.compilations) == (0, 0)
+        assert found.cached_prompt_tokens > 0 or not prefix
+        assert found.preemptions > 0 or batch == 1 or pages == 200
