@@ -155,7 +155,8 @@ def gguf(e: Environment) -> None:
 
 
 def serve(e: Environment) -> None:
-    e.page("docs/hardware.md", "capibara doctor")
+    e.page("docs/serve.md", "capibara serve", "--help")
+    e.blocks("docs/serve.md", "create_app(")
 
 
 EXTRAS: dict[str, Callable[[Environment], None]] = {

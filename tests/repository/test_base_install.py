@@ -115,8 +115,9 @@ import importlib, pkgutil, capibara
 names = [module.name for module in pkgutil.walk_packages(capibara.__path__, "capibara.")]
 names = [name for name in names if importlib.util.find_spec(name).origin.endswith(".py")]
 for name in names:
-    # What belongs to PyTorch alone says so in its name, and is imported by TorchBackend only.
-    if not name.endswith("__main__") and not name.rpartition(".")[2].startswith("torch_"):
+    # What belongs to PyTorch alone says so in its name, and is imported by TorchBackend only; the server is an extra.
+    own = name.rpartition(".")[2].startswith("torch_") or name.startswith("capibara.serve.http")
+    if not name.endswith("__main__") and not own:
         importlib.import_module(name)
 print(json.dumps(names))
 """

@@ -28,6 +28,7 @@ __all__ = ["VERBS", "main"]
 VERBS: dict[str, str] = {
     "train": "train a model on text; run again to resume",
     "generate": "write text from a trained model",
+    "serve": "answer requests over HTTP, with the API of OpenAI",
     "embed": "make vectors of texts",
     "import": "make a run of a published model (a folder of Hugging Face, GGUF)",
     "export": "write a model in a form that others load (Hugging Face, vLLM, llama.cpp)",
@@ -44,7 +45,7 @@ VERBS: dict[str, str] = {
 }
 
 # These handle SIGTERM themselves: a run stops between two steps, and is saved.
-_OWN_SIGNALS = ("train", "launch")
+_OWN_SIGNALS = ("train", "launch", "serve")
 # What stands after -- is another command, with options of its own.
 _COMMANDS = ("launch",)
 # These write large files, on many threads or beside JAX, in whose callbacks an exception of a handler is lost.

@@ -140,6 +140,14 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
+def _with_end(content: str, token: int) -> str:
+    """A ``tokenizer.json`` with one more special token."""
+    read = json.loads(content)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    more = {"id": token, "content": "<|end of a grammar|>", "special": True, **flags}
+    return json.dumps({**read, "added_tokens": [*read.get("added_tokens", []), more]})
+
+
 def _tokenizer_of(llguidance: Any, tokenizer: Tokenizer, vocabulary: int) -> Any:
     """llguidance's form of a tokenizer, made once for each."""
     held = _tokenizers.get(id(tokenizer))
@@ -148,10 +156,14 @@ def _tokenizer_of(llguidance: Any, tokenizer: Tokenizer, vocabulary: int) -> Any
     if isinstance(tokenizer, ByteTokenizer):
         made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
     elif isinstance(tokenizer, FileTokenizer):
-        content = tokenizer.files["tokenizer.json"].decode()
-        ends = sorted(tokenizer.stop_tokens) or [tokenizer.vocab_size]
-        size = max(vocabulary, tokenizer.vocab_size, max(ends) + 1)
-        made = llguidance.LLTokenizer(content, n_vocab=size, eos_token=ends)
+        content, ends = tokenizer.files["tokenizer.json"].decode(), sorted(tokenizer.stop_tokens)
+        if not ends:  # llguidance needs one; the model does not have it, and never writes it
+            ends = [max(vocabulary, tokenizer.vocab_size)]
+            content = _with_end(content, ends[0])
+        try:
+            made = llguidance.LLTokenizer(content, eos_token=ends)
+        except ValueError as error:
+            raise RequestError(f"grammar: the model's tokenizer does not do: {str(error)[:300]}") from None
     else:
         raise RequestError(
             f"grammar: a tokenizer of type {type(tokenizer).__name__} is not known; expected bytes or a tokenizer.json."

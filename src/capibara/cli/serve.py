@@ -1,0 +1,149 @@
+"""``capibara serve``: a model as an HTTP server."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from capibara.cli._models import load_source
+
+HELP = """Serve a model over HTTP, with the API of OpenAI: /v1/completions, /v1/chat/completions, /v1/models,
+/tokenize, /detokenize, /health and /metrics. MODEL is the folder of a published model (Hugging Face), a GGUF file, the
+folder of a run, or a .capi file that carries its settings. SIGTERM or Ctrl-C: what runs is finished first."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("model", metavar="MODEL", help="the model to serve")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default: this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: 8000)")
+    parser.add_argument("--name", help="what clients call the model (default: the last part of MODEL)")
+    parser.add_argument("--max-batch", type=int, default=16, metavar="N", help="texts at once (default: 16)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="most tokens of a prompt and its answer")
+    parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait")
+    parser.add_argument(
+        "--max-waiting-tokens", type=int, default=1 << 20, metavar="N", help="tokens of requests that wait"
+    )
+    parser.add_argument(
+        "--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default: 4 MiB)"
+    )
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds after which a text is ended")
+    parser.add_argument(
+        "--drain",
+        type=int,
+        default=30,
+        metavar="S",
+        help="seconds for what runs, once it is to end (default: 30)",
+    )
+    parser.add_argument(
+        "--api-keys",
+        metavar="FILE",
+        help="one key a line; requests need one (also: CAPIBARA_API_KEYS, with commas)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; return 0."""
+    from capibara.errors import ConfigError, MissingExtraError
+
+    try:
+        import uvicorn
+    except ImportError:
+        raise MissingExtraError("uvicorn", "serve", "capibara serve") from None
+    from capibara.serve.engine import Engine
+    from capibara.serve.http import Keys, ServerSettings, create_app
+
+    if not 0 <= args.port < 1 << 16:
+        raise ConfigError(f"--port: got {args.port}, expected 0 to 65535")
+    for name in ("max_body", "drain"):
+        if getattr(args, name) < 0:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected a number from 0"
+            )
+    if args.timeout is not None and not args.timeout > 0:
+        raise ConfigError(f"--timeout: got {args.timeout:g}, expected seconds above 0")
+    keys = Keys(_keys(args.api_keys))
+    # Before the model is loaded: a port that is taken should not cost minutes.
+    listener = _listen(args.host, args.port)
+    with listener:
+        loaded = load_source(args.model, quiet=args.quiet)
+        engine = Engine(
+            loaded.model,
+            loaded.params,
+            state=loaded.state,
+            name=args.name or Path(args.model).absolute().name,
+            max_batch=args.max_batch,
+            max_length=args.max_length,
+            max_waiting=args.max_waiting,
+            max_waiting_tokens=args.max_waiting_tokens,
+            progress=None if args.quiet else _said,
+        )
+        settings = ServerSettings(keys, args.max_body, args.timeout)
+        config = uvicorn.Config(
+            create_app(engine, settings),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=args.drain,
+            server_header=False,
+        )
+        host, port = listener.getsockname()[:2]
+        print(f"serving {engine.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+        # Uvicorn sends itself the signal that ended it once more, when all is done.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        uvicorn.Server(config).run(sockets=[listener])
+        engine.close()
+    return 0
+
+
+def _said(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(
+            f"\rcompiled {done} of {total} programs",
+            end="\n" if done == total else "",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _keys(path: str | None) -> list[str]:
+    import os
+
+    from capibara.errors import ConfigError
+
+    found = [key.strip() for key in os.environ.get("CAPIBARA_API_KEYS", "").split(",")]
+    if path is not None:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-keys: {path!r} cannot be read: {error}") from None
+        found += [line.strip() for line in text.splitlines()]
+        if not any(found):
+            raise ConfigError(f"--api-keys: {path!r} has no keys. Write one a line, or leave the option out")
+    return [key for key in found if key]
+
+
+def _listen(host: str, port: int) -> Any:
+    from capibara.errors import ConfigError
+
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror or error}. Choose another port, or 0 for any that is free"
+        ) from None
+    return listener

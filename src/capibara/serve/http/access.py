@@ -1,0 +1,112 @@
+"""Who may ask, and how much: keys, and the size of bodies."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from capibara.errors import ConfigError
+from capibara.serve.http.errors import ApiError, error_body
+
+__all__ = ["Keys", "LimitBodies"]
+
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Keys:
+    """The keys that may ask; without any, everybody may.
+
+    Args:
+      keys: each of at least 8 characters.
+
+    Raises:
+      ConfigError: one is shorter, or has spaces.
+    """
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = []
+        self._secret = os.urandom(32)
+        for number, key in enumerate(keys, start=1):
+            if len(key) < 8 or any(c.isspace() for c in key):
+                raise ConfigError(
+                    f"API key {number} has {len(key)} characters, expected at least 8 and no spaces."
+                )
+            self._digests.append(self._digest(key))
+
+    def _digest(self, key: str) -> bytes:
+        return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), "sha256")
+
+    def check(self, authorization: str | None) -> str:
+        """The salt of the requests of a key: of others it says nothing.
+
+        Args:
+          authorization: ``Bearer KEY``.
+
+        Raises:
+          ApiError: the key may not ask.
+        """
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = self._digest(key.strip())
+        if not self._digests:
+            return digest.hex() if key else ""
+        # All are compared, each in constant time.
+        known = [hmac.compare_digest(digest, one) for one in self._digests]
+        if scheme.lower() != "bearer" or not any(known):
+            raise ApiError(
+                401, "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'"
+            )
+        return digest.hex()
+
+
+class LimitBodies:
+    """An application of ASGI that refuses larger bodies before they are read whole.
+
+    Args:
+      app: the application behind it. most: bytes.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        said = dict(scope["headers"]).get(b"content-length", b"0")
+        if not said.isdigit() or int(said) > self._most:
+            await self._refuse(scope, receive, send)
+            return
+        size, started = 0, False
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal size
+            message = await receive()
+            if message["type"] == "http.request":
+                size += len(message.get("body", b""))
+                if size > self._most:
+                    raise ApiError(413, self._words())
+            return message
+
+        async def sent(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, sent)
+        except ApiError:
+            if started:
+                raise
+            await self._refuse(scope, receive, send)
+
+    def _words(self) -> str:
+        return f"the body is larger than {self._most} bytes. Send less."
+
+    async def _refuse(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        await JSONResponse(error_body(413, self._words()), 413, {"connection": "close"})(scope, receive, send)

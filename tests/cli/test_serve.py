@@ -1,0 +1,103 @@
+"""``capibara serve``: from a folder to an endpoint, and to its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from small_models import KINDS, SMALL
+
+from capibara.cli import main
+from capibara.config import ModularModelConfig
+from capibara.core import ModularCapibaraModel
+
+
+def folder(path: Path) -> Path:
+    """A published model of bytes."""
+    settings = {"model.vocab_size": 256, "model.max_sequence_length": 256}
+    model = ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS["grouped"] | settings))
+    model.save_pretrained(path / "tiny")
+    return path / "tiny"
+
+
+@pytest.mark.slow
+def test_from_a_folder_to_an_endpoint_and_to_its_end(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("a-secret-key\n")
+    command = [
+        sys.executable,
+        "-m",
+        "capibara",
+        "serve",
+        str(folder(tmp_path)),
+        "--port",
+        "0",
+        "--max-batch",
+        "2",
+    ]
+    server = subprocess.Popen(
+        [*command, "--api-keys", str(keys), "--quiet"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        found = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)/v1\n", server.stdout.readline())
+        assert found is not None
+        url, headers = found[1], {"authorization": "Bearer a-secret-key"}
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"] == "tiny"
+        # What runs when it is told to end is finished.
+        body = {"prompt": "x", "max_tokens": 200, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert '"finish_reason": "length"' in rest[-4]
+        assert server.wait(timeout=60) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        server.kill()
+        server.wait()
+        if server.stdout is not None:
+            server.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--port", "70000"], "--port: got 70000, expected 0 to 65535"),
+        (["--timeout", "0"], "--timeout: got 0, expected seconds above 0"),
+        (["--drain", "-1"], "--drain: got -1, expected a number from 0"),
+        (["--api-keys", "nowhere.txt"], "--api-keys: 'nowhere.txt' cannot be read"),
+        (["--port", "0"], "there is no checkpoint in 'nowhere'"),
+    ],
+)
+def test_arguments_are_checked_first(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", "nowhere", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert main(["serve", "nowhere", "--port", port]) == 2
+    assert "Choose another port" in capsys.readouterr().err

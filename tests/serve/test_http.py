@@ -1,0 +1,307 @@
+"""The HTTP server: the official client against it on loopback, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from small_models import KINDS, SMALL
+
+from capibara.config import ModularModelConfig
+from capibara.core import ModularCapibaraModel
+from capibara.data import FileTokenizer
+from capibara.data.tokenizer_file import byte_tokenizer_files
+from capibara.errors import ConfigError
+from capibara.serve import Engine, Request, Sampling
+from capibara.serve.http import Keys, ServerSettings, create_app
+
+KEY, OTHER = "a-key-for-tests", "another-key-for-tests"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    settings = {"model.vocab_size": 256, "model.max_sequence_length": 128, "train.sequence_length": 32}
+    model = ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS["grouped"] | settings))
+    tokenizer = FileTokenizer(byte_tokenizer_files() | {"chat_template.jinja": TEMPLATE.encode()})
+    with Engine(
+        model, tokenizer=tokenizer, name="tiny", max_batch=4, page_size=8, max_waiting=6, warm=False
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    app = create_app(engine, ServerSettings(Keys([KEY, OTHER]), most_bytes=5000))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def post(url: str, path: str, body: Any, key: str | None = KEY) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    return httpx.post(
+        url + path, content=content, headers={"content-type": "application/json", **headers}, timeout=60
+    )
+
+
+def expected(engine: Engine, prompt: str, count: int) -> str:
+    tokens = tuple(engine.tokenizer.encode(prompt).tolist())
+    stream = engine.submit(Request(tokens, max_tokens=count, sampling=Sampling(temperature=0.0)))
+    return "".join(piece.text for piece in stream)
+
+
+def test_the_official_client_completes(client: openai.OpenAI, engine: Engine) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    found = client.completions.create(
+        model="tiny", prompt=["once", "twice"], max_tokens=9, temperature=0, logprobs=2
+    )
+    assert [choice.text for choice in found.choices] == [expected(engine, p, 9) for p in ("once", "twice")]
+    assert {choice.finish_reason for choice in found.choices} == {"length"}
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (9, 18)
+    scores = found.choices[0].logprobs
+    assert scores is not None
+    assert len(scores.token_logprobs or []) == 9
+    assert all(len(top) <= 2 for top in scores.top_logprobs or [])
+    streamed = client.completions.create(
+        model="tiny",
+        prompt="once",
+        max_tokens=9,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    events = list(streamed)
+    assert "".join(event.choices[0].text for event in events if event.choices) == found.choices[0].text
+    assert events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == 9
+    echoed = client.completions.create(model="tiny", prompt="once", max_tokens=2, temperature=0, echo=True)
+    assert echoed.choices[0].text == "once" + expected(engine, "once", 2)
+
+
+def test_the_official_client_talks(client: openai.OpenAI, engine: Engine) -> None:
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    want = expected(engine, "<user>hello\n<assistant>", 7)
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": messages,
+        "max_completion_tokens": 7,
+        "temperature": 0,
+    }
+    found = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    assert found.choices[0].message.content == want
+    content = found.choices[0].logprobs and found.choices[0].logprobs.content
+    assert content is not None
+    assert [len(one.top_logprobs) for one in content] == [3] * 7
+    events = list(client.chat.completions.create(**asked, stream=True))
+    assert "".join(event.choices[0].delta.content or "" for event in events) == want
+    assert events[0].choices[0].delta.role == "assistant"
+    assert [event.choices[0].finish_reason for event in events][-1] == "length"
+    hot: dict[str, Any] = asked | {"temperature": 2, "n": 3, "seed": 5}
+    several, again = (client.chat.completions.create(**hot) for _ in range(2))
+    texts = [choice.message.content for choice in several.choices]
+    assert texts == [choice.message.content for choice in again.choices]
+    assert len(set(texts)) == 3
+
+
+def test_a_schema_and_a_stop_string(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["cat", "dog"]},
+            "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        },
+        "required": ["kind", "age"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": schema, "strict": True}}
+    text = None
+    for seed in range(20):  # white space between the parts is free, and may be long
+        found = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "a"}],
+            response_format=form,
+            seed=seed,
+            max_tokens=100,
+        )
+        if found.choices[0].finish_reason == "stop":
+            text = found.choices[0].message.content
+            break
+    assert text is not None
+    assert set(json.loads(text)) == {"kind", "age"}
+    choice = client.completions.create(
+        model="tiny", prompt="x", max_tokens=9, extra_body={"guided_regex": "[xyz]{4}"}
+    )
+    assert re.fullmatch("[xyz]{4}", choice.choices[0].text)
+
+
+def test_tokens_and_texts(url: str) -> None:
+    found = post(url, "/tokenize", {"prompt": "né"}).json()
+    assert found["count"] == len(found["tokens"]) == 3
+    assert post(url, "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "né"}
+    refused = post(url, "/detokenize", {"tokens": [256]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+
+
+PROMPT = {"model": "tiny", "prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "message"),
+    [
+        ("completions", b"{", 400, None, "the body is not JSON"),
+        ("completions", PROMPT | {"suffix": "y"}, 400, "suffix", "suffix: this server does not know it"),
+        ("completions", PROMPT | {"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1, got 0"),
+        ("completions", PROMPT | {"max_tokens": 999}, 400, None, "max_tokens=999"),
+        ("completions", PROMPT | {"prompt": []}, 400, "prompt", "prompt is empty"),
+        ("completions", PROMPT | {"prompt": [999]}, 400, None, "token id 999"),
+        ("completions", PROMPT | {"temperature": "hot"}, 400, "temperature", 'got "hot"'),
+        ("completions", PROMPT | {"model": "large"}, 404, "model", "'large' does not exist"),
+        ("completions", PROMPT | {"logit_bias": {"one": 1}}, 400, "logit_bias", "expected token ids"),
+        ("completions", PROMPT | {"echo": True, "logprobs": 1}, 400, "echo", "prompts are not scored"),
+        ("completions", PROMPT | {"guided_regex": "("}, 400, None, "regex"),
+        ("completions", PROMPT | {"prompt": "x" * 6000}, 413, None, "larger than 5000 bytes"),
+        ("chat/completions", {"model": "tiny", "messages": []}, 400, "messages", "at least 1 item"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages",
+            "text",
+        ),
+        ("chat/completions", {"messages": [{"role": "user"}], "tools": []}, 400, "tools", "does not know it"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(
+    url: str, path: str, body: Any, status: int, param: str | None, message: str
+) -> None:
+    found = post(url, f"/v1/{path}", body)
+    error = found.json()["error"]
+    assert (found.status_code, error["param"], error["code"]) == (status, param, status)
+    assert message in error["message"]
+
+
+def test_keys_are_checked(url: str, client: openai.OpenAI) -> None:
+    for key in (None, "a-key-for-test", KEY + "s"):
+        found = post(url, "/v1/completions", PROMPT, key)
+        assert (found.status_code, found.json()["error"]["type"]) == (401, "authentication_error")
+    wrong = client.with_options(api_key="wrong")
+    with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+        wrong.models.list()
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(ConfigError, match="API key 2 has 3 characters"):
+        Keys([KEY, "abc"])
+
+
+def test_prefixes_are_shared_by_requests_of_one_key_only(url: str) -> None:
+    body = PROMPT | {"prompt": "a prefix that is long enough for several pages", "max_tokens": 1}
+    cached = [
+        post(url, "/v1/completions", body, key).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for key in (KEY, OTHER, OTHER, KEY)
+    ]
+    assert cached == [0, 0, 40, 40]
+
+
+def test_health_and_metrics(url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    text = httpx.get(f"{url}/metrics").text
+    assert re.search(r'^vllm:num_requests_running\{model_name="tiny"\} 0.0$', text, re.MULTILINE)
+    written = re.search(r'^vllm:generation_tokens_total\{model_name="tiny"\} ([\d.]+)$', text, re.MULTILINE)
+    assert written is not None
+    assert float(written[1]) == engine.statistics().generated_tokens > 0
+    assert "vllm:time_to_first_token_seconds_bucket" in text
+    monkeypatch.setattr(engine, "stalled_s", lambda: 6.5)
+    refused = httpx.get(f"{url}/health")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "no step finished for 6 s")
+
+
+def test_a_client_that_goes_away_ends_its_texts(url: str, engine: Engine) -> None:
+    body = PROMPT | {"max_tokens": 120, "n": 4, "stream": True, "ignore_eos": True}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {KEY}"}
+    ) as answer:
+        assert answer.status_code == 200
+        next(answer.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{url}/v1/completions",
+            json=body | {"stream": False, "n": 4},
+            headers={"authorization": f"Bearer {KEY}"},
+            timeout=httpx.Timeout(30, read=0.01),
+        )
+    end = time.monotonic() + 30
+    while engine.statistics().running or engine.statistics().waiting:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert engine.statistics().pages_used == 0
+    assert engine.statistics().finished["cancelled"] > 0
+
+
+def test_a_full_queue_says_when_to_come_again(url: str, engine: Engine) -> None:
+    body = PROMPT | {"n": 30, "max_tokens": 100, "ignore_eos": True}
+    refused = post(url, "/v1/completions", body)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    while engine.statistics().running:
+        time.sleep(0.01)
+
+
+def test_the_description_names_every_path(url: str) -> None:
+    found = httpx.get(f"{url}/openapi.json").json()
+    assert set(found["paths"]) == {
+        "/health", "/metrics", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_random_requests_give_no_server_error(engine: Engine) -> None:
+    """Schemathesis draws requests from the description."""
+    import hypothesis
+    import schemathesis
+
+    app = create_app(engine, ServerSettings(Keys(), timeout_s=2.0))
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    seen = set()
+    checks: Any = list(hypothesis.HealthCheck)
+    operations: Any = schema.get_all_operations()
+    for result in operations:
+        operation = result.ok()
+
+        @hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=checks)
+        @hypothesis.given(case=operation.as_strategy())
+        def ask(case: Any) -> None:
+            response = case.call()
+            seen.add(response.status_code)
+            assert response.status_code < 500, (case.body, response.text)
+
+        ask()
+    assert {200, 400} <= seen
+    assert np.isfinite(engine.stalled_s())
