@@ -207,6 +207,16 @@ def test_what_cannot_be_answered_is_refused(
     assert message in error["message"]
 
 
+def test_a_body_without_a_length_is_counted(url: str) -> None:
+    def pieces() -> Iterator[bytes]:
+        for _ in range(200):
+            yield b" " * 100
+
+    answer = httpx.post(f"{url}/v1/completions", content=pieces(), headers={"authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 413
+    assert "larger than 5000 bytes" in answer.json()["error"]["message"]
+
+
 def test_keys_are_checked(url: str, client: openai.OpenAI) -> None:
     for key in (None, "a-key-for-test", KEY + "s"):
         found = post(url, "/v1/completions", PROMPT, key)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from capibara.compose import CompiledModel, JaxBackend, Precision, compile
 from capibara.compose.errors import InputError
 from capibara.compose.physical.randomness import as_key
+from capibara.compose.physical.sharding import param_shardings
 from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
 from capibara.core.adapters import (
@@ -622,7 +623,13 @@ class ModularCapibaraModel:
             InputError: a number is below 1; the model is an encoder (``ConfigError``).
         """
         form = self._paged_form(StepShape(1))
-        return _without(empty_pages(form, pages, page_size, slots, dtype), self.compiled.states)
+        cache = _without(empty_pages(form, pages, page_size, slots, dtype), self.compiled.states)
+        if self.mesh is None:
+            return cache
+        import jax
+
+        axes = _without(form.state_axes, self.compiled.states)
+        return jax.device_put(cache, param_shardings(cache, axes, self.mesh, self.backend.rules))
 
     def decode_pages(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from capibara.compress.jax_codes import is_coded, quantized
 from capibara.core.paged import StepShape
@@ -62,9 +63,11 @@ class Programs:
 
         if any(map(is_coded, jax.tree_util.tree_leaves(self._params, is_leaf=is_coded))):
             step = quantized(step)
+        # The cache stays where it is, and logits are wanted whole.
+        places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))
         with model.backend.scope():
-            lowered = jax.jit(step, donate_argnums=2).lower(self._params, self._state, cache, inputs)
-            self._steps[shape] = lowered.compile()
+            jitted = jax.jit(step, donate_argnums=2, out_shardings=places)
+            self._steps[shape] = jitted.lower(self._params, self._state, cache, inputs).compile()
         self.compilations += 1
         return self._steps[shape]
 
@@ -85,11 +88,16 @@ class Programs:
 
         rows = rows_of([GREEDY] * size, [0] * size, [0] * size)
         changes = no_changes(size, vocabulary) if changed else None
-        logits = jax.ShapeDtypeStruct((size, vocabulary), dtype)
+        logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
         with self._model.backend.scope():
             self._choices[key] = jax.jit(chosen).lower(logits, rows, changes).compile()
         self.compilations += 1
         return self._choices[key]
+
+    def _whole(self) -> NamedSharding | None:
+        """Where an array is that all devices of a mesh have."""
+        mesh = self._model.mesh
+        return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def warm(
         self,

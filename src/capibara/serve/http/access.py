@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from capibara.errors import ConfigError
 from capibara.serve.http.errors import ApiError, error_body
@@ -82,7 +83,7 @@ class LimitBodies:
         if not said.isdigit() or int(said) > self._most:
             await self._refuse(scope, receive, send)
             return
-        size, started = 0, False
+        size = 0
 
         async def counted() -> MutableMapping[str, Any]:
             nonlocal size
@@ -90,20 +91,12 @@ class LimitBodies:
             if message["type"] == "http.request":
                 size += len(message.get("body", b""))
                 if size > self._most:
-                    raise ApiError(413, self._words())
+                    raise HTTPException(
+                        413, self._words()
+                    )  # of the errors in reading, FastAPI passes these on
             return message
 
-        async def sent(message: MutableMapping[str, Any]) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, counted, sent)
-        except ApiError:
-            if started:
-                raise
-            await self._refuse(scope, receive, send)
+        await self._app(scope, counted, send)
 
     def _words(self) -> str:
         return f"the body is larger than {self._most} bytes. Send less."

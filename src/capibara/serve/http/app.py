@@ -26,6 +26,7 @@ __all__ = ["ServerSettings", "create_app"]
 
 _MOST_TEXTS = 256  # of one request
 _STALLED_S = 5.0
+_LEAST_LOGPROB = -9999.0
 _LOOK_S = 0.2  # whether the client is still there
 
 
@@ -324,14 +325,21 @@ def _token_text(engine: EngineProtocol, token: int) -> str:
     return "".join(decode_stream(engine.tokenizer, [token]))
 
 
+def _finite(logprob: float) -> float:
+    """JSON has no infinities: what cannot be written has the number that OpenAI gives it."""
+    return logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
+
+
 def _completion_scores(engine: EngineProtocol, scores: Any) -> dict[str, Any] | None:
     if not scores:
         return None
     texts = [_token_text(engine, score.token) for score in scores]
     return {
         "tokens": texts,
-        "token_logprobs": [score.logprob for score in scores],
-        "top_logprobs": [{_token_text(engine, t): p for t, p in reversed(score.top)} for score in scores],
+        "token_logprobs": [_finite(score.logprob) for score in scores],
+        "top_logprobs": [
+            {_token_text(engine, t): _finite(p) for t, p in reversed(score.top)} for score in scores
+        ],
         "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
     }
 
@@ -353,7 +361,7 @@ def _completion_delta(
 def _chat_scores(engine: EngineProtocol, scores: Any) -> dict[str, Any] | None:
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = _token_text(engine, token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
     if not scores:
         return None
