@@ -112,7 +112,8 @@ def test_any_schedule_gives_the_whole(kind: str) -> None:
 
 
 def alone_and_together(model: ModularCapibaraModel, place: int) -> tuple[np.ndarray, np.ndarray]:
-    """The logits of one text: with others whose tokens, lengths, pages and slots are random, and with none."""
+    """The logits of one text: with others whose tokens, lengths, pages and slots are random, in pools in which
+    earlier ones left what is not finite; and with none in empty pools."""
     random = np.random.default_rng(place)
     text = random.integers(0, 11, 18).astype(np.int32)
     step, found = stepper(model, SHAPE), []
@@ -120,6 +121,8 @@ def alone_and_together(model: ModularCapibaraModel, place: int) -> tuple[np.ndar
         draw = np.random.default_rng([place, others])
         numbers, slots = draw.permutation(np.arange(1, PAGES)), draw.permutation(np.arange(1, SLOTS))
         cache, logits, done = model.init_pages(PAGES, PAGE, SLOTS), [], 0
+        if others:
+            cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
         while done < len(text):
             count = 1 if place < SHAPE.rows else min(5 if done else 3, len(text) - done)
             first = place if place < SHAPE.rows else SHAPE.rows
@@ -140,10 +143,14 @@ def alone_and_together(model: ModularCapibaraModel, place: int) -> tuple[np.ndar
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("kind", ["grouped", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    ["grouped", *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixed", "latent", "windows and sinks"))],
+)
 @pytest.mark.parametrize("place", [1, 2])
 def test_what_shares_the_step_changes_no_bit(kind: str, place: int) -> None:
-    together, alone = alone_and_together(model_of(KINDS[kind]), place)
+    together, alone = alone_and_together(model_of((KINDS | FURTHER)[kind]), place)
+    assert np.isfinite(alone).all()
     np.testing.assert_array_equal(together, alone)
 
 
@@ -170,6 +177,9 @@ def test_a_step_has_tokens_and_pools_have_pages() -> None:
         StepShape(1, 1, 0)
     with pytest.raises(InputError, match="pages=0 must be an integer of at least 1"):
         model_of(KINDS["attention"]).init_pages(0, 4)
+    for dtype in ("int8", "nonsense"):
+        with pytest.raises(InputError, match=f"dtype='{dtype}' must be one of floats"):
+            model_of(KINDS["attention"]).init_pages(3, 4, dtype=dtype)
 
 
 def test_a_pool_has_another_dtype_than_arithmetic() -> None:

@@ -617,10 +617,10 @@ class ModularCapibaraModel:
         Args:
             pages: of the keys and values of each block that attends. page_size: positions of a page.
             slots: recurrent states of each state-space block.
-            dtype: of keys and values; by default that of arithmetic.
+            dtype: of keys and values, one of floats; by default that of arithmetic.
 
         Raises:
-            InputError: a number is below 1; the model is an encoder (``ConfigError``).
+            InputError: a number is below 1, or the dtype is none of floats; the model is an encoder (``ConfigError``).
         """
         form = self._paged_form(StepShape(1))
         cache = _without(empty_pages(form, pages, page_size, slots, dtype), self.compiled.states)

@@ -30,7 +30,7 @@ def empty_pages(form: CompiledModel, pages: int, page_size: int, slots: int, dty
     """The pools of a paged form: all zeros.
 
     Raises:
-        InputError: a number is out of range.
+        InputError: a number is out of range, or the dtype is none of floats.
     """
     for name, value in (("pages", pages), ("page_size", page_size), ("slots", slots)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -42,6 +42,15 @@ def empty_pages(form: CompiledModel, pages: int, page_size: int, slots: int, dty
         return cache
     import jax
     import jax.numpy as jnp
+
+    try:
+        real = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        real = False
+    if not real:
+        raise InputError(
+            f"dtype={dtype!r} must be one of floats, such as 'bfloat16': pages hold keys and values without scales"
+        )
 
     def of(path: Any, array: Any) -> Any:
         pool = str(getattr(path[-1], "key", "")).endswith("pages")

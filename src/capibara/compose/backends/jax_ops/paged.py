@@ -127,22 +127,41 @@ def paged_attention(
         if 0 in x.shape:
             continue
         of = slice(rows) if part == 0 else slice(rows, None)
-        # Padding stands after the real tokens, which do not see it.
-        lengths = jnp.where(counts[of] > 0, starts[of] + x.shape[1], 0)
+        real = jnp.minimum(counts[of], x.shape[1])
+        lengths = jnp.where(real > 0, starts[of] + real, 0)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if sinks is None:
-            out.append(attend(x, *new, table[of], lengths, value_dim=value.shape[-1], **options))
+            last = _moved(x, x.shape[1] - real)
+            done = attend(last, *new, table[of], lengths, value_dim=value.shape[-1], **options)
+            out.append(_moved(done, real - x.shape[1]))
             continue
         at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-        held_keys, held_values = (_gathered(pool, table[of])[..., :dim] for pool in new)
+        held_keys, held_values = (_gathered(pool, table[of], lengths)[..., :dim] for pool in new)
         out.append(cached_attention(x, held_keys, held_values, at, sinks=sinks, **options))
     return _cleared(out, counts, *shape), keys.back(new[0]), values.back(new[1])
 
 
-def _gathered(pool: Array, table: Array) -> Array:
-    """The pages of sequences in a row: ``[sequences, table * page_size, heads, width]``."""
+def _moved(x: Array, by: Array) -> Array:
+    """Each row's tokens ``by [rows]`` places later: what ``[rows, tokens, …]`` has first stands last in it.
+
+    Of a row that is not filled the last tokens are then the real ones, as the attention over pages takes them: it
+    reads nothing past them, where a page may still hold anything that an earlier sequence left.
+    """
+    if x.shape[1] == 1:
+        return x
+    places = jnp.clip(jnp.arange(x.shape[1], dtype=jnp.int32) - by[:, None], 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, places[(..., *[None] * (x.ndim - 2))], axis=1)
+
+
+def _gathered(pool: Array, table: Array, lengths: Array) -> Array:
+    """The pages of sequences in a row, ``[sequences, table * page_size, heads, width]``: 0 after each one's end.
+
+    There a page may hold anything that an earlier sequence left, and 0 times what is not finite is not 0.
+    """
     taken = pool[table]
-    return taken.reshape(table.shape[0], -1, *taken.shape[3:])
+    taken = taken.reshape(table.shape[0], -1, *taken.shape[3:])
+    known = jnp.arange(taken.shape[1], dtype=jnp.int32) < lengths[:, None]
+    return jnp.where(known[..., None, None], taken, jnp.zeros((), taken.dtype))
 
 
 def paged_latent_attention(
@@ -175,7 +194,8 @@ def paged_latent_attention(
             continue
         of = slice(rows) if part == 0 else slice(rows, None)
         at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-        held = _gathered(new, table[of])
+        real = jnp.minimum(counts[of], x.shape[1])
+        held = _gathered(new, table[of], jnp.where(real > 0, starts[of] + real, 0))
         out.append(attended_rows(x, weight, held, at, window, softcap, accumulate, scale))
     return _cleared(out, counts, *shape), pool.back(new)
 
