@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation import emulated
+from other_process import run_apart
 from small_models import KINDS, SMALL
 
 from capibara.compose.errors import InputError, WiringError
@@ -152,6 +154,69 @@ def test_what_shares_the_step_changes_no_bit(kind: str, place: int) -> None:
     together, alone = alone_and_together(model_of((KINDS | FURTHER)[kind]), place)
     assert np.isfinite(alone).all()
     np.testing.assert_array_equal(together, alone)
+
+
+@pytest.mark.parametrize("shape", [StepShape(1), StepShape(2, 1, 5)])
+@pytest.mark.parametrize(
+    "kind", ["grouped", *(pytest.param(k, marks=pytest.mark.slow) for k in ("latent", "mixed", "ssm"))]
+)
+def test_pools_are_written_where_they_stand(kind: str, shape: StepShape) -> None:
+    """Of one token and of several: XLA treats a write of one row as another operation."""
+    model = model_of(KINDS[kind])
+    cache = jax.eval_shape(lambda: model.init_pages(4096, PAGE, 4096))
+    inputs = {
+        "tokens": shape.tokens,
+        **dict.fromkeys(("starts", "counts", "slots", "outputs"), shape.sequences),
+    }
+    given = {key: jax.ShapeDtypeStruct((size,), jnp.int32) for key, size in inputs.items()}
+    given["page_table"] = jax.ShapeDtypeStruct((shape.sequences, TABLE), jnp.int32)
+    program = stepper(model, shape).lower(model.params, model.state, given, cache).compile()
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(sizes)
+    assert memory.temp_size_in_bytes < min(sizes) / 2
+
+
+MESH_SCRIPT = """
+import json
+import jax, numpy as np
+from small_models import KINDS, SMALL
+from capibara.config import ModularModelConfig
+from capibara.core import ModularCapibaraModel
+from capibara.core.paged import StepShape
+
+found = {}
+for kind in ("grouped", "latent", "mixed"):
+    config = ModularModelConfig.from_dict({}, SMALL | KINDS[kind])
+    one = ModularCapibaraModel(config)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    many = ModularCapibaraModel(config, mesh=mesh)
+    shape, logits, same = StepShape(1, 1, 4), [], True
+    inputs = {"tokens": np.array([3, 1, 4, 1, 5], np.int32), "starts": np.zeros(2, np.int32)}
+    inputs |= {"counts": np.array([1, 4], np.int32),
+              "slots": np.array([1, 2], np.int32), "page_table": np.array([[1, 2, 3], [4, 5, 6]], np.int32),
+              "outputs": np.arange(5, dtype=np.int32)}
+    for model in (one, many):
+        params = one.params if model is one else jax.device_put(one.params, many.compiled.propose_shardings()["params"])
+        step = lambda p, s, c, i: model.decode_pages(p, i, c, shape, state=s)
+        cache = model.init_pages(8, 4, 4)
+        before = jax.tree.map(lambda x: x.sharding, cache)
+        program = jax.jit(step, donate_argnums=2).lower(params, model.state, cache, inputs).compile()
+        for start in (0, 1, 2):  # a compiled program takes its own cache only where its shardings are the same
+            given = inputs | {"starts": np.array([start, 4 * start], np.int32)}
+            out, cache = program(params, model.state, cache, given)
+        logits.append(np.asarray(out))
+        same &= all(jax.tree.leaves(jax.tree.map(lambda b, x: b.is_equivalent_to(x.sharding, x.ndim), before, cache)))
+    found[kind] = [float(np.abs(logits[0] - logits[1]).max()), same]
+print("RESULT", json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_pools_stay_where_they_are_over_a_mesh() -> None:
+    for kind, (gap, same) in run_apart(MESH_SCRIPT, "[]", XLA_FLAGS=emulated(4, quick=True)).items():
+        assert gap < 1e-5, kind
+        assert same, kind
 
 
 @pytest.mark.parametrize(

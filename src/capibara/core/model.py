@@ -33,7 +33,7 @@ from capibara.core.decoder import build_decoder
 from capibara.core.encoders import require_decoder
 from capibara.core.flops import flops_per_token
 from capibara.core.loss import losses_of, mean_of, next_token_loss, parts_of
-from capibara.core.paged import StepShape, check_step, empty_pages, page_width
+from capibara.core.paged import StepShape, check_step, empty_pages, kept_in_place, page_width
 from capibara.core.pipelined import PipelinedLoss, stages_of
 from capibara.core.texts import Texts, check_targets, texts_of
 from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
@@ -667,7 +667,7 @@ class ModularCapibaraModel:
         own = state if state is not None else (self.state if self.compiled.states else {})
         arrays = check_step(inputs, shape, tuple(form.inputs))
         outputs, after = form.apply(params, arrays, state=_merged(cache, own))
-        return outputs["logits"][0], _without(after, self.compiled.states)
+        return outputs["logits"][0], kept_in_place(form, _without(after, self.compiled.states))
 
     # ---- what it costs, where it runs ---------------------------------------------------------------------
 

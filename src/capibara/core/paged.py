@@ -14,7 +14,7 @@ from capibara.compose import CompiledModel
 from capibara.compose.errors import InputError
 from capibara.compose.primitives.paged import StepShape
 
-__all__ = ["StepShape", "check_step", "empty_pages", "page_width"]
+__all__ = ["StepShape", "check_step", "empty_pages", "kept_in_place", "page_width"]
 
 _LANES = 128  # of a TPU's registers
 
@@ -57,6 +57,25 @@ def empty_pages(form: CompiledModel, pages: int, page_size: int, slots: int, dty
         return jnp.zeros_like(array, dtype=dtype) if pool else array
 
     return jax.tree_util.tree_map_with_path(of, cache)
+
+
+def kept_in_place(form: CompiledModel, cache: dict[str, Any]) -> dict[str, Any]:
+    """The pools after a step, over the mesh as :func:`empty_pages` makes them.
+
+    Otherwise the compiler chooses, and what is sharded otherwise than what came in is no place for the next step.
+    """
+    if (mesh := form.backend.mesh) is None:
+        return cache
+    import jax
+
+    def one(path: Any, array: Any) -> Any:
+        axes = form.states[tuple(step.key for step in path)].axes
+        sharding = jax.sharding.NamedSharding(
+            mesh, form.backend.rules.spec(axes or (None,) * array.ndim, mesh, array.shape)
+        )
+        return jax.lax.with_sharding_constraint(array, sharding)
+
+    return jax.tree_util.tree_map_with_path(one, cache)
 
 
 def check_step(inputs: Mapping[str, Any], shape: StepShape, wanted: tuple[str, ...]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.one_device import alike, on_platform
 from capibara.ops.registry import Implementation, Op, public
+from capibara.ops.rows import write_rows
 
 __all__ = ["paged_attention", "write_pages"]
 
@@ -402,13 +403,12 @@ def write_pages(
         raise OpShapeError(
             f"write_pages: lengths must be int [{batch}], got {lengths.dtype} {tuple(lengths.shape)}"
         )
-    pages, page_size = key_pages.shape[:2]
+    page_size = key_pages.shape[1]
     page_table, lengths = (jnp.asarray(x).astype(jnp.int32) for x in (page_table, lengths))
     at = lengths[:, None] + jnp.arange(new, dtype=lengths.dtype)
     page = jnp.take_along_axis(page_table, at // page_size, axis=1, mode="fill", fill_value=-1)
-    page = jnp.where(page < 0, pages, page)  # an index past the end is dropped, a negative one would wrap
     where = (page, at % page_size)
     return (
-        key_pages.at[where].set(pad(key, 3, key_pages.shape[3]).astype(key_pages.dtype), mode="drop"),
-        value_pages.at[where].set(pad(value, 3, value_pages.shape[3]).astype(value_pages.dtype), mode="drop"),
+        write_rows(key_pages, where, pad(key, 3, key_pages.shape[3])),
+        write_rows(value_pages, where, pad(value, 3, value_pages.shape[3])),
     )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from capibara.compose.backends.jax_ops.language import ragged_cached_conv, ragged_continued_scan
 from capibara.compose.backends.jax_ops.latent import attended_rows
 from capibara.compose.backends.jax_stacked import Row
+from capibara.ops.rows import write_rows
 
 __all__ = ["paged_attention", "paged_conv", "paged_latent_attention", "paged_positions", "paged_scan"]
 
@@ -57,17 +58,26 @@ def paged_positions(like: Array, starts: Array, rows: int, chunks: int, chunk: i
 
 
 class _Pool:
-    """The pages of one block, as pages of the pool of all repetitions, so that none are taken out of it."""
+    """The pages of one block, as pages of the pool of all repetitions, so that none are taken out of it.
 
-    def __init__(self, pages: Any) -> None:
+    Args:
+        pages: ``[pages, page_size, heads, width]``.
+        stacked: pages are found by the number of the repetition too, which is then in ``index``, and :attr:`flat` is
+            the array of all repetitions as it is. Of pages with a single head XLA would lay out another shape
+            otherwise, and copy all of them for that.
+    """
+
+    def __init__(self, pages: Any, *, stacked: bool = False) -> None:
         self._given = pages
-        if isinstance(pages, Row):
-            count, each = pages.stack.shape[:2]
-            self.flat = pages.stack.reshape(count * each, *pages.stack.shape[2:])
+        each, self.page_size = pages.shape[:2]
+        self._each, self._first = each, jnp.zeros((), jnp.int32)
+        self.index: tuple[Array, ...] = ()
+        self.flat = pages.stack if isinstance(pages, Row) else pages
+        if isinstance(pages, Row) and stacked:
+            self.index = (jnp.asarray(pages.index, jnp.int32),)
+        elif isinstance(pages, Row):
+            self.flat = self.flat.reshape(-1, *self.flat.shape[2:])
             self._first = jnp.asarray(pages.index, jnp.int32) * each
-        else:
-            each, self.flat, self._first = pages.shape[0], pages, jnp.zeros((), jnp.int32)
-        self.page_size, self._each = self.flat.shape[1], each
 
     def numbers(self, table: Array) -> Array:
         """Page numbers in :attr:`flat`; -1 for what is none."""
@@ -136,7 +146,7 @@ def paged_attention(
             out.append(_moved(done, real - x.shape[1]))
             continue
         at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-        held_keys, held_values = (_gathered(pool, table[of], lengths)[..., :dim] for pool in new)
+        held_keys, held_values = (_gathered(pool, (table[of],), lengths)[..., :dim] for pool in new)
         out.append(cached_attention(x, held_keys, held_values, at, sinks=sinks, **options))
     return _cleared(out, counts, *shape), keys.back(new[0]), values.back(new[1])
 
@@ -153,13 +163,14 @@ def _moved(x: Array, by: Array) -> Array:
     return jnp.take_along_axis(x, places[(..., *[None] * (x.ndim - 2))], axis=1)
 
 
-def _gathered(pool: Array, table: Array, lengths: Array) -> Array:
-    """The pages of sequences in a row, ``[sequences, table * page_size, heads, width]``: 0 after each one's end.
+def _gathered(pool: Array, where: tuple[Array, ...], lengths: Array) -> Array:
+    """The pages ``where[-1] [sequences, table]`` in a row: ``[sequences, table * page_size, heads, width]``.
 
-    There a page may hold anything that an earlier sequence left, and 0 times what is not finite is not 0.
+    After each one's end it is 0: there a page may hold anything that an earlier sequence left, and 0 times what is
+    not finite is not 0.
     """
-    taken = pool[table]
-    taken = taken.reshape(table.shape[0], -1, *taken.shape[3:])
+    taken = pool[where]
+    taken = taken.reshape(taken.shape[0], -1, *taken.shape[3:])
     known = jnp.arange(taken.shape[1], dtype=jnp.int32) < lengths[:, None]
     return jnp.where(known[..., None, None], taken, jnp.zeros((), taken.dtype))
 
@@ -181,12 +192,11 @@ def paged_latent_attention(
     accumulate: str,
     scale: float | None = None,
 ) -> tuple[Array, Any]:
-    shape, pool = (rows, chunks, chunk), _Pool(pages)
+    shape, pool = (rows, chunks, chunk), _Pool(pages, stacked=True)
     starts, counts = jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32)
     own = jnp.concatenate([latent[0], rotary_key[0, :, 0]], axis=-1)[:, None]  # one head for all
     page, within = pool.places(page_table, starts, counts, *shape)
-    page = jnp.where(page < 0, pool.flat.shape[0], page)[:, 0]
-    new = pool.flat.at[page, within].set(own.astype(pool.flat.dtype), mode="drop")
+    new = write_rows(pool.flat, (*pool.index, page[:, 0], within), own)
     table = pool.readable(page_table)
     out = []
     for part, x in enumerate(_parts(query, *shape)):
@@ -195,7 +205,7 @@ def paged_latent_attention(
         of = slice(rows) if part == 0 else slice(rows, None)
         at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
         real = jnp.minimum(counts[of], x.shape[1])
-        held = _gathered(new, table[of], jnp.where(real > 0, starts[of] + real, 0))
+        held = _gathered(new, (*pool.index, table[of]), jnp.where(real > 0, starts[of] + real, 0))
         out.append(attended_rows(x, weight, held, at, window, softcap, accumulate, scale))
     return _cleared(out, counts, *shape), pool.back(new)
 
@@ -207,16 +217,17 @@ class _Slots:
         self._given = states
         self._states = states.stack if isinstance(states, Row) else states
         self._index = (jnp.asarray(states.index, jnp.int32),) if isinstance(states, Row) else ()
-        size = states.shape[0]
         slots = jnp.asarray(slots, jnp.int32)
-        self._slots = jnp.where((slots < 0) | (jnp.asarray(counts) <= 0), size, slots)
-        taken = self._states[(*self._index, jnp.clip(slots, 0, size - 1))]
-        fresh = (jnp.asarray(starts) == 0)[(..., *[None] * (taken.ndim - 1))]
-        self.taken = jnp.where(fresh, 0, taken)
+        self._slots = jnp.where(jnp.asarray(counts) <= 0, -1, slots)
+        taken = jnp.clip(slots, 0, states.shape[0] - 1)
+        # XLA makes a gather of one row a slice, moves it past the write, and copies all states for it.
+        several = jnp.tile(taken, 2) if taken.shape[0] == 1 else taken
+        held = self._states[(*self._index, several)][: taken.shape[0]]
+        fresh = (jnp.asarray(starts) == 0)[(..., *[None] * (held.ndim - 1))]
+        self.taken = jnp.where(fresh, 0, held)
 
     def back(self, new: Array) -> Any:
-        where = (*self._index, self._slots)
-        states = self._states.at[where].set(new.astype(self._states.dtype), mode="drop")
+        states = write_rows(self._states, (*self._index, self._slots), new)
         return Row(states, self._given.index) if self._index else states
 
 

@@ -1,0 +1,45 @@
+"""Rows written where they stand, against a loop over them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.ops.rows import write_rows
+
+
+@pytest.mark.parametrize(
+    "where", [[(1, 2)], [(0, 0), (2, 3)], [(-1, 2)], [(3, 0)], [(1, 4), (1, -4), (2, 1)]]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_outside_are_not_written(where: list[tuple[int, int]], dtype: str) -> None:
+    before = np.arange(3 * 4 * 2, dtype=np.float32).reshape(3, 4, 2)
+    new = -np.arange(1.0, 1 + 2 * len(where), dtype=np.float32).reshape(-1, 2)
+    want = before.copy()
+    for (i, j), row in zip(where, new, strict=True):
+        if 0 <= i < 3 and 0 <= j < 4:
+            want[i, j] = row
+    i, j = np.array(where, np.int32).T
+    got = write_rows(jnp.asarray(before, dtype), (i, j), jnp.asarray(new))
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got.astype(jnp.float32), want)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_donated_array_is_not_copied(count: int) -> None:
+    def write(array: jax.Array, index: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        array = write_rows(array, (index,), new)
+        return array, array[0].sum()
+
+    size = jax.ShapeDtypeStruct((4096, 8), jnp.float32)
+    index, new = jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((count, 8), jnp.float32)
+    memory = jax.jit(write, donate_argnums=0).lower(size, index, new).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 4096 * 8 * 4
+    assert memory.temp_size_in_bytes < 4096
+
+
+def test_one_index_for_all_rows() -> None:
+    got = write_rows(jnp.zeros((2, 3)), (jnp.int32(1), jnp.array([2, 0, 5])), jnp.array([7.0, 8.0, 9.0]))
+    np.testing.assert_array_equal(got, [[0, 0, 0], [8, 0, 7]])
