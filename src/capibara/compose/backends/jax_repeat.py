@@ -2,7 +2,9 @@
 
 A loop (``lax.scan``) compiles in the time of one block, whatever the depth. Unrolled, the compiler sees across
 layers and keeps each layer's residuals where they are; on CPU a scanned backward pass spends most of its time
-copying stacked residuals, and unrolling a few layers is nearly twice as fast.
+copying stacked residuals, and unrolling a few layers is nearly twice as fast. Decoding has no backward pass, and what
+it takes is reading the weights: unrolled on CPU all of them are first cut out of their stacks, a loop cuts out those
+of one layer, which then stay in the processor's cache.
 
 States come and go as arrays of all repetitions. In training each repetition takes its part of them and gives a new one.
 In decoding (``in_place``) the whole arrays go from repetition to repetition, and each writes its new rows into them: if
@@ -31,13 +33,14 @@ UNROLL_LIMIT_CPU = 12
 _POLICIES = {"full": None, "dots": "dots_with_no_batch_dims_saveable"}
 
 
-def choose_mode(mode: str, count: int, platform: str) -> str:
-    """``"auto"`` resolved to ``"scan"`` or ``"unroll"`` for a platform and a depth."""
+def choose_mode(mode: str, count: int, platform: str, *, decodes: bool = False) -> str:
+    """``"auto"`` resolved to ``"scan"`` or ``"unroll"`` for a platform, a depth, and whether the block decodes."""
     if mode not in ("auto", "scan", "unroll"):
         raise CompileError(f"mode={mode!r} must be 'auto', 'scan' or 'unroll'")
     if mode != "auto":
         return mode
-    return "unroll" if count == 1 or (platform == "cpu" and count <= UNROLL_LIMIT_CPU) else "scan"
+    few = platform == "cpu" and count <= UNROLL_LIMIT_CPU and not decodes
+    return "unroll" if count == 1 or few else "scan"
 
 
 def checkpointed(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
@@ -78,10 +81,11 @@ def repeat(
     run = checkpointed(body, remat)
     # Outside of a trace nothing is written in place: `count` writes would copy the whole array each.
     traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
-    if in_place is not None and (mode == "scan" or traced):
+    if in_place is not None and traced:
         return _in_place(run, params, carry, shared, state, keys, train, count, mode, in_place)
 
-    if mode == "scan":
+    # There a loop is traced and compiled anew each time it is called.
+    if mode == "scan" and (in_place is None or count > UNROLL_LIMIT_CPU):
 
         def step(carry: Any, xs: Any) -> tuple[Any, Any]:
             p, s, k = xs

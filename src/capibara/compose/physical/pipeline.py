@@ -28,7 +28,7 @@ from capibara.compose.logical.values import settle_numbers
 from capibara.compose.physical.codegen import generate, module_source
 from capibara.compose.physical.compile_keys import Keys
 from capibara.compose.physical.compiled import CompiledModel, Program
-from capibara.compose.physical.graph import Graph, flatten
+from capibara.compose.physical.graph import Graph, Node, flatten
 from capibara.compose.physical.passes import optimise
 from capibara.compose.physical.registered import check_registered, functions_of
 from capibara.compose.physical.sizes import resolve_sizes
@@ -141,9 +141,7 @@ def compile(
         before = sum(1 for _ in graph.walk())
         effects = optimise(graph, backend.policy, inference=inference, run=_folder(backend, ops_module))
         modes = {
-            id(node.block): _mode(node.block, backend)
-            for node in graph.walk()
-            if isinstance(node.block, Repeat)
+            id(node.block): _mode(node, backend) for node in graph.walk() if isinstance(node.block, Repeat)
         }
         functions, constants = generate(
             graph,
@@ -291,12 +289,14 @@ def _backend(backend: Any) -> Any:
     return backend
 
 
-def _mode(block: Repeat, backend: Any) -> str:
+def _mode(node: Node, backend: Any) -> str:
     if getattr(backend, "type", "jax") != "jax":
         return "unroll"  # there is no loop to compile
     from capibara.compose.backends.jax_repeat import choose_mode
 
-    return choose_mode(block.mode, block.count, backend.platform)
+    block = node.block
+    decodes = node.region is not None and any(inner.block.decodes for inner in node.region.walk())
+    return choose_mode(block.mode, block.count, backend.platform, decodes=decodes)
 
 
 def _parts(graph: Graph, backend: Any) -> tuple[str, ...]:
