@@ -173,6 +173,7 @@ def test_pools_are_written_where_they_stand(kind: str, shape: StepShape) -> None
     program = stepper(model, shape).lower(model.params, model.state, given, cache).compile()
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
     memory = program.memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= sum(sizes)
     assert memory.temp_size_in_bytes < min(sizes) / 2
 

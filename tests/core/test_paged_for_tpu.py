@@ -30,7 +30,7 @@ for heads, dim in ((2, 128), (1, 64)):
     params = abstract(jax.eval_shape(lambda: model.init(0)[0]))
     cache = abstract(jax.eval_shape(lambda: model.init_pages(PAGES, 16, 9)))
     pools = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    for name, shape in (("decode", StepShape(8)), ("prefill", StepShape(8, 2, 64))):
+    for name, shape in (("one", StepShape(1)), ("decode", StepShape(8)), ("prefill", StepShape(8, 2, 64))):
         of = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32, sharding=where)
         n, of_each = shape.sequences, ("starts", "counts", "outputs")
         inputs = {"tokens": of(shape.tokens), "page_table": of(n, 64), **{k: of(n) for k in of_each}}

@@ -36,6 +36,7 @@ def test_a_donated_array_is_not_copied(count: int) -> None:
     size = jax.ShapeDtypeStruct((4096, 8), jnp.float32)
     index, new = jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((count, 8), jnp.float32)
     memory = jax.jit(write, donate_argnums=0).lower(size, index, new).compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes == 4096 * 8 * 4
     assert memory.temp_size_in_bytes < 4096
 
