@@ -152,12 +152,13 @@ def model_bytes(path: str | Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def load_source(path: str, *, quiet: bool, ema: bool = False) -> LoadedModel:
+def load_source(path: str, *, quiet: bool, ema: bool = False, decode: bool | str = True) -> LoadedModel:
     """The model in a run, the folder of a published model, a GGUF file, or a compressed file that carries its settings.
 
     Args:
       quiet: no progress bar.
       ema: with the averaged parameters of a run.
+      decode: what to do with quantized weights: :func:`capibara.serve.load_compressed`.
 
     Raises:
       CapibaraError: there is none, or it is damaged.
@@ -172,7 +173,7 @@ def load_source(path: str, *, quiet: bool, ema: bool = False) -> LoadedModel:
     if is_archive(path):
         from capibara.serve.weights import load_compressed
 
-        return load_compressed(path)
+        return load_compressed(path, decode=decode)
     if not is_published(path):
         return load_model(find_checkpoint(path, warn=warn_on_stderr), ema=ema)
     with progress_bar("loading", model_bytes(path), quiet=quiet) as progress:

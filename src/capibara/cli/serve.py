@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one key a line; requests need one (also: CAPIBARA_API_KEYS, with commas)",
     )
+    parser.add_argument(
+        "--decode",
+        action="store_true",
+        help="decode the quantized weights of an archive at the start; by default they stay in their codes",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
@@ -73,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     # Before the model is loaded: a port that is taken should not cost minutes.
     listener = _listen(args.host, args.port)
     with listener:
-        loaded = load_source(args.model, quiet=args.quiet)
+        loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto")
         engine = Engine(
             loaded.model,
             loaded.params,

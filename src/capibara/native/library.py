@@ -26,9 +26,11 @@ TARGETS = (
     "capibara_grouped_product",
     "capibara_max_plus",
     "capibara_max_plus_argmax",
+    "capibara_paged_attention",
     "capibara_recurrence",
     "capibara_selective_scan",
     "capibara_selective_scan_backward",
+    "capibara_thin_product",
 )
 
 
@@ -86,10 +88,19 @@ def isa() -> str | None:
     return None if library is None else library.capibara_native_isa().decode()
 
 
-def call(target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: int | float) -> Any:
-    """Call ``target``; ints are passed as int64, floats as float32. ``vmap`` adds leading axes to every array."""
+def call(
+    target: str,
+    out: Sequence[jax.ShapeDtypeStruct],
+    *arrays: Any,
+    vmap_method: str = "broadcast_all",
+    **attributes: int | float,
+) -> Any:
+    """Call ``target``; ints are passed as int64, floats as float32.
+
+    ``vmap`` adds leading axes to every array, or with ``"sequential"`` calls once for each element.
+    """
     reason = problem()
     if reason is not None:
         raise NotImplementedError(reason)
     typed = {k: np.int64(v) if isinstance(v, int) else np.float32(v) for k, v in attributes.items()}
-    return jax.ffi.ffi_call(target, tuple(out), vmap_method="broadcast_all")(*arrays, **typed)
+    return jax.ffi.ffi_call(target, tuple(out), vmap_method=vmap_method)(*arrays, **typed)

@@ -13,7 +13,7 @@ they are donated, nothing as large as they are is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from capibara.compose.backends.jax_stacked import Row, read, replace
+from capibara.compose.backends.jax_stacked import Layers, Row, read, replace
 from capibara.compose.errors import CompileError
 
 __all__ = ["UNROLL_LIMIT_CPU", "choose_mode", "repeat"]
@@ -68,7 +68,8 @@ def repeat(
     """``carry, state[i], extra[i] = body(params[i], carry, shared, state[i], key[i], train)`` for i = 0 … count-1.
 
     Args:
-        body: the block. params, state: nested dicts of arrays stacked along a leading dimension of ``count``.
+        body: the block. params, state: nested dicts of arrays stacked along a leading dimension of ``count``, or
+            parameters that are :class:`~capibara.compose.backends.jax_stacked.Layers`.
         carry: what goes through all repetitions. shared: what each of them sees.
         key: split into one key a repetition, or None.
         in_place: None, or for a block that decodes the places in ``state`` of what its body takes and gives as a
@@ -81,6 +82,8 @@ def repeat(
     run = checkpointed(body, remat)
     # Outside of a trace nothing is written in place: `count` writes would copy the whole array each.
     traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
+    if any(map(_is_apart, jax.tree.leaves(params, is_leaf=_is_apart))):
+        mode = "unroll"
     if in_place is not None and traced:
         return _in_place(run, params, carry, shared, state, keys, train, count, mode, in_place)
 
@@ -148,12 +151,18 @@ def _in_place(
     return carry, state, _stack(extras)
 
 
+def _is_apart(leaf: Any) -> bool:
+    return isinstance(leaf, Layers)
+
+
 def _unstack(tree: Any, count: int) -> list[Any]:
     # lax.split, because its transpose is one concatenation; indexing would add up `count` padded arrays.
-    def rows(leaf: jax.Array) -> list[jax.Array]:
+    def rows(leaf: jax.Array | Layers) -> Sequence[jax.Array]:
+        if isinstance(leaf, Layers):
+            return leaf.arrays
         return [jnp.squeeze(part, 0) for part in lax.split(leaf, [1] * count, axis=0)]
 
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_apart)
     columns = [rows(leaf) for leaf in leaves]
     return [jax.tree.unflatten(treedef, [column[i] for column in columns]) for i in range(count)]
 

@@ -4,6 +4,8 @@ A repeated block keeps its state as one array ``[count, …]``. If every repetit
 new part back, the compiler takes the array apart and puts it together again, and copies all of it for every token
 that is decoded. A :class:`Row` is the whole array and the number of a repetition instead: what writes a few numbers
 to it (:func:`write`) writes them into the whole array, which the compiler does in place.
+
+:class:`Layers` is the other way round, for what is only read: the arrays of all repetitions, each on its own.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Row", "read", "replace", "write", "write_places"]
+__all__ = ["Layers", "Row", "read", "replace", "write", "write_places"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -45,6 +47,37 @@ class Row:
     @classmethod
     def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Row:
         return cls(*children)
+
+
+@jax.tree_util.register_pytree_node_class
+class Layers:
+    """A parameter of a repeated block as one array for each repetition, in place of ``[count, …]``.
+
+    The repetitions are then unrolled, and nothing is cut out of a stack. On CPU XLA copies what it cuts out, which
+    takes longer than the product of a few tokens with it.
+
+    Args:
+        arrays: of one shape and dtype; or what stands for them, such as quantized weights.
+    """
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.arrays = tuple(arrays)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the stack."""
+        return len(self.arrays), *self.arrays[0].shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.arrays[0].dtype
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        return self.arrays, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Layers:
+        return cls(children)
 
 
 def read(array: jax.Array | Row) -> jax.Array:

@@ -13,6 +13,8 @@
   extern const capibara::QuantisedKernels kQuantised;  \
   extern const capibara::FixedKernels kFixed;          \
   extern const capibara::GroupedKernels kGrouped;      \
+  extern const capibara::ThinKernels kThin;            \
+  extern const capibara::PagedKernels kPaged;          \
   }
 
 #if defined(__aarch64__)
@@ -36,18 +38,18 @@ Isa choose() {
   if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     return {&avx512::kAttention, &avx512::kTropical, &avx512::kCodec, &avx512::kScan, &avx512::kQuantised,
-            &avx512::kFixed, &avx512::kGrouped};
+            &avx512::kFixed, &avx512::kGrouped, &avx512::kThin, &avx512::kPaged};
   if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     return {&avx2::kAttention, &avx2::kTropical, &avx2::kCodec,  &avx2::kScan, &avx2::kQuantised,
-            &avx2::kFixed,     &avx2::kGrouped};
+            &avx2::kFixed,     &avx2::kGrouped,   &avx2::kThin, &avx2::kPaged};
 #endif
   (void)wanted;
 #if defined(__aarch64__)
   return {&neon::kAttention, &neon::kTropical, &neon::kCodec,  &neon::kScan, &neon::kQuantised,
-          &neon::kFixed,     &neon::kGrouped};
+          &neon::kFixed,     &neon::kGrouped,   &neon::kThin, &neon::kPaged};
 #else
   return {&baseline::kAttention, &baseline::kTropical, &baseline::kCodec, &baseline::kScan, &baseline::kQuantised,
-          &baseline::kFixed, &baseline::kGrouped};
+          &baseline::kFixed, &baseline::kGrouped, &baseline::kThin, &baseline::kPaged};
 #endif
 }
 

@@ -5,8 +5,10 @@
 #include "codec.h"
 #include "fixed.h"
 #include "grouped.h"
+#include "paged.h"
 #include "quantised.h"
 #include "scan.h"
+#include "thin.h"
 #include "tropical.h"
 
 namespace capibara {
@@ -19,6 +21,8 @@ struct Isa {
   const QuantisedKernels* quantised;
   const FixedKernels* fixed;
   const GroupedKernels* grouped;
+  const ThinKernels* thin;
+  const PagedKernels* paged;
 };
 
 const Isa& isa();

@@ -36,7 +36,7 @@ static int64_t codes_items(const CodesProduct& p) {
 }
 
 static int64_t codes_scratch(const CodesProduct& p) {
-  if (is_thin(p)) return p.across ? 1 : p.w.inner;
+  if (is_thin(p)) return p.across ? kAbreastAcross * kTogetherAcross * p.w.groups : p.w.inner;
   if (p.across)
     return kDeep * kMostColumns + least(p.count, kMostAcross) * (kMostColumns + 16);
   return kMostRows * (kDeepStep + up(least(p.count, kMostVectors), kPanel) + 16);

@@ -70,6 +70,8 @@ static inline void whole_groups(const CodesProduct& p, const typename C::Table& 
       for (int r = 0; r < R; ++r) {
         Vec values[C::kVecs];
         C::read(codes + r * w.width + C::byte(k), table, values);
+        // The rows that are read next.
+        if (C::byte(k) % 64 == 0) __builtin_prefetch(codes + (R + r) * w.width + C::byte(k));
 #pragma GCC unroll 2
         for (int v = 0; v < C::kVecs; ++v) {
           if (N == 1) {
@@ -148,53 +150,97 @@ static void thin(const CodesProduct& p, int64_t item, float* scratch) {
 }
 
 // Across, each item has some rows and sums of its own, as long as a row.
-template <typename C, int R>
+
+// What codes of R rows are multiplied by for N vectors: their scale times the vector's number, [R][N][groups].
+template <int R, int N>
+static inline void scaled_vectors(const CodesProduct& p, int64_t row, int64_t vector, float* to) {
+  for (int r = 0; r < R; ++r) {
+    const Scales scales(p.w, row + r);
+    float x[N];
+    for (int n = 0; n < N; ++n) x[n] = p.x[(vector + n) * p.w.rows + row + r];
+    for (int64_t g = 0; g < p.w.groups; ++g) {
+      const float scale = scales[g];
+      for (int n = 0; n < N; ++n) to[(r * N + n) * p.w.groups + g] = scale * x[n];
+    }
+  }
+}
+
+template <typename C, int R, int N>
 static inline void whole_groups_across(const CodesProduct& p, const typename C::Table& table, int64_t row,
-                                       int64_t vector, float* sums) {
+                                       int64_t vector, float* sums, float* factors) {
   const Codes& w = p.w;
   const int64_t inner = w.inner, whole = inner - inner % C::kChunk;
-  const Scales scales(w, row);
   const uint8_t* const codes = w.codes + row * w.width;
-  const float* const x = p.x + vector * w.rows + row;
+  scaled_vectors<R, N>(p, row, vector, factors);
   for (int64_t k = 0, g = 0; k < whole; ++g) {
     const int64_t stop = least(k + w.group, whole);
-    Vec scale[R], factor[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) scale[r] = splat(scales[r * w.groups + g]), factor[r] = splat(x[r]);
+    const float* const factor = factors + g;
     for (; k < stop; k += C::kChunk) {
-      Vec total[C::kVecs];
-      for (int v = 0; v < C::kVecs; ++v) total[v] = load(sums + k + v * kWidth);
+      Vec total[N][C::kVecs];
 #pragma GCC unroll 4
+      for (int n = 0; n < N; ++n)
+#pragma GCC unroll 2
+        for (int v = 0; v < C::kVecs; ++v) total[n][v] = load(sums + n * inner + k + v * kWidth);
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         Vec values[C::kVecs];
         C::read(codes + r * w.width + C::byte(k), table, values);
+        // The rows that are read next.
+        if (C::byte(k) % 64 == 0) __builtin_prefetch(codes + (R + r) * w.width + C::byte(k));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          const Vec by = splat(factor[(r * N + n) * w.groups]);
 #pragma GCC unroll 2
-        for (int v = 0; v < C::kVecs; ++v) total[v] += values[v] * scale[r] * factor[r];
+          for (int v = 0; v < C::kVecs; ++v) total[n][v] += values[v] * by;
+        }
       }
-      for (int v = 0; v < C::kVecs; ++v) store(sums + k + v * kWidth, total[v]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n)
+#pragma GCC unroll 2
+        for (int v = 0; v < C::kVecs; ++v) store(sums + n * inner + k + v * kWidth, total[n][v]);
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int64_t k = whole; k < inner; ++k)
-      sums[k] += C::level(w, codes + r * w.width, k) * scales[r * w.groups + k / w.group] * x[r];
+    for (int64_t k = whole; k < inner; ++k) {
+      const float level = C::level(w, codes + r * w.width, k);
+      for (int n = 0; n < N; ++n) sums[n * inner + k] += level * factors[(r * N + n) * w.groups + k / w.group];
+    }
+}
+
+constexpr int kTogetherAcross = kWidth >= 16 ? 4 : 2;
+constexpr int kAbreastAcross = 8;  // rows for one vector; for several half as many
+
+// Rows from `row` on for N vectors, R at a time; the first one that is left.
+template <typename C, int R, int N>
+static inline int64_t rows_across(const CodesProduct& p, const typename C::Table& table, int64_t row, int64_t last,
+                                  int64_t vector, float* sums, float* factors) {
+  for (; row + R <= last; row += R) whole_groups_across<C, R, N>(p, table, row, vector, sums, factors);
+  return row;
+}
+
+template <typename C, int N>
+static void groups_across(const CodesProduct& p, const typename C::Table& table, int64_t first, int64_t last,
+                          int64_t vector, float* sums, float* factors) {
+  int64_t row = rows_across<C, N == 1 ? kAbreastAcross : kAbreastAcross / 2, N>(p, table, first, last, vector, sums,
+                                                                               factors);
+  rows_across<C, 1, N>(p, table, row, last, vector, sums, factors);
 }
 
 template <typename C>
-static void thin_across(const CodesProduct& p, int64_t item, float*) {
+static void thin_across(const CodesProduct& p, int64_t item, float* scratch) {
   const Codes& w = p.w;
   const int64_t share = thin_share(p), first = item * share, last = least(first + share, w.rows);
   const typename C::Table table(w);
   float* const mine = p.packed + item * p.count * w.inner;
   for (int64_t k = 0; k < p.count * w.inner; ++k) mine[k] = 0;
-  int64_t row = first;
   if (w.group % C::kChunk == 0) {
-    for (; row + kAbreast <= last; row += kAbreast)
-      for (int64_t n = 0; n < p.count; ++n)
-        whole_groups_across<C, kAbreast>(p, table, row, n, mine + n * w.inner);
-    for (; row < last; ++row)
-      for (int64_t n = 0; n < p.count; ++n) whole_groups_across<C, 1>(p, table, row, n, mine + n * w.inner);
+    int64_t n = 0;
+    for (; n + kTogetherAcross <= p.count; n += kTogetherAcross)
+      groups_across<C, kTogetherAcross>(p, table, first, last, n, mine + n * w.inner, scratch);
+    for (; n < p.count; ++n) groups_across<C, 1>(p, table, first, last, n, mine + n * w.inner, scratch);
+    return;
   }
-  for (; row < last; ++row)
+  for (int64_t row = first; row < last; ++row)
     for (int64_t n = 0; n < p.count; ++n) {
       float* const sums = mine + n * w.inner;
       const float x = p.x[n * w.rows + row];

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from capibara.ops.attention import paged_tpu
+from capibara.ops.attention import paged_native, paged_tpu
 from capibara.ops.attention.pallas_calls import pad, round_up
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
 from capibara.ops.checks import check_scale, check_softcap
@@ -272,6 +272,13 @@ OP = Op(
         Implementation(
             "pallas_tpu", {"forward": _reading(_tpu_kernel)}, platforms=("tpu",), check=paged_tpu.check
         ),
+        Implementation(
+            "native",
+            {"forward": _reading(paged_native.forward)},
+            platforms=("cpu",),
+            check=paged_native.check,
+            portable=False,
+        ),
         Implementation("xla", {"forward": _reading(_looped)}),
         Implementation("reference", {"forward": _reference}),
     ],
@@ -325,8 +332,8 @@ def paged_attention(
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       window: The most positions that a query sees, including its own.
       softcap: Limits scores by ``softcap · tanh(scores / softcap)``.
-      implementation: ``"auto"``, ``"pallas_tpu"`` (interpreted, slowly, on other platforms), ``"xla"`` or
-        ``"reference"`` (all pages gathered at once).
+      implementation: ``"auto"``, ``"pallas_tpu"`` (interpreted, slowly, on other platforms), ``"native"`` (compiled
+        for CPUs; float32 and bfloat16), ``"xla"`` or ``"reference"`` (all pages gathered at once).
 
     Returns:
       ``[batch, new, heads, value_dim]`` in the query's dtype; scores and sums are float32 (float64 for float64).

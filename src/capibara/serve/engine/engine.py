@@ -27,6 +27,7 @@ from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.data import ByteTokenizer, Tokenizer
 from capibara.errors import ConfigError
+from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.pages import PagePool
 from capibara.serve.engine.programs import GREEDY, MOST_SCORES, Programs, no_changes, pages_in_memory
 from capibara.serve.engine.sequences import Sequence
@@ -120,7 +121,7 @@ class Engine:
         self._tokenizer: Tokenizer = tokenizer or (
             model.tokenizer if hasattr(model, "tokenizer") else ByteTokenizer()
         )
-        self._params = model.params if params is None else params
+        self._params = layers_apart(model, model.params if params is None else params)
         self._state = model.state if state is None else state
         self._max_length = longest if max_length is None else max_length
         self._max_batch = max_batch

@@ -5,6 +5,7 @@ They are compiled for the arrays that they are called with, so that nothing is c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from capibara.compress.jax_codes import is_coded, quantized
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
+from capibara.ops.linalg.few_rows import few_rows
 from capibara.serve.row_sampling import Changes, choose, rows_of
 from capibara.serve.sampling import Sampling
 
@@ -58,10 +60,14 @@ class Programs:
     def _compiled_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
         model = self._model
 
-        def step(params: Any, state: Any, cache: Any, inputs: Any) -> Any:
-            return model.decode_pages(params, inputs, cache, shape, state=state)
+        coded = any(map(is_coded, jax.tree_util.tree_leaves(self._params, is_leaf=is_coded)))
 
-        if any(map(is_coded, jax.tree_util.tree_leaves(self._params, is_leaf=is_coded))):
+        def step(params: Any, state: Any, cache: Any, inputs: Any) -> Any:
+            # Products with codes are found by what they are in plain JAX.
+            with contextlib.nullcontext() if coded else few_rows():
+                return model.decode_pages(params, inputs, cache, shape, state=state)
+
+        if coded:
             step = quantized(step)
         # The cache stays where it is, and logits are wanted whole.
         places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))

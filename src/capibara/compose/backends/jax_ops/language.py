@@ -14,6 +14,7 @@ from capibara.compose.backends.cache_room import check_end, check_room
 from capibara.compose.backends.jax_stacked import read, write, write_places
 from capibara.compose.errors import InputError
 from capibara.native.levels import NF4
+from capibara.ops.linalg import few_rows
 
 __all__ = [
     "attention",
@@ -54,6 +55,8 @@ def _dot(x: Array, w: Array, accumulate: str) -> Array:
     # Two axes, not three: the gradient of w then is one plain product, where XLA's CPU compiler would first copy
     # the (fused) gradient of the output into transposed order.
     flat = _joined(x, 0, x.ndim - 1)
+    if few_rows.takes(flat, w, accumulate):
+        return few_rows.product(flat, w).reshape(*x.shape[:-1], w.shape[1])
     out = lax.dot_general(flat, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.dtype(accumulate))
     return out.astype(jnp.result_type(x, w)).reshape(*x.shape[:-1], w.shape[1])
 
@@ -91,6 +94,9 @@ def quantised_product(
 
 
 def unembed(x: Array, table: Array, accumulate: str) -> Array:
+    flat = _joined(x, 0, x.ndim - 1)
+    if few_rows.takes(flat, table, accumulate):
+        return few_rows.product(flat, table, transposed=True).reshape(*x.shape[:-1], table.shape[0])
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     out = lax.dot_general(x, table, dims, preferred_element_type=jnp.dtype(accumulate))
     return out.astype(jnp.result_type(x, table))

@@ -1,0 +1,25 @@
+// Products of a few rows with a matrix: what the kernels of every instruction set share with the code that calls them.
+#pragma once
+
+#include <stdint.h>
+
+namespace capibara {
+
+// out[i, j] = sum over k of x[i, k] * w[k, j].
+struct ThinProduct {
+  int64_t rows, inner, columns;
+  int64_t threads;   // that share the items
+  const float* x;    // [rows, inner]
+  const float* w;    // [inner, columns], or [columns, inner] if by_column
+  bool by_column;
+  float* out;        // [rows, columns]
+};
+
+// An item is a piece of work that one thread does alone, with so many floats of scratch.
+struct ThinKernels {
+  int64_t (*items)(const ThinProduct&);
+  int64_t (*scratch)(const ThinProduct&);
+  void (*multiply)(const ThinProduct&, int64_t item, float* scratch);
+};
+
+}  // namespace capibara

@@ -1,0 +1,92 @@
+"""Products of a few rows with a large matrix, against NumPy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import emulated
+from instruction_sets import instruction_sets
+from other_process import run_apart
+
+from capibara.measure import count_flops
+from capibara.native import build
+from capibara.ops.linalg.few_rows import few_rows, product, takes
+
+native = pytest.mark.skipif(
+    build.find_compiler() is None, reason="no C++ compiler: there is no native library to test"
+)
+HERE = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+SIZES = [(2, 64, 1024), (3, 771, 129), (8, 768, 200), (11, 9, 8200), (16, 300, 517), (5, 0, 7), (4, 3, 1)]
+
+
+def check(rows: int, inner: int, columns: int) -> None:
+    random = np.random.default_rng(rows)
+    x, w = random.normal(size=(rows, inner)), random.normal(size=(inner, columns))
+    for transposed in (False, True):
+        given = np.ascontiguousarray(w.T if transposed else w, np.float32)
+        got = jax.jit(product, static_argnames="transposed")(
+            x.astype(np.float32), given, transposed=transposed
+        )
+        bound = 2e-6 * (np.abs(x) @ np.abs(w)) + 1e-12
+        assert (np.abs(np.asarray(got, np.float64) - x @ w) <= bound).all()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_values(sizes: tuple[int, int, int]) -> None:
+    check(*sizes)
+
+
+@native
+def test_a_row_does_not_depend_on_the_others() -> None:
+    random = np.random.default_rng(0)
+    x, w = random.normal(size=(16, 200)).astype(np.float32), random.normal(size=(200, 333)).astype(np.float32)
+    for transposed, matrix in ((False, w), (True, np.ascontiguousarray(w.T))):
+        every = np.asarray(product(x, matrix, transposed=transposed))
+        for count in (2, 5, 8, 15):
+            some = np.asarray(product(x[-count:], matrix, transposed=transposed))
+            np.testing.assert_array_equal(some, every[-count:])
+
+
+@native
+def test_only_where_it_is_asked_for() -> None:
+    x, w = jnp.ones((4, 512)), jnp.ones((512, 512))
+    assert not takes(x, w, "float32")
+    with few_rows():
+        assert takes(x, w, "float32")
+        assert not takes(x[:1], w, "float32")
+        assert not takes(jnp.ones((17, 512)), w, "float32")
+        assert not takes(x, w[:8, :8], "float32")
+        assert not takes(x, w.astype("bfloat16"), "float32")
+        assert not takes(x.astype("bfloat16"), w.astype("bfloat16"), "bfloat16")
+    assert not takes(x, w, "float32")
+    assert count_flops(product, x, w).total == 2 * 4 * 512 * 512
+
+
+@native
+@pytest.mark.parametrize("name", instruction_sets())
+def test_other_instruction_sets(name: str) -> None:
+    program = """
+import json
+from capibara import native
+from test_few_rows import SIZES, check
+for sizes in SIZES:
+    check(*sizes)
+print("RESULT", json.dumps(native.isa()))
+"""
+    assert run_apart(program, CAPIBARA_NATIVE_ISA=name, PYTHONPATH=HERE) == name
+
+
+def test_several_devices_leave_it_to_xla() -> None:
+    program = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from capibara.ops.linalg.few_rows import few_rows, takes
+with few_rows():
+    print("RESULT", json.dumps(takes(jnp.ones((4, 512)), jnp.ones((512, 512)), "float32")))
+"""
+    assert run_apart(program, XLA_FLAGS=emulated(2, quick=True)) is False
