@@ -42,7 +42,11 @@ class Programs:
     """
 
     def __init__(self, model: Any, params: Any, state: Any, *, writable: int) -> None:
-        self._model, self._params, self._state = model, params, state
+        self._model = model
+        # As a plain list, without arrays that hold nothing: going through nested weights for each step, codes above all,
+        # takes as long as some of its products.
+        self._leaves, self._tree = jax.tree.flatten((params, state))
+        self._weights = [leaf for leaf in self._leaves if leaf.size]
         self._writable, self._vocabulary = writable, model.config.model.vocab_size
         self._steps: dict[StepShape, Any] = {}
         self._choices: dict[tuple[int, bool, int], Any] = {}
@@ -51,7 +55,7 @@ class Programs:
     def step(self, shape: StepShape, cache: Any, inputs: Any) -> tuple[jax.Array, Any]:
         """Compute a step: ``(logits, cache)``; the cache that is given is used up."""
         program = self._steps.get(shape) or self._compiled_step(shape, cache, inputs)
-        return program(self._params, self._state, cache, inputs)
+        return program(self._weights, cache, inputs)
 
     def forget(self, shape: StepShape) -> None:
         """Compile the program of such a step anew for the next one."""
@@ -60,20 +64,26 @@ class Programs:
     def _compiled_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
         model = self._model
 
-        coded = any(map(is_coded, jax.tree_util.tree_leaves(self._params, is_leaf=is_coded)))
+        whole = self._tree.unflatten(self._leaves)
+        coded = any(map(is_coded, jax.tree_util.tree_leaves(whole, is_leaf=is_coded)))
 
-        def step(params: Any, state: Any, cache: Any, inputs: Any) -> Any:
+        def decoded(params: Any, state: Any, cache: Any, inputs: Any) -> Any:
             # Products with codes are found by what they are in plain JAX.
             with contextlib.nullcontext() if coded else few_rows():
                 return model.decode_pages(params, inputs, cache, shape, state=state)
 
-        if coded:
-            step = quantized(step)
+        run = quantized(decoded) if coded else decoded
+
+        def step(weights: list[Any], cache: Any, inputs: Any) -> Any:
+            given = iter(weights)
+            every = [next(given) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
+            return run(*self._tree.unflatten(every), cache, inputs)
+
         # The cache stays where it is, and logits are wanted whole.
         places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))
         with model.backend.scope():
-            jitted = jax.jit(step, donate_argnums=2, out_shardings=places)
-            self._steps[shape] = jitted.lower(self._params, self._state, cache, inputs).compile()
+            jitted = jax.jit(step, donate_argnums=1, out_shardings=places)
+            self._steps[shape] = jitted.lower(self._weights, cache, inputs).compile()
         self.compilations += 1
         return self._steps[shape]
 

@@ -1,0 +1,240 @@
+"""Texts written by the engine against transformers and CTranslate2, and what weights in codes gain; float32, two cores.
+
+A Llama-shaped decoder of 101 million parameters with random weights, written by ``transformers`` and read by each side
+from its folder. Prompts of 64 random tokens, 64 greedy tokens each, one text and eight at once; all sides have to write
+the same tokens first. *Reading the weights*: the time in which XLA sums as many bytes as a step reads, over the time of
+a token. *In codes*: the same model compressed with one codec, one text at a time. Needs ``transformers``, ``torch`` and
+``ctranslate2``; what is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["run"]
+
+PROMPT, WRITTEN, LENGTH, VOCABULARY = 64, 64, 256, 16384
+CODECS = ("int8", "int4", "nf4")
+Write = Callable[[list[list[int]]], list[list[int]]]
+
+
+def make_model(folder: Path) -> None:
+    """Write the model, and a tokenizer that no side uses, as transformers does."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+    from tokenizers import Tokenizer, models
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    words = {("<unk>", "<s>", "</s>")[i] if i < 3 else f"t{i}": i for i in range(VOCABULARY)}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+    ).save_pretrained(folder)
+
+
+def by_transformers(folder: Path) -> Write:
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(2)
+    transformers.logging.set_verbosity_error()
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+
+    def write(prompts: list[list[int]]) -> list[list[int]]:
+        given = torch.tensor(prompts)
+        with torch.inference_mode():
+            found = model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                max_new_tokens=WRITTEN,
+                min_new_tokens=WRITTEN,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return found[:, given.shape[1] :].tolist()
+
+    return write
+
+
+def by_ctranslate2(folder: Path) -> Write:
+    import ctranslate2  # pyright: ignore[reportMissingImports]
+
+    made = folder.parent / "ctranslate2"
+    ctranslate2.converters.TransformersConverter(str(folder)).convert(str(made))
+    generator = ctranslate2.Generator(str(made), compute_type="float32", intra_threads=2, inter_threads=1)
+    words = json.loads((made / "vocabulary.json").read_text(encoding="utf-8"))
+
+    def write(prompts: list[list[int]]) -> list[list[int]]:
+        found = generator.generate_batch(
+            [[words[token] for token in prompt] for prompt in prompts],
+            max_length=WRITTEN,
+            min_length=WRITTEN,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+        return [one.sequences_ids[0] for one in found]
+
+    return write
+
+
+def by_engine(source: Path, batch: int) -> Write:
+    from capibara.cli._models import load_source
+    from capibara.serve import Engine
+    from capibara.serve.requests import Request
+    from capibara.serve.sampling import Sampling
+
+    loaded = load_source(str(source), quiet=True, decode="auto")
+    engine = Engine(loaded.model, loaded.params, state=loaded.state, max_batch=batch, max_length=LENGTH)
+
+    def write(prompts: list[list[int]]) -> list[list[int]]:
+        options: dict[str, Any] = {"max_tokens": WRITTEN, "ignore_eos": True}
+        streams = [
+            engine.submit(Request(tuple(prompt), sampling=Sampling(temperature=0.0), **options))
+            for prompt in prompts
+        ]
+        return [[token for piece in stream for token in piece.tokens] for stream in streams]
+
+    return write
+
+
+def run(rounds: int = 5) -> list[dict[str, Any]]:
+    """Rows of ratios: above 1 Capibara is the faster."""
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "torch")):
+        print("transformers and torch are not both installed: the rows are left out")
+        return []
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "llama"
+        make_model(folder)
+        return [*_against_peers(folder, rounds), *_against_memory(folder, rounds)]
+
+
+def _prompts(batch: int, seed: int, length: int = PROMPT) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(3, VOCABULARY, (batch, length)).tolist()
+
+
+def _against_peers(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    from capibara.measure import interleaved
+
+    peers = {"transformers": by_transformers(folder)}
+    if importlib.util.find_spec("ctranslate2") is not None:
+        peers["ctranslate2"] = by_ctranslate2(folder)
+    found = []
+    for batch in (1, 8):
+        ours = by_engine(folder, batch)
+        prompts = _prompts(batch, 0)
+        want = ours(prompts)
+        same = {
+            name: float(np.mean(np.asarray(write(prompts)) == np.asarray(want)))
+            for name, write in peers.items()
+        }
+        assert min(same.values()) > 0.9, same  # where two logits are equal but for rounding, texts part
+        # New prompts each time: nothing of them is known.
+        seeds = iter(range(1, 1 << 20))
+        table = interleaved(
+            {
+                name: lambda write=write, batch=batch: write(_prompts(batch, next(seeds)))
+                for name, write in {"capibara": ours, **peers}.items()
+            },
+            rounds,
+            1,
+        )
+        print(table)
+        found += [
+            {
+                "what": f"{batch} text{'s' if batch > 1 else ''} at once",
+                "shape": f"{PROMPT} + {WRITTEN} tokens, Llama 101 M, float32",
+                "peer": name,
+                "ratio": table.ratio(name, "capibara"),
+                "ours_tokens_per_s": batch * WRITTEN / table["capibara"].median,
+                "peer_tokens_per_s": batch * WRITTEN / table[name].median,
+                "same_tokens": same[name],
+            }
+            for name in peers
+        ]
+    return found
+
+
+def _against_memory(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """One text at a time: against reading the weights once, and in codes against float32."""
+    import jax
+    import jax.numpy as jnp
+
+    from capibara.compress import CompressionProfile, ModelCompressionAPI
+    from capibara.core import ModularCapibaraModel
+    from capibara.measure import interleaved
+
+    model = ModularCapibaraModel.from_pretrained(folder)
+    sizes = jax.tree.map(lambda x: x.size, model.params)
+    read = sum(jax.tree.leaves(sizes)) - sizes["embedding"]["weight"]  # of the table one row is read
+    numbers = jnp.ones((read,), jnp.float32)
+    add = jax.jit(jnp.sum)
+    prompt = _prompts(1, 0, 1)
+    sides = {"float32": by_engine(folder, 1)}
+    for codec in CODECS:
+        archive = folder.parent / f"{codec}.capi"
+        ModelCompressionAPI(CompressionProfile(strategy=codec)).compress(model, decode="auto").save(archive)
+        model.config.to_toml(folder.parent / "config.toml")
+        sides[codec] = by_engine(archive, 1)
+    table = interleaved(
+        {
+            "reading": lambda: [add(numbers).block_until_ready() for _ in range(8)],
+            **{name: lambda write=write: write(prompt) for name, write in sides.items()},
+        },
+        rounds,
+        1,
+    )
+    print(table)
+    token = {name: table[name].median / WRITTEN for name in sides}
+    found: list[dict[str, Any]] = [
+        {
+            "what": "a token of one text",
+            "shape": f"{4 * read / 1e6:.0f} MB of weights, float32",
+            "peer": "reading the weights (XLA sums them)",
+            "ratio": table["reading"].median / 8 / token["float32"],
+            "ours_ms": 1e3 * token["float32"],
+            "gigabytes_per_s": 4e-9 * read / token["float32"],
+        }
+    ]
+    found += [
+        {
+            "what": f"a token of one text, weights in {codec}",
+            "shape": "Llama 101 M",
+            "peer": "Capibara, float32",
+            "ratio": token["float32"] / token[codec],
+            "ours_ms": 1e3 * token[codec],
+        }
+        for codec in CODECS
+    ]
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    for one in run(parser.parse_args().rounds):
+        print(one)
