@@ -62,7 +62,7 @@ def by_transformers(folder: Path) -> Write:
 
     torch.set_num_threads(2)
     transformers.logging.set_verbosity_error()
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
 
     def write(prompts: list[list[int]]) -> list[list[int]]:
         given = torch.tensor(prompts)
@@ -157,7 +157,7 @@ def _against_peers(folder: Path, rounds: int) -> list[dict[str, Any]]:
         seeds = iter(range(1, 1 << 20))
         table = interleaved(
             {
-                name: lambda write=write, batch=batch: write(_prompts(batch, next(seeds)))
+                name: lambda write=write, batch=batch, seeds=seeds: write(_prompts(batch, next(seeds)))
                 for name, write in {"capibara": ours, **peers}.items()
             },
             rounds,

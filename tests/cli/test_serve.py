@@ -101,3 +101,23 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         port = str(other.getsockname()[1])
         assert main(["serve", "nowhere", "--port", port]) == 2
     assert "Choose another port" in capsys.readouterr().err
+
+
+def test_a_model_that_makes_vectors_is_served_as_one() -> None:
+    import argparse
+
+    from capibara.cli.serve import _application, add_arguments
+    from capibara.serve.http import Keys, ServerSettings
+    from capibara.serve.load import LoadedModel
+
+    settings = {"model.vocab_size": 256, "model.max_sequence_length": 16, "train.sequence_length": 16}
+    config = ModularModelConfig.from_dict({}, SMALL | settings | {"model.causal": False})
+    model = ModularCapibaraModel(config)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(["folder/encoder", "--max-length", "8"])
+    loaded = LoadedModel(model, model.params, None, None)
+    served, app = _application(arguments, loaded, ServerSettings(Keys()))
+    assert (served.name, served.max_length) == ("encoder", 8)
+    assert "/v1/embeddings" in app.openapi()["paths"]
+    served.close()

@@ -28,15 +28,17 @@ HERE = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH",
 
 
 def attended(case: dict[str, Any], dtype: Any = jnp.float32, **options: Any) -> np.ndarray:
-    arrays = [jnp.asarray(x, dtype) for x in (case["query"], *case["pages"])]
+    query, key, value = (jnp.asarray(x, dtype) for x in (case["query"], *case["pages"]))
     table, lengths = jnp.asarray(case["table"]), jnp.asarray(case["lengths"])
-    return np.asarray(paged_attention(*arrays, table, lengths, implementation="native", **options))
+    found = paged_attention(query, key, value, table, lengths, implementation="native", **options)
+    return np.asarray(found)
 
 
 def check(case: dict[str, Any], **options: Any) -> None:
     got = attended(case, **options)
     for b, length in enumerate(case["lengths"]):
-        want = definition(case["query"][b], *case["whole"][b], length, **options)
+        keys, values = case["whole"][b]
+        want = definition(case["query"][b], keys, values, length, **options)
         np.testing.assert_allclose(got[b], want, rtol=2e-5, atol=2e-6)
 
 
@@ -58,7 +60,8 @@ def test_values_are_the_definition(lengths, heads, dim, value_dim, new, page_siz
 def test_half_as_many_bits():
     case = in_pages([200, 3], kv_heads=2, heads=6, dim=32, value_dim=32, page_size=16, new=4)
     for b, length in enumerate(case["lengths"]):
-        want = definition(case["query"][b], *case["whole"][b], length)
+        keys, values = case["whole"][b]
+        want = definition(case["query"][b], keys, values, length)
         np.testing.assert_allclose(attended(case, jnp.bfloat16)[b].astype(np.float32), want, atol=0.03)
 
 
@@ -101,7 +104,8 @@ def test_cpus_choose_it():
     assert explain(paged_attention, *arrays, *rest, platform="cpu").chosen == "native"
     assert explain(paged_attention, *arrays, *rest, platform="cuda").chosen == "xla"
     with pytest.raises(NoImplementationError, match="takes float32 and bfloat16, not float16"):
-        paged_attention(*(x.astype("float16") for x in arrays), *rest, implementation="native")
+        query, key, value = (x.astype("float16") for x in arrays)
+        paged_attention(query, key, value, *rest, implementation="native")
     found = count_flops(lambda *a: paged_attention(*a, implementation="native"), *arrays, *rest)
     assert found.total >= 2 * 2 * case["table"].shape[1] * 4 * (8 + 8)
 

@@ -161,6 +161,89 @@ def test_a_schema_and_a_stop_string(client: openai.OpenAI) -> None:
     assert re.fullmatch("[xyz]{4}", choice.choices[0].text)
 
 
+WEATHER = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Lima", "Quito"]}},
+    "required": ["town"],
+    "additionalProperties": False,
+}
+
+
+def test_the_official_client_has_functions_called(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "tools": tools}
+    forced: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
+    found = client.chat.completions.create(**asked, **forced, seed=3)
+    assert found.choices[0].finish_reason == "tool_calls"
+    message = found.choices[0].message
+    assert message.content is None
+    (call,) = message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["town"] in ("Lima", "Quito")
+    events = list(client.chat.completions.create(**asked, **forced, seed=3, stream=True))
+    deltas = [call for event in events for call in event.choices[0].delta.tool_calls or []]
+    assert [(d.index, d.function and d.function.arguments) for d in deltas] == [(0, call.function.arguments)]
+    assert events[-1].choices[0].finish_reason == "tool_calls"
+    # What was called before, and its result, go through the template.
+    later = [*asked["messages"], message.model_dump(exclude_none=True), {"role": "tool", "content": "warm"}]
+    again: dict[str, Any] = asked | {"messages": later}
+    answered = client.chat.completions.create(**again, max_tokens=2)
+    assert answered.usage is not None
+    assert answered.usage.prompt_tokens == len("<user>a\n<assistant>\n<tool>warm\n<assistant>")
+    free = client.chat.completions.create(**asked, tool_choice="none", max_tokens=3)
+    assert free.choices[0].message.tool_calls is None
+
+
+def test_the_official_client_gets_responses(client: openai.OpenAI, engine: Engine) -> None:
+    want = expected(engine, "<system>be short\n<user>hello\n<assistant>", 7)
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "instructions": "be short",
+        "temperature": 0,
+        "max_output_tokens": 7,
+    }
+    found = client.responses.create(**asked, input="hello")
+    assert found.output_text == want
+    assert (found.status, found.object) == ("incomplete", "response")
+    assert found.incomplete_details is not None
+    assert found.incomplete_details.reason == "max_output_tokens"
+    assert found.usage is not None
+    assert (found.usage.input_tokens, found.usage.output_tokens) == (40, 7)
+    parts: Any = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
+    events = list(client.responses.create(**asked, input=parts, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == want
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_responses_have_schemas_and_functions(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    form = {"format": {"type": "json_schema", "name": "town", "schema": WEATHER}}
+    tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
+    for more in ({"text": form}, {"tools": [tool], "tool_choice": {"type": "function", "name": "weather"}}):
+        asked: Any = {"model": "tiny", "input": "a", "max_output_tokens": 100, "parallel_tool_calls": False}
+        asked |= more
+        # Without a seed: what is free is drawn anew.
+        found = next(
+            one for one in (client.responses.create(**asked) for _ in range(30)) if one.status == "completed"
+        )
+        (item,) = found.output
+        text = found.output_text if item.type == "message" else getattr(item, "arguments", "")
+        assert item.type == ("message" if "text" in more else "function_call")
+        assert json.loads(text)["town"] in ("Lima", "Quito")
+    kinds = [event.type for event in client.responses.create(**asked, stream=True)]
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+    assert ("response.function_call_arguments.done" in kinds) == (kinds[-1] == "response.completed")
+
+
 def test_tokens_and_texts(url: str) -> None:
     found = post(url, "/tokenize", {"prompt": "né"}).json()
     assert found["count"] == len(found["tokens"]) == 3
@@ -170,6 +253,7 @@ def test_tokens_and_texts(url: str) -> None:
 
 
 PROMPT = {"model": "tiny", "prompt": "x"}
+ASKED = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +279,33 @@ PROMPT = {"model": "tiny", "prompt": "x"}
             "messages",
             "text",
         ),
-        ("chat/completions", {"messages": [{"role": "user"}], "tools": []}, 400, "tools", "does not know it"),
+        ("chat/completions", ASKED | {"functions": []}, 400, "functions", "does not know it"),
+        ("chat/completions", ASKED | {"tools": [{"type": "web"}]}, 400, "tools", "'function'"),
+        ("chat/completions", ASKED | {"tool_choice": "required"}, 400, "tool_choice", "not among the tools"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+            400,
+            "messages",
+            "tool_calls must have",
+        ),
+        ("responses", {"input": []}, 400, "input", "input is empty"),
+        ("responses", {"input": [{"type": "reasoning"}]}, 400, "input", "input[0]: type 'reasoning'"),
+        ("responses", {"input": [{"role": "r" * 99, "content": "a"}]}, 400, "input", "at most 64"),
+        (
+            "responses",
+            {"input": "a", "previous_response_id": "b"},
+            400,
+            "previous_response_id",
+            "not know it",
+        ),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            400,
+            "input",
+            "text only",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused(
@@ -288,6 +398,7 @@ def test_the_description_names_every_path(url: str) -> None:
     found = httpx.get(f"{url}/openapi.json").json()
     assert set(found["paths"]) == {
         "/health", "/metrics", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions",
+        "/v1/responses",
     }  # fmt: skip
 
 

@@ -7,13 +7,18 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capibara.cli._models import load_source
 
-HELP = """Serve a model over HTTP, with the API of OpenAI: /v1/completions, /v1/chat/completions, /v1/models,
-/tokenize, /detokenize, /health and /metrics. MODEL is the folder of a published model (Hugging Face), a GGUF file, the
-folder of a run, or a .capi file that carries its settings. SIGTERM or Ctrl-C: what runs is finished first."""
+if TYPE_CHECKING:
+    from capibara.serve.http.base import Served, ServerSettings
+    from capibara.serve.load import LoadedModel
+
+HELP = """Serve a model over HTTP, with the API of OpenAI: /v1/completions, /v1/chat/completions, /v1/responses (of a
+model that makes vectors: /v1/embeddings), /v1/models, /tokenize, /detokenize, /health and /metrics. MODEL is the folder
+of a published model (Hugging Face), a GGUF file, the folder of a run, or a .capi file that carries its settings.
+SIGTERM or Ctrl-C: what runs is finished first."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
         import uvicorn
     except ImportError:
         raise MissingExtraError("uvicorn", "serve", "capibara serve") from None
-    from capibara.serve.engine import Engine
-    from capibara.serve.http import Keys, ServerSettings, create_app
+    from capibara.serve.http import Keys, ServerSettings
 
     if not 0 <= args.port < 1 << 16:
         raise ConfigError(f"--port: got {args.port}, expected 0 to 65535")
@@ -79,33 +83,50 @@ def run(args: argparse.Namespace) -> int:
     listener = _listen(args.host, args.port)
     with listener:
         loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto")
-        engine = Engine(
-            loaded.model,
-            loaded.params,
-            state=loaded.state,
-            name=args.name or Path(args.model).absolute().name,
-            max_batch=args.max_batch,
-            max_length=args.max_length,
-            max_waiting=args.max_waiting,
-            max_waiting_tokens=args.max_waiting_tokens,
-            progress=None if args.quiet else _said,
-        )
-        settings = ServerSettings(keys, args.max_body, args.timeout)
+        served, app = _application(args, loaded, ServerSettings(keys, args.max_body, args.timeout))
+        del loaded  # its weights are the engine's now
         config = uvicorn.Config(
-            create_app(engine, settings),
+            app,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=args.drain,
             server_header=False,
         )
         host, port = listener.getsockname()[:2]
-        print(f"serving {engine.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+        print(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         # Uvicorn sends itself the signal that ended it once more, when all is done.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         uvicorn.Server(config).run(sockets=[listener])
-        engine.close()
+        served.close()
     return 0
+
+
+def _application(
+    args: argparse.Namespace, loaded: LoadedModel, settings: ServerSettings
+) -> tuple[Served, Any]:
+    """What answers, and its application: for a model that writes texts, or for one that makes vectors."""
+    from capibara.serve import Embedder
+    from capibara.serve.engine import Engine
+    from capibara.serve.http import EmbeddingService, create_app, create_embedding_app
+
+    name = args.name or Path(args.model).absolute().name
+    waiting = {"max_waiting": args.max_waiting, "max_waiting_tokens": args.max_waiting_tokens}
+    if not loaded.model.config.model.causal:
+        embedder = Embedder.of(loaded.model, loaded.params, max_length=args.max_length)
+        service = EmbeddingService(embedder, name=name, **waiting)
+        return service, create_embedding_app(service, settings)
+    engine = Engine(
+        loaded.model,
+        loaded.params,
+        state=loaded.state,
+        name=name,
+        max_batch=args.max_batch,
+        max_length=args.max_length,
+        progress=None if args.quiet else _said,
+        **waiting,
+    )
+    return engine, create_app(engine, settings)
 
 
 def _said(done: int, total: int) -> None:

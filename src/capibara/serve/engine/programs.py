@@ -43,8 +43,8 @@ class Programs:
 
     def __init__(self, model: Any, params: Any, state: Any, *, writable: int) -> None:
         self._model = model
-        # As a plain list, without arrays that hold nothing: going through nested weights for each step, codes above all,
-        # takes as long as some of its products.
+        # As a plain list, without arrays that hold nothing: going through nested weights for each step, codes above
+        # all, takes as long as some of its products.
         self._leaves, self._tree = jax.tree.flatten((params, state))
         self._weights = [leaf for leaf in self._leaves if leaf.size]
         self._writable, self._vocabulary = writable, model.config.model.vocab_size
@@ -77,7 +77,8 @@ class Programs:
         def step(weights: list[Any], cache: Any, inputs: Any) -> Any:
             given = iter(weights)
             every = [next(given) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
-            return run(*self._tree.unflatten(every), cache, inputs)
+            params, state = self._tree.unflatten(every)
+            return run(params, state, cache, inputs)
 
         # The cache stays where it is, and logits are wanted whole.
         places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))

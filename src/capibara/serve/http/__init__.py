@@ -11,6 +11,8 @@ except ImportError as error:
     raise MissingExtraError(str(error.name), "serve", "an HTTP server") from None
 
 from capibara.serve.http.access import Keys
-from capibara.serve.http.app import ServerSettings, create_app
+from capibara.serve.http.app import create_app
+from capibara.serve.http.base import ServerSettings
+from capibara.serve.http.embeddings import EmbeddingService, create_embedding_app
 
-__all__ = ["Keys", "ServerSettings", "create_app"]
+__all__ = ["EmbeddingService", "Keys", "ServerSettings", "create_app", "create_embedding_app"]

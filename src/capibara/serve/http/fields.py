@@ -12,7 +12,15 @@ from capibara.serve.http.errors import ApiError
 from capibara.serve.requests import Grammar, Request
 from capibara.serve.sampling import Sampling
 
-__all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "TokenizeRequest"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "EmbeddingRequest",
+    "Function",
+    "TokenizeRequest",
+    "called_tools",
+]
 
 _Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -128,6 +136,7 @@ class _Common(_Strict):
         temperature: float,
         salt: str,
         deadline_s: float | None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """What the engine is asked for one of ``n`` texts, the ``number``-th."""
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -141,7 +150,7 @@ class _Common(_Strict):
             stop_tokens=frozenset(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            grammar=self.grammar(),
+            grammar=self.grammar() if grammar is None else grammar,
             salt=salt,
             priority=self.priority,
             deadline_s=deadline_s,
@@ -158,10 +167,54 @@ class CompletionRequest(_Common):
     best_of: Literal[1] | None = None
 
 
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class _Named(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    name: str = Field(max_length=128)
+
+
+class _Choice(_Strict):
+    type: Literal["function"]
+    function: _Named
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: str = Field(max_length=64)
     content: str | list[dict[str, Any]] | None = None
+
+
+def called_tools(functions: list[Function], choice: str | None) -> list[dict[str, Any]] | None:
+    """The functions that have to be called one of: those that ``tool_choice`` names; ``None`` if none has to be.
+
+    Args:
+      choice: ``"required"``, the name of a function, or anything else.
+
+    Raises:
+      ApiError: there is no such function.
+    """
+    if choice in (None, "none", "auto"):
+        return None
+    found = [f.model_dump() for f in functions if choice in ("required", f.name)]
+    if not found:
+        raise ApiError(
+            400, f"tool_choice names {choice!r:.100}, which is not among the tools.", "tool_choice"
+        )
+    return found
 
 
 class ChatRequest(_Common):
@@ -172,6 +225,19 @@ class ChatRequest(_Common):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[_Tool] | None = Field(default=None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def functions(self) -> list[Function]:
+        """Those that the model is told of."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or []]
+
+    @property
+    def choice(self) -> str | None:
+        """``tool_choice`` as a word: a name stands for itself."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, _Choice) else self.tool_choice
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages for a chat template; parts of text are joined.
@@ -187,8 +253,51 @@ class ChatRequest(_Common):
                 if len(texts) != len(message.content) or not all(isinstance(text, str) for text in texts):
                     raise ApiError(400, "messages: the model reads text only, no other parts.", "messages")
                 one["content"] = "\n".join(map(str, texts))
+            if message.content is None:
+                one["content"] = ""
+            if "tool_calls" in one:
+                one["tool_calls"] = _past_calls(one["tool_calls"])
             found.append(one)
         return found
+
+
+def _past_calls(calls: Any) -> list[dict[str, Any]]:
+    """Calls of an earlier message for a chat template, which reads arguments as objects.
+
+    Raises:
+      ApiError: one is no call of a function.
+    """
+    found = []
+    for call in calls if isinstance(calls, list) else [{}]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if (
+            not isinstance(call, dict)
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise ApiError(
+                400, "messages: tool_calls must have {'function': {'name', 'arguments'}}.", "messages"
+            )
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise ApiError(
+                    400, f"messages: arguments of {function['name']!r:.80} are not JSON.", "messages"
+                ) from None
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
+
+class EmbeddingRequest(_Strict):
+    """``/v1/embeddings``."""
+
+    model: str | None = None
+    input: str | _Tokens | list[str] | list[_Tokens]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1)
+    user: str | None = None
 
 
 class TokenizeRequest(_Strict):
