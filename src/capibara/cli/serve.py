@@ -52,6 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one key a line; requests need one (also: CAPIBARA_API_KEYS, with commas)",
     )
     parser.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="a smaller model of the same vocabulary, which guesses the next tokens",
+    )
+    parser.add_argument(
+        "--guess",
+        type=int,
+        metavar="N",
+        help="look at so many guessed tokens in a step: of --draft-model (default: 4), otherwise what followed the "
+        "same tokens earlier in the text (default: none)",
+    )
+    parser.add_argument(
         "--decode",
         action="store_true",
         help="decode the quantized weights of an archive at the start; by default they stay in their codes",
@@ -106,7 +118,7 @@ def _application(
     args: argparse.Namespace, loaded: LoadedModel, settings: ServerSettings
 ) -> tuple[Served, Any]:
     """What answers, and its application: for a model that writes texts, or for one that makes vectors."""
-    from capibara.serve import Embedder
+    from capibara.serve import Embedder, Speculation
     from capibara.serve.engine import Engine
     from capibara.serve.http import EmbeddingService, create_app, create_embedding_app
 
@@ -116,6 +128,11 @@ def _application(
         embedder = Embedder.of(loaded.model, loaded.params, max_length=args.max_length)
         service = EmbeddingService(embedder, name=name, **waiting)
         return service, create_embedding_app(service, settings)
+    speculation = None
+    if args.draft_model is not None or args.guess is not None:
+        draft = None if args.draft_model is None else load_source(args.draft_model, quiet=args.quiet)
+        given = {} if draft is None else {"draft": draft.model, "params": draft.params, "state": draft.state}
+        speculation = Speculation(4 if args.guess is None else args.guess, **given)
     engine = Engine(
         loaded.model,
         loaded.params,
@@ -123,6 +140,7 @@ def _application(
         name=name,
         max_batch=args.max_batch,
         max_length=args.max_length,
+        speculation=speculation,
         progress=None if args.quiet else _said,
         **waiting,
     )

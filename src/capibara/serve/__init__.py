@@ -13,7 +13,7 @@ require_supported_jax()  # first: an old JAX would fail below, less clearly
 
 from capibara.data import Utf8Stream
 from capibara.serve.embed import Embedder
-from capibara.serve.engine import Engine
+from capibara.serve.engine import Engine, Speculation
 from capibara.serve.generate import Generator
 from capibara.serve.inference_optimizer import InferenceChoice, TpuInferenceOptimizer
 from capibara.serve.load import LoadedModel, find_checkpoint, load_model
@@ -49,6 +49,7 @@ __all__ = [
     "RequestError",
     "Sampling",
     "ServeError",
+    "Speculation",
     "Stream",
     "TokenScore",
     "TpuInferenceOptimizer",

@@ -169,6 +169,7 @@ class EngineStatistics:
       pages_used, pages_total: of the cache; pages that only the prefix cache holds are not counted as used.
       prompt_tokens, generated_tokens, cached_prompt_tokens: totals.
       finished: totals by reason. preemptions, steps, compilations: totals; compilations after the warm-up only.
+      guessed_tokens, right_guesses: of speculation, totals.
     """
 
     running: int
@@ -183,6 +184,8 @@ class EngineStatistics:
     preemptions: int
     steps: int
     compilations: int
+    guessed_tokens: int = 0
+    right_guesses: int = 0
 
 
 @runtime_checkable

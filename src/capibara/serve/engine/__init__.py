@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from capibara.serve.engine.engine import Engine
+from capibara.serve.engine.speculation import Speculation
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Speculation"]

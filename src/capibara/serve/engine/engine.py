@@ -27,10 +27,12 @@ from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.data import ByteTokenizer, Tokenizer
 from capibara.errors import ConfigError
+from capibara.serve.engine.choosing import Asked, choose_tokens
 from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.pages import PagePool
-from capibara.serve.engine.programs import GREEDY, MOST_SCORES, Programs, no_changes, pages_in_memory
+from capibara.serve.engine.programs import MOST_SCORES, Programs, pages_in_memory
 from capibara.serve.engine.sequences import Sequence
+from capibara.serve.engine.speculation import DraftModel, Earlier, Speculation, check_speculation
 from capibara.serve.engine.streams import PieceStream, StoppingText
 from capibara.serve.requests import (
     EngineClosedError,
@@ -38,9 +40,7 @@ from capibara.serve.requests import (
     QueueFullError,
     Request,
     RequestError,
-    TokenScore,
 )
-from capibara.serve.row_sampling import Changes, rows_of
 from capibara.serve.token_ids import checked_ids
 
 __all__ = ["Engine"]
@@ -73,6 +73,7 @@ class Engine:
       cache_dtype: of keys and values; by default that of arithmetic.
       use_cache: keep the keys, values and states of earlier tokens; otherwise every token is computed from the whole
         text before it, to compare with.
+      speculation: how tokens are guessed ahead; by default not at all.
       max_waiting, max_waiting_tokens: requests, and tokens of their prompts, that may wait.
       warm: compile all programs now; otherwise each when it is needed first.
       progress: called with the number of programs compiled and of all.
@@ -98,6 +99,7 @@ class Engine:
         prefix_cache: bool = True,
         cache_dtype: Any | None = None,
         use_cache: bool = True,
+        speculation: Speculation | None = None,
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
         warm: bool = True,
@@ -147,6 +149,18 @@ class Engine:
         with model.backend.scope():
             self._cache = model.init_pages(count, page_size, max_batch + 1, dtype=cache_dtype)
         self._programs = Programs(model, self._params, self._state, writable=self._writable)
+        self._speculation = speculation if use_cache else None
+        self._draft: DraftModel | None = None
+        guessed: list[StepShape] = []
+        if self._speculation is not None:
+            check_speculation(self._speculation, model)
+            guessed = [StepShape(0, n, 1 + self._speculation.tokens) for n in rows]
+            if self._speculation.draft is not None:
+                sizes = (count, page_size, max_batch + 1)
+                self._draft = DraftModel(
+                    self._speculation, *sizes, dtype=cache_dtype, writable=self._writable
+                )
+        self._guessed = guessed
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._there = threading.Condition(self._lock)
@@ -160,10 +174,17 @@ class Engine:
         self._finished: Counter[str] = Counter()
         self._finish_times: deque[float] = deque(maxlen=64)
         if warm:
-            self._programs.warm(self._shapes, self._cache, lambda shape: self._inputs(shape, []), progress)
-        self._programs.compilations = 0
+            shapes, empty = [*self._shapes, *self._guessed], lambda shape: self._inputs(shape, [])
+            self._programs.warm(shapes, self._cache, empty, progress)
+            if self._draft is not None:
+                self._draft.programs.warm(self._shapes, self._draft.cache, empty, progress)
+        for programs in self._every_program():
+            programs.compilations = 0
         self._thread = threading.Thread(target=self._run, name="capibara-engine", daemon=True)
         self._thread.start()
+
+    def _every_program(self) -> list[Programs]:
+        return [self._programs] if self._draft is None else [self._programs, self._draft.programs]
 
     # ---- what there is ------------------------------------------------------------------------------------
 
@@ -200,7 +221,9 @@ class Engine:
                 finished=dict(self._finished),
                 preemptions=c["preemptions"],
                 steps=c["steps"],
-                compilations=self._programs.compilations,
+                compilations=sum(programs.compilations for programs in self._every_program()),
+                guessed_tokens=c["guessed"],
+                right_guesses=c["right"],
             )
 
     def stalled_s(self) -> float:
@@ -327,6 +350,8 @@ class Engine:
         with self._lock:
             self._end_all("cancelled")
             self._cache = None
+            if self._draft is not None:
+                self._draft.cache = None
 
     def __enter__(self) -> Engine:
         return self
@@ -421,7 +446,7 @@ class Engine:
             self._pool.give_back(shared)
             return False
         sequence.pages = shared + own
-        sequence.computed = len(shared) * self._pool.page_size
+        sequence.computed = sequence.drafted = len(shared) * self._pool.page_size
         sequence.remembered, sequence.digest = 0, sequence.salt
         self._remember(sequence)
         if not sequence.written:
@@ -454,7 +479,7 @@ class Engine:
         self._running.remove(sequence)
         self._pool.give_back(sequence.pages)
         self._slots.append(sequence.slot)
-        sequence.pages, sequence.slot, sequence.computed = [], -1, 0
+        sequence.pages, sequence.slot, sequence.computed, sequence.drafted = [], -1, 0, 0
 
     def _end(self, sequence: Sequence, reason: Any, error: str | None = None) -> None:
         self._release(sequence)
@@ -491,7 +516,8 @@ class Engine:
             "counts": np.zeros(shape.sequences, np.int32),
             "page_table": np.full((shape.sequences, self._table), -1, np.int32),
             "slots": none,
-            "outputs": np.zeros(shape.sequences, np.int32),
+            # Of guesses every token is looked at.
+            "outputs": np.zeros(shape.sequences if shape.rows else shape.tokens, np.int32),
         }
         for piece in pieces:
             place = self._place(shape, piece)
@@ -510,85 +536,114 @@ class Engine:
 
     def _advance(self, pieces: list[_Piece]) -> None:
         """Compute a step, and hand on what it gives."""
+        if self._speculation is not None and all(piece.place >= 0 for piece in pieces):
+            guesses = self._guesses([piece.sequence for piece in pieces])
+            if any(guesses):
+                self._verify(pieces, guesses)
+                return
         rows = 1 + max((piece.place for piece in pieces), default=-1)
         chunked = any(piece.place < 0 for piece in pieces)
         shape = next(s for s in self._shapes if s.rows >= rows and bool(s.chunks) == chunked)
         inputs = self._inputs(shape, pieces)
         logits, self._cache = self._programs.step(shape, self._cache, inputs)
+        if self._draft is not None:
+            late = [p.sequence for p in pieces if p.place >= 0 and not p.sequence.changes_logits]
+            if late:
+                alone = next(s for s in self._shapes if s.rows >= len(late) and not s.chunks)
+                self._draft.catch_up(alone, self._table, late)
+            self._draft.follow(shape, inputs)
         asked = [piece for piece in pieces if piece.last]
         if asked:
-            found = self._choose(shape, asked, logits)
+            places = [Asked(self._place(shape, piece), piece.sequence) for piece in asked]
+            found = choose_tokens(self._programs, logits, places, self._vocabulary)
         else:
             found = []
             jax.block_until_ready(logits)
         with self._there:
             self._counts["steps"] += 1
             for piece in pieces:
-                piece.sequence.computed = max(piece.sequence.computed, piece.start + piece.count)
-                self._remember(piece.sequence)
-            for piece, token, score in found:
                 sequence = piece.sequence
-                if sequence.cancelled:
-                    continue  # ended before the next step
-                if sequence.failure is not None:
-                    self._end(sequence, "error", sequence.failure)
-                    continue
-                self._counts["generated"] += 1
-                reason = sequence.add(token, score)
-                if reason is not None:
-                    self._end(sequence, reason)
-                elif not self._use_cache:
-                    sequence.computed = 0
+                if sequence.drafted == piece.start:
+                    sequence.drafted = piece.start + piece.count
+                sequence.computed = max(sequence.computed, piece.start + piece.count)
+                self._remember(sequence)
+            for piece, one in zip(asked, found, strict=True):
+                self._take(piece.sequence, [one])
 
-    def _choose(
-        self, shape: StepShape, asked: list[_Piece], logits: Any
-    ) -> list[tuple[_Piece, int, TokenScore | None]]:
-        size = shape.sequences
-        by_place: list[Sequence | None] = [None] * size
-        for piece in asked:
-            by_place[self._place(shape, piece)] = piece.sequence
-        settings = rows_of(
-            [s.request.sampling if s else GREEDY for s in by_place],
-            [s.seed if s else 0 for s in by_place],
-            [s.written if s else 0 for s in by_place],
-        )
-        changed = any(s is not None and s.changes_logits for s in by_place)
-        wanted = [s.request.logprobs for s in by_place if s and s.request.logprobs is not None]
-        changes = self._changes(by_place) if changed else None
-        chosen = self._programs.choose(logits, settings, changes, top=MOST_SCORES if any(wanted) else 0)
-        tokens, logprobs = np.asarray(chosen.tokens), np.asarray(chosen.logprobs)
-        top_tokens, top_logprobs = np.asarray(chosen.top_tokens), np.asarray(chosen.top_logprobs)
+    def _take(self, sequence: Sequence, found: list[tuple[int, Any]]) -> None:
+        """Tokens that a step gave to a text."""
+        if sequence.cancelled:
+            return  # it ends before the next step
+        if sequence.failure is not None:
+            self._end(sequence, "error", sequence.failure)
+            return
+        for token, score in found:
+            self._counts["generated"] += 1
+            reason = sequence.add(token, score)
+            if reason is not None:
+                self._end(sequence, reason)
+                return
+        if not self._use_cache:
+            sequence.computed = 0
+
+    # ---- guesses ------------------------------------------------------------------------------------------
+
+    def _guesses(self, sequences: list[Sequence]) -> list[list[int]]:
+        """What may follow each text, as far as it has room and pages."""
+        settings = self._speculation
+        assert settings is not None
+        counts = []
+        with self._there:
+            for sequence in sequences:
+                count = min(settings.tokens, sequence.most - sequence.written - 1)
+                if sequence.changes_logits or count < 1:
+                    counts.append(0)
+                    continue
+                length = len(sequence.tokens)
+                missing = -(-(length + count) // self._pool.page_size) - len(sequence.pages)
+                # Nobody gives pages back for a guess.
+                sequence.pages += (self._pool.take(missing) or []) if missing > 0 else []
+                counts.append(min(count, len(sequence.pages) * self._pool.page_size - length))
+        if self._draft is not None:
+            shape = next(s for s in self._shapes if s.rows >= len(sequences) and not s.chunks)
+            return self._draft.guess(shape, self._table, sequences, counts)
         found = []
-        for piece in asked:
-            place, score = self._place(shape, piece), None
-            if (number := piece.sequence.request.logprobs) is not None:
-                likeliest = zip(top_tokens[place, :number], top_logprobs[place, :number], strict=True)
-                score = TokenScore(
-                    int(tokens[place]),
-                    float(logprobs[place]),
-                    tuple((int(t), float(p)) for t, p in likeliest),
-                )
-            found.append((piece, int(tokens[place]), score))
+        for sequence, count in zip(sequences, counts, strict=True):
+            if count and sequence.earlier is None:
+                sequence.earlier = Earlier(settings.longest)
+            found.append(sequence.earlier.guess(sequence.tokens, count) if count else [])
         return found
 
-    def _changes(self, sequences: list[Sequence | None]) -> Changes:
-        """What is done to the logits of each row."""
-        changes = no_changes(len(sequences), self._vocabulary)
-        for row, sequence in enumerate(sequences):
-            if sequence is None or not sequence.changes_logits:
-                continue
-            s, bias = sequence.request.sampling, changes.bias[row]
-            changes.presence[row], changes.frequency[row] = s.presence_penalty, s.frequency_penalty
-            changes.repetition[row] = s.repetition_penalty
-            for token, value in s.logit_bias:
-                bias[token] += value
-            if sequence.counts is not None:
-                changes.generated[row], changes.seen[row] = sequence.counts, sequence.seen
-            if sequence.grammar is not None:
-                try:
-                    bias[~sequence.grammar.allowed()] = -np.inf
-                except RequestError as error:
-                    sequence.failure = str(error)
-            if sequence.written < sequence.request.min_tokens:
-                bias[[token for token in sequence.ends if token < self._vocabulary]] = -np.inf
-        return changes
+    def _verify(self, pieces: list[_Piece], guesses: list[list[int]]) -> None:
+        """A step that looks at guesses; those that are right are kept, and the token after them."""
+        shape = next(s for s in self._guessed if s.chunks >= len(pieces))
+        inputs = self._inputs(shape, [])
+        inputs["outputs"] = np.arange(shape.tokens, dtype=np.int32)
+        asked = []
+        for place, (piece, guess) in enumerate(zip(pieces, guesses, strict=True)):
+            sequence, first = piece.sequence, place * shape.chunk
+            given = [sequence.tokens[-1], *guess]
+            inputs["tokens"][first : first + len(given)] = given
+            inputs["starts"][place], inputs["counts"][place] = piece.start, len(given)
+            inputs["page_table"][place, : len(sequence.pages)] = sequence.pages
+            inputs["slots"][place] = sequence.slot
+            asked += [Asked(first + ahead, sequence, ahead) for ahead in range(len(given))]
+        logits, self._cache = self._programs.step(shape, self._cache, inputs)
+        chosen = iter(choose_tokens(self._programs, logits, asked, self._vocabulary))
+        with self._there:
+            self._counts["steps"] += 1
+            for piece, guess in zip(pieces, guesses, strict=True):
+                sequence = piece.sequence
+                found = [next(chosen) for _ in range(1 + len(guess))]
+                right = next((n for n, token in enumerate(guess) if found[n][0] != token), len(guess))
+                self._counts["guessed"] += len(guess)
+                self._counts["right"] += right
+                # Keys and values of wrong guesses are written over by those of the tokens in their places.
+                computed = piece.start + 1 + right
+                sequence.drafted = min(sequence.drafted, computed)
+                for one in found[: 1 + right]:
+                    if sequence.finished is None:
+                        self._take(sequence, [one])
+                if sequence.finished is None and not sequence.cancelled:
+                    sequence.computed = computed
+                    self._remember(sequence)

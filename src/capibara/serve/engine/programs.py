@@ -125,7 +125,7 @@ class Programs:
     ) -> None:
         """Compile all that steps of these shapes need."""
         kinds = [(changed, top) for changed in (False, True) for top in (0, MOST_SCORES)]
-        sizes = sorted({shape.sequences for shape in shapes})
+        sizes = sorted({len(inputs(shape)["outputs"]) for shape in shapes})
         total = len(shapes) + len(kinds) * len(sizes)
         dtype = jnp.dtype(self._model.config.precision.accumulate_dtype)
         work: list[Callable[[], Any]] = [

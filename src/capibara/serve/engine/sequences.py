@@ -24,6 +24,7 @@ class Sequence:
       seed: its random numbers'. ends: the token ids that end it.
       writer: its text. grammar: what it has to follow, if anything (:mod:`capibara.serve.grammar`).
       computed: how many tokens' keys and values are in its pages. pages: those it holds. slot: its recurrent state.
+      drafted: how many tokens' keys and values a draft model has there. earlier: what guesses from the text itself.
       digest, remembered: of the pages that the prefix cache knows, and how many tokens they hold.
       counts, seen: of each token, for penalties; ``None`` where the request has none.
       submitted: when it came, in ``time.monotonic`` seconds. cancelled: the reader has gone.
@@ -43,6 +44,8 @@ class Sequence:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = -1
+    drafted: int = 0
+    earlier: Any = None
     digest: bytes = b""
     remembered: int = 0
     counts: np.ndarray | None = None

@@ -66,6 +66,8 @@ class _OfEngine(Collector):
             ),
             ("prefix_cache_hits", "Tokens of prompts that were found there.", s.cached_prompt_tokens),
             ("num_preemptions", "Texts that had to give their pages back.", s.preemptions),
+            ("spec_decode_num_draft_tokens", "Tokens that were guessed.", s.guessed_tokens),
+            ("spec_decode_num_accepted_tokens", "Guesses that were right.", s.right_guesses),
         ]
         for key, words, value in counters:
             counter = CounterMetricFamily(f"vllm:{key}", words, labels=["model_name"])

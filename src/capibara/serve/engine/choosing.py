@@ -1,0 +1,83 @@
+"""The tokens that follow a step's logits, by what each text asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from capibara.serve.engine.programs import GREEDY, MOST_SCORES, Programs, no_changes
+from capibara.serve.engine.sequences import Sequence
+from capibara.serve.requests import RequestError, TokenScore
+from capibara.serve.row_sampling import Changes, rows_of
+
+__all__ = ["Asked", "choose_tokens"]
+
+
+class Asked(NamedTuple):
+    """A token that is asked for.
+
+    Attributes:
+      place: of its logits. sequence: the text. ahead: how many tokens after the text's next one it is.
+    """
+
+    place: int
+    sequence: Sequence
+    ahead: int = 0
+
+
+def choose_tokens(
+    programs: Programs, logits: Any, asked: Row[Asked], vocabulary: int
+) -> list[tuple[int, TokenScore | None]]:
+    """A token, and its score if the request wants it, for each that is asked for.
+
+    What cannot be chosen is in ``sequence.failure`` afterwards.
+    """
+    size = logits.shape[0]
+    by_place: list[Asked | None] = [None] * size
+    for one in asked:
+        by_place[one.place] = one
+    settings = rows_of(
+        [one.sequence.request.sampling if one else GREEDY for one in by_place],
+        [one.sequence.seed if one else 0 for one in by_place],
+        [one.sequence.written + one.ahead if one else 0 for one in by_place],
+    )
+    changed = [one.sequence if one is not None and one.sequence.changes_logits else None for one in by_place]
+    changes = _changes(changed, vocabulary) if any(changed) else None
+    wanted = any(one.sequence.request.logprobs for one in asked)
+    chosen = programs.choose(logits, settings, changes, top=MOST_SCORES if wanted else 0)
+    tokens, logprobs = np.asarray(chosen.tokens), np.asarray(chosen.logprobs)
+    top_tokens, top_logprobs = np.asarray(chosen.top_tokens), np.asarray(chosen.top_logprobs)
+    found = []
+    for place, sequence, _ in asked:
+        score = None
+        if (number := sequence.request.logprobs) is not None:
+            likeliest = zip(top_tokens[place, :number], top_logprobs[place, :number], strict=True)
+            top = tuple((int(t), float(p)) for t, p in likeliest)
+            score = TokenScore(int(tokens[place]), float(logprobs[place]), top)
+        found.append((int(tokens[place]), score))
+    return found
+
+
+def _changes(sequences: Row[Sequence | None], vocabulary: int) -> Changes:
+    """What is done to the logits of each row."""
+    changes = no_changes(len(sequences), vocabulary)
+    for row, sequence in enumerate(sequences):
+        if sequence is None:
+            continue
+        s, bias = sequence.request.sampling, changes.bias[row]
+        changes.presence[row], changes.frequency[row] = s.presence_penalty, s.frequency_penalty
+        changes.repetition[row] = s.repetition_penalty
+        for token, value in s.logit_bias:
+            bias[token] += value
+        if sequence.counts is not None:
+            changes.generated[row], changes.seen[row] = sequence.counts, sequence.seen
+        if sequence.grammar is not None:
+            try:
+                bias[~sequence.grammar.allowed()] = -np.inf
+            except RequestError as error:
+                sequence.failure = str(error)
+        if sequence.written < sequence.request.min_tokens:
+            bias[[token for token in sequence.ends if token < vocabulary]] = -np.inf
+    return changes
