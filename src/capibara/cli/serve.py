@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import socket
 import sys
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; return 0."""
+    from capibara.compilation.persistent_cache import keep_compiled
     from capibara.errors import ConfigError, MissingExtraError
 
     try:
@@ -93,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     keys = Keys(_keys(args.api_keys))
     # Before the model is loaded: a port that is taken should not cost minutes.
     listener = _listen(args.host, args.port)
-    with listener:
+    with listener, contextlib.ExitStack() as kept:
+        kept.enter_context(keep_compiled(lambda why: print(why, file=sys.stderr), min_seconds=0.0))
         loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto")
         served, app = _application(args, loaded, ServerSettings(keys, args.max_body, args.timeout))
         del loaded  # its weights are the engine's now
@@ -104,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
             timeout_graceful_shutdown=args.drain,
             server_header=False,
         )
+        listener.listen(2048)  # who asks from now on is answered
         host, port = listener.getsockname()[:2]
         print(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         # Uvicorn sends itself the signal that ended it once more, when all is done.
@@ -141,6 +145,7 @@ def _application(
         max_batch=args.max_batch,
         max_length=args.max_length,
         speculation=speculation,
+        warm="first",
         progress=None if args.quiet else _said,
         **waiting,
     )

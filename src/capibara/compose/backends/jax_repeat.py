@@ -145,8 +145,10 @@ def _in_place(
         (carry, state), extra = lax.scan(step, (carry, state), xs, length=count)
         return carry, state, extra
     extras = []
+    # Traced once for all repetitions, which are the same but for their number.
+    same = jax.jit(one)
     for i, p in enumerate(_unstack(params, count)):
-        carry, state, extra = one(carry, state, i, p, None if keys is None else keys[i])
+        carry, state, extra = same(carry, state, jnp.int32(i), p, None if keys is None else keys[i])
         extras.append(extra)
     return carry, state, _stack(extras)
 

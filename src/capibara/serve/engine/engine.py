@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -75,7 +75,8 @@ class Engine:
         text before it, to compare with.
       speculation: how tokens are guessed ahead; by default not at all.
       max_waiting, max_waiting_tokens: requests, and tokens of their prompts, that may wait.
-      warm: compile all programs now; otherwise each when it is needed first.
+      warm: compile all programs now; ``"first"``: those that a plain request needs now, and the others beside the steps
+        that run; ``False``: each when it is needed first.
       progress: called with the number of programs compiled and of all.
 
     Raises:
@@ -102,7 +103,7 @@ class Engine:
         speculation: Speculation | None = None,
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
-        warm: bool = True,
+        warm: bool | Literal["first"] = True,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         settings = model.config.model
@@ -173,15 +174,50 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._finish_times: deque[float] = deque(maxlen=64)
-        if warm:
-            shapes, empty = [*self._shapes, *self._guessed], lambda shape: self._inputs(shape, [])
-            self._programs.warm(shapes, self._cache, empty, progress)
-            if self._draft is not None:
-                self._draft.programs.warm(self._shapes, self._draft.cache, empty, progress)
-        for programs in self._every_program():
-            programs.compilations = 0
+        self._warming: threading.Thread | None = None
+        first, rest = self._to_compile() if warm else ([], [])
+        if warm is True:
+            first, rest = [*first, *rest], []
+        total = len(first) + len(rest)
+        for done, compile_one in enumerate(first, start=1):
+            compile_one()
+            if progress is not None:
+                progress(done, total)
+        if rest:
+            given = rest, len(first), total, progress
+            self._warming = threading.Thread(
+                target=self._warm, args=given, name="capibara-warm-up", daemon=True
+            )
+            self._warming.start()
         self._thread = threading.Thread(target=self._run, name="capibara-engine", daemon=True)
         self._thread.start()
+
+    def _to_compile(self) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
+        """What compiles each program: of the first plain requests, and the rest."""
+
+        def empty(shape: StepShape) -> dict[str, np.ndarray]:
+            return self._inputs(shape, [])
+
+        first, rest = self._programs.to_compile([*self._shapes, *self._guessed], self._cache, empty)
+        if self._draft is not None:
+            more = self._draft.programs.to_compile(self._shapes, self._draft.cache, empty)
+            first, rest = first + more[0], rest + more[1]
+        return first, rest
+
+    def _warm(
+        self,
+        rest: list[Callable[[], Any]],
+        done: int,
+        total: int,
+        progress: Callable[[int, int], object] | None,
+    ) -> None:
+        for compile_one in rest:
+            if self._closing:
+                return
+            compile_one()
+            done += 1
+            if progress is not None:
+                progress(done, total)
 
     def _every_program(self) -> list[Programs]:
         return [self._programs] if self._draft is None else [self._programs, self._draft.programs]
@@ -347,6 +383,8 @@ class Engine:
             self._closed = True
             self._there.notify()
         self._thread.join(timeout=30)
+        if self._warming is not None:
+            self._warming.join(timeout=60)  # a process that ends while XLA compiles is aborted
         with self._lock:
             self._end_all("cancelled")
             self._cache = None

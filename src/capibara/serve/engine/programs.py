@@ -6,6 +6,7 @@ They are compiled for the arrays that they are called with, so that nothing is c
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class Programs:
       writable: only token ids below this are chosen.
 
     Attributes:
-      compilations: how many programs were compiled.
+      compilations: how many programs were compiled because a step needed them.
     """
 
     def __init__(self, model: Any, params: Any, state: Any, *, writable: int) -> None:
@@ -50,11 +51,16 @@ class Programs:
         self._writable, self._vocabulary = writable, model.config.model.vocab_size
         self._steps: dict[StepShape, Any] = {}
         self._choices: dict[tuple[int, bool, int], Any] = {}
+        self._lock = threading.RLock()  # one program is compiled at a time, and none twice
         self.compilations = 0
 
     def step(self, shape: StepShape, cache: Any, inputs: Any) -> tuple[jax.Array, Any]:
         """Compute a step: ``(logits, cache)``; the cache that is given is used up."""
-        program = self._steps.get(shape) or self._compiled_step(shape, cache, inputs)
+        program = self._steps.get(shape)
+        if program is None:
+            with self._lock:
+                self.compilations += shape not in self._steps
+                program = self._compiled_step(shape, cache, inputs)
         return program(self._weights, cache, inputs)
 
     def forget(self, shape: StepShape) -> None:
@@ -62,6 +68,12 @@ class Programs:
         self._steps.pop(shape, None)
 
     def _compiled_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
+        with self._lock:
+            if shape not in self._steps:
+                self._steps[shape] = self._compile_step(shape, cache, inputs)
+            return self._steps[shape]
+
+    def _compile_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
         model = self._model
 
         whole = self._tree.unflatten(self._leaves)
@@ -84,17 +96,25 @@ class Programs:
         places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))
         with model.backend.scope():
             jitted = jax.jit(step, donate_argnums=1, out_shardings=places)
-            self._steps[shape] = jitted.lower(self._weights, cache, inputs).compile()
-        self.compilations += 1
-        return self._steps[shape]
+            return jitted.lower(self._weights, cache, inputs).compile()
 
     def choose(self, logits: Any, rows: Any, changes: Changes | None, *, top: int) -> Any:
         """Choose a token for each row: :func:`capibara.serve.row_sampling.choose`."""
         key = logits.shape[0], changes is not None, top
-        program = self._choices.get(key) or self._compiled_choice(key, logits.dtype)
+        program = self._choices.get(key)
+        if program is None:
+            with self._lock:
+                self.compilations += key not in self._choices
+                program = self._compiled_choice(key, logits.dtype)
         return program(logits, rows, changes)
 
     def _compiled_choice(self, key: tuple[int, bool, int], dtype: Any) -> Any:
+        with self._lock:
+            if key not in self._choices:
+                self._choices[key] = self._compile_choice(key, dtype)
+            return self._choices[key]
+
+    def _compile_choice(self, key: tuple[int, bool, int], dtype: Any) -> Any:
         writable, vocabulary = self._writable, self._vocabulary
         size, changed, top = key
 
@@ -107,39 +127,41 @@ class Programs:
         changes = no_changes(size, vocabulary) if changed else None
         logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
         with self._model.backend.scope():
-            self._choices[key] = jax.jit(chosen).lower(logits, rows, changes).compile()
-        self.compilations += 1
-        return self._choices[key]
+            return jax.jit(chosen).lower(logits, rows, changes).compile()
 
     def _whole(self) -> NamedSharding | None:
         """Where an array is that all devices of a mesh have."""
         mesh = self._model.mesh
         return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
-    def warm(
-        self,
-        shapes: Sequence[StepShape],
-        cache: Any,
-        inputs: Callable[[StepShape], Any],
-        progress: Callable[[int, int], object] | None,
-    ) -> None:
-        """Compile all that steps of these shapes need."""
+    def to_compile(
+        self, shapes: Sequence[StepShape], cache: Any, inputs: Callable[[StepShape], Any]
+    ) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
+        """What compiles all that steps of these shapes need: for the first two with plain requests, and the rest."""
         kinds = [(changed, top) for changed in (False, True) for top in (0, MOST_SCORES)]
-        sizes = sorted({len(inputs(shape)["outputs"]) for shape in shapes})
-        total = len(shapes) + len(kinds) * len(sizes)
+        sizes = {shape: len(inputs(shape)["outputs"]) for shape in shapes}
         dtype = jnp.dtype(self._model.config.precision.accumulate_dtype)
-        work: list[Callable[[], Any]] = [
-            lambda shape=shape: self._compiled_step(shape, cache, inputs(shape)) for shape in shapes
+        # The arrays themselves are given to the steps that run meanwhile.
+        described = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=None if self._model.mesh is None else x.sharding
+            ),
+            cache,
+        )
+
+        def step(shape: StepShape) -> Callable[[], Any]:
+            return lambda: self._compiled_step(shape, described, inputs(shape))
+
+        def choice(size: int, kind: tuple[bool, int]) -> Callable[[], Any]:
+            return lambda: self._compiled_choice((size, *kind), dtype)
+
+        every = sorted(set(sizes.values()))
+        early = [sizes[shape] for shape in shapes[:2]]
+        first = [*map(step, shapes[:2]), *(choice(size, kinds[0]) for size in early)]
+        rest = [
+            choice(size, kind) for kind in kinds for size in every if kind != kinds[0] or size not in early
         ]
-        work += [
-            lambda size=size, kind=kind: self._compiled_choice((size, *kind), dtype)
-            for size in sizes
-            for kind in kinds
-        ]
-        for done, compile_one in enumerate(work, start=1):
-            compile_one()
-            if progress is not None:
-                progress(done, total)
+        return first, [*map(step, shapes[2:]), *rest]
 
 
 def no_changes(rows: int, vocabulary: int) -> Changes:
