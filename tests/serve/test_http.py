@@ -244,6 +244,16 @@ def test_responses_have_schemas_and_functions(client: openai.OpenAI) -> None:
     assert ("response.function_call_arguments.done" in kinds) == (kinds[-1] == "response.completed")
 
 
+def test_line_separators_end_no_event(url: str) -> None:
+    """Clients that use httpx's lines, as many do, would cut events there."""
+    pytest.importorskip("llguidance")
+    body = {"prompt": "x", "max_tokens": 3, "stream": True, "guided_regex": "\u2028", "ignore_eos": True}
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "\u2028"
+
+
 def test_tokens_and_texts(url: str) -> None:
     found = post(url, "/tokenize", {"prompt": "né"}).json()
     assert found["count"] == len(found["tokens"]) == 3

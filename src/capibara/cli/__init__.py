@@ -29,6 +29,7 @@ VERBS: dict[str, str] = {
     "train": "train a model on text; run again to resume",
     "generate": "write text from a trained model",
     "serve": "answer requests over HTTP, with the API of OpenAI",
+    "bench-serve": "measure an endpoint under load: times of tokens, goodput",
     "embed": "make vectors of texts",
     "import": "make a run of a published model (a folder of Hugging Face, GGUF)",
     "export": "write a model in a form that others load (Hugging Face, vLLM, llama.cpp)",
@@ -79,7 +80,7 @@ def _overview() -> str:
 
 
 def _load(verb: str) -> ModuleType:
-    name = f"{__name__}.{verb}"
+    name = f"{__name__}.{verb.replace('-', '_')}"
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -170,6 +170,7 @@ class EngineStatistics:
       prompt_tokens, generated_tokens, cached_prompt_tokens: totals.
       finished: totals by reason. preemptions, steps, compilations: totals; compilations after the warm-up only.
       guessed_tokens, right_guesses: of speculation, totals.
+      programs_left: how many are still to be compiled beside the steps, after a start with ``warm="first"``.
     """
 
     running: int
@@ -186,6 +187,7 @@ class EngineStatistics:
     compilations: int
     guessed_tokens: int = 0
     right_guesses: int = 0
+    programs_left: int = 0
 
 
 @runtime_checkable

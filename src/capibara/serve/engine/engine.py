@@ -178,7 +178,7 @@ class Engine:
         first, rest = self._to_compile() if warm else ([], [])
         if warm is True:
             first, rest = [*first, *rest], []
-        total = len(first) + len(rest)
+        self._programs_left, total = len(rest), len(first) + len(rest)
         for done, compile_one in enumerate(first, start=1):
             compile_one()
             if progress is not None:
@@ -215,6 +215,7 @@ class Engine:
             if self._closing:
                 return
             compile_one()
+            self._programs_left -= 1
             done += 1
             if progress is not None:
                 progress(done, total)
@@ -260,6 +261,7 @@ class Engine:
                 compilations=sum(programs.compilations for programs in self._every_program()),
                 guessed_tokens=c["guessed"],
                 right_guesses=c["right"],
+                programs_left=self._programs_left,
             )
 
     def stalled_s(self) -> float:

@@ -27,6 +27,7 @@ __all__ = [
     "answer",
     "chat_form",
     "completion_form",
+    "event_json",
     "event_stream",
     "submitted",
     "usage_of",
@@ -110,6 +111,14 @@ def usage_of(prompts: Sequence[tuple[int, ...]], texts: Sequence[Timed]) -> tupl
     return read, min(read, sum(t.stream.cached_tokens for t in texts)), sum(t.tokens for t in texts)
 
 
+def event_json(content: Any) -> str:
+    """The content of an event. Some clients take every line separator of Unicode for the end of a line."""
+    text = json.dumps(content, ensure_ascii=False)
+    for separator in "\x85\u2028\u2029":
+        text = text.replace(separator, f"\\u{ord(separator):04x}")
+    return text
+
+
 def event_stream(events: AsyncIterator[str]) -> StreamingResponse:
     """An answer of events."""
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -182,7 +191,7 @@ async def _events(
         while left:
             index, piece = await queue.get()
             if isinstance(piece, BaseException):
-                yield f"data: {json.dumps(error_body(500, str(piece)))}\n\n"
+                yield f"data: {event_json(error_body(500, str(piece)))}\n\n"
                 return
             left -= piece.finish is not None
             first = index not in begun
@@ -190,9 +199,9 @@ async def _events(
                 continue
             begun.add(index)
             choice = form.delta(engine, index, form.echoes[index] if first else "", piece, first)
-            yield f"data: {json.dumps({**head, 'choices': [choice]}, ensure_ascii=False)}\n\n"
+            yield f"data: {event_json({**head, 'choices': [choice]})}\n\n"
         if usage is not None:
-            yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage()})}\n\n"
+            yield f"data: {event_json({**head, 'choices': [], 'usage': usage()})}\n\n"
         yield "data: [DONE]\n\n"
     finally:
         for reader, text in zip(readers, texts, strict=True):

@@ -43,6 +43,16 @@ class _OfEngine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         s, name = self._engine.statistics(), [self._engine.name]
+        programs = GaugeMetricFamily(
+            "capibara:programs_left", "Programs that are still to be compiled.", labels=["model_name"]
+        )
+        programs.add_metric(name, s.programs_left)
+        yield programs
+        compiled = CounterMetricFamily(
+            "capibara:compilations", "Programs that a step had to wait for.", labels=["model_name"]
+        )
+        compiled.add_metric(name, s.compilations)
+        yield compiled
         gauges: list[tuple[str, str, Any]] = [
             ("num_requests_running", "Requests that are being answered.", s.running),
             ("num_requests_waiting", "Requests that wait.", s.waiting),

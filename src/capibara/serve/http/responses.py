@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from capibara.serve.http.answers import Timed, event_stream, submitted, usage_of, while_connected
+from capibara.serve.http.answers import Timed, event_json, event_stream, submitted, usage_of, while_connected
 from capibara.serve.http.errors import ApiError
 from capibara.serve.http.fields import ChatRequest, Function, called_tools
 from capibara.serve.http.metrics import Metrics
@@ -274,7 +273,7 @@ class _Answer:
     def _event(self, kind: str, **fields: Any) -> str:
         content = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(content, ensure_ascii=False)}\n\n"
+        return f"event: {kind}\ndata: {event_json(content)}\n\n"
 
     async def events(self, reader: CallReader | None) -> AsyncIterator[str]:
         """The events of the answer, as its text is written."""

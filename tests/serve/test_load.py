@@ -1,0 +1,108 @@
+"""``capibara serve`` under load, on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from small_models import KINDS, SMALL
+
+from capibara.config import ModularModelConfig
+from capibara.core import ModularCapibaraModel
+from capibara.serve.bench import BenchSettings, bench_serve
+
+pytestmark = pytest.mark.slow
+SIZES: Any = {"input_tokens": (2, 60), "output_tokens": (2, 60)}
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    settings = {"model.vocab_size": 256, "model.max_sequence_length": 128, "train.sequence_length": 32}
+    model = ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS["grouped"] | settings))
+    model.save_pretrained(folder / "tiny")
+    command = [
+        sys.executable,
+        "-m",
+        "capibara",
+        "serve",
+        str(folder / "tiny"),
+        "--port",
+        "0",
+        "--quiet",
+        *options,
+    ]
+    server = subprocess.Popen(
+        command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        found = re.search(r"(http://127\.0\.0\.1:\d+)/v1\n", server.stdout.readline())
+        assert found is not None
+        while figure(found[1], "capibara:programs_left"):
+            time.sleep(0.2)
+        yield server, found[1]
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def figure(url: str, name: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    found = re.search(rf"^{name}{{[^}}]*}} ([\d.e+-]+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def test_200_clients_for_a_minute(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-batch", "16") as (server, url):
+        settings = BenchSettings(0, duration_s=60.0, concurrency=200, cancel=0.1, malformed=0.05, **SIZES)
+        report = bench_serve(url, settings)
+        print(report)
+        assert not report.undeserved, report.undeserved[:3]
+        kinds = {answer.kind for answer in report.answers}
+        assert kinds == {"text", "cancelled", "malformed"}
+        assert len(report.good) > 200
+        end = time.monotonic() + 5
+        while figure(url, "vllm:num_requests_running") or figure(url, "vllm:num_requests_waiting"):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert figure(url, "vllm:kv_cache_usage_perc") == 0
+        assert figure(url, "capibara:compilations_total") == 0
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0
+
+
+def test_three_times_as_much_as_it_can_do(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-batch", "16", "--max-waiting", "32") as (_, url):
+        bench_serve(url, BenchSettings(100, concurrency=40, **SIZES))  # what is slow at first
+        most = bench_serve(url, BenchSettings(0, duration_s=15.0, concurrency=40, **SIZES))
+        rate = len(most.good) / most.seconds
+        # Of what is sent in this time: at its end the queue runs empty.
+        over = bench_serve(url, BenchSettings(0, duration_s=15.0, rate=3 * rate, **SIZES))
+        print(most, over, sep="\n")
+        assert not most.undeserved
+        assert not over.undeserved
+        assert sum(answer.status == 429 for answer in over.answers) > 0.3 * len(over.answers)
+        assert over.goodput() >= 0.95 * most.goodput()
+
+
+def test_a_process_that_stands_still_does_not_answer(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-batch", "2") as (server, url):
+        assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(httpx.TimeoutException):
+            httpx.get(f"{url}/health", timeout=2)
+        server.send_signal(signal.SIGCONT)
+        assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+        body = {"prompt": "x", "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
