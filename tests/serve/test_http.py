@@ -404,6 +404,16 @@ def test_a_full_queue_says_when_to_come_again(url: str, engine: Engine) -> None:
         time.sleep(0.01)
 
 
+def test_where_nothing_more_may_wait_a_request_is_not_read(
+    url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.full_for_s() == 0
+    monkeypatch.setattr(engine, "full_for_s", lambda: 2.5)
+    refused = post(url, "/v1/completions", b"{ this is not even JSON")
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
+    assert post(url, "/tokenize", {"prompt": "a"}).status_code == 200
+
+
 def test_the_description_names_every_path(url: str) -> None:
     found = httpx.get(f"{url}/openapi.json").json()
     assert set(found["paths"]) == {

@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="look at so many guessed tokens in a step: of --draft-model (default: 4), otherwise what followed the "
         "same tokens earlier in the text (default: none)",
     )
+    parser.add_argument("--no-page", action="store_true", help="no page for the browser at /")
     parser.add_argument(
         "--decode",
         action="store_true",
@@ -98,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     with listener, contextlib.ExitStack() as kept:
         kept.enter_context(keep_compiled(lambda why: print(why, file=sys.stderr), min_seconds=0.0))
         loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto")
-        served, app = _application(args, loaded, ServerSettings(keys, args.max_body, args.timeout))
+        served, app = _application(
+            args, loaded, ServerSettings(keys, args.max_body, args.timeout, page=not args.no_page)
+        )
         del loaded  # its weights are the engine's now
         config = uvicorn.Config(
             app,

@@ -15,7 +15,7 @@ import numpy as np
 from capibara.native.build import LIBRARY, source_digest
 from capibara.native.loading import REMEDY, open_library
 
-__all__ = ["TARGETS", "call", "isa", "problem"]
+__all__ = ["TARGETS", "call", "call_one_by_one", "isa", "problem"]
 
 TARGETS = (
     "capibara_attention_forward",
@@ -88,17 +88,25 @@ def isa() -> str | None:
     return None if library is None else library.capibara_native_isa().decode()
 
 
-def call(
+def call(target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: int | float) -> Any:
+    """Call ``target``; ints are passed as int64, floats as float32. ``vmap`` adds leading axes to every array."""
+    return _call("broadcast_all", target, out, arrays, attributes)
+
+
+def call_one_by_one(
+    target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: int | float
+) -> Any:
+    """:func:`call`, which under ``vmap`` calls once for each element."""
+    return _call("sequential", target, out, arrays, attributes)
+
+
+def _call(
+    vmap_method: str,
     target: str,
     out: Sequence[jax.ShapeDtypeStruct],
-    *arrays: Any,
-    vmap_method: str = "broadcast_all",
-    **attributes: int | float,
+    arrays: tuple[Any, ...],
+    attributes: dict[str, int | float],
 ) -> Any:
-    """Call ``target``; ints are passed as int64, floats as float32.
-
-    ``vmap`` adds leading axes to every array, or with ``"sequential"`` calls once for each element.
-    """
     reason = problem()
     if reason is not None:
         raise NotImplementedError(reason)

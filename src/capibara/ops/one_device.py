@@ -109,14 +109,10 @@ def kernel_results(
 
 
 def native_call(
-    target: str,
-    out: Sequence[jax.ShapeDtypeStruct],
-    *arrays: Any,
-    vmap_method: str = "broadcast_all",
-    **attributes: int | float,
+    target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: int | float
 ) -> Any:
     """:func:`capibara.native.call`, whose results inside ``jax.shard_map`` vary over what the arrays vary over."""
-    return alike(native.call(target, out, *arrays, vmap_method=vmap_method, **attributes), arrays)
+    return alike(native.call(target, out, *arrays, **attributes), arrays)
 
 
 def typed_as(aval: Any, x: Any) -> Any:

@@ -225,6 +225,11 @@ class EngineProtocol(Protocol):
         engine's thread has ended without being asked to."""
         ...
 
+    def full_for_s(self) -> float:
+        """Seconds after which a request is likely to be taken, where as many wait as may; 0 where there is room. It
+        takes no time."""
+        ...
+
     def close(self, *, drain_s: float = 0.0) -> None:
         """Take no more requests; let those that run finish for so many seconds; end the rest; free the cache."""
         ...

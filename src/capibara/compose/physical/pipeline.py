@@ -295,6 +295,7 @@ def _mode(node: Node, backend: Any) -> str:
     from capibara.compose.backends.jax_repeat import choose_mode
 
     block = node.block
+    assert isinstance(block, Repeat)
     decodes = node.region is not None and any(inner.block.decodes for inner in node.region.walk())
     return choose_mode(block.mode, block.count, backend.platform, decodes=decodes)
 

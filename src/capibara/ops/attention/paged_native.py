@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from capibara import native
 from capibara.measure.flops import register_foreign_call
-from capibara.ops.one_device import native_call
+from capibara.ops.one_device import alike
 
 if TYPE_CHECKING:
     from capibara.ops.attention.paged import PagedProblem
@@ -57,17 +57,14 @@ def forward(
 ) -> jax.Array:
     dim, columns = problem.used
     out = jax.ShapeDtypeStruct((*query.shape[:-1], columns), query.dtype)
-    found = native_call(
+    arrays = query[..., :dim], key, value, table.astype(jnp.int32), lengths
+    found = native.call_one_by_one(
         "capibara_paged_attention",
         (out,),
-        query[..., :dim],
-        key,
-        value,
-        table.astype(jnp.int32),
-        lengths,
-        vmap_method="sequential",
+        *arrays,
         window=problem.window or 0,
         scale=float(problem.scale),
         softcap=float(problem.softcap or 0.0),
     )[0]
+    found = alike(found, arrays)
     return jnp.pad(found, ((0, 0), (0, 0), (0, 0), (0, problem.value_dim - columns)))

@@ -300,6 +300,11 @@ class Engine:
             self._there.notify()
         return sequence.stream
 
+    def full_for_s(self) -> float:
+        """Seconds until a request may be taken: see the protocol."""
+        # Without the lock, which the thread of the steps holds now and then: a request more or less does no harm.
+        return self._until_room() if len(self._waiting) >= self._max_waiting else 0.0
+
     def _until_room(self) -> float:
         """Seconds after which a request is likely to have ended."""
         times = self._finish_times

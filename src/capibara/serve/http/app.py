@@ -8,9 +8,10 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from capibara.data import decode_stream
-from capibara.serve.http.access import Keys
+from capibara.serve.http.access import Keys, RefuseWhenFull
 from capibara.serve.http.answers import answer, chat_form, completion_form
 from capibara.serve.http.base import Salt, ServerSettings, base_app, check_model
+from capibara.serve.http.chat_page import add_page
 from capibara.serve.http.errors import ApiError
 from capibara.serve.http.fields import ChatRequest, CompletionRequest, called_tools
 from capibara.serve.http.metrics import Metrics
@@ -34,6 +35,10 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
     settings = ServerSettings(Keys()) if settings is None else settings
     metrics = Metrics(engine)
     app = base_app(engine, settings, metrics.text)
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+    if settings.page:
+        add_page(app, engine)
+    app.add_middleware(RefuseWhenFull, paths=paths, full_for_s=lambda: engine.full_for_s())
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request, salt: Salt) -> Response:

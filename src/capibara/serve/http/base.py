@@ -31,12 +31,14 @@ class ServerSettings:
       most_bytes: of a body.
       timeout_s: seconds after which a text is ended; ``None``: never.
       temperature: where a request has none.
+      page: whether ``/`` is a page for the browser.
     """
 
     keys: Keys
     most_bytes: int = 4 << 20
     timeout_s: float | None = None
     temperature: float = 1.0
+    page: bool = True
 
 
 class Served(Protocol):
