@@ -333,3 +333,24 @@ def test_500_random_requests(kind: str, batch: int, pages: int, prefix: bool) ->
         assert (found.pages_used, found.compilations) == (0, 0)
         assert found.cached_prompt_tokens > 0 or not prefix
         assert found.preemptions > 0 or batch == 1 or pages == 200
+
+
+def test_steps_tell_a_stranger_nothing_of_what_others_asked() -> None:
+    """The time of an answer is that of its steps: of what another salt has asked as many as of what nobody has."""
+    random = np.random.default_rng(5)
+    known, unknown = (tuple(random.integers(0, 256, 60).tolist()) for _ in range(2))
+    with Engine(
+        model_of("grouped"), max_batch=2, page_size=4, pages=60, prefill_tokens=8, prefill_chunks=1
+    ) as engine:
+
+        def steps(prompt: tuple[int, ...], salt: str) -> int:
+            before = engine.statistics().steps
+            read(engine.submit(Request(prompt, max_tokens=2, sampling=GREEDY, salt=salt)))
+            return engine.statistics().steps - before
+
+        first = steps(known, "one")
+        assert steps(known, "one") < first / 2
+        # Guesses of the first tokens, each a little longer, are what an attacker would try.
+        for length in (9, 30, 60):
+            assert steps(known[:length], "two") == steps(unknown[:length], "three")
+        assert steps(known, "four") == first

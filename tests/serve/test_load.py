@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from small_models import KINDS, SMALL
 
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
+from capibara.serve import Engine
 from capibara.serve.bench import BenchSettings, bench_serve
+from capibara.serve.http import create_app
 
 pytestmark = pytest.mark.slow
 SIZES: Any = {"input_tokens": (2, 60), "output_tokens": (2, 60)}
@@ -109,3 +113,42 @@ def test_a_process_that_stands_still_does_not_answer(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/health", timeout=10).status_code == 200
         body = {"prompt": "x", "max_tokens": 3}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["hangs", "ends"])
+def test_health_turns_red_when_no_step_finishes(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"model.vocab_size": 256, "model.max_sequence_length": 128, "train.sequence_length": 32}
+    model = ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS["grouped"] | settings))
+    engine = Engine(model, max_batch=2, page_size=16, warm=False)
+    config = uvicorn.Config(create_app(engine), port=0, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    released = threading.Event()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        body = {"prompt": "x", "max_tokens": 4}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+
+        def step(*_: Any) -> Any:
+            if how == "ends":
+                raise SystemExit("the thread is gone")
+            released.wait(60)
+            raise RuntimeError("released")
+
+        monkeypatch.setattr(engine._programs, "step", step)
+        begun = time.monotonic()
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60):
+            while httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                assert time.monotonic() - begun < 7
+                time.sleep(0.1)
+            taken = time.monotonic() - begun
+            assert taken < 1 if how == "ends" else 4.5 < taken < 6
+            released.set()
+    finally:
+        released.set()
+        server.should_exit = True
+        thread.join()
+        engine.close()
