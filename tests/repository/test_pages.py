@@ -47,7 +47,7 @@ def test_every_verb_is_in_the_readme_and_on_a_page(verb: str):
 @pytest.mark.parametrize("line", commands())
 def test_command_lines_are_understood(line: str):
     _, verb, *rest = shlex.split(line, comments=True)
-    module = importlib.import_module(f"capibara.cli.{verb}")
+    module = importlib.import_module(f"capibara.cli.{verb.replace('-', '_')}")
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     module.add_arguments(parser)
     if verb == "launch" and "--" in rest:

@@ -13,7 +13,7 @@ require_supported_jax()  # first: an old JAX would fail below, less clearly
 
 from capibara.data import Utf8Stream
 from capibara.serve.embed import Embedder
-from capibara.serve.engine import Engine, Speculation
+from capibara.serve.engine import AdapterRoom, Engine, Speculation
 from capibara.serve.generate import Generator
 from capibara.serve.inference_optimizer import InferenceChoice, TpuInferenceOptimizer
 from capibara.serve.load import LoadedModel, find_checkpoint, load_model
@@ -34,6 +34,7 @@ from capibara.serve.sampling import Sampling, keep_top_k, keep_top_p, sample
 from capibara.serve.weights import load_compressed
 
 __all__ = [
+    "AdapterRoom",
     "Embedder",
     "Engine",
     "EngineClosedError",

@@ -85,6 +85,7 @@ class Request:
       logprobs: how many alternatives are given with each token, 0 to 20; 0 gives the token's own alone, ``None``
         nothing.
       grammar: what the text must be.
+      adapter: the name of a loaded adapter; empty: the model itself.
       salt: entries of the prefix cache are shared among requests of the same salt only.
       priority: requests of a lower number run first; equal ones in the order in which they came.
       deadline_s: seconds after which the request is ended, from when it was submitted; ``None``: never.
@@ -100,6 +101,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
     grammar: Grammar | None = None
+    adapter: str = ""
     salt: str = ""
     priority: int = 0
     deadline_s: float | None = None
@@ -223,6 +225,26 @@ class EngineProtocol(Protocol):
     def stalled_s(self) -> float:
         """Seconds since a step finished, while there is something to do; 0 when there is nothing. Infinite once the
         engine's thread has ended without being asked to."""
+        ...
+
+    def adapters(self) -> list[str]:
+        """Names of the adapters that are loaded."""
+        ...
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Read an adapter, which requests name from then on.
+
+        Raises:
+          CapibaraError: it cannot be used; the message says why.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; texts that have begun with it go on.
+
+        Raises:
+          CapibaraError: it is not loaded.
+        """
         ...
 
     def full_for_s(self) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from capibara.serve.engine.adapters import AdapterRoom
 from capibara.serve.engine.engine import Engine
 from capibara.serve.engine.speculation import Speculation
 
-__all__ = ["Engine", "Speculation"]
+__all__ = ["AdapterRoom", "Engine", "Speculation"]

@@ -27,6 +27,7 @@ from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.data import ByteTokenizer, Tokenizer
 from capibara.errors import ConfigError
+from capibara.serve.engine.adapters import AdapterRoom, Adapters
 from capibara.serve.engine.choosing import Asked, choose_tokens
 from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.pages import PagePool
@@ -73,6 +74,7 @@ class Engine:
       cache_dtype: of keys and values; by default that of arithmetic.
       use_cache: keep the keys, values and states of earlier tokens; otherwise every token is computed from the whole
         text before it, to compare with.
+      adapters: for which low-rank adapters there is room; by default for none.
       speculation: how tokens are guessed ahead; by default not at all.
       max_waiting, max_waiting_tokens: requests, and tokens of their prompts, that may wait.
       warm: compile all programs now; ``"first"``: those that a plain request needs now, and the others beside the steps
@@ -100,6 +102,7 @@ class Engine:
         prefix_cache: bool = True,
         cache_dtype: Any | None = None,
         use_cache: bool = True,
+        adapters: AdapterRoom | None = None,
         speculation: Speculation | None = None,
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
@@ -120,11 +123,16 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigError(f"{key}={value!r}: expected an integer from 1 to {most}.")
-        self._model, self._name = model, name
+        self._name = name
         self._tokenizer: Tokenizer = tokenizer or (
             model.tokenizer if hasattr(model, "tokenizer") else ByteTokenizer()
         )
-        self._params = layers_apart(model, model.params if params is None else params)
+        params = model.params if params is None else params
+        self._adapters = None if adapters is None else Adapters(model, params, adapters)
+        if self._adapters is not None:
+            model, params = self._adapters.model, self._adapters.params
+        self._model = model
+        self._params = params if self._adapters is not None else layers_apart(model, params)
         self._state = model.state if state is None else state
         self._max_length = longest if max_length is None else max_length
         self._max_batch = max_batch
@@ -169,6 +177,7 @@ class Engine:
         self._waiting_tokens = 0
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._running: list[Sequence] = []
+        self._turn = 0
         self._closing, self._closed, self._failed = False, False, ""
         self._progress_at = time.monotonic()
         self._counts: Counter[str] = Counter()
@@ -273,6 +282,33 @@ class Engine:
             return 0.0
         return max(0.0, time.monotonic() - self._progress_at)
 
+    def adapters(self) -> list[str]:
+        """Names of the adapters that are loaded."""
+        return [] if self._adapters is None else self._adapters.names
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Read an adapter, a folder with PEFT's files; requests name it from then on.
+
+        Raises:
+          ConfigError: there is no room for it, or the name is taken. FamilyError: it is not one of this model.
+        """
+        if not name or name == self._name:
+            raise ConfigError(f"adapter name {name!r:.100}: expected one that differs from the model's.")
+        self._room_for_adapters().load(name, folder, self._programs.weights_of)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; texts that have begun with it go on.
+
+        Raises:
+          ConfigError: it is not loaded.
+        """
+        self._room_for_adapters().unload(name)
+
+    def _room_for_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise ConfigError("adapters: the engine was started without room for any.")
+        return self._adapters
+
     # ---- requests -----------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> PieceStream:
@@ -342,6 +378,13 @@ class Engine:
         wrong = [token for token, _ in request.sampling.logit_bias if token >= self._vocabulary]
         if wrong:
             raise RequestError(f"logit_bias has token {wrong[0]}: ids are below {self._vocabulary}.")
+        adapter = None
+        if request.adapter:
+            adapter = None if self._adapters is None else self._adapters.get(request.adapter)
+            if adapter is None:
+                raise RequestError(
+                    f"adapter {request.adapter!r:.100} is not loaded; there are {self.adapters() or 'none'}."
+                )
         grammar = None
         if request.grammar is not None:
             from capibara.serve.grammar import compile_grammar
@@ -353,7 +396,8 @@ class Engine:
         tokens = [int(token) for token in prompt]
         sequence: Sequence
         stream = PieceStream(request, lambda: self._cancel(sequence))
-        salt = hashlib.sha256(request.salt.encode()).digest()
+        # What an adapter changes is shared by its own texts only.
+        salt = hashlib.sha256(f"{adapter.number if adapter else 0} {request.salt}".encode()).digest()
         sequence = Sequence(
             request=request,
             stream=stream,
@@ -365,6 +409,7 @@ class Engine:
             writer=StoppingText(self._tokenizer.stream(), request.stop),
             salt=salt,
             grammar=grammar,
+            adapter=adapter,
         )
         if request.sampling.changes_logits:
             sequence.counts = np.zeros(self._vocabulary, np.int32)
@@ -441,13 +486,14 @@ class Engine:
     def _plan(self) -> list[_Piece]:
         """What the next step computes."""
         self._running.sort(key=lambda sequence: sequence.order)
+        turn = self._next_turn()
         with_chunks = self._shapes[1]
         places, most = with_chunks.chunks, with_chunks.chunk
         pieces: list[_Piece] = []
         rows = chunks = 0
         for sequence in list(self._running):
-            if sequence not in self._running:
-                continue  # it has given its pages back
+            if sequence not in self._running or sequence.turn != turn:
+                continue  # it has given its pages back, or its turn comes later
             left = len(sequence.tokens) - sequence.computed
             if left == 1:
                 if self._reach(sequence, len(sequence.tokens)):
@@ -457,7 +503,7 @@ class Engine:
                 chunks += self._read(sequence, pieces, chunks, places, most)
         while chunks < places and self._waiting and len(self._running) < self._max_batch:
             sequence = self._waiting[0][1]
-            if not self._admit(sequence):
+            if sequence.turn != turn or not self._admit(sequence):
                 break
             heapq.heappop(self._waiting)
             self._waiting_tokens -= len(sequence.request.prompt)
@@ -470,6 +516,14 @@ class Engine:
                 chunks += self._read(sequence, pieces, chunks, places, most)
         alive = set(map(id, self._running))
         return [piece for piece in pieces if id(piece.sequence) in alive]
+
+    def _next_turn(self) -> int:
+        """Whose texts the next step computes: adapters take turns."""
+        present = {sequence.turn for sequence in self._running}
+        if self._waiting and len(self._running) < self._max_batch:
+            present.add(self._waiting[0][1].turn)
+        self._turn = min((t for t in present if t > self._turn), default=min(present, default=0))
+        return self._turn
 
     def _read(self, sequence: Sequence, pieces: list[_Piece], first: int, places: int, most: int) -> int:
         """Plan pieces of a prompt; how many."""
@@ -590,7 +644,9 @@ class Engine:
         chunked = any(piece.place < 0 for piece in pieces)
         shape = next(s for s in self._shapes if s.rows >= rows and bool(s.chunks) == chunked)
         inputs = self._inputs(shape, pieces)
-        logits, self._cache = self._programs.step(shape, self._cache, inputs)
+        adapter = pieces[0].sequence.adapter if pieces else None
+        weights = None if adapter is None else adapter.weights
+        logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
         if self._draft is not None:
             late = [p.sequence for p in pieces if p.place >= 0 and not p.sequence.changes_logits]
             if late:
@@ -673,7 +729,9 @@ class Engine:
             inputs["page_table"][place, : len(sequence.pages)] = sequence.pages
             inputs["slots"][place] = sequence.slot
             asked += [Asked(first + ahead, sequence, ahead) for ahead in range(len(given))]
-        logits, self._cache = self._programs.step(shape, self._cache, inputs)
+        adapter = pieces[0].sequence.adapter
+        weights = None if adapter is None else adapter.weights
+        logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
         chosen = iter(choose_tokens(self._programs, logits, asked, self._vocabulary))
         with self._there:
             self._counts["steps"] += 1

@@ -46,22 +46,33 @@ class Programs:
         self._model = model
         # As a plain list, without arrays that hold nothing: going through nested weights for each step, codes above
         # all, takes as long as some of its products.
+        self._state = state
         self._leaves, self._tree = jax.tree.flatten((params, state))
-        self._weights = [leaf for leaf in self._leaves if leaf.size]
+        self._weights = self.weights_of(params)
         self._writable, self._vocabulary = writable, model.config.model.vocab_size
         self._steps: dict[StepShape, Any] = {}
         self._choices: dict[tuple[int, bool, int], Any] = {}
         self._lock = threading.RLock()  # one program is compiled at a time, and none twice
         self.compilations = 0
 
-    def step(self, shape: StepShape, cache: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """Compute a step: ``(logits, cache)``; the cache that is given is used up."""
+    def weights_of(self, params: Any) -> list[Any]:
+        """The parameters as programs take them."""
+        return [leaf for leaf in jax.tree.leaves((params, self._state)) if leaf.size]
+
+    def step(
+        self, shape: StepShape, cache: Any, inputs: Any, weights: list[Any] | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Compute a step: ``(logits, cache)``; the cache that is given is used up.
+
+        Args:
+          weights: other ones than those that the programs were made for (:meth:`weights_of`).
+        """
         program = self._steps.get(shape)
         if program is None:
             with self._lock:
                 self.compilations += shape not in self._steps
                 program = self._compiled_step(shape, cache, inputs)
-        return program(self._weights, cache, inputs)
+        return program(self._weights if weights is None else weights, cache, inputs)
 
     def forget(self, shape: StepShape) -> None:
         """Compile the program of such a step anew for the next one."""

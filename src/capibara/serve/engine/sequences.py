@@ -25,6 +25,7 @@ class Sequence:
       writer: its text. grammar: what it has to follow, if anything (:mod:`capibara.serve.grammar`).
       computed: how many tokens' keys and values are in its pages. pages: those it holds. slot: its recurrent state.
       drafted: how many tokens' keys and values a draft model has there. earlier: what guesses from the text itself.
+      adapter: that it is written with, if any (:class:`capibara.serve.engine.adapters.LoadedAdapter`).
       digest, remembered: of the pages that the prefix cache knows, and how many tokens they hold.
       counts, seen: of each token, for penalties; ``None`` where the request has none.
       submitted: when it came, in ``time.monotonic`` seconds. cancelled: the reader has gone.
@@ -46,6 +47,7 @@ class Sequence:
     slot: int = -1
     drafted: int = 0
     earlier: Any = None
+    adapter: Any = None
     digest: bytes = b""
     remembered: int = 0
     counts: np.ndarray | None = None
@@ -59,6 +61,11 @@ class Sequence:
     def written(self) -> int:
         """How many tokens were generated."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def turn(self) -> int:
+        """Of texts that share a step: the number of their adapter, 0 without one."""
+        return 0 if self.adapter is None else self.adapter.number
 
     @property
     def order(self) -> tuple[int, int]:
