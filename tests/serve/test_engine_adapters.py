@@ -171,3 +171,69 @@ def test_what_is_no_adapter_of_this_engine(engine: Engine, folders: dict[str, Pa
         one.load_adapter("one", folders["one"])
         with pytest.raises(ConfigError, match="there are 1 already"):
             one.load_adapter("two", folders["two"])
+
+
+def test_clients_ask_for_adapters_by_their_names(engine: Engine, folders: dict[str, Path]) -> None:
+    from starlette.testclient import TestClient
+
+    from capibara.serve.http import Keys, ServerSettings, create_app
+
+    app = create_app(engine, ServerSettings(Keys(), load_adapters=True))
+    client = TestClient(app)
+    found = client.get("/v1/models").json()["data"]
+    assert [(model["id"], model.get("parent")) for model in found] == [
+        ("capibara", None), ("one", "capibara"), ("two", "capibara"),
+    ]  # fmt: skip
+    body = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    texts = {}
+    for name in ("capibara", "one", "two"):
+        answer = client.post("/v1/completions", json=body | {"model": name}).json()
+        assert answer["model"] == name
+        texts[name] = answer["choices"][0]["text"]
+        request = Request(
+            (5, 6, 7),
+            6,
+            ignore_eos=True,
+            sampling=Sampling(temperature=0.0),
+            adapter=name.replace("capibara", ""),
+        )
+        assert texts[name] == "".join(piece.text for piece in engine.submit(request))
+    assert len(set(texts.values())) == 3
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "one"}).status_code == 200
+    gone = client.post("/v1/completions", json=body | {"model": "one"})
+    assert gone.status_code == 404
+    given = {"lora_name": "again", "lora_path": str(folders["one"])}
+    assert client.post("/v1/load_lora_adapter", json=given).json()["loaded"] == "again"
+    answer = client.post("/v1/completions", json=body | {"model": "again"}).json()
+    assert answer["choices"][0]["text"] == texts["one"]
+    for wrong in (
+        {"lora_name": "x"},
+        {"lora_name": "x", "lora_path": "/nowhere"},
+        {"lora_name": "capibara", "lora_path": "/"},
+    ):
+        assert client.post("/v1/load_lora_adapter", json=wrong).status_code == 400
+    closed = TestClient(create_app(engine))
+    assert closed.post("/v1/load_lora_adapter", json=given).status_code == 404
+
+
+def test_adapters_from_the_command_line(folders: dict[str, Path]) -> None:
+    import argparse
+
+    from capibara.cli.serve import _adapters, add_arguments
+
+    model = ModularCapibaraModel.from_pretrained(folders[""])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def of(*words: str) -> Any:
+        return _adapters(parser.parse_args(["model", *words]), model)
+
+    assert of() == ({}, None)
+    assert of("--load-adapters") == ({}, AdapterRoom(16))
+    given = [f"{name}={folders[name]}" for name in ADAPTERS]
+    named, room = of("--adapter", given[0], "--adapter", given[1])
+    assert (list(named), room) == (["one", "two"], AdapterRoom(4))
+    assert of("--adapter", given[0], "--adapter-rank", "9")[1] == AdapterRoom(9)
+    for wrong in ("one", "=x", "one="):
+        with pytest.raises(ConfigError, match="expected NAME=FOLDER"):
+            of("--adapter", wrong)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from capibara.cli._models import load_source
 
 if TYPE_CHECKING:
+    from capibara.serve import AdapterRoom
     from capibara.serve.http.base import Served, ServerSettings
     from capibara.serve.load import LoadedModel
 
@@ -64,6 +65,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="look at so many guessed tokens in a step: of --draft-model (default: 4), otherwise what followed the "
         "same tokens earlier in the text (default: none)",
     )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a low-rank adapter (PEFT), which clients ask for by its name; may be given several times",
+    )
+    parser.add_argument(
+        "--adapter-rank",
+        type=int,
+        metavar="N",
+        help="largest rank of adapters (default: of those given, or 16)",
+    )
+    parser.add_argument(
+        "--load-adapters",
+        action="store_true",
+        help="let clients load adapters from folders of this machine, and unload them",
+    )
     parser.add_argument("--no-page", action="store_true", help="no page for the browser at /")
     parser.add_argument(
         "--decode",
@@ -100,7 +119,11 @@ def run(args: argparse.Namespace) -> int:
         kept.enter_context(keep_compiled(lambda why: print(why, file=sys.stderr), min_seconds=0.0))
         loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto")
         served, app = _application(
-            args, loaded, ServerSettings(keys, args.max_body, args.timeout, page=not args.no_page)
+            args,
+            loaded,
+            ServerSettings(
+                keys, args.max_body, args.timeout, page=not args.no_page, load_adapters=args.load_adapters
+            ),
         )
         del loaded  # its weights are the engine's now
         config = uvicorn.Config(
@@ -140,6 +163,7 @@ def _application(
         draft = None if args.draft_model is None else load_source(args.draft_model, quiet=args.quiet)
         given = {} if draft is None else {"draft": draft.model, "params": draft.params, "state": draft.state}
         speculation = Speculation(4 if args.guess is None else args.guess, **given)
+    named, room = _adapters(args, loaded.model)
     engine = Engine(
         loaded.model,
         loaded.params,
@@ -148,11 +172,35 @@ def _application(
         max_batch=args.max_batch,
         max_length=args.max_length,
         speculation=speculation,
+        adapters=room,
         warm="first",
         progress=None if args.quiet else _said,
         **waiting,
     )
+    for name, folder in named.items():
+        engine.load_adapter(name, folder)
     return engine, create_app(engine, settings)
+
+
+def _adapters(args: argparse.Namespace, model: Any) -> tuple[dict[str, str], AdapterRoom | None]:
+    """The adapters that are given, and the room that they and later ones need."""
+    from capibara.errors import ConfigError
+    from capibara.serve import AdapterRoom
+
+    named: dict[str, str] = {}
+    for text in args.adapter:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder) or name in named:
+            raise ConfigError(f"--adapter {text!r:.200}: expected NAME=FOLDER, each name once")
+        named[name] = folder
+    if not named and not args.load_adapters:
+        return {}, None
+    ranks = [16] if not named else []
+    if named and model.pretrained is not None:
+        from capibara.families.peft import adapter_settings
+
+        ranks = [adapter_settings(f, model.pretrained.family)["finetune.rank"] for f in named.values()]
+    return named, AdapterRoom(args.adapter_rank or max(ranks, default=16))
 
 
 def _said(done: int, total: int) -> None:

@@ -13,7 +13,7 @@ from capibara.serve.http.answers import answer, chat_form, completion_form
 from capibara.serve.http.base import Salt, ServerSettings, base_app, check_model
 from capibara.serve.http.chat_page import add_page
 from capibara.serve.http.errors import ApiError
-from capibara.serve.http.fields import ChatRequest, CompletionRequest, called_tools
+from capibara.serve.http.fields import AdapterRequest, ChatRequest, CompletionRequest, called_tools
 from capibara.serve.http.metrics import Metrics
 from capibara.serve.http.responses import ResponsesRequest, rendered, respond
 from capibara.serve.http.tools import CallReader, calls_grammar, tool_form
@@ -43,21 +43,23 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request, salt: Salt) -> Response:
         """Texts that continue prompts."""
-        check_model(engine, body.model)
+        adapter = _adapter(engine, body.model)
         if body.echo and body.logprobs is not None:
             raise ApiError(400, "echo with logprobs: prompts are not scored. Leave one of them out.", "echo")
         prompts = await asyncio.to_thread(_prompts, body.prompt, engine)
-        given: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+        given: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "adapter": adapter}
         asked = _asked(body, prompts, salt, settings, given)
         echoes = [""] * len(asked)
         if body.echo:
             echoes = [_text_of(engine, prompts[i // body.n]) for i in range(len(asked))]
-        return await answer(engine, metrics, body, http, asked, prompts, completion_form(engine.name, echoes))
+        return await answer(
+            engine, metrics, body, http, asked, prompts, completion_form(adapter or engine.name, echoes)
+        )
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request, salt: Salt) -> Response:
         """The next message of a conversation."""
-        check_model(engine, body.model)
+        adapter = _adapter(engine, body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
         functions = body.functions
@@ -66,6 +68,7 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         given: dict[str, Any] = {
             "max_tokens": most,
+            "adapter": adapter,
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         }
         form = tool_form(getattr(engine.tokenizer, "template", None))
@@ -78,17 +81,41 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
         asked = _asked(body, prompts, salt, settings, given)
         readers = [CallReader(form, [f.name for f in functions]) for _ in asked] if functions else []
         named = body.choice not in (None, "none", "auto", "required")
-        chosen = chat_form(engine.name, readers, len(asked), named=named)
+        chosen = chat_form(adapter or engine.name, readers, len(asked), named=named)
         return await answer(engine, metrics, body, http, asked, prompts, chosen)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, http: Request, salt: Salt) -> Response:
         """The next items of a conversation, in the form of OpenAI's Responses."""
-        check_model(engine, body.model)
-        limits = {"deadline_s": settings.timeout_s, "temperature": settings.temperature}
+        adapter = _adapter(engine, body.model)
+        limits = {"adapter": adapter, "deadline_s": settings.timeout_s, "temperature": settings.temperature}
         return await respond(engine, metrics, body, http, salt, **limits)
 
+    if settings.load_adapters:
+
+        @app.post("/v1/load_lora_adapter")
+        def load(body: AdapterRequest, _: Salt) -> dict[str, str]:
+            """Read an adapter from a folder of the server."""
+            if body.lora_path is None:
+                raise ApiError(400, "lora_path is missing: name the adapter's folder.", "lora_path")
+            engine.load_adapter(body.lora_name, body.lora_path)
+            return {"status": "ok", "loaded": body.lora_name}
+
+        @app.post("/v1/unload_lora_adapter")
+        def unload(body: AdapterRequest, _: Salt) -> dict[str, str]:
+            """Forget an adapter."""
+            engine.unload_adapter(body.lora_name)
+            return {"status": "ok", "unloaded": body.lora_name}
+
     return app
+
+
+def _adapter(engine: EngineProtocol, name: str | None) -> str:
+    """The adapter that a request names as its model; empty: the model itself."""
+    if name is not None and name in engine.adapters():
+        return name
+    check_model(engine, name)
+    return ""
 
 
 def _prompts(given: Any, engine: EngineProtocol) -> list[tuple[int, ...]]:

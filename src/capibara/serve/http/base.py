@@ -32,6 +32,7 @@ class ServerSettings:
       timeout_s: seconds after which a text is ended; ``None``: never.
       temperature: where a request has none.
       page: whether ``/`` is a page for the browser.
+      load_adapters: whether who may ask may also load adapters, from folders of the server, and unload them.
     """
 
     keys: Keys
@@ -39,6 +40,7 @@ class ServerSettings:
     timeout_s: float | None = None
     temperature: float = 1.0
     page: bool = True
+    load_adapters: bool = False
 
 
 class Served(Protocol):
@@ -106,9 +108,12 @@ def base_app(served: Served, settings: ServerSettings, figures: Callable[[], byt
 
     @app.get("/v1/models")
     def models(_: Salt) -> dict[str, Any]:
-        """The model that there is."""
-        one = {"id": served.name, "object": "model", "created": begun, "owned_by": "capibara"}
-        return {"object": "list", "data": [one | {"max_model_len": served.max_length}]}
+        """The model that there is, and its adapters."""
+        one: dict[str, Any] = {"id": served.name, "object": "model", "created": begun, "owned_by": "capibara"}
+        one["max_model_len"] = served.max_length
+        adapters = getattr(served, "adapters", list)()
+        more = [one | {"id": name, "root": name, "parent": served.name} for name in adapters]
+        return {"object": "list", "data": [one, *more]}
 
     @app.post("/tokenize")
     def tokenize(body: TokenizeRequest, _: Salt) -> dict[str, Any]:

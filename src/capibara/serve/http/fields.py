@@ -13,6 +13,7 @@ from capibara.serve.requests import Grammar, Request
 from capibara.serve.sampling import Sampling
 
 __all__ = [
+    "AdapterRequest",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -137,6 +138,7 @@ class _Common(_Strict):
         salt: str,
         deadline_s: float | None,
         grammar: Grammar | None = None,
+        adapter: str = "",
     ) -> Request:
         """What the engine is asked for one of ``n`` texts, the ``number``-th."""
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -151,6 +153,7 @@ class _Common(_Strict):
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             grammar=self.grammar() if grammar is None else grammar,
+            adapter=adapter,
             salt=salt,
             priority=self.priority,
             deadline_s=deadline_s,
@@ -298,6 +301,13 @@ class EmbeddingRequest(_Strict):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1)
     user: str | None = None
+
+
+class AdapterRequest(_Strict):
+    """``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str | None = Field(default=None, min_length=1, max_length=4096)
 
 
 class TokenizeRequest(_Strict):

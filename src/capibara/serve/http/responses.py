@@ -166,6 +166,7 @@ async def respond(
     http: Request,
     salt: str,
     *,
+    adapter: str,
     deadline_s: float | None,
     temperature: float,
 ) -> Response:
@@ -188,9 +189,10 @@ async def respond(
         salt=salt,
         deadline_s=deadline_s,
         grammar=grammar,
+        adapter=adapter,
     )
     texts = await submitted(engine, metrics, [asked])
-    answer = _Answer(body, engine.name, [prompt], texts)
+    answer = _Answer(body, adapter or engine.name, [prompt], texts)
     reader = CallReader(form, [f.name for f in body.functions])
     if body.stream:
         return event_stream(answer.events(reader if body.functions else None))
