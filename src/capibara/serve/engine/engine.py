@@ -154,6 +154,9 @@ class Engine:
         chunk = max(1, prefill_tokens // chunks)
         rows = sorted({min(max_batch, 4**n) for n in range(math.ceil(math.log(max_batch, 4)) + 1)})
         self._shapes = [StepShape(n, c, chunk) for n in rows for c in (0, chunks)]
+        if chunks > 1:
+            # Where little else runs, a short prompt, or the new end of a known one, takes less time than a long one.
+            self._shapes.insert(2, StepShape(rows[0], 1, chunk))
         self._slots = list(range(max_batch, 0, -1))
         with model.backend.scope():
             self._cache = model.init_pages(count, page_size, max_batch + 1, dtype=cache_dtype)
@@ -641,8 +644,11 @@ class Engine:
                 self._verify(pieces, guesses)
                 return
         rows = 1 + max((piece.place for piece in pieces), default=-1)
-        chunked = any(piece.place < 0 for piece in pieces)
-        shape = next(s for s in self._shapes if s.rows >= rows and bool(s.chunks) == chunked)
+        chunks = max((-piece.place for piece in pieces), default=0)
+        shape = min(
+            (s for s in self._shapes if s.rows >= rows and s.chunks >= chunks),
+            key=lambda s: (s.tokens, s.rows),
+        )
         inputs = self._inputs(shape, pieces)
         adapter = pieces[0].sequence.adapter if pieces else None
         weights = None if adapter is None else adapter.weights
