@@ -244,6 +244,29 @@ def test_responses_have_schemas_and_functions(client: openai.OpenAI) -> None:
     assert ("response.function_call_arguments.done" in kinds) == (kinds[-1] == "response.completed")
 
 
+def test_prompts_are_scored(client: openai.OpenAI) -> None:
+    """As harnesses of benchmarks ask for them."""
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "once upon", "echo": True, "logprobs": 2}
+    found = client.completions.create(**asked, max_tokens=0).choices[0]
+    assert (found.text, found.finish_reason) == ("once upon", "length")
+    scores = found.logprobs
+    assert scores is not None
+    assert "".join(scores.tokens or []) == "once upon"
+    assert (scores.token_logprobs or [0])[0] is None
+    assert all(p is not None and p < 0 for p in (scores.token_logprobs or [])[1:])
+    assert scores.text_offset == list(range(9))
+    longer = client.completions.create(**asked, max_tokens=3, temperature=0)
+    whole = longer.choices[0].logprobs
+    assert whole is not None
+    assert len(whole.token_logprobs or []) == 12
+    events = list(client.completions.create(**asked, max_tokens=3, temperature=0, stream=True))
+    assert "".join(event.choices[0].text for event in events) == longer.choices[0].text
+    streamed = [
+        p for e in events if e.choices[0].logprobs for p in e.choices[0].logprobs.token_logprobs or []
+    ]
+    assert streamed == whole.token_logprobs
+
+
 def test_line_separators_end_no_event(url: str) -> None:
     """Clients that use httpx's lines, as many do, would cut events there."""
     pytest.importorskip("llguidance")
@@ -271,14 +294,14 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
     [
         ("completions", b"{", 400, None, "the body is not JSON"),
         ("completions", PROMPT | {"suffix": "y"}, 400, "suffix", "suffix: this server does not know it"),
-        ("completions", PROMPT | {"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1, got 0"),
+        ("completions", PROMPT | {"max_tokens": -1}, 400, "max_tokens", "greater than or equal to 0, got -1"),
+        ("completions", PROMPT | {"max_tokens": 0}, 400, None, "max_tokens=0: expected an integer from 1"),
         ("completions", PROMPT | {"max_tokens": 999}, 400, None, "max_tokens=999"),
         ("completions", PROMPT | {"prompt": []}, 400, "prompt", "prompt is empty"),
         ("completions", PROMPT | {"prompt": [999]}, 400, None, "token id 999"),
         ("completions", PROMPT | {"temperature": "hot"}, 400, "temperature", 'got "hot"'),
         ("completions", PROMPT | {"model": "large"}, 404, "model", "'large' does not exist"),
         ("completions", PROMPT | {"logit_bias": {"one": 1}}, 400, "logit_bias", "expected token ids"),
-        ("completions", PROMPT | {"echo": True, "logprobs": 1}, 400, "echo", "prompts are not scored"),
         ("completions", PROMPT | {"guided_regex": "("}, 400, None, "regex"),
         ("completions", PROMPT | {"prompt": "x" * 6000}, 413, None, "larger than 5000 bytes"),
         ("chat/completions", {"model": "tiny", "messages": []}, 400, "messages", "at least 1 item"),

@@ -84,6 +84,8 @@ class Request:
       ignore_eos: do not end at the tokenizer's own tokens.
       logprobs: how many alternatives are given with each token, 0 to 20; 0 gives the token's own alone, ``None``
         nothing.
+      prompt_logprobs: how many alternatives are given with each token of the prompt, as ``logprobs``; with it
+        ``max_tokens`` may be 0.
       grammar: what the text must be.
       adapter: the name of a loaded adapter; empty: the model itself.
       salt: entries of the prefix cache are shared among requests of the same salt only.
@@ -100,6 +102,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     adapter: str = ""
     salt: str = ""
@@ -130,6 +133,8 @@ class Piece:
       text: whole characters; what could become a stop string is held back.
       tokens: their ids; a piece may have tokens and no text yet.
       scores: one for each token, if the request asks for them.
+      prompt_scores: in the first piece, one for each token of the prompt, if the request asks for them; the first
+        token's logarithm is NaN, since nothing comes before it.
       finish: why the text ends here; ``None`` while it goes on.
       error: what failed, where ``finish`` is ``"error"``.
     """
@@ -137,6 +142,7 @@ class Piece:
     text: str = ""
     tokens: tuple[int, ...] = ()
     scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
 

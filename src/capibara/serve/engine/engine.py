@@ -38,9 +38,11 @@ from capibara.serve.engine.streams import PieceStream, StoppingText
 from capibara.serve.requests import (
     EngineClosedError,
     EngineStatistics,
+    Piece,
     QueueFullError,
     Request,
     RequestError,
+    TokenScore,
 )
 from capibara.serve.token_ids import checked_ids
 
@@ -173,6 +175,7 @@ class Engine:
                     self._speculation, *sizes, dtype=cache_dtype, writable=self._writable
                 )
         self._guessed = guessed
+        self._scored = StepShape(0, chunks, chunk)
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._there = threading.Condition(self._lock)
@@ -180,7 +183,7 @@ class Engine:
         self._waiting_tokens = 0
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._running: list[Sequence] = []
-        self._turn = 0
+        self._turn = (0, False)
         self._closing, self._closed, self._failed = False, False, ""
         self._progress_at = time.monotonic()
         self._counts: Counter[str] = Counter()
@@ -210,7 +213,9 @@ class Engine:
         def empty(shape: StepShape) -> dict[str, np.ndarray]:
             return self._inputs(shape, [])
 
-        first, rest = self._programs.to_compile([*self._shapes, *self._guessed], self._cache, empty)
+        first, rest = self._programs.to_compile(
+            [*self._shapes, *self._guessed, self._scored], self._cache, empty
+        )
         if self._draft is not None:
             more = self._draft.programs.to_compile(self._shapes, self._draft.cache, empty)
             first, rest = first + more[0], rest + more[1]
@@ -362,9 +367,10 @@ class Engine:
                 f"prompt has {len(prompt)} tokens, and max_length={self._max_length} leaves no room for an answer. "
                 "Shorten the prompt."
             )
-        if request.max_tokens is not None and not 1 <= request.max_tokens <= room:
+        least = 1 if request.prompt_logprobs is None else 0
+        if request.max_tokens is not None and not least <= request.max_tokens <= room:
             raise RequestError(
-                f"max_tokens={request.max_tokens!r}: expected an integer from 1 to {room}, what max_length="
+                f"max_tokens={request.max_tokens!r}: expected an integer from {least} to {room}, what max_length="
                 f"{self._max_length} leaves after a prompt of {len(prompt)} tokens."
             )
         capacity = self._pool.total * self._pool.page_size
@@ -376,6 +382,10 @@ class Engine:
         room = min(room, capacity - len(prompt))
         if request.logprobs is not None and not 0 <= request.logprobs <= MOST_SCORES:
             raise RequestError(f"logprobs={request.logprobs!r}: expected an integer from 0 to {MOST_SCORES}.")
+        if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MOST_SCORES:
+            raise RequestError(
+                f"prompt_logprobs={request.prompt_logprobs!r}: expected an integer from 0 to {MOST_SCORES}."
+            )
         if request.seed is not None and not 0 <= request.seed < 1 << 32:
             raise RequestError(f"seed={request.seed!r}: expected an integer from 0 to {(1 << 32) - 1}.")
         wrong = [token for token, _ in request.sampling.logit_bias if token >= self._vocabulary]
@@ -498,7 +508,7 @@ class Engine:
             if sequence not in self._running or sequence.turn != turn:
                 continue  # it has given its pages back, or its turn comes later
             left = len(sequence.tokens) - sequence.computed
-            if left == 1:
+            if left == 1 and not sequence.scoring:
                 if self._reach(sequence, len(sequence.tokens)):
                     pieces.append(_Piece(sequence, rows, 1, sequence.computed, True))
                     rows += 1
@@ -512,7 +522,7 @@ class Engine:
             self._waiting_tokens -= len(sequence.request.prompt)
             self._running.append(sequence)
             left = len(sequence.tokens) - sequence.computed
-            if left == 1:
+            if left == 1 and not sequence.scoring:
                 pieces.append(_Piece(sequence, rows, 1, sequence.computed, True))
                 rows += 1
             else:
@@ -520,12 +530,12 @@ class Engine:
         alive = set(map(id, self._running))
         return [piece for piece in pieces if id(piece.sequence) in alive]
 
-    def _next_turn(self) -> int:
-        """Whose texts the next step computes: adapters take turns."""
+    def _next_turn(self) -> tuple[int, bool]:
+        """Whose texts the next step computes: adapters take turns, and so do prompts that are scored."""
         present = {sequence.turn for sequence in self._running}
         if self._waiting and len(self._running) < self._max_batch:
             present.add(self._waiting[0][1].turn)
-        self._turn = min((t for t in present if t > self._turn), default=min(present, default=0))
+        self._turn = min((t for t in present if t > self._turn), default=min(present, default=self._turn))
         return self._turn
 
     def _read(self, sequence: Sequence, pieces: list[_Piece], first: int, places: int, most: int) -> int:
@@ -541,7 +551,9 @@ class Engine:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence pages for all its tokens, and a slot; whether there are."""
-        shared = self._pool.find(sequence.tokens, sequence.salt)
+        shared = [] if sequence.scoring else self._pool.find(sequence.tokens, sequence.salt)
+        if sequence.scoring:
+            sequence.prompt_scores = []
         needed = -(-len(sequence.tokens) // self._pool.page_size) - len(shared)
         own = self._pool.take(needed)
         if own is None:
@@ -638,6 +650,9 @@ class Engine:
 
     def _advance(self, pieces: list[_Piece]) -> None:
         """Compute a step, and hand on what it gives."""
+        if pieces[0].sequence.scoring:
+            self._score(pieces)
+            return
         if self._speculation is not None and all(piece.place >= 0 for piece in pieces):
             guesses = self._guesses([piece.sequence for piece in pieces])
             if any(guesses):
@@ -692,6 +707,50 @@ class Engine:
                 return
         if not self._use_cache:
             sequence.computed = 0
+
+    def _score(self, pieces: list[_Piece]) -> None:
+        """A step that reads prompts, and scores every token of them."""
+        shape = self._scored
+        inputs = self._inputs(shape, pieces)
+        inputs["outputs"] = np.arange(shape.tokens, dtype=np.int32)
+        adapter = pieces[0].sequence.adapter
+        weights = None if adapter is None else adapter.weights
+        logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
+        if self._draft is not None:
+            self._draft.follow(self._shapes[1], self._inputs(self._shapes[1], pieces))
+        targets = np.zeros(shape.tokens, np.int32)
+        asked: list[Asked] = []
+        for piece in pieces:
+            first = self._place(shape, piece) * shape.chunk
+            known = piece.sequence.tokens[piece.start + 1 : piece.start + piece.count + 1]
+            targets[first : first + len(known)] = known
+            if piece.last and piece.sequence.most:
+                asked.append(Asked(first + piece.count - 1, piece.sequence))
+        logprobs, top_logprobs, top_tokens = map(np.asarray, self._programs.score(logits, targets))
+        following = choose_tokens(self._programs, logits, asked, self._vocabulary) if asked else []
+        chosen = {id(one.sequence): token for one, token in zip(asked, following, strict=True)}
+        with self._there:
+            self._counts["steps"] += 1
+            for piece in pieces:
+                sequence, first = piece.sequence, self._place(shape, piece) * shape.chunk
+                sequence.computed = piece.start + piece.count
+                sequence.drafted = sequence.computed if self._draft is not None else 0
+                self._remember(sequence)
+                number = sequence.request.prompt_logprobs
+                if not sequence.prompt_scores:
+                    sequence.prompt_scores.append(TokenScore(sequence.tokens[0], math.nan))
+                for at in range(first, first + min(piece.count, len(sequence.tokens) - 1 - piece.start)):
+                    likeliest = zip(top_tokens[at, :number], top_logprobs[at, :number], strict=True)
+                    top = tuple((int(t), float(p)) for t, p in likeliest)
+                    sequence.prompt_scores.append(TokenScore(int(targets[at]), float(logprobs[at]), top))
+                if sequence.scoring or sequence.cancelled:
+                    continue
+                # Of the prompt's last token, which may be read later, nothing is scored.
+                sequence.stream.put(Piece(prompt_scores=tuple(sequence.prompt_scores)))
+                if not sequence.most:
+                    self._end(sequence, "length")
+                elif piece.last:
+                    self._take(sequence, [chosen[id(sequence)]])
 
     # ---- guesses ------------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class Programs:
         self._writable, self._vocabulary = writable, model.config.model.vocab_size
         self._steps: dict[StepShape, Any] = {}
         self._choices: dict[tuple[int, bool, int], Any] = {}
+        self._scores: dict[int, Any] = {}
         self._lock = threading.RLock()  # one program is compiled at a time, and none twice
         self.compilations = 0
 
@@ -140,6 +141,38 @@ class Programs:
         with self._model.backend.scope():
             return jax.jit(chosen).lower(logits, rows, changes).compile()
 
+    def score(self, logits: Any, targets: Any) -> Any:
+        """The logarithms of probability of given tokens: ``(logprobs, top_logprobs, top_tokens)``.
+
+        Args:
+          logits: ``[rows, vocab]``. targets: int32 ``[rows]``.
+        """
+        size = logits.shape[0]
+        program = self._scores.get(size)
+        if program is None:
+            with self._lock:
+                self.compilations += size not in self._scores
+                program = self._compiled_score(size, logits.dtype)
+        return program(logits, targets)
+
+    def _compiled_score(self, size: int, dtype: Any) -> Any:
+        writable, vocabulary = self._writable, self._vocabulary
+
+        def scores(logits: jax.Array, targets: jax.Array) -> Any:
+            if writable < vocabulary:
+                logits = jnp.where(jnp.arange(vocabulary) < writable, logits, -jnp.inf)
+            own = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+            top = jax.lax.top_k(own, min(MOST_SCORES, vocabulary))
+            return jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0], *top
+
+        with self._lock:
+            if size not in self._scores:
+                logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
+                targets = jax.ShapeDtypeStruct((size,), jnp.int32)
+                with self._model.backend.scope():
+                    self._scores[size] = jax.jit(scores).lower(logits, targets).compile()
+            return self._scores[size]
+
     def _whole(self) -> NamedSharding | None:
         """Where an array is that all devices of a mesh have."""
         mesh = self._model.mesh
@@ -172,6 +205,9 @@ class Programs:
         rest = [
             choice(size, kind) for kind in kinds for size in every if kind != kinds[0] or size not in early
         ]
+        # Of a step without rows every token may be scored.
+        scored = {sizes[shape] for shape in shapes if not shape.rows}
+        rest += [lambda size=size: self._compiled_score(size, dtype) for size in sorted(scored)]
         return first, [*map(step, shapes[2:]), *rest]
 
 

@@ -25,6 +25,7 @@ class Sequence:
       writer: its text. grammar: what it has to follow, if anything (:mod:`capibara.serve.grammar`).
       computed: how many tokens' keys and values are in its pages. pages: those it holds. slot: its recurrent state.
       drafted: how many tokens' keys and values a draft model has there. earlier: what guesses from the text itself.
+      prompt_scores: of the prompt's tokens so far.
       adapter: that it is written with, if any (:class:`capibara.serve.engine.adapters.LoadedAdapter`).
       digest, remembered: of the pages that the prefix cache knows, and how many tokens they hold.
       counts, seen: of each token, for penalties; ``None`` where the request has none.
@@ -48,6 +49,7 @@ class Sequence:
     drafted: int = 0
     earlier: Any = None
     adapter: Any = None
+    prompt_scores: list[TokenScore] = field(default_factory=list)
     digest: bytes = b""
     remembered: int = 0
     counts: np.ndarray | None = None
@@ -63,9 +65,14 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def turn(self) -> int:
-        """Of texts that share a step: the number of their adapter, 0 without one."""
-        return 0 if self.adapter is None else self.adapter.number
+    def scoring(self) -> bool:
+        """Whether tokens of its prompt are still to be scored."""
+        return self.request.prompt_logprobs is not None and len(self.prompt_scores) < len(self.request.prompt)
+
+    @property
+    def turn(self) -> tuple[int, bool]:
+        """Of texts that share a step: the number of their adapter, 0 without one, and whether prompts are scored."""
+        return (0 if self.adapter is None else self.adapter.number), self.scoring
 
     @property
     def order(self) -> tuple[int, int]:
@@ -113,5 +120,6 @@ class Sequence:
         """Tell the reader that the text ends, with a last piece."""
         last = last or Piece()
         self.finished = reason
-        self.stream.put(Piece(last.text + self.writer.finish(), last.tokens, last.scores, reason, error))
+        text = last.text + self.writer.finish()
+        self.stream.put(Piece(text, last.tokens, last.scores, finish=reason, error=error))
         return reason

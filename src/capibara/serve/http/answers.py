@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -157,7 +158,7 @@ async def answer(
 async def whole(text: Timed) -> tuple[str, list[TokenScore], str]:
     """A text, its scores, and why it ended."""
     pieces = [piece async for piece in text.pieces()]
-    scores = [score for piece in pieces for score in piece.scores]
+    scores = [score for piece in pieces for score in (*piece.prompt_scores, *piece.scores)]
     return "".join(piece.text for piece in pieces), scores, _reason(pieces[-1])
 
 
@@ -195,7 +196,7 @@ async def _events(
                 return
             left -= piece.finish is not None
             first = index not in begun
-            if not (piece.text or piece.scores or piece.finish or first):
+            if not (piece.text or piece.scores or piece.prompt_scores or piece.finish or first):
                 continue
             begun.add(index)
             choice = form.delta(engine, index, form.echoes[index] if first else "", piece, first)
@@ -224,9 +225,13 @@ def _completion_scores(engine: EngineProtocol, scores: Any) -> dict[str, Any] | 
     texts = [_token_text(engine, score.token) for score in scores]
     return {
         "tokens": texts,
-        "token_logprobs": [_finite(score.logprob) for score in scores],
+        # Nothing comes before the first token of a prompt.
+        "token_logprobs": [None if math.isnan(s.logprob) else _finite(s.logprob) for s in scores],
         "top_logprobs": [
-            {_token_text(engine, t): _finite(p) for t, p in reversed(score.top)} for score in scores
+            None
+            if math.isnan(score.logprob)
+            else {_token_text(engine, t): _finite(p) for t, p in reversed(score.top)}
+            for score in scores
         ],
         "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
     }
@@ -243,7 +248,8 @@ def _completion_delta(
     engine: EngineProtocol, index: int, echo: str, piece: Piece, first: bool
 ) -> dict[str, Any]:
     reason = None if piece.finish is None else _reason(piece)
-    return _completion(engine, index, echo, piece.text, piece.scores, reason)  # type: ignore[arg-type]
+    scores = (*piece.prompt_scores, *piece.scores)
+    return _completion(engine, index, echo, piece.text, scores, reason)  # type: ignore[arg-type]
 
 
 def _chat_scores(engine: EngineProtocol, scores: Any) -> dict[str, Any] | None:

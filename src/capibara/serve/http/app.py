@@ -44,10 +44,9 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
     async def completions(body: CompletionRequest, http: Request, salt: Salt) -> Response:
         """Texts that continue prompts."""
         adapter = _adapter(engine, body.model)
-        if body.echo and body.logprobs is not None:
-            raise ApiError(400, "echo with logprobs: prompts are not scored. Leave one of them out.", "echo")
         prompts = await asyncio.to_thread(_prompts, body.prompt, engine)
         given: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "adapter": adapter}
+        given["prompt_logprobs"] = body.logprobs if body.echo else None
         asked = _asked(body, prompts, salt, settings, given)
         echoes = [""] * len(asked)
         if body.echo:

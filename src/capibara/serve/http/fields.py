@@ -139,6 +139,7 @@ class _Common(_Strict):
         deadline_s: float | None,
         grammar: Grammar | None = None,
         adapter: str = "",
+        prompt_logprobs: int | None = None,
     ) -> Request:
         """What the engine is asked for one of ``n`` texts, the ``number``-th."""
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -154,6 +155,7 @@ class _Common(_Strict):
             logprobs=logprobs,
             grammar=self.grammar() if grammar is None else grammar,
             adapter=adapter,
+            prompt_logprobs=prompt_logprobs,
             salt=salt,
             priority=self.priority,
             deadline_s=deadline_s,
@@ -164,7 +166,7 @@ class CompletionRequest(_Common):
     """``/v1/completions``."""
 
     prompt: str | _Tokens | list[str] | list[_Tokens]
-    max_tokens: int | None = Field(default=16, ge=1)
+    max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
     best_of: Literal[1] | None = None
