@@ -181,7 +181,10 @@ def paged(rng: Generator) -> Family:
     batch, pages, rows, several = _pages(rng)
     new, kv_heads, share = pick(rng, 1, 1, 2), pick(rng, 1, 2), pick(rng, 1, 2)
     dim, value_dim, dtype = pick(rng, 1, 4, 8), pick(rng, 3, 4), floats(rng)
-    name, options = pick(rng, "auto", "auto", "xla", "reference"), _options(rng)
+    name = pick(
+        rng, "auto", "auto", "xla", "reference", "native" if dtype in ("float32", "bfloat16") else "auto"
+    )
+    options = _options(rng)
     if rng.random() < 0.05:
         name, dim, value_dim, dtype, options["softcap"] = "pallas_tpu", 128, 128, "float32", None
     spoilt = bool(rng.random() < 0.4)
