@@ -18,6 +18,7 @@ from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
 from capibara.serve import Engine, Grammar, Piece, Request, RequestError, Sampling
+from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.streams import StoppingText
 from capibara.serve.requests import EngineClosedError, EngineProtocol, QueueFullError, Stream
 
@@ -201,6 +202,13 @@ def test_a_deadline_ends_a_text(engine: Engine) -> None:
         ({"prompt": (1,), "max_tokens": LONGEST}, f"max_tokens={LONGEST}: expected an integer from 1 to 63"),
         ({"prompt": (1,), "logprobs": 21}, "logprobs=21: expected an integer from 0 to 20"),
         ({"prompt": (1,), "seed": -1}, "seed=-1"),
+        ({"prompt": (1,), "max_tokens": 2.5}, "max_tokens=2.5: expected an integer from 1"),
+        ({"prompt": (1,), "min_tokens": "3"}, "min_tokens='3': expected an integer from 0"),
+        ({"prompt": (1,), "logprobs": 1.5}, "logprobs=1.5: expected an integer"),
+        ({"prompt": (1,), "priority": "high"}, "priority='high': expected an integer"),
+        ({"prompt": (1,), "deadline_s": math.nan}, "deadline_s=nan: expected a number of seconds"),
+        ({"prompt": (1,), "stop": "end"}, "stop='end': expected a tuple of strings"),
+        ({"prompt": (1,), "stop_tokens": ("a",)}, "stop_tokens=.*: expected a tuple of token ids"),
         ({"prompt": (1,), "sampling": Sampling(logit_bias=((300, 1.0),))}, "logit_bias has token 300"),
     ],
 )
@@ -250,6 +258,38 @@ def test_a_step_that_fails_ends_every_text_and_is_seen(
     with pytest.raises(EngineClosedError, match="planted"):
         engine.submit(Request((9,)))
     engine.close()
+
+
+def test_a_text_that_fails_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = engine.submit(Request((5, 6), max_tokens=8, sampling=GREEDY, ignore_eos=True, seed=77))
+    add = Sequence.add
+
+    def planted(self: Sequence, *given: Any) -> Any:
+        if self.seed == 77:
+            raise MemoryError("planted")
+        return add(self, *given)
+
+    monkeypatch.setattr(Sequence, "add", planted)
+    whole = engine.submit(Request((5, 6), max_tokens=8, sampling=GREEDY, ignore_eos=True))
+    assert len(read(whole)[0]) == 8
+    list(broken)  # it may have ended before the fault was planted
+    last = read(engine.submit(Request((5, 6), max_tokens=8, sampling=GREEDY, seed=77)))[2]
+    assert (last.finish, last.error) == ("error", "MemoryError: planted")
+    assert engine.stalled_s() == 0
+
+
+def test_readers_are_told_even_where_a_text_cannot_end(
+    model: ModularCapibaraModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, max_batch=1, pages=16, page_size=4, warm=False, max_length=32)
+    streams = [engine.submit(Request((9,), max_tokens=30, ignore_eos=True)) for _ in range(3)]
+
+    def planted(*_: Any, **__: Any) -> Any:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(Sequence, "end", planted)
+    engine.close()
+    assert [read(stream)[2].finish for stream in streams] == ["cancelled"] * 3
 
 
 @pytest.mark.parametrize(

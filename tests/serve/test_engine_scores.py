@@ -94,6 +94,23 @@ def test_scores_are_those_of_the_whole_text(kind: str, more: dict[str, Any]) -> 
         check(model, engine, [again, dataclasses.replace(again, prompt_logprobs=1)])
 
 
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_scores_that_are_complete_before_the_last_piece_are_sent_once(most: int) -> None:
+    model = model_of("grouped")
+    with Engine(model, max_batch=3, page_size=4, prefill_tokens=16, prefill_chunks=2, pages=80) as engine:
+        lengths = [1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 33]
+        check(
+            model,
+            engine,
+            [
+                Request(
+                    tuple(range(n)), most, sampling=GREEDY, prompt_logprobs=1, logprobs=0, ignore_eos=True
+                )
+                for n in lengths
+            ],
+        )
+
+
 def test_what_cannot_be_scored() -> None:
     with Engine(model_of("grouped"), max_batch=2, page_size=4, pages=20, warm=False) as engine:
         with pytest.raises(RequestError, match="prompt_logprobs=21: expected an integer from 0 to 20"):

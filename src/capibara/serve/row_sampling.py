@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from capibara.serve.sampling import Sampling
+from capibara.serve.sampling import GREEDY_BELOW, Sampling
 
 __all__ = ["Changes", "Chosen", "SamplingRows", "choose", "rows_of"]
 
@@ -41,7 +41,7 @@ class Changes(NamedTuple):
     """What is done to the logits first.
 
     Attributes:
-      bias: float32 ``[rows, vocab]``, added; −∞ for tokens that are not allowed.
+      bias: float32 ``[rows, vocab]``, added; −∞ for tokens that are not allowed, whatever their logit.
       generated: int32 ``[rows, vocab]``, how often each token was generated.
       seen: bool ``[rows, vocab]``, whether the prompt or the text has it.
       presence, frequency, repetition: float32 ``[rows]``, the penalties.
@@ -93,7 +93,7 @@ def choose(logits: jax.Array, rows: SamplingRows, changes: Changes | None = None
     logits = logits.astype(jnp.float32)
     own = jax.nn.log_softmax(logits, axis=-1)
     changed = logits if changes is None else _changed(logits, changes)
-    greedy = rows.temperature <= 0
+    greedy = rows.temperature < GREEDY_BELOW
     # Where every row is greedy nothing is drawn, and where no row leaves tokens out nothing is sorted.
     tokens = lax.cond(
         jnp.all(greedy),
@@ -115,7 +115,7 @@ def _changed(logits: jax.Array, changes: Changes) -> jax.Array:
     logits = jnp.where(changes.seen, repeated, logits)
     logits = logits - changes.frequency[:, None] * changes.generated
     logits = logits - changes.presence[:, None] * (changes.generated > 0)
-    return logits + changes.bias
+    return jnp.where(jnp.isneginf(changes.bias), -jnp.inf, logits + changes.bias)
 
 
 def _drawn(logits: jax.Array, rows: SamplingRows, greedy: jax.Array) -> jax.Array:

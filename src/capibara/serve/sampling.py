@@ -9,7 +9,6 @@ Penalties and biases are for the engine (:mod:`capibara.serve.row_sampling`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -17,7 +16,11 @@ import jax.numpy as jnp
 
 from capibara.errors import ConfigError
 
-__all__ = ["Sampling", "keep_min_p", "keep_top_k", "keep_top_p", "sample"]
+__all__ = ["GREEDY_BELOW", "Sampling", "keep_min_p", "keep_top_k", "keep_top_p", "sample"]
+
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this takes the likeliest token: logits that are divided by less leave what float32 holds."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +28,15 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-      temperature: at least 0; 0 always chooses the likeliest token.
+      temperature: 0 to 100; 0, and what is below 0.00001, always chooses the likeliest token.
       top_k: keep this many of the likeliest tokens; 0 keeps all.
       top_p: keep the likeliest tokens that together have this probability, above 0 and at most 1.
       min_p: keep the tokens whose probability is at least this part of the likeliest one's, 0 to 1; 0 keeps all
         (Nguyen et al., arXiv:2407.01082).
       presence_penalty: subtracted from the logits of tokens that were generated before, -2 to 2.
       frequency_penalty: subtracted once for each time, -2 to 2.
-      repetition_penalty: above 0; divides positive logits, and multiplies negative ones, of tokens that the prompt or
-        the text has (Keskar et al., arXiv:1909.05858); 1 changes nothing.
+      repetition_penalty: 0.01 to 100; divides positive logits, and multiplies negative ones, of tokens that the
+        prompt or the text has (Keskar et al., arXiv:1909.05858); 1 changes nothing.
       logit_bias: added to the logits of tokens, pairs ``(token id, -100 to 100)``.
 
     Raises:
@@ -50,13 +53,15 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature <= 100:
             raise ConfigError(
-                f"temperature={self.temperature!r} must be a finite number of at least 0; 0 always takes the "
-                "likeliest token, 1 samples from the model's own distribution."
+                f"temperature={self.temperature!r} must be from 0 to 100; 0 always takes the likeliest token, 1 "
+                "samples from the model's own distribution."
             )
-        if isinstance(self.top_k, bool) or int(self.top_k) != self.top_k or self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k!r} must be an integer of at least 0; 0 keeps every token.")
+        if isinstance(self.top_k, bool) or not 0 <= self.top_k < 1 << 31 or int(self.top_k) != self.top_k:
+            raise ConfigError(
+                f"top_k={self.top_k!r} must be an integer of at least 0 and 31 bits; 0 keeps every token."
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p!r} must be above 0 and at most 1; 1 keeps every token.")
         if not 0 <= self.min_p <= 1:
@@ -64,9 +69,9 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be from -2 to 2; 0 changes nothing.")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+        if not 0.01 <= self.repetition_penalty <= 100:
             raise ConfigError(
-                f"repetition_penalty={self.repetition_penalty!r} must be a finite number above 0; 1 changes nothing."
+                f"repetition_penalty={self.repetition_penalty!r} must be from 0.01 to 100; 1 changes nothing."
             )
         for token, bias in self.logit_bias:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0 or not -100 <= bias <= 100:
@@ -142,7 +147,7 @@ def sample(key: jax.Array, logits: jax.Array, sampling: Sampling) -> jax.Array:
       int32 ``[...]``.
     """
     logits = logits.astype(jnp.float32)
-    if sampling.temperature == 0:
+    if sampling.temperature < GREEDY_BELOW:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = keep_top_p(keep_top_k(logits / sampling.temperature, sampling.top_k), sampling.top_p)
     return jax.random.categorical(key, keep_min_p(logits, sampling.min_p), axis=-1).astype(jnp.int32)

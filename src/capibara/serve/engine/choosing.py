@@ -78,6 +78,8 @@ def _changes(sequences: Row[Sequence | None], vocabulary: int) -> Changes:
                 bias[~sequence.grammar.allowed()] = -np.inf
             except RequestError as error:
                 sequence.failure = str(error)
+            except Exception as error:
+                sequence.failure = f"grammar: {type(error).__name__}: {error!s:.500}"
         if sequence.written < sequence.request.min_tokens:
             bias[[token for token in sequence.ends if token < vocabulary]] = -np.inf
     return changes

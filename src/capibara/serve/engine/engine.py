@@ -60,6 +60,11 @@ class _Piece:
     last: bool
 
 
+def _is_integer(value: Any, least: int, most: int) -> bool:
+    """Whether it is an integer in a range; ``True`` is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and least <= int(value) <= most
+
+
 class Engine:
     """Writes texts for many requests at once: see :class:`capibara.serve.requests.EngineProtocol`.
 
@@ -368,9 +373,9 @@ class Engine:
                 "Shorten the prompt."
             )
         least = 1 if request.prompt_logprobs is None else 0
-        if request.max_tokens is not None and not least <= request.max_tokens <= room:
+        if request.max_tokens is not None and not _is_integer(request.max_tokens, least, room):
             raise RequestError(
-                f"max_tokens={request.max_tokens!r}: expected an integer from {least} to {room}, what max_length="
+                f"max_tokens={request.max_tokens!r:.50}: expected an integer from {least} to {room}, what max_length="
                 f"{self._max_length} leaves after a prompt of {len(prompt)} tokens."
             )
         capacity = self._pool.total * self._pool.page_size
@@ -380,14 +385,25 @@ class Engine:
                 f"{capacity} positions. Ask for less."
             )
         room = min(room, capacity - len(prompt))
-        if request.logprobs is not None and not 0 <= request.logprobs <= MOST_SCORES:
-            raise RequestError(f"logprobs={request.logprobs!r}: expected an integer from 0 to {MOST_SCORES}.")
-        if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MOST_SCORES:
+        for name, value, most in (
+            ("logprobs", request.logprobs, MOST_SCORES),
+            ("prompt_logprobs", request.prompt_logprobs, MOST_SCORES),
+            ("seed", request.seed, (1 << 32) - 1),
+            ("min_tokens", request.min_tokens, (1 << 31) - 1),
+        ):
+            if value is not None and not _is_integer(value, 0, most):
+                raise RequestError(f"{name}={value!r:.50}: expected an integer from 0 to {most}.")
+        if not _is_integer(request.priority, -(1 << 31), (1 << 31) - 1):
             raise RequestError(
-                f"prompt_logprobs={request.prompt_logprobs!r}: expected an integer from 0 to {MOST_SCORES}."
+                f"priority={request.priority!r:.50}: expected an integer of 32 bits; the lowest runs first."
             )
-        if request.seed is not None and not 0 <= request.seed < 1 << 32:
-            raise RequestError(f"seed={request.seed!r}: expected an integer from 0 to {(1 << 32) - 1}.")
+        limit = request.deadline_s
+        if limit is not None and not (isinstance(limit, int | float) and 0 <= limit < math.inf):
+            raise RequestError(f"deadline_s={limit!r:.50}: expected a number of seconds of at least 0.")
+        if isinstance(request.stop, str) or not all(isinstance(one, str) for one in request.stop):
+            raise RequestError(f"stop={request.stop!r:.50}: expected a tuple of strings.")
+        if not all(_is_integer(token, 0, (1 << 31) - 1) for token in request.stop_tokens):
+            raise RequestError(f"stop_tokens={request.stop_tokens!r:.50}: expected a tuple of token ids.")
         wrong = [token for token, _ in request.sampling.logit_bias if token >= self._vocabulary]
         if wrong:
             raise RequestError(f"logit_bias has token {wrong[0]}: ids are below {self._vocabulary}.")
@@ -518,9 +534,9 @@ class Engine:
             sequence = self._waiting[0][1]
             if sequence.turn != turn or not self._admit(sequence):
                 break
+            self._running.append(sequence)
             heapq.heappop(self._waiting)
             self._waiting_tokens -= len(sequence.request.prompt)
-            self._running.append(sequence)
             left = len(sequence.tokens) - sequence.computed
             if left == 1 and not sequence.scoring:
                 pieces.append(_Piece(sequence, rows, 1, sequence.computed, True))
@@ -563,7 +579,8 @@ class Engine:
         sequence.computed = sequence.drafted = len(shared) * self._pool.page_size
         sequence.remembered, sequence.digest = 0, sequence.salt
         self._remember(sequence)
-        if not sequence.written:
+        if not sequence.admitted:
+            sequence.admitted = True
             sequence.stream.cached_tokens = sequence.computed
             self._counts["cached"] += sequence.computed
             self._counts["prompt"] += len(sequence.request.prompt)
@@ -605,11 +622,17 @@ class Engine:
         self._there.notify_all()
 
     def _end_all(self, reason: Any, error: str | None = None) -> None:
+        every = [*self._running, *(sequence for _, sequence in self._waiting)]
         for sequence in list(self._running):
-            self._end(sequence, reason, error)
-        for _, sequence in self._waiting:
-            self._ended(sequence, sequence.end(reason, error=error))
+            self._release(sequence)
         self._waiting, self._waiting_tokens = [], 0
+        for sequence in every:
+            try:
+                self._ended(sequence, sequence.finished or sequence.end(reason, error=error))
+            except Exception:
+                # What was held back of its text is lost; that it has ended is not.
+                sequence.stream.put(Piece(finish=reason, error=error))
+                self._ended(sequence, reason)
 
     def _remember(self, sequence: Sequence) -> None:
         """Tell the prefix cache of pages that are full now."""
@@ -701,7 +724,12 @@ class Engine:
             return
         for token, score in found:
             self._counts["generated"] += 1
-            reason = sequence.add(token, score)
+            try:
+                reason = sequence.add(token, score)
+            except Exception as error:
+                # The text cannot go on; all others can.
+                self._end(sequence, "error", f"{type(error).__name__}: {error!s:.500}")
+                return
             if reason is not None:
                 self._end(sequence, reason)
                 return
@@ -733,6 +761,9 @@ class Engine:
             self._counts["steps"] += 1
             for piece in pieces:
                 sequence, first = piece.sequence, self._place(shape, piece) * shape.chunk
+                if sequence.finished is not None:
+                    continue  # all that was asked for was in an earlier piece
+                was_scoring = sequence.scoring
                 sequence.computed = piece.start + piece.count
                 sequence.drafted = sequence.computed if self._draft is not None else 0
                 self._remember(sequence)
@@ -745,8 +776,9 @@ class Engine:
                     sequence.prompt_scores.append(TokenScore(int(targets[at]), float(logprobs[at]), top))
                 if sequence.scoring or sequence.cancelled:
                     continue
-                # Of the prompt's last token, which may be read later, nothing is scored.
-                sequence.stream.put(Piece(prompt_scores=tuple(sequence.prompt_scores)))
+                # Of the prompt's last token, which may lie in a later piece or step, nothing is scored.
+                if was_scoring:
+                    sequence.stream.put(Piece(prompt_scores=tuple(sequence.prompt_scores)))
                 if not sequence.most:
                     self._end(sequence, "length")
                 elif piece.last:

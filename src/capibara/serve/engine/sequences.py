@@ -29,7 +29,8 @@ class Sequence:
       adapter: that it is written with, if any (:class:`capibara.serve.engine.adapters.LoadedAdapter`).
       digest, remembered: of the pages that the prefix cache knows, and how many tokens they hold.
       counts, seen: of each token, for penalties; ``None`` where the request has none.
-      submitted: when it came, in ``time.monotonic`` seconds. cancelled: the reader has gone.
+      submitted: when it came, in ``time.monotonic`` seconds. admitted: it has had a place in a step.
+      cancelled: the reader has gone.
       finished: why it ended. failure: what went wrong with this text alone.
     """
 
@@ -55,6 +56,7 @@ class Sequence:
     counts: np.ndarray | None = None
     seen: np.ndarray | None = None
     submitted: float = field(default_factory=time.monotonic)
+    admitted: bool = False
     cancelled: bool = False
     finished: FinishReason | None = None
     failure: str | None = None

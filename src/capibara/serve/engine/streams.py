@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -102,8 +103,8 @@ class PieceStream:
         loop, there = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            # The loop may have ended while the text was written.
-            if not loop.is_closed():
+            # The loop may have ended while the text was written, or end now.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(there.set)
 
         with self._ready:

@@ -54,7 +54,7 @@ class _Common(_Strict):
     min_p: float = Field(default=0.0, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
     n: int = Field(default=1, ge=1, le=128)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
