@@ -168,6 +168,21 @@ def test_a_grammar_is_followed(engine: Engine) -> None:
         engine.submit(Request((1,), grammar=Grammar("json_schema", "{")))
 
 
+def test_no_token_is_written_where_none_is_allowed(engine: Engine) -> None:
+    given: dict[str, Any] = {"max_tokens": 5, "sampling": GREEDY, "ignore_eos": True}
+    tokens, _, last = read(
+        engine.submit(Request((1,), min_tokens=2, stop_tokens=frozenset(range(300)), **given))
+    )
+    assert (tokens, last.finish) == ([], "error")
+    assert "no token may follow" in (last.error or "")
+    pytest.importorskip("llguidance")
+    tokens, _, last = read(engine.submit(Request((1,), grammar=Grammar("regex", ""), **given)))
+    assert (tokens, last.finish, last.error) == ([], "stop", None)
+    wanted = Request((1,), grammar=Grammar("regex", "a"), min_tokens=3, **given)
+    tokens, _, last = read(engine.submit(wanted))
+    assert (tokens, last.finish) == ([97], "stop")
+
+
 def test_many_are_read_by_one_event_loop_and_some_go_away(engine: Engine) -> None:
     async def one(request: Request, most: int | None) -> int:
         stream, count = engine.submit(request), 0

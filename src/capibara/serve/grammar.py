@@ -52,6 +52,11 @@ class GrammarState:
         found[: len(bits)] = bits
         return found
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the text is whole as it is."""
+        return bool(self._matcher.is_accepting())
+
     def accept(self, token: int) -> bool:
         """Go on with a token; whether another may follow.
 

@@ -44,7 +44,7 @@ def choose_tokens(
         [one.sequence.written + one.ahead if one else 0 for one in by_place],
     )
     changed = [one.sequence if one is not None and one.sequence.changes_logits else None for one in by_place]
-    changes = _changes(changed, vocabulary) if any(changed) else None
+    changes = _changes(changed, vocabulary, programs.writable) if any(changed) else None
     wanted = any(one.sequence.request.logprobs for one in asked)
     chosen = programs.choose(logits, settings, changes, top=MOST_SCORES if wanted else 0)
     tokens, logprobs = np.asarray(chosen.tokens), np.asarray(chosen.logprobs)
@@ -60,7 +60,7 @@ def choose_tokens(
     return found
 
 
-def _changes(sequences: Row[Sequence | None], vocabulary: int) -> Changes:
+def _changes(sequences: Row[Sequence | None], vocabulary: int, writable: int) -> Changes:
     """What is done to the logits of each row."""
     changes = no_changes(len(sequences), vocabulary)
     for row, sequence in enumerate(sequences):
@@ -82,4 +82,12 @@ def _changes(sequences: Row[Sequence | None], vocabulary: int) -> Changes:
                 sequence.failure = f"grammar: {type(error).__name__}: {error!s:.500}"
         if sequence.written < sequence.request.min_tokens:
             bias[[token for token in sequence.ends if token < vocabulary]] = -np.inf
+        if np.isneginf(bias[:writable]).all():
+            # The lowest id would be chosen, which is not allowed either.
+            if sequence.grammar is not None and sequence.grammar.may_end:
+                sequence.complete = True
+            else:
+                sequence.failure = sequence.failure or (
+                    "no token may follow: the grammar, stop_tokens with min_tokens, and logit_bias leave none"
+                )
     return changes

@@ -722,6 +722,9 @@ class Engine:
         if sequence.failure is not None:
             self._end(sequence, "error", sequence.failure)
             return
+        if sequence.complete:
+            self._end(sequence, "stop")
+            return
         for token, score in found:
             self._counts["generated"] += 1
             try:

@@ -39,7 +39,7 @@ class Programs:
       writable: only token ids below this are chosen.
 
     Attributes:
-      compilations: how many programs were compiled because a step needed them.
+      writable: see above. compilations: how many programs were compiled because a step needed them.
     """
 
     def __init__(self, model: Any, params: Any, state: Any, *, writable: int) -> None:
@@ -49,7 +49,7 @@ class Programs:
         self._state = state
         self._leaves, self._tree = jax.tree.flatten((params, state))
         self._weights = self.weights_of(params)
-        self._writable, self._vocabulary = writable, model.config.model.vocab_size
+        self.writable, self._vocabulary = writable, model.config.model.vocab_size
         self._steps: dict[StepShape, Any] = {}
         self._choices: dict[tuple[int, bool, int], Any] = {}
         self._scores: dict[int, Any] = {}
@@ -127,7 +127,7 @@ class Programs:
             return self._choices[key]
 
     def _compile_choice(self, key: tuple[int, bool, int], dtype: Any) -> Any:
-        writable, vocabulary = self._writable, self._vocabulary
+        writable, vocabulary = self.writable, self._vocabulary
         size, changed, top = key
 
         def chosen(logits: jax.Array, rows: Any, changes: Any) -> Any:
@@ -156,7 +156,7 @@ class Programs:
         return program(logits, targets)
 
     def _compiled_score(self, size: int, dtype: Any) -> Any:
-        writable, vocabulary = self._writable, self._vocabulary
+        writable, vocabulary = self.writable, self._vocabulary
 
         def scores(logits: jax.Array, targets: jax.Array) -> Any:
             if writable < vocabulary:

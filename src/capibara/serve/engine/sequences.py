@@ -31,6 +31,7 @@ class Sequence:
       counts, seen: of each token, for penalties; ``None`` where the request has none.
       submitted: when it came, in ``time.monotonic`` seconds. admitted: it has had a place in a step.
       cancelled: the reader has gone.
+      complete: its grammar allows it to end, and no token that can be written.
       finished: why it ended. failure: what went wrong with this text alone.
     """
 
@@ -58,6 +59,7 @@ class Sequence:
     submitted: float = field(default_factory=time.monotonic)
     admitted: bool = False
     cancelled: bool = False
+    complete: bool = False
     finished: FinishReason | None = None
     failure: str | None = None
 
