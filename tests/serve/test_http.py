@@ -303,6 +303,9 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
         ("completions", PROMPT | {"model": "large"}, 404, "model", "'large' does not exist"),
         ("completions", PROMPT | {"logit_bias": {"one": 1}}, 400, "logit_bias", "expected token ids"),
         ("completions", PROMPT | {"guided_regex": "("}, 400, None, "regex"),
+        ("completions", PROMPT | {"prompt": [1] * 200, "echo": True, "n": 6}, 400, "prompt", "200 tokens"),
+        ("completions", PROMPT | {"stop_token_ids": [1] * 257}, 400, "stop_token_ids", "at most 256"),
+        ("completions", PROMPT | {"repetition_penalty": 1e-46}, 400, "repetition_penalty", "0.01"),
         ("completions", PROMPT | {"prompt": "x" * 6000}, 413, None, "larger than 5000 bytes"),
         ("chat/completions", {"model": "tiny", "messages": []}, 400, "messages", "at least 1 item"),
         (
@@ -315,6 +318,13 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
         ("chat/completions", ASKED | {"functions": []}, 400, "functions", "does not know it"),
         ("chat/completions", ASKED | {"tools": [{"type": "web"}]}, 400, "tools", "'function'"),
         ("chat/completions", ASKED | {"tool_choice": "required"}, 400, "tool_choice", "not among the tools"),
+        (
+            "chat/completions",
+            ASKED | {"tool_choice": {"type": "function", "function": {"name": "none"}}},
+            400,
+            "tool_choice",
+            "not among the tools",
+        ),
         (
             "chat/completions",
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
@@ -348,6 +358,43 @@ def test_what_cannot_be_answered_is_refused(
     error = found.json()["error"]
     assert (found.status_code, error["param"], error["code"]) == (status, param, status)
     assert message in error["message"]
+
+
+def test_fields_that_are_null_are_as_if_they_were_not_there(url: str) -> None:
+    nulls = ("n", "stream", "min_p", "min_tokens", "ignore_eos", "repetition_penalty", "logprobs", "seed")
+    more: dict[str, Any] = dict.fromkeys((*nulls, "stop", "user", "stream_options"))
+    same = [
+        post(url, "/v1/completions", PROMPT | {"temperature": 0, "max_tokens": 4} | fields)
+        for fields in ({}, more | {"echo": None})
+    ]
+    assert [found.status_code for found in same] == [200, 200]
+    assert len({found.json()["choices"][0]["text"] for found in same}) == 1
+    past = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y", "tool_calls": None},
+        {"role": "user", "content": "z"},
+    ]
+    found = post(url, "/v1/chat/completions", {"messages": past, "max_tokens": 4, "seed": -1} | more)
+    assert found.status_code == 200, found.text
+
+
+def test_a_function_may_be_called_like_a_word_of_the_api(url: str) -> None:
+    pytest.importorskip("llguidance")
+    tool = {
+        "type": "function",
+        "function": {"name": "none", "parameters": {"type": "object", "additionalProperties": False}},
+    }
+    named = {"type": "function", "function": {"name": "none"}}
+    body = ASKED | {"tools": [tool], "tool_choice": named, "parallel_tool_calls": False}
+    found = post(url, "/v1/chat/completions", body).json()["choices"][0]
+    assert found["message"]["tool_calls"][0]["function"]["name"] == "none"
+    short = post(url, "/v1/responses", {"input": "x", "tools": [], "max_output_tokens": 2}).json()
+    assert short["tool_choice"] == "auto"
+
+
+def test_a_wrong_method_is_told_the_right_one(url: str) -> None:
+    found = httpx.get(f"{url}/v1/completions")
+    assert (found.status_code, found.headers["allow"]) == (405, "POST")
 
 
 def test_a_body_without_a_length_is_counted(url: str) -> None:

@@ -121,8 +121,8 @@ def _text_of(llguidance: Any, grammar: Grammar) -> str:
             return matcher.grammar_from_regex(text)
         if grammar.kind == "lark":
             return matcher.grammar_from_lark(text)
-        choices = [line for line in text.split("\n") if line]
-        if not choices:
+        choices = text.split("\n")
+        if choices == [""]:
             raise RequestError("choice: there are no choices.")
         return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
     except RequestError:

@@ -28,16 +28,17 @@ class Keys:
       keys: each of at least 8 characters.
 
     Raises:
-      ConfigError: one is shorter, or has spaces.
+      ConfigError: one is shorter, or has spaces or other characters than those of ASCII.
     """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = []
         self._secret = os.urandom(32)
         for number, key in enumerate(keys, start=1):
-            if len(key) < 8 or any(c.isspace() for c in key):
+            if len(key) < 8 or not all("!" <= c <= "~" for c in key):
                 raise ConfigError(
-                    f"API key {number} has {len(key)} characters, expected at least 8 and no spaces."
+                    f"API key {number} has {len(key)} characters, expected at least 8 of ASCII and no spaces: a header "
+                    "carries no others."
                 )
             self._digests.append(self._digest(key))
 

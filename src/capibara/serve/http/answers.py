@@ -289,7 +289,7 @@ def _chat_choice(
     }
     if calls:
         message["tool_calls"] = [call.to_json() for call in calls]
-        reason = reason if named else "tool_calls"
+        reason = reason if named or reason == "length" else "tool_calls"
     return {
         "index": index,
         "message": message,
@@ -321,7 +321,7 @@ def _chat_delta(
             delta["tool_calls"] = [
                 {"index": before + number, **call.to_json()} for number, call in enumerate(calls)
             ]
-        if reason is not None and reader.called and not named:
+        if reason == "stop" and reader.called and not named:
             reason = "tool_calls"
     if text or "tool_calls" not in delta:
         delta["content"] = text

@@ -50,7 +50,8 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
         asked = _asked(body, prompts, salt, settings, given)
         echoes = [""] * len(asked)
         if body.echo:
-            echoes = [_text_of(engine, prompts[i // body.n]) for i in range(len(asked))]
+            texts = await asyncio.to_thread(_texts_of, prompts, engine)
+            echoes = [texts[i // body.n] for i in range(len(asked))]
         return await answer(
             engine, metrics, body, http, asked, prompts, completion_form(adapter or engine.name, echoes)
         )
@@ -62,7 +63,7 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
         functions = body.functions
-        forced = called_tools(functions, body.choice)
+        forced = called_tools(functions, body.named, required=body.tool_choice == "required")
         prompts = [await rendered(engine, body.conversation(), functions)]
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         given: dict[str, Any] = {
@@ -79,7 +80,7 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
             given["grammar"] = calls_grammar(forced, form, several=body.parallel_tool_calls is not False)
         asked = _asked(body, prompts, salt, settings, given)
         readers = [CallReader(form, [f.name for f in functions]) for _ in asked] if functions else []
-        named = body.choice not in (None, "none", "auto", "required")
+        named = body.named is not None
         chosen = chat_form(adapter or engine.name, readers, len(asked), named=named)
         return await answer(engine, metrics, body, http, asked, prompts, chosen)
 
@@ -127,8 +128,17 @@ def _prompts(given: Any, engine: EngineProtocol) -> list[tuple[int, ...]]:
     return [tuple(engine.tokenizer.encode(one).tolist() if isinstance(one, str) else one) for one in given]
 
 
-def _text_of(engine: EngineProtocol, tokens: tuple[int, ...]) -> str:
-    return "".join(decode_stream(engine.tokenizer, tokens))
+def _texts_of(prompts: list[tuple[int, ...]], engine: EngineProtocol) -> list[str]:
+    """The texts of prompts that can be answered; longer ones are not decoded only to be refused."""
+    known = engine.tokenizer.vocab_size
+    for prompt in prompts:
+        if len(prompt) > engine.max_length:
+            raise ApiError(
+                400, f"prompt has {len(prompt)} tokens, expected at most {engine.max_length}.", "prompt"
+            )
+        if wrong := [token for token in prompt if token >= known]:
+            raise ApiError(400, f"prompt has token {wrong[0]}: echo needs ids below {known}.", "prompt")
+    return ["".join(decode_stream(engine.tokenizer, prompt)) for prompt in prompts]
 
 
 def _asked(

@@ -84,4 +84,4 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> JSONResponse:
-        return _answer(error.status_code, str(error.detail))
+        return _answer(error.status_code, str(error.detail), **dict(error.headers or {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from capibara.errors import ConfigError
 from capibara.serve.http.errors import ApiError
@@ -23,7 +23,7 @@ __all__ = [
     "called_tools",
 ]
 
-_Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)]
+_Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -51,18 +51,22 @@ class _Common(_Strict):
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
-    n: int = Field(default=1, ge=1, le=128)
+    n: Annotated[int, BeforeValidator(lambda given: 1 if given is None else given)] = Field(
+        default=1, ge=1, le=128
+    )
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
-    stop_token_ids: _Tokens | None = None
-    ignore_eos: bool = False
-    min_tokens: int = Field(default=0, ge=0)
-    seed: int | None = Field(default=None, ge=0, lt=1 << 32)
-    stream: bool = False
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=256)] | None = (
+        None
+    )
+    ignore_eos: bool | None = False
+    min_tokens: int | None = Field(default=0, ge=0, lt=1 << 31)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    stream: bool | None = False
     stream_options: _StreamOptions | None = None
     response_format: _ResponseFormat | None = None
     guided_regex: str | None = Field(default=None, max_length=1 << 16)
@@ -87,10 +91,10 @@ class _Common(_Strict):
                 temperature if self.temperature is None else self.temperature,
                 max(0, self.top_k or 0),
                 1.0 if self.top_p is None else self.top_p,
-                self.min_p,
+                self.min_p or 0.0,
                 self.presence_penalty or 0.0,
                 self.frequency_penalty or 0.0,
-                self.repetition_penalty,
+                1.0 if self.repetition_penalty is None else self.repetition_penalty,
                 tuple(biases),
             )
         except ConfigError as error:
@@ -146,12 +150,12 @@ class _Common(_Strict):
         return Request(
             prompt,
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
+            min_tokens=self.min_tokens or 0,
             sampling=self.sampling(temperature),
             seed=None if self.seed is None else (self.seed + number) % (1 << 32),
             stop=stop,
             stop_tokens=frozenset(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
             grammar=self.grammar() if grammar is None else grammar,
             adapter=adapter,
@@ -168,7 +172,7 @@ class CompletionRequest(_Common):
     prompt: str | _Tokens | list[str] | list[_Tokens]
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: bool = False
+    echo: bool | None = False
     best_of: Literal[1] | None = None
 
 
@@ -203,21 +207,23 @@ class _Message(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
-def called_tools(functions: list[Function], choice: str | None) -> list[dict[str, Any]] | None:
-    """The functions that have to be called one of: those that ``tool_choice`` names; ``None`` if none has to be.
+def called_tools(
+    functions: list[Function], named: str | None, *, required: bool
+) -> list[dict[str, Any]] | None:
+    """The functions of which one has to be called; ``None`` if none has to be.
 
     Args:
-      choice: ``"required"``, the name of a function, or anything else.
+      named: the one that ``tool_choice`` names. required: any of them has to be.
 
     Raises:
       ApiError: there is no such function.
     """
-    if choice in (None, "none", "auto"):
+    if named is None and not required:
         return None
-    found = [f.model_dump() for f in functions if choice in ("required", f.name)]
+    found = [f.model_dump() for f in functions if required or f.name == named]
     if not found:
         raise ApiError(
-            400, f"tool_choice names {choice!r:.100}, which is not among the tools.", "tool_choice"
+            400, f"tool_choice wants {named or 'a call'!r:.100}, which is not among the tools.", "tool_choice"
         )
     return found
 
@@ -228,7 +234,7 @@ class ChatRequest(_Common):
     messages: list[_Message] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool = False
+    logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[_Tool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
@@ -240,9 +246,9 @@ class ChatRequest(_Common):
         return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or []]
 
     @property
-    def choice(self) -> str | None:
-        """``tool_choice`` as a word: a name stands for itself."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, _Choice) else self.tool_choice
+    def named(self) -> str | None:
+        """The function that ``tool_choice`` names, if it does."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, _Choice) else None
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages for a chat template; parts of text are joined.
@@ -260,7 +266,9 @@ class ChatRequest(_Common):
                 one["content"] = "\n".join(map(str, texts))
             if message.content is None:
                 one["content"] = ""
-            if "tool_calls" in one:
+            if one.get("tool_calls") is None:
+                one.pop("tool_calls", None)  # as clients send back what they were answered
+            else:
                 one["tool_calls"] = _past_calls(one["tool_calls"])
             found.append(one)
         return found

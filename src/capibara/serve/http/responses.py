@@ -69,9 +69,9 @@ class ResponsesRequest(_Strict):
     user: str | None = None
 
     @property
-    def choice(self) -> str | None:
-        """``tool_choice`` as a word: a name stands for itself."""
-        return self.tool_choice.name if isinstance(self.tool_choice, _NamedTool) else self.tool_choice
+    def named(self) -> str | None:
+        """The function that ``tool_choice`` names, if it does."""
+        return self.tool_choice.name if isinstance(self.tool_choice, _NamedTool) else None
 
     @property
     def functions(self) -> list[Function]:
@@ -173,7 +173,7 @@ async def respond(
     """Answer one request."""
     chat = body.as_chat()
     form = tool_form(getattr(engine.tokenizer, "template", None))
-    forced = called_tools(body.functions, body.choice)
+    forced = called_tools(body.functions, body.named, required=body.tool_choice == "required")
     grammar = chat.grammar()
     if forced is not None:
         if grammar is not None:
@@ -264,7 +264,11 @@ class _Answer:
             "text": {"format": {"type": "text"}}
             if body.text is None
             else body.text.model_dump(by_alias=True),
-            "tool_choice": "auto" if body.choice is None else body.choice,
+            "tool_choice": "auto"
+            if body.tool_choice is None
+            else body.tool_choice
+            if body.named is None
+            else {"type": "function", "name": body.named},
             "tools": [tool.model_dump() for tool in body.tools or []],
             "top_p": body.top_p,
             "truncation": "disabled",

@@ -81,6 +81,11 @@ def _schema(tool: Mapping[str, Any], form: ToolForm) -> str:
     return json.dumps({**whole, "additionalProperties": False, **shared, "x-guidance": spaces})
 
 
+def _no_number(text: str) -> Any:
+    """Python reads constants that JSON does not have."""
+    raise ValueError(f"{text} is not JSON")
+
+
 class CallReader:
     """Divides a text, as it is written, into what is said and what is called.
 
@@ -151,7 +156,7 @@ class CallReader:
 
     def _calls(self, text: str) -> list[Call]:
         """The calls that a text consists of; none if it is anything else."""
-        decoder, at, found = json.JSONDecoder(), 0, []
+        decoder, at, found = json.JSONDecoder(parse_constant=_no_number), 0, []
         while at < len(text):
             if text[at] in " \t\r\n;":
                 at += 1
@@ -173,9 +178,10 @@ class CallReader:
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments, parse_constant=_no_number)
             except (ValueError, RecursionError):
                 return None
         if not isinstance(arguments, dict):
             return None
-        return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+        # Half of a pair of surrogates, which a model may write as an escape, cannot be sent but as one.
+        return Call(value["name"], json.dumps(arguments, allow_nan=False))
