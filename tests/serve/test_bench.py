@@ -231,12 +231,13 @@ def test_ranges_and_files(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--x: got"):
             parse_range("--x", wrong)
     path = tmp_path / "prompts.jsonl"
-    path.write_text('"one"\n\n{"prompt": "two"}\n{"text": "three", "more": 1}\n')
-    assert read_prompts(path) == ("one", "two", "three")
+    path.write_text('"one\u2028 more"\n\n{"prompt": "two"}\n{"text": "three", "more": 1}\n', encoding="utf-8")
+    assert read_prompts(path) == ("one\u2028 more", "two", "three")
     for content, message in (
         ("", "no texts"),
         ("{", "line 1"),
         ('{"prompt": 3}', "line 1"),
+        ("[" * 100_000, "line 1"),
         ('"a"\n[]', "line 2"),
     ):
         path.write_text(content)

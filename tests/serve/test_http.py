@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import openai
+import pydantic
 import pytest
 import uvicorn
 from small_models import KINDS, SMALL
@@ -23,6 +25,7 @@ from capibara.data.tokenizer_file import byte_tokenizer_files
 from capibara.errors import ConfigError
 from capibara.serve import Engine, Request, Sampling
 from capibara.serve.http import Keys, ServerSettings, create_app
+from capibara.serve.http.fields import CompletionRequest
 
 KEY, OTHER = "a-key-for-tests", "another-key-for-tests"
 TEMPLATE = (
@@ -303,6 +306,15 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
         ("completions", PROMPT | {"model": "large"}, 404, "model", "'large' does not exist"),
         ("completions", PROMPT | {"logit_bias": {"one": 1}}, 400, "logit_bias", "expected token ids"),
         ("completions", PROMPT | {"guided_regex": "("}, 400, None, "regex"),
+        ("completions", b'{"prompt": "x", "temperature": NaN}', 400, None, "NaN is no number"),
+        ("completions", PROMPT | {"prompt": [1, -1, *["b"] * 300]}, 400, "prompt", "got -1"),
+        (
+            "responses",
+            b'{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"a": Infinity}}]}',
+            400,
+            None,
+            "Infinity is no number",
+        ),
         ("completions", PROMPT | {"prompt": [1] * 200, "echo": True, "n": 6}, 400, "prompt", "200 tokens"),
         ("completions", PROMPT | {"stop_token_ids": [1] * 257}, 400, "stop_token_ids", "at most 256"),
         ("completions", PROMPT | {"repetition_penalty": 1e-46}, 400, "repetition_penalty", "0.01"),
@@ -390,6 +402,42 @@ def test_a_function_may_be_called_like_a_word_of_the_api(url: str) -> None:
     assert found["message"]["tool_calls"][0]["function"]["name"] == "none"
     short = post(url, "/v1/responses", {"input": "x", "tools": [], "max_output_tokens": 2}).json()
     assert short["tool_choice"] == "auto"
+
+
+def test_what_is_wrong_everywhere_is_said_once() -> None:
+    for wrong in ([-1] * 1000, ["a", *[{}] * 1000], [[1], *[[-1] * 1000] * 1000]):
+        with pytest.raises(pydantic.ValidationError) as caught:
+            CompletionRequest(prompt=wrong)  # type: ignore[arg-type]
+        assert caught.value.error_count() < 10
+
+
+def test_halves_of_characters_are_replaced(url: str) -> None:
+    body = {"input": "cut \ud83d", "metadata": {"a": "\udc00"}, "max_output_tokens": 2, "temperature": 0}
+    found = post(url, "/v1/responses", body)
+    assert (found.status_code, found.json()["metadata"]) == (200, {"a": "\ufffd"})
+    again = post(url, "/v1/responses", body | {"input": "cut \ufffd"})
+    assert again.json()["output"][0]["content"] == found.json()["output"][0]["content"]
+
+
+def test_a_key_is_checked_before_a_body_is_read(url: str) -> None:
+    assert post(url, "/v1/completions", b"{", key="not-a-key").status_code == 401
+    assert post(url, "/v1/responses", b"x" * 4000, key=None).status_code == 401
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capibara.serve.http.base._BODY_S", 0.2)
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 0), timeout=30) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        connection.sendall(f"{head}content-length: 100\r\n\r\n{{".encode())
+        assert b" 408 " in connection.recv(1 << 16).split(b"\r\n")[0]
+
+
+def test_several_texts_of_a_prompt_do_not_count_each_other_as_cached(url: str) -> None:
+    body = {"prompt": "a prompt that no other test has", "max_tokens": 1, "n": 3}
+    first, second = (post(url, "/v1/completions", body).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] == 24
 
 
 def test_a_wrong_method_is_told_the_right_one(url: str) -> None:

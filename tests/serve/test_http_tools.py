@@ -111,6 +111,33 @@ def test_a_text_that_has_to_call(form: ToolForm, several: bool) -> None:
     assert not ends("I would rather not.")
 
 
+def test_references_to_any_place_of_a_schema() -> None:
+    pytest.importorskip("llguidance")
+    from capibara.serve.grammar import compile_grammar
+
+    closed = {"type": "object", "additionalProperties": False}
+    parameters = closed | {
+        "properties": {
+            "size": {"enum": ["small", "large"]},
+            "box": {"$ref": "#/properties/size"},
+            "inner": {"$ref": "#"},
+            "$ref": {"const": "#/properties/size"},
+        },
+        "required": ["size"],
+    }
+    grammar = calls_grammar([{"name": "f", "parameters": parameters}], PLAIN, several=False)
+
+    def taken(arguments: Any) -> bool:
+        state = compile_grammar(grammar, ByteTokenizer(), 257)
+        text = json.dumps({"name": "f", "arguments": arguments}).encode()
+        return all(state.allowed()[byte] and (state.accept(byte) or True) for byte in text)
+
+    assert taken({"size": "small", "box": "large", "inner": {"size": "large"}})
+    assert taken({"size": "small", "$ref": "#/properties/size"})
+    assert not taken({"size": "small", "box": "vast"})
+    assert not taken({"size": "small", "inner": {"box": "large"}})
+
+
 def test_the_template_says_the_form() -> None:
     assert tool_form("… return <tool_call> … </tool_call>") == TAGGED
     llama = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'

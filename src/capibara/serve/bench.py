@@ -334,7 +334,8 @@ async def _bench(
             try:
                 async with asyncio.timeout(settings.timeout_s):
                     await _ask(client, path, body, answer, begun, pieces)
-            except (httpx.HTTPError, TimeoutError, ValueError, OSError) as error:
+            except (httpx.HTTPError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+                # The last three: an event of another shape than the API's.
                 answer.error = f"{type(error).__name__}: {error}"[:200]
             finally:
                 answer.ended = answer.ended or time.perf_counter() - begun
@@ -390,6 +391,8 @@ async def _ask(
                 ended = True
                 break
             event = json.loads(content)
+            if not isinstance(event, dict):
+                raise ValueError(f"an event is no object: {content[:160]}")
             if "error" in event:
                 raise ValueError(str(event["error"])[:160])
             now = time.perf_counter() - begun
@@ -454,7 +457,7 @@ def read_prompts(path: str | os.PathLike[str]) -> tuple[str, ...]:
       ConfigError: it cannot be read, or a line is something else.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # others may be within strings
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"dataset {os.fspath(path)!r}: cannot be read ({error}).") from None
     found: list[str] = []
@@ -463,7 +466,7 @@ def read_prompts(path: str | os.PathLike[str]) -> tuple[str, ...]:
             continue
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         text = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
         if not isinstance(text, str) or not text:

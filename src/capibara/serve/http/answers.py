@@ -23,6 +23,7 @@ from capibara.serve.requests import EngineProtocol, Piece, ServeError, Stream, T
 from capibara.serve.requests import Request as EngineRequest
 
 __all__ = [
+    "LOOK_S",
     "Form",
     "Timed",
     "answer",
@@ -37,7 +38,8 @@ __all__ = [
 ]
 
 _LEAST_LOGPROB = -9999.0
-_LOOK_S = 0.2  # whether the client is still there
+LOOK_S = 0.2
+"""How often a server looks whether the client is still there."""
 
 
 @dataclass(frozen=True)
@@ -96,25 +98,28 @@ async def while_connected(http: Request, texts: Sequence[Timed]) -> list[Any]:
     """All of some texts; what the client does not wait for is cancelled."""
     work = asyncio.ensure_future(asyncio.gather(*(whole(text) for text in texts)))
     try:
-        while not (await asyncio.wait([work], timeout=_LOOK_S))[0]:
+        while not (await asyncio.wait([work], timeout=LOOK_S))[0]:
             if await http.is_disconnected():
                 raise ApiError(499, "the client has gone")
         return work.result()
     finally:
-        work.cancel()
         for text in texts:
             text.stream.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait([work])
 
 
 def usage_of(prompts: Sequence[tuple[int, ...]], texts: Sequence[Timed]) -> tuple[int, int, int]:
     """Tokens that were read, how many of them from the prefix cache, and tokens that were written."""
-    read = sum(map(len, prompts))
-    return read, min(read, sum(t.stream.cached_tokens for t in texts)), sum(t.tokens for t in texts)
+    each = len(texts) // len(prompts)  # several texts of a prompt read what the first of them has put there
+    cached = sum(min(t.stream.cached_tokens for t in texts[i * each :][:each]) for i in range(len(prompts)))
+    return sum(map(len, prompts)), cached, sum(t.tokens for t in texts)
 
 
 def event_json(content: Any) -> str:
     """The content of an event. Some clients take every line separator of Unicode for the end of a line."""
-    text = json.dumps(content, ensure_ascii=False)
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
     for separator in "\x85\u2028\u2029":
         text = text.replace(separator, f"\\u{ord(separator):04x}")
     return text

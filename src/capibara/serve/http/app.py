@@ -96,7 +96,7 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
         @app.post("/v1/load_lora_adapter")
         def load(body: AdapterRequest, _: Salt) -> dict[str, str]:
             """Read an adapter from a folder of the server."""
-            if body.lora_path is None:
+            if not body.lora_path or "\0" in body.lora_path:
                 raise ApiError(400, "lora_path is missing: name the adapter's folder.", "lora_path")
             engine.load_adapter(body.lora_name, body.lora_path)
             return {"status": "ok", "loaded": body.lora_name}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, FastAPI, Header, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from capibara.data import decode_stream
 from capibara.serve.http.access import Keys, LimitBodies
@@ -20,6 +24,7 @@ from capibara.serve.http.fields import DetokenizeRequest, TokenizeRequest
 __all__ = ["Salt", "Served", "ServerSettings", "base_app", "check_model"]
 
 _STALLED_S = 5.0
+_BODY_S = 60.0  # in which a body has to arrive
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,48 @@ class ServerSettings:
     temperature: float = 1.0
     page: bool = True
     load_adapters: bool = False
+
+
+class _Body(Request):
+    """A request whose body is JSON and nothing else, without NaN and such; halves of characters become U+FFFD."""
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            self._json = json.loads(body, parse_constant=_no_number)
+            # As an escape alone can half of a character be in UTF-8: of a text that a client has cut.
+            if b"\\u" in body:
+                whole = json.dumps(self._json, ensure_ascii=False).encode("utf-16", "surrogatepass")
+                self._json = json.loads(whole.decode("utf-16", "replace"))
+        return self._json
+
+
+def _no_number(text: str) -> Any:
+    raise HTTPException(400, f"the body is not JSON: {text} is no number of it")
+
+
+class _Route(APIRoute):
+    """Looks at the key before a body is read, and does not wait for a body for ever."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(http: Request) -> Response:
+            if http.method == "POST":
+                _salt(http, http.headers.get("authorization"))
+                http = _Body(http.scope, http.receive)
+                try:
+                    async with asyncio.timeout(_BODY_S):
+                        await http.body()
+                except TimeoutError:
+                    raise ApiError(
+                        408, f"the body did not arrive within {_BODY_S:g} s. Send it again."
+                    ) from None
+                except ClientDisconnect:
+                    raise ApiError(499, "the client has gone") from None
+            return await handle(http)
+
+        return checked
 
 
 class Served(Protocol):
@@ -89,6 +136,7 @@ def base_app(served: Served, settings: ServerSettings, figures: Callable[[], byt
 
     app = FastAPI(title="Capibara", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.keys = settings.keys
+    app.router.route_class = _Route
     app.add_middleware(LimitBodies, most=settings.most_bytes)
     handle_errors(app)
 

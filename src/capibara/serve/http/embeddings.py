@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from capibara.errors import ConfigError
 from capibara.serve.embed import Embedder
-from capibara.serve.http.access import Keys
+from capibara.serve.http.access import Keys, RefuseWhenFull
+from capibara.serve.http.answers import LOOK_S
 from capibara.serve.http.base import Salt, ServerSettings, base_app, check_model
 from capibara.serve.http.errors import ApiError
 from capibara.serve.http.fields import EmbeddingRequest
@@ -46,6 +48,9 @@ class EmbeddingService:
     ) -> None:
         self._embedder, self._name = embedder, name
         self._most, self._most_tokens = max_waiting, max_waiting_tokens
+        for key, value in (("max_waiting", max_waiting), ("max_waiting_tokens", max_waiting_tokens)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{key}={value!r}: expected an integer of at least 1.")
         self._lock = threading.Lock()
         self._waiting = self._tokens = 0
         self._closed = False
@@ -95,8 +100,15 @@ class EmbeddingService:
         """Seconds since a batch was computed, while there is something to do."""
         return time.monotonic() - self._progress_at if self._waiting else 0.0
 
-    async def embed(self, rows: list[list[int]]) -> np.ndarray:
+    def full_for_s(self) -> float:
+        """Seconds until a request may be taken; 0: now."""
+        return 1.0 if self._waiting >= self._most else 0.0
+
+    async def embed(self, rows: list[list[int]], gone: threading.Event | None = None) -> np.ndarray:
         """The vectors of texts as token ids: float32 ``[texts, dimension]``.
+
+        Args:
+          gone: set when nobody waits for them any more; the rest is not computed then.
 
         Raises:
           QueueFullError: too much waits. EngineClosedError: the server ends. ConfigError: a text is too long.
@@ -111,22 +123,38 @@ class EmbeddingService:
                 self._progress_at = time.monotonic()
             self._waiting, self._tokens = self._waiting + 1, self._tokens + count
         try:
-            return await asyncio.wrap_future(self._pool.submit(self._compute, rows))
+            return await asyncio.wrap_future(self._pool.submit(self._compute, rows, gone))
         finally:
             with self._lock:
                 self._waiting, self._tokens = self._waiting - 1, self._tokens - count
 
-    def _compute(self, rows: list[list[int]]) -> np.ndarray:
-        self._progress(0)
-        return self._embedder.embed_tokens(rows, batch_tokens=_BATCH_TOKENS, progress=self._progress)
+    def _compute(self, rows: list[list[int]], gone: threading.Event | None) -> np.ndarray:
+        def progress(_: int) -> None:
+            self._progress_at = time.monotonic()
+            if gone is not None and gone.is_set():
+                raise ApiError(499, "the client has gone")
 
-    def _progress(self, _: int) -> None:
-        self._progress_at = time.monotonic()
+        progress(0)
+        return self._embedder.embed_tokens(rows, batch_tokens=_BATCH_TOKENS, progress=progress)
 
     def close(self) -> None:
         """Take no more requests, and finish those that wait."""
         self._closed = True
         self._pool.shutdown()
+
+
+async def _while_connected(http: Request, service: EmbeddingService, rows: list[list[int]]) -> np.ndarray:
+    """The vectors; what the client does not wait for is not computed."""
+    gone = threading.Event()
+    work = asyncio.ensure_future(service.embed(rows, gone))
+    try:
+        while not (await asyncio.wait([work], timeout=LOOK_S))[0]:
+            if await http.is_disconnected():
+                gone.set()
+        return work.result()
+    finally:
+        gone.set()
+        work.cancel()
 
 
 class _Figures:
@@ -156,9 +184,10 @@ def create_embedding_app(service: EmbeddingService, settings: ServerSettings | N
     settings = ServerSettings(Keys()) if settings is None else settings
     figures = _Figures(service)
     app = base_app(service, settings, figures.text)
+    app.add_middleware(RefuseWhenFull, paths=["/v1/embeddings"], full_for_s=service.full_for_s)
 
     @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest, _: Salt) -> dict[str, Any]:
+    async def embeddings(body: EmbeddingRequest, http: Request, _: Salt) -> dict[str, Any]:
         """The vectors of texts."""
         check_model(service, body.model)
         if body.dimensions not in (None, service.dimension):
@@ -185,7 +214,7 @@ def create_embedding_app(service: EmbeddingService, settings: ServerSettings | N
                     "input",
                 )
         with figures.seconds.time():
-            vectors = await service.embed(rows)
+            vectors = await _while_connected(http, service, rows)
         count = sum(map(len, rows))
         figures.tokens.inc(count)
         figures.done.inc()

@@ -41,12 +41,25 @@ def _answer(status: int, message: str, param: str | None = None, **headers: str)
     return JSONResponse(error_body(status, message, param), status, headers or None)
 
 
+def _short(value: Any) -> Any:
+    """The beginning of a value, which may be large."""
+    if isinstance(value, str):
+        return value[:80]
+    if isinstance(value, list):
+        return [_short(one) for one in value[:20]]
+    return {key: _short(value[key]) for key in list(value)[:10]} if isinstance(value, dict) else value
+
+
 def handle_errors(app: FastAPI) -> None:
     """Let an app answer with these."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
+        # Of a field with several types, the one that fits best.
+        every = error.errors()
+        first = max(
+            (one for one in every if one["loc"][:2] == every[0]["loc"][:2]), key=lambda e: len(e["loc"])
+        )
         place = [str(part) for part in first["loc"] if part not in ("body", "query")]
         # A field with several types has the type that did not fit at its end.
         name = place[0] if place else None
@@ -54,7 +67,7 @@ def handle_errors(app: FastAPI) -> None:
             return _answer(400, f"{name}: this server does not know it. Leave it out.", name)
         if first["type"] == "json_invalid":
             return _answer(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-        given = json.dumps(first.get("input"), default=str)[:80]
+        given = json.dumps(_short(first.get("input")), default=str)[:80]
         where = f"{'.'.join(place)}: " if place else ""
         return _answer(400, f"{where}{first['msg']}, got {given}", name)
 

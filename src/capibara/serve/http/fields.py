@@ -23,7 +23,14 @@ __all__ = [
     "called_tools",
 ]
 
-_Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
+# The first element that is wrong is enough: a message for each would be larger than what was sent.
+_Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20, fail_fast=True)]
+_Texts = (
+    str
+    | _Tokens
+    | Annotated[list[str], Field(fail_fast=True)]
+    | Annotated[list[_Tokens], Field(fail_fast=True)]
+)
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -169,7 +176,7 @@ class _Common(_Strict):
 class CompletionRequest(_Common):
     """``/v1/completions``."""
 
-    prompt: str | _Tokens | list[str] | list[_Tokens]
+    prompt: _Texts
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = False
@@ -307,7 +314,7 @@ class EmbeddingRequest(_Strict):
     """``/v1/embeddings``."""
 
     model: str | None = None
-    input: str | _Tokens | list[str] | list[_Tokens]
+    input: _Texts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1)
     user: str | None = None

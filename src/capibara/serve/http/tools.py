@@ -71,14 +71,29 @@ def calls_grammar(tools: Sequence[Mapping[str, Any]], form: ToolForm, *, several
 
 
 def _schema(tool: Mapping[str, Any], form: ToolForm) -> str:
-    parameters = dict(tool.get("parameters") or {"type": "object"})
     # References begin at the root of the schema, which is now a larger one.
-    shared = {key: parameters.pop(key) for key in ("$defs", "definitions") if key in parameters}
-    properties = {"name": {"const": tool["name"]}, form.key: parameters}
+    shared = {"$defs": {"of": _moved(tool.get("parameters") or {"type": "object"})}}
+    properties = {"name": {"const": tool["name"]}, form.key: {"$ref": "#/$defs/of"}}
     whole = {"type": "object", "properties": properties, "required": ["name", form.key]}
     # As models were shown calls: with one blank after commas and colons, and no other white space.
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return json.dumps({**whole, "additionalProperties": False, **shared, "x-guidance": spaces})
+
+
+def _moved(schema: Any) -> Any:
+    """A schema whose references to itself say where it is now."""
+    if isinstance(schema, list):
+        return [_moved(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: "#/$defs/of" + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else value
+        if key in ("const", "enum", "default", "examples")
+        else _moved(value)
+        for key, value in schema.items()
+    }
 
 
 def _no_number(text: str) -> Any:
