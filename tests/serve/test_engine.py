@@ -156,6 +156,16 @@ def test_a_text_ends_before_a_stop_string_and_with_a_token(engine: Engine) -> No
     assert len(read(engine.submit(later))[0]) >= 9
 
 
+def test_a_stop_string_waits_for_min_tokens(engine: Engine) -> None:
+    given: dict[str, Any] = {"prompt": (7, 8), "max_tokens": 12, "sampling": GREEDY, "ignore_eos": True}
+    pieces = list(engine.submit(Request(**given)))
+    text = "".join(piece.text for piece in pieces)
+    stop = tuple(set(text))
+    for least in range(8):
+        tokens, _, last = read(engine.submit(Request(**given, stop=stop, min_tokens=least)))
+        assert (len(tokens), last.finish) == (max(1, least), "stop")
+
+
 def test_a_grammar_is_followed(engine: Engine) -> None:
     pytest.importorskip("llguidance")
     request = Request(

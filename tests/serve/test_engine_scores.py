@@ -111,6 +111,15 @@ def test_scores_that_are_complete_before_the_last_piece_are_sent_once(most: int)
         )
 
 
+def test_a_prompt_that_fills_the_engine_is_scored() -> None:
+    model = model_of("grouped")
+    with Engine(model, max_batch=2, page_size=4, pages=16, prefill_tokens=16, warm=False) as engine:
+        whole = tuple(range(LONGEST))
+        check(model, engine, [Request(whole, 0, sampling=GREEDY, prompt_logprobs=1)])
+        with pytest.raises(RequestError, match="leaves no room for an answer"):
+            engine.submit(Request(whole))
+
+
 def test_what_cannot_be_scored() -> None:
     with Engine(model_of("grouped"), max_batch=2, page_size=4, pages=20, warm=False) as engine:
         with pytest.raises(RequestError, match="prompt_logprobs=21: expected an integer from 0 to 20"):

@@ -76,7 +76,7 @@ class Request:
     Attributes:
       prompt: at least one token id.
       max_tokens: how many to write at most; ``None``: as many as fit.
-      min_tokens: before so many are written, what ends a text is not chosen.
+      min_tokens: before so many are written, what ends a text is not chosen, and a stop string does not end it.
       sampling: how tokens are chosen.
       seed: 0 to 2^32 - 1; the same request and seed give the same text, whatever else runs. ``None``: a random one.
       stop: strings that end the text; they are not part of it.

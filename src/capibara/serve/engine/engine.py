@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import logging
 import math
 import os
 import threading
@@ -236,7 +237,11 @@ class Engine:
         for compile_one in rest:
             if self._closing:
                 return
-            compile_one()
+            try:
+                compile_one()
+            except Exception as error:
+                # The step that needs the program compiles it again, and says what is wrong.
+                logging.getLogger(__name__).warning("a program of the engine was not compiled: %s", error)
             self._programs_left -= 1
             done += 1
             if progress is not None:
@@ -366,20 +371,20 @@ class Engine:
             prompt = checked_ids("prompt", request.prompt, self._vocabulary)
         except ConfigError as error:
             raise RequestError(str(error)) from None
+        least = 1 if request.prompt_logprobs is None else 0
         room = self._max_length - len(prompt)
-        if room < 1:
+        if room < least:
             raise RequestError(
                 f"prompt has {len(prompt)} tokens, and max_length={self._max_length} leaves no room for an answer. "
                 "Shorten the prompt."
             )
-        least = 1 if request.prompt_logprobs is None else 0
         if request.max_tokens is not None and not _is_integer(request.max_tokens, least, room):
             raise RequestError(
                 f"max_tokens={request.max_tokens!r:.50}: expected an integer from {least} to {room}, what max_length="
                 f"{self._max_length} leaves after a prompt of {len(prompt)} tokens."
             )
         capacity = self._pool.total * self._pool.page_size
-        if len(prompt) + (request.max_tokens or 1) > capacity:
+        if len(prompt) + (least if request.max_tokens is None else request.max_tokens) > capacity:
             raise RequestError(
                 f"a prompt of {len(prompt)} tokens and max_tokens={request.max_tokens} do not fit the cache, which has "
                 f"{capacity} positions. Ask for less."
@@ -440,9 +445,6 @@ class Engine:
             grammar=grammar,
             adapter=adapter,
         )
-        if request.sampling.changes_logits:
-            sequence.counts = np.zeros(self._vocabulary, np.int32)
-            sequence.seen = np.isin(np.arange(self._vocabulary), prompt)
         return sequence
 
     def _cancel(self, sequence: Sequence) -> None:
@@ -468,9 +470,10 @@ class Engine:
             self._warming.join(timeout=60)  # a process that ends while XLA compiles is aborted
         with self._lock:
             self._end_all("cancelled")
-            self._cache = None
-            if self._draft is not None:
-                self._draft.cache = None
+            if not self._thread.is_alive():  # a step that hangs still has it
+                self._cache = None
+                if self._draft is not None:
+                    self._draft.cache = None
 
     def __enter__(self) -> Engine:
         return self
@@ -581,6 +584,11 @@ class Engine:
         self._remember(sequence)
         if not sequence.admitted:
             sequence.admitted = True
+            if sequence.request.sampling.changes_logits:
+                # Not before: many may wait.
+                sequence.counts = np.zeros(self._vocabulary, np.int32)
+                sequence.seen = np.zeros(self._vocabulary, bool)
+                sequence.seen[sequence.tokens] = True
             sequence.stream.cached_tokens = sequence.computed
             self._counts["cached"] += sequence.computed
             self._counts["prompt"] += len(sequence.request.prompt)
@@ -708,6 +716,8 @@ class Engine:
             self._counts["steps"] += 1
             for piece in pieces:
                 sequence = piece.sequence
+                if sequence.finished is not None:
+                    continue
                 if sequence.drafted == piece.start:
                     sequence.drafted = piece.start + piece.count
                 sequence.computed = max(sequence.computed, piece.start + piece.count)
@@ -717,8 +727,8 @@ class Engine:
 
     def _take(self, sequence: Sequence, found: list[tuple[int, Any]]) -> None:
         """Tokens that a step gave to a text."""
-        if sequence.cancelled:
-            return  # it ends before the next step
+        if sequence.cancelled or sequence.finished is not None:
+            return  # it ends before the next step, or the engine was closed during this one
         if sequence.failure is not None:
             self._end(sequence, "error", sequence.failure)
             return
@@ -837,6 +847,8 @@ class Engine:
             self._counts["steps"] += 1
             for piece, guess in zip(pieces, guesses, strict=True):
                 sequence = piece.sequence
+                if sequence.finished is not None:
+                    continue
                 found = [next(chosen) for _ in range(1 + len(guess))]
                 right = next((n for n, token in enumerate(guess) if found[n][0] != token), len(guess))
                 self._counts["guessed"] += len(guess)

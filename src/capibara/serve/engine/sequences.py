@@ -103,7 +103,7 @@ class Sequence:
         if self.counts is not None and self.seen is not None:
             self.counts[token] += 1
             self.seen[token] = True
-        text = self.writer.push(token)
+        text = self.writer.push(token, stopping=self.written >= self.request.min_tokens)
         scores = () if score is None else (score,)
         done = False
         if self.grammar is not None:

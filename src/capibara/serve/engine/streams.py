@@ -27,9 +27,14 @@ class StoppingText:
         self._held = ""
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """The text that is now certain; :attr:`stopped` afterwards says whether it ends there."""
-        return self._more(self._stream.push(token))
+    def push(self, token: int, *, stopping: bool = True) -> str:
+        """The text that is now certain; :attr:`stopped` afterwards says whether it ends there.
+
+        Args:
+          stopping: whether the text may end with this token; otherwise a stop string is text like any other.
+        """
+        new = self._stream.push(token)
+        return self._more(new) if stopping else new
 
     def finish(self) -> str:
         """What was held back, where the text ends for another reason."""
