@@ -440,6 +440,50 @@ def test_several_texts_of_a_prompt_do_not_count_each_other_as_cached(url: str) -
     assert second["prompt_tokens_details"]["cached_tokens"] == 24
 
 
+def test_what_responses_say_of_a_request_is_what_was_done(url: str) -> None:
+    body = {"input": "x", "max_output_tokens": 3, "text": {"verbosity": "medium"}, "tools": []}
+    found = post(url, "/v1/responses", body).json()
+    assert (found["status"], found["output"][0]["status"]) == ("incomplete", "incomplete")
+    assert (found["temperature"], found["top_p"]) == (1.0, 1.0)
+    assert found["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    events = [
+        json.loads(line[6:])
+        for line in post(url, "/v1/responses", body | {"stream": True}).text.split("\n")
+        if line.startswith("data: ")
+    ]
+    assert events[-1]["response"]["output"][0]["status"] == "incomplete"
+
+
+AMBIGUOUS = 'start: s\ns: "a" | s s | s s s | ""\n'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_costs_too_much_is_the_client_s_fault(
+    url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("capibara.serve.grammar._MOST_S", 0.02)
+    monkeypatch.setattr("capibara.serve.grammar._MOST_S_EACH", 0.0001)
+    body = PROMPT | {"max_tokens": 100, "guided_grammar": AMBIGUOUS, "stream": stream, "ignore_eos": True}
+    bias = {"logit_bias": {"97": 100}}
+    found = post(url, "/v1/completions", body | bias)
+    if stream:
+        error = json.loads(found.text.strip().split("\n\n")[-1][6:])["error"]
+    else:
+        assert found.status_code == 400, found.text
+        error = found.json()["error"]
+    assert (error["code"], error["type"]) == (400, "invalid_request_error")
+    assert "Give one that is less ambiguous" in error["message"]
+    assert engine.stalled_s() == 0
+
+
+def test_more_texts_than_may_ever_wait_are_no_matter_of_time(url: str, engine: Engine) -> None:
+    found = post(url, "/v1/completions", PROMPT | {"n": 7, "max_tokens": 1})
+    assert (found.status_code, found.json()["error"]["code"]) == (400, 400)
+    assert "at most max_waiting=6" in found.json()["error"]["message"]
+    assert len(post(url, "/v1/completions", PROMPT | {"n": 6, "max_tokens": 1}).json()["choices"]) == 6
+
+
 def test_a_wrong_method_is_told_the_right_one(url: str) -> None:
     found = httpx.get(f"{url}/v1/completions")
     assert (found.status_code, found.headers["allow"]) == (405, "POST")
@@ -513,12 +557,17 @@ def test_a_client_that_goes_away_ends_its_texts(url: str, engine: Engine) -> Non
 
 
 def test_a_full_queue_says_when_to_come_again(url: str, engine: Engine) -> None:
-    body = PROMPT | {"n": 30, "max_tokens": 100, "ignore_eos": True}
-    refused = post(url, "/v1/completions", body)
+    streams = [engine.submit(Request((9,), max_tokens=120, ignore_eos=True)) for _ in range(4)]
+    while engine.statistics().waiting:
+        time.sleep(0.001)
+    streams += [engine.submit(Request((9,), max_tokens=120, ignore_eos=True)) for _ in range(4)]
+    refused = post(url, "/v1/completions", PROMPT | {"n": 3, "max_tokens": 100, "ignore_eos": True})
+    for stream in streams:
+        stream.cancel()
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "rate_limit_error"
-    while engine.statistics().running:
+    while engine.statistics().running or engine.statistics().waiting:
         time.sleep(0.01)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ __all__ = ["GrammarState", "compile_grammar"]
 
 _LONGEST = 1 << 18  # characters of a grammar
 _KEPT = 32
+# Of the thread that computes steps, for a text: in all before it is judged, and for each token then.
+_MOST_S, _MOST_S_EACH = 1.0, 0.02
 _lock = threading.Lock()
 _tokenizers: OrderedDict[int, tuple[Tokenizer, int, Any]] = OrderedDict()
 _texts: OrderedDict[Grammar, str] = OrderedDict()
@@ -38,6 +41,7 @@ class GrammarState:
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._seconds, self._asked = 0.0, 0
 
     def allowed(self) -> np.ndarray:
         """Which tokens may follow: bool ``[vocabulary]``.
@@ -45,8 +49,17 @@ class GrammarState:
         Raises:
           RequestError: the grammar takes more work than it may.
         """
+        begun = time.thread_time()
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
+        self._seconds, self._asked = self._seconds + time.thread_time() - begun, self._asked + 1
+        # All texts that are written wait for this one.
+        if self._seconds > _MOST_S and self._seconds / self._asked > _MOST_S_EACH:
+            each = 1e3 * self._seconds / self._asked
+            raise RequestError(
+                f"grammar: it takes {each:.0f} ms to find what may follow a token, expected at most "
+                f"{1e3 * _MOST_S_EACH:g} ms. Give one that is less ambiguous."
+            )
         bits = np.unpackbits(packed, bitorder="little")[: self._vocabulary].astype(bool)
         found = np.zeros(self._vocabulary, bool)
         found[: len(bits)] = bits

@@ -6,7 +6,7 @@ once, from which its :class:`Piece` objects are read as they are written, by a `
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -137,6 +137,7 @@ class Piece:
         token's logarithm is NaN, since nothing comes before it.
       finish: why the text ends here; ``None`` while it goes on.
       error: what failed, where ``finish`` is ``"error"``.
+      refused: the request is the cause of that, such as a grammar that takes too much work, and not the engine.
     """
 
     text: str = ""
@@ -145,6 +146,7 @@ class Piece:
     prompt_scores: tuple[TokenScore, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
+    refused: bool = False
 
 
 @runtime_checkable
@@ -224,6 +226,10 @@ class EngineProtocol(Protocol):
         Raises:
           RequestError: it cannot be answered; QueueFullError: later perhaps; EngineClosedError: never.
         """
+        ...
+
+    def submit_all(self, requests: Sequence[Request]) -> Sequence[Stream]:
+        """Queue all of some requests, or none: as :meth:`submit`."""
         ...
 
     def statistics(self) -> EngineStatistics: ...

@@ -77,7 +77,7 @@ def _changes(sequences: Row[Sequence | None], vocabulary: int, writable: int) ->
             try:
                 bias[~sequence.grammar.allowed()] = -np.inf
             except RequestError as error:
-                sequence.failure = str(error)
+                sequence.failure = error
             except Exception as error:
                 sequence.failure = f"grammar: {type(error).__name__}: {error!s:.500}"
         if sequence.written < sequence.request.min_tokens:
@@ -87,7 +87,7 @@ def _changes(sequences: Row[Sequence | None], vocabulary: int, writable: int) ->
             if sequence.grammar is not None and sequence.grammar.may_end:
                 sequence.complete = True
             else:
-                sequence.failure = sequence.failure or (
+                sequence.failure = sequence.failure or RequestError(
                     "no token may follow: the grammar, stop_tokens with min_tokens, and logit_bias leave none"
                 )
     return changes

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -335,12 +336,24 @@ class Engine:
         Raises:
           RequestError: it cannot be answered. QueueFullError: too much waits. EngineClosedError: the engine ends.
         """
-        sequence = self._sequence(request)
-        length = len(request.prompt)
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Row[Request]) -> list[PieceStream]:
+        """Queue all of some requests, or none; their texts are read from the streams that are returned.
+
+        Raises:
+          RequestError, QueueFullError, EngineClosedError: as :meth:`submit`.
+        """
+        count, length = len(requests), sum(len(request.prompt) for request in requests)
+        if count > self._max_waiting:
+            raise RequestError(
+                f"{count} texts are asked for at once, expected at most max_waiting={self._max_waiting}. Ask for fewer."
+            )
+        sequences = [self._sequence(request) for request in requests]
         with self._there:
             if self._closing or self._failed:
                 raise EngineClosedError(self._failed or "the engine is shutting down")
-            full = len(self._waiting) >= self._max_waiting
+            full = len(self._waiting) + count > self._max_waiting
             if full or self._waiting_tokens + length > max(self._max_waiting_tokens, length):
                 raise QueueFullError(
                     f"{len(self._waiting)} requests with {self._waiting_tokens} tokens wait already (at most "
@@ -349,10 +362,11 @@ class Engine:
                 )
             if not self._running and not self._waiting:
                 self._progress_at = time.monotonic()
-            heapq.heappush(self._waiting, (sequence.order, sequence))
+            for sequence in sequences:
+                heapq.heappush(self._waiting, (sequence.order, sequence))
             self._waiting_tokens += length
             self._there.notify()
-        return sequence.stream
+        return [sequence.stream for sequence in sequences]
 
     def full_for_s(self) -> float:
         """Seconds until a request may be taken: see the protocol."""
@@ -587,8 +601,8 @@ class Engine:
             if sequence.request.sampling.changes_logits:
                 # Not before: many may wait.
                 sequence.counts = np.zeros(self._vocabulary, np.int32)
-                sequence.seen = np.zeros(self._vocabulary, bool)
-                sequence.seen[sequence.tokens] = True
+                seen = sequence.seen = np.zeros(self._vocabulary, bool)
+                seen[sequence.tokens] = True
             sequence.stream.cached_tokens = sequence.computed
             self._counts["cached"] += sequence.computed
             self._counts["prompt"] += len(sequence.request.prompt)
@@ -620,7 +634,7 @@ class Engine:
         self._slots.append(sequence.slot)
         sequence.pages, sequence.slot, sequence.computed, sequence.drafted = [], -1, 0, 0
 
-    def _end(self, sequence: Sequence, reason: Any, error: str | None = None) -> None:
+    def _end(self, sequence: Sequence, reason: Any, error: str | RequestError | None = None) -> None:
         self._release(sequence)
         self._ended(sequence, sequence.finished or sequence.end(reason, error=error))
 

@@ -61,7 +61,7 @@ class Sequence:
     cancelled: bool = False
     complete: bool = False
     finished: FinishReason | None = None
-    failure: str | None = None
+    failure: str | RequestError | None = None
 
     @property
     def written(self) -> int:
@@ -110,7 +110,7 @@ class Sequence:
             try:
                 done = not self.grammar.accept(token)
             except RequestError as error:
-                return self.end("error", Piece(text, (token,), scores), error=str(error))
+                return self.end("error", Piece(text, (token,), scores), error=error)
         if self.writer.stopped or done:
             return self.end("stop", Piece(text, (token,), scores))
         if self.written >= self.most:
@@ -119,11 +119,12 @@ class Sequence:
         return None
 
     def end(
-        self, reason: FinishReason, last: Piece | None = None, *, error: str | None = None
+        self, reason: FinishReason, last: Piece | None = None, *, error: str | RequestError | None = None
     ) -> FinishReason:
         """Tell the reader that the text ends, with a last piece."""
         last = last or Piece()
         self.finished = reason
         text = last.text + self.writer.finish()
-        self.stream.put(Piece(text, last.tokens, last.scores, finish=reason, error=error))
+        refused, said = isinstance(error, RequestError), None if error is None else str(error)
+        self.stream.put(Piece(text, last.tokens, last.scores, finish=reason, error=said, refused=refused))
         return reason

@@ -19,7 +19,7 @@ from capibara.data import decode_stream
 from capibara.serve.http.errors import ApiError, error_body
 from capibara.serve.http.metrics import Metrics
 from capibara.serve.http.tools import Call, CallReader
-from capibara.serve.requests import EngineProtocol, Piece, ServeError, Stream, TokenScore
+from capibara.serve.requests import EngineProtocol, Piece, RequestError, ServeError, Stream, TokenScore
 from capibara.serve.requests import Request as EngineRequest
 
 __all__ = [
@@ -73,7 +73,7 @@ class Timed:
                 self._last = now
                 self.tokens += len(piece.tokens)
             if piece.finish == "error":
-                raise ServeError(piece.error or "the engine failed")
+                raise (RequestError if piece.refused else ServeError)(piece.error or "the engine failed")
             if piece.finish is not None:
                 self._metrics.whole.observe(now - self._begun)
             yield piece
@@ -81,33 +81,39 @@ class Timed:
 
 async def submitted(engine: EngineProtocol, metrics: Metrics, asked: Sequence[EngineRequest]) -> list[Timed]:
     """Queue all of some requests, or none."""
-    texts: list[Timed] = []
+    # Grammars are compiled here, which may take a while; who does not wait for it leaves texts that nobody reads.
+    work = asyncio.ensure_future(asyncio.to_thread(engine.submit_all, asked))
     try:
-        for request in asked:
-            # Grammars are compiled here, which may take a while.
-            stream = await asyncio.to_thread(engine.submit, request)
-            texts.append(Timed(stream, metrics))
-    except BaseException:
-        for text in texts:
-            text.stream.cancel()
+        streams = await asyncio.shield(work)
+    except asyncio.CancelledError:
+        work.add_done_callback(_cancel_all)
         raise
-    return texts
+    return [Timed(stream, metrics) for stream in streams]
+
+
+def _cancel_all(work: asyncio.Future[Sequence[Stream]]) -> None:
+    if not work.cancelled() and work.exception() is None:
+        for stream in work.result():
+            stream.cancel()
 
 
 async def while_connected(http: Request, texts: Sequence[Timed]) -> list[Any]:
     """All of some texts; what the client does not wait for is cancelled."""
-    work = asyncio.ensure_future(asyncio.gather(*(whole(text) for text in texts)))
+    every = [asyncio.create_task(whole(text)) for text in texts]
+    left = set(every)
     try:
-        while not (await asyncio.wait([work], timeout=LOOK_S))[0]:
-            if await http.is_disconnected():
+        while left:
+            done, left = await asyncio.wait(left, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()
+            if left and await http.is_disconnected():
                 raise ApiError(499, "the client has gone")
-        return work.result()
+        return [one.result() for one in every]
     finally:
-        for text in texts:
+        for text, one in zip(texts, every, strict=True):
             text.stream.cancel()
-        if not work.done():
-            work.cancel()
-            await asyncio.wait([work])
+            one.cancel()
+        await asyncio.gather(*every, return_exceptions=True)
 
 
 def usage_of(prompts: Sequence[tuple[int, ...]], texts: Sequence[Timed]) -> tuple[int, int, int]:
@@ -197,7 +203,8 @@ async def _events(
         while left:
             index, piece = await queue.get()
             if isinstance(piece, BaseException):
-                yield f"data: {event_json(error_body(500, str(piece)))}\n\n"
+                status = 400 if isinstance(piece, RequestError) else 500
+                yield f"data: {event_json(error_body(status, str(piece)))}\n\n"
                 return
             left -= piece.finish is not None
             first = index not in begun

@@ -17,7 +17,7 @@ from capibara.serve.http.errors import ApiError
 from capibara.serve.http.fields import ChatRequest, Function, called_tools
 from capibara.serve.http.metrics import Metrics
 from capibara.serve.http.tools import Call, CallReader, calls_grammar, tool_form
-from capibara.serve.requests import EngineProtocol, ServeError
+from capibara.serve.requests import EngineProtocol, RequestError, ServeError
 
 __all__ = ["ResponsesRequest", "rendered", "respond"]
 
@@ -201,10 +201,11 @@ async def respond(
     if body.functions:
         (text, calls), (more, last) = reader.push(text), reader.finish()
         text, calls = text + more, calls + last
+    status = "completed" if reason == "stop" else "incomplete"
     if text or not calls:
-        answer.output.append(_message(text, "completed"))
+        answer.output.append(_message(text, status))
     answer.output += [_call_item(call) for call in calls]
-    return JSONResponse(answer.to_json("completed" if reason == "stop" else "incomplete"))
+    return JSONResponse(answer.to_json(status))
 
 
 def _message(text: str | None, status: str, name: str | None = None) -> dict[str, Any]:
@@ -212,6 +213,10 @@ def _message(text: str | None, status: str, name: str | None = None) -> dict[str
     content = [] if text is None else [part]
     name = name or f"msg_{uuid.uuid4().hex}"
     return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}
+
+
+def _code(error: ServeError) -> str:
+    return "invalid_prompt" if isinstance(error, RequestError) else "server_error"
 
 
 def _call_item(call: Call) -> dict[str, Any]:
@@ -234,7 +239,7 @@ class _Answer:
         self._id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
         self.output: list[dict[str, Any]] = []
 
-    def to_json(self, status: str, error: str | None = None) -> dict[str, Any]:
+    def to_json(self, status: str, error: ServeError | None = None) -> dict[str, Any]:
         """The response as OpenAI's API has it."""
         body = self._body
         read, cached, written = usage_of(self._prompts, self._texts)
@@ -250,7 +255,7 @@ class _Answer:
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "error": None if error is None else {"code": "server_error", "message": error},
+            "error": None if error is None else {"code": _code(error), "message": str(error)},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -260,17 +265,16 @@ class _Answer:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": body.temperature,
+            "temperature": self._texts[0].stream.request.sampling.temperature,
             "text": {"format": {"type": "text"}}
-            if body.text is None
-            else body.text.model_dump(by_alias=True),
+            | ({} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)),
             "tool_choice": "auto"
             if body.tool_choice is None
             else body.tool_choice
             if body.named is None
             else {"type": "function", "name": body.named},
             "tools": [tool.model_dump() for tool in body.tools or []],
-            "top_p": body.top_p,
+            "top_p": self._texts[0].stream.request.sampling.top_p,
             "truncation": "disabled",
             "usage": None if status == "in_progress" else usage,
             "user": body.user,
@@ -311,7 +315,7 @@ class _Answer:
                     said.append(new)
                     yield self._event("response.output_text.delta", **place, delta=new, logprobs=[])
             if said:
-                item = _message("".join(said), "completed", name)
+                item = _message("".join(said), status, name)
                 part = item["content"][0]
                 yield self._event("response.output_text.done", **place, text=part["text"], logprobs=[])
                 yield self._event("response.content_part.done", **place, part=part)
@@ -322,7 +326,7 @@ class _Answer:
                     yield event
             yield self._event(f"response.{status}", response=self.to_json(status))
         except ServeError as error:
-            yield self._event("response.failed", response=self.to_json("failed", str(error)))
+            yield self._event("response.failed", response=self.to_json("failed", error))
         finally:
             text.stream.cancel()
 
