@@ -95,6 +95,30 @@ def test_spaces_that_a_decoder_strips_stay_between_tokens() -> None:
     assert list(decode_stream(tokenizer, tokens)) == ["the", " with", "é", "x", " with"]
 
 
+@pytest.mark.parametrize(
+    "tokenizer", [LEARNED, BYTES, ByteTokenizer()], ids=["learned", "bytes file", "bytes"]
+)
+@given(text=st.text(min_size=1))
+@settings(max_examples=40, deadline=None)
+def test_tokens_are_bytes_of_their_text(tokenizer: FileTokenizer, text: str) -> None:
+    parts = [tokenizer.token_bytes(int(token)) for token in tokenizer.encode(text, special=False)]
+    assert b"".join(parts) == text.encode()
+
+
+def test_bytes_of_tokens_that_are_none() -> None:
+    words = of_bytes({"▁the": 256, "x▁": 257, "<0xZZ>": 258})
+    assert [words.token_bytes(n) for n in (256, 257, 258, 0xC3, 999)] == [
+        b" the",
+        b"x ",
+        b"<0xZZ>",
+        b"\xc3",
+        b"",
+    ]
+    user = int(LEARNED.encode("<|user|>", special=False)[0])
+    assert LEARNED.token_bytes(user) == b"<|user|>"
+    assert ByteTokenizer().token_bytes(256) == b""
+
+
 def test_bytes_of_a_file_are_their_own_numbers() -> None:
     text = "a\tÿ😀\x00\n"
     np.testing.assert_array_equal(BYTES.encode(text), list(text.encode()))

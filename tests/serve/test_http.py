@@ -270,6 +270,27 @@ def test_prompts_are_scored(client: openai.OpenAI) -> None:
     assert streamed == whole.token_logprobs
 
 
+def test_tokens_of_part_of_a_character_are_bytes(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    text = "é😀ab"
+    asked: dict[str, Any] = {"max_tokens": 8, "extra_body": {"guided_regex": text, "ignore_eos": True}}
+    said = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=2, **asked
+    )
+    scores = said.choices[0].logprobs
+    assert scores is not None
+    content = scores.content or []
+    assert bytes(byte for one in content for byte in one.bytes or []) == text.encode()
+    assert [one.token for one in content[:2]] == ["bytes:\\xc3", "bytes:\\xa9"]
+    whole = client.completions.create(model="tiny", prompt="x", logprobs=3, **asked).choices[0].logprobs
+    assert whole is not None
+    assert whole.text_offset == [0, 0, 1, 1, 1, 1, 2, 3]
+    assert all(len(top) == 3 for top in whole.top_logprobs or [])
+    events = client.completions.create(model="tiny", prompt="x", logprobs=3, stream=True, **asked)
+    found = [e.choices[0].logprobs for e in events]
+    assert [at for one in found if one for at in one.text_offset or []] == whole.text_offset
+
+
 def test_line_separators_end_no_event(url: str) -> None:
     """Clients that use httpx's lines, as many do, would cut events there."""
     pytest.importorskip("llguidance")

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,16 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> FileTokenizer:
     return FileTokenizer(files, folder)
 
 
-def byte_tokenizer_files() -> dict[str, bytes]:
-    """The files of a tokenizer whose tokens are bytes, for other programs."""
-    # BPE without merges, over GPT-2's characters for the bytes: those that print are themselves, the others follow 255.
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's characters for the bytes: those that print are themselves, the others follow 255."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printed]
-    vocab = {chr(value): value for value in printed} | {chr(256 + n): value for n, value in enumerate(others)}
+    return {chr(value): value for value in printed} | {chr(256 + n): value for n, value in enumerate(others)}
+
+
+def byte_tokenizer_files() -> dict[str, bytes]:
+    """The files of a tokenizer whose tokens are bytes, for other programs."""
+    vocab = _byte_characters()  # BPE without merges
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     tokenizer = {
         "version": "1.0",
@@ -212,6 +217,36 @@ class FileTokenizer:
     def stream(self) -> TextStream:
         """A decoder of tokens that arrive one by one."""
         return _TokenStream(self.decode)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text in UTF-8, which may be part of a character; empty for ids without a token."""
+        piece, kinds = self._tokenizer.id_to_token(token), self._decoders
+        if piece is None:
+            return b""
+        if token in self._added:
+            return piece.encode()
+        if "ByteLevel" in kinds and all(one in self._characters for one in piece):
+            return bytes(self._characters[one] for one in piece)
+        if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        if kinds & {"Metaspace", "Replace"}:
+            return piece.replace("\u2581", " ").encode()
+        return self.decode([token], skip_special=False).encode()
+
+    @functools.cached_property
+    def _added(self) -> frozenset[int]:
+        """The ids of tokens that are no pieces of words."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def _characters(self) -> dict[str, int]:
+        return _byte_characters()
+
+    @functools.cached_property
+    def _decoders(self) -> frozenset[str]:
+        """The kinds of steps that make a text of tokens."""
+        decoder = self._json(TOKENIZER).get("decoder") or {}
+        return frozenset(one["type"] for one in [decoder, *decoder.get("decoders", [])] if "type" in one)
 
     @property
     def template(self) -> str | None:

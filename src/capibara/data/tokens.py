@@ -84,6 +84,10 @@ class Tokenizer(Protocol):
         """A decoder of tokens that arrive one by one."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text in UTF-8, which may be part of a character."""
+        ...
+
     def encode_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The token ids of a text that a chat template made, and the character where each begins."""
         ...
@@ -150,6 +154,10 @@ class ByteTokenizer:
     def stream(self) -> TextStream:
         """A decoder of bytes that arrive one by one."""
         return _ByteStream()
+
+    def token_bytes(self, token: int) -> bytes:
+        """The byte; empty for ids that are none."""
+        return bytes([token]) if token < BYTE_VALUES else b""
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True, **variables: Any) -> str:
         """Not possible: bytes have no chat template.

@@ -15,7 +15,6 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from capibara.data import decode_stream
 from capibara.serve.http.errors import ApiError, error_body
 from capibara.serve.http.metrics import Metrics
 from capibara.serve.http.tools import Call, CallReader
@@ -222,8 +221,27 @@ async def _events(
             text.stream.cancel()
 
 
-def _token_text(engine: EngineProtocol, token: int) -> str:
-    return "".join(decode_stream(engine.tokenizer, [token]))
+def _token_text(part: bytes) -> str:
+    """A token as a text; of one that has part of a character the bytes, as OpenAI's API writes them."""
+    try:
+        return part.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in part)
+
+
+class _Offsets:
+    """Where the tokens of a text begin in it, in characters."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._stream, self._characters = tokenizer.stream(), 0
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """Of the next tokens; one that goes on with a character begins where this will be."""
+        found = []
+        for token in tokens:
+            found.append(self._characters)
+            self._characters += len(self._stream.push(token))
+        return found
 
 
 def _finite(logprob: float) -> float:
@@ -231,43 +249,56 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
 
 
-def _completion_scores(engine: EngineProtocol, scores: Any) -> dict[str, Any] | None:
+def _completion_scores(engine: EngineProtocol, scores: Any, offsets: _Offsets) -> dict[str, Any] | None:
     if not scores:
         return None
-    texts = [_token_text(engine, score.token) for score in scores]
+    of = engine.tokenizer.token_bytes
     return {
-        "tokens": texts,
+        "tokens": [_token_text(of(score.token)) for score in scores],
         # Nothing comes before the first token of a prompt.
         "token_logprobs": [None if math.isnan(s.logprob) else _finite(s.logprob) for s in scores],
         "top_logprobs": [
             None
             if math.isnan(score.logprob)
-            else {_token_text(engine, t): _finite(p) for t, p in reversed(score.top)}
+            else {_token_text(of(t)): _finite(p) for t, p in reversed(score.top)}
             for score in scores
         ],
-        "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+        "text_offset": offsets.of([score.token for score in scores]),
     }
 
 
 def _completion(
-    engine: EngineProtocol, index: int, echo: str, text: str, scores: Any, reason: str
+    engine: EngineProtocol,
+    index: int,
+    echo: str,
+    text: str,
+    scores: Any,
+    reason: str | None,
+    *,
+    offsets: Sequence[_Offsets],
 ) -> dict[str, Any]:
-    found = _completion_scores(engine, scores)
+    found = _completion_scores(engine, scores, offsets[index])
     return {"index": index, "text": echo + text, "logprobs": found, "finish_reason": reason}
 
 
 def _completion_delta(
-    engine: EngineProtocol, index: int, echo: str, piece: Piece, first: bool
+    engine: EngineProtocol,
+    index: int,
+    echo: str,
+    piece: Piece,
+    first: bool,
+    *,
+    offsets: Sequence[_Offsets],
 ) -> dict[str, Any]:
     reason = None if piece.finish is None else _reason(piece)
     scores = (*piece.prompt_scores, *piece.scores)
-    return _completion(engine, index, echo, piece.text, scores, reason)  # type: ignore[arg-type]
+    return _completion(engine, index, echo, piece.text, scores, reason, offsets=offsets)
 
 
 def _chat_scores(engine: EngineProtocol, scores: Any) -> dict[str, Any] | None:
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text = _token_text(engine, token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        part = engine.tokenizer.token_bytes(token)
+        return {"token": _token_text(part), "logprob": _finite(logprob), "bytes": list(part)}
 
     if not scores:
         return None
@@ -345,9 +376,11 @@ def _chat_delta(
     }
 
 
-def completion_form(model: str, echoes: list[str]) -> Form:
+def completion_form(model: str, echoes: list[str], tokenizer: Any) -> Form:
     """The form of ``/v1/completions``. echoes: what each text begins with."""
-    return Form("cmpl", "text_completion", model, _completion_delta, _completion, echoes)
+    given: dict[str, Any] = {"offsets": [_Offsets(tokenizer) for _ in echoes]}
+    delta, choice = partial(_completion_delta, **given), partial(_completion, **given)
+    return Form("cmpl", "text_completion", model, delta, choice, echoes)
 
 
 def chat_form(model: str, readers: Sequence[CallReader], count: int, *, named: bool = False) -> Form:

@@ -52,9 +52,8 @@ def create_app(engine: EngineProtocol, settings: ServerSettings | None = None) -
         if body.echo:
             texts = await asyncio.to_thread(_texts_of, prompts, engine)
             echoes = [texts[i // body.n] for i in range(len(asked))]
-        return await answer(
-            engine, metrics, body, http, asked, prompts, completion_form(adapter or engine.name, echoes)
-        )
+        form = completion_form(adapter or engine.name, echoes, engine.tokenizer)
+        return await answer(engine, metrics, body, http, asked, prompts, form)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request, salt: Salt) -> Response:
