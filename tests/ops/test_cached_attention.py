@@ -167,6 +167,7 @@ def test_empty():
         ({"query_positions": 1.5}, OpTypeError, "must be integers"),
         ({"query_positions": np.zeros((2, 2), np.int32)}, OpShapeError, r"\(2, 2\)"),
         ({"window": 0}, OpValueError, "at least 1"),
+        ({"window": 1 << 31}, OpValueError, r"below 2\^31"),
         ({"window": 1.5}, OpTypeError, "window must be an int"),
         ({"softcap": -1.0}, OpValueError, "softcap"),
         ({"implementation": "xl"}, OpValueError, "Did you mean 'xla'"),

@@ -97,8 +97,8 @@ def _prepare(
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, numbers.Integral):
             raise OpTypeError(f"cached_attention: window must be an int or None, got {window!r}")
-        if window < 1:
-            raise OpValueError(f"cached_attention: window must be at least 1, got {window}")
+        if not 1 <= window < 1 << 31:
+            raise OpValueError(f"cached_attention: window must be at least 1 and below 2^31, got {window}")
     check_sinks("cached_attention", sinks, heads)
     softcap, scale = check_softcap("cached_attention", softcap), check_scale("cached_attention", scale)
     problem = CachedProblem(

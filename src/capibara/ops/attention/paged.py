@@ -129,8 +129,8 @@ def _prepare(
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, numbers.Integral):
             raise OpTypeError(f"paged_attention: window must be an int or None, got {window!r}")
-        if window < 1:
-            raise OpValueError(f"paged_attention: window must be at least 1, got {window}")
+        if not 1 <= window < 1 << 31:
+            raise OpValueError(f"paged_attention: window must be at least 1 and below 2^31, got {window}")
     softcap, scale = check_softcap("paged_attention", softcap), check_scale("paged_attention", scale)
     problem = PagedProblem(
         batch=batch,
