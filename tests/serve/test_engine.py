@@ -322,7 +322,7 @@ def test_readers_are_told_even_where_a_text_cannot_end(
     [
         ({"max_batch": 0}, "max_batch=0: expected an integer from 1"),
         ({"max_length": LONGEST + 1}, f"max_length={LONGEST + 1}: expected an integer from 1 to {LONGEST}"),
-        ({"pages": 0}, "pages=0: expected an integer of at least 1"),
+        ({"pages": 0}, "pages=0: expected an integer from 1"),
     ],
 )
 def test_settings_out_of_range_are_named(model: ModularCapibaraModel, given: Any, message: str) -> None:

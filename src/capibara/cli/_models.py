@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import jax
+
     from capibara.config import ModularModelConfig
     from capibara.data import Tokenizer
     from capibara.serve.load import LoadedModel
     from capibara.train import Origin
 
 __all__ = [
+    "find_config",
     "further_config",
     "is_archive",
     "is_published",
@@ -152,13 +155,45 @@ def model_bytes(path: str | Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def load_source(path: str, *, quiet: bool, ema: bool = False, decode: bool | str = True) -> LoadedModel:
+def find_config(path: str) -> tuple[ModularModelConfig, Path]:
+    """The settings of a model, and where its tokenizer is; of its weights only what their files begin with is read.
+
+    Args:
+      path: a run, the folder of a published model (``config.json`` will do), or a GGUF file.
+
+    Raises:
+      CapibaraError: there is none, or it is damaged.
+    """
+    from capibara.config import ModularModelConfig
+    from capibara.serve.load import find_checkpoint
+
+    if is_published(path):
+        from capibara.families import open_tensors, read_config, settled
+
+        config, source = read_config(path)
+        if model_bytes(path):
+            with open_tensors(path, source) as files:
+                config, _ = settled(files, config, source)
+        return config, Path(path)
+    checkpoint = find_checkpoint(path, warn=warn_on_stderr)
+    return ModularModelConfig.from_toml(checkpoint.config_path), checkpoint.tokenizer_path
+
+
+def load_source(
+    path: str,
+    *,
+    quiet: bool,
+    ema: bool = False,
+    decode: bool | str = True,
+    mesh: jax.sharding.Mesh | None = None,
+) -> LoadedModel:
     """The model in a run, the folder of a published model, a GGUF file, or a compressed file that carries its settings.
 
     Args:
       quiet: no progress bar.
       ema: with the averaged parameters of a run.
       decode: what to do with quantized weights: :func:`capibara.serve.load_compressed`.
+      mesh: that it is divided over; by default it is on one device, or where its settings say.
 
     Raises:
       CapibaraError: there is none, or it is damaged.
@@ -173,12 +208,38 @@ def load_source(path: str, *, quiet: bool, ema: bool = False, decode: bool | str
     if is_archive(path):
         from capibara.serve.weights import load_compressed
 
-        return load_compressed(path, decode=decode)
+        return _divided(load_compressed(path, decode=decode), path, mesh)
     if not is_published(path):
-        return load_model(find_checkpoint(path, warn=warn_on_stderr), ema=ema)
+        return load_model(find_checkpoint(path, warn=warn_on_stderr), ema=ema, mesh=mesh)
     with progress_bar("loading", model_bytes(path), quiet=quiet) as progress:
-        model = ModularCapibaraModel.from_pretrained(path, progress=progress)
+        model = ModularCapibaraModel.from_pretrained(path, mesh=mesh, progress=progress)
     return LoadedModel(model, model.params, model.state, None)
+
+
+def _divided(loaded: LoadedModel, path: str, mesh: jax.sharding.Mesh | None) -> LoadedModel:
+    """A model that was read onto one device, over a mesh."""
+    import dataclasses
+
+    import jax
+
+    from capibara.compose.physical.sharding import param_shardings
+    from capibara.compress.jax_codes import is_coded
+    from capibara.errors import ConfigError
+
+    if mesh is None:
+        return loaded
+    if any(map(is_coded, jax.tree.leaves(loaded.params, is_leaf=is_coded))):
+        raise ConfigError(
+            f"{path!r}: quantized weights stay in their codes on one device only. Decode them (--decode), or leave "
+            "--tensor-parallel out"
+        )
+    model = loaded.model.on_mesh(mesh)
+    model.pretrained, model.tokenizer_files = loaded.model.pretrained, loaded.model.tokenizer_files
+    params, state = (
+        jax.device_put(tree, param_shardings(tree, axes, mesh, model.backend.rules))
+        for tree, axes in ((loaded.params, model.param_axes), (loaded.state, model.state_axes))
+    )
+    return dataclasses.replace(loaded, model=model, params=params, state=state)
 
 
 def _trained_further(

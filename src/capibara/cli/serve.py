@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capibara.cli._bundles import add_bundle_arguments, compile_bundle, say_compiled, serving_mesh
 from capibara.cli._models import load_source
 
 if TYPE_CHECKING:
     from capibara.serve import AdapterRoom
+    from capibara.serve.engine.bundle import ProgramBundle
     from capibara.serve.http.base import Served, ServerSettings
     from capibara.serve.load import LoadedModel
 
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: 8000)")
     parser.add_argument("--name", help="what clients call the model (default: the last part of MODEL)")
-    parser.add_argument("--max-batch", type=int, default=16, metavar="N", help="texts at once (default: 16)")
+    parser.add_argument("--max-batch", type=int, metavar="N", help="texts at once (default: 16)")
     parser.add_argument("--max-length", type=int, metavar="N", help="most tokens of a prompt and its answer")
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait")
     parser.add_argument(
@@ -83,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let clients load adapters from folders of this machine, and unload them",
     )
+    add_bundle_arguments(parser)
     parser.add_argument("--no-page", action="store_true", help="no page for the browser at /")
     parser.add_argument(
         "--decode",
@@ -96,6 +99,13 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal; return 0."""
     from capibara.compilation.persistent_cache import keep_compiled
     from capibara.errors import ConfigError, MissingExtraError
+
+    if args.tensor_parallel is not None and args.tensor_parallel < 1:
+        raise ConfigError(f"--tensor-parallel: got {args.tensor_parallel}, expected devices from 1")
+    if args.compile_for is not None:
+        return compile_bundle(args)
+    if args.output is not None:
+        raise ConfigError("--output goes with --compile-for. Leave it out")
 
     try:
         import uvicorn
@@ -117,13 +127,16 @@ def run(args: argparse.Namespace) -> int:
     listener = _listen(args.host, args.port)
     with listener, contextlib.ExitStack() as kept:
         kept.enter_context(keep_compiled(lambda why: print(why, file=sys.stderr), min_seconds=0.0))
-        loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto")
+        bundle = _bundle(args)
+        mesh = serving_mesh(args.tensor_parallel, None if bundle is None else dict(bundle.mesh))
+        loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto", mesh=mesh)
         served, app = _application(
             args,
             loaded,
             ServerSettings(
                 keys, args.max_body, args.timeout, page=not args.no_page, load_adapters=args.load_adapters
             ),
+            bundle,
         )
         del loaded  # its weights are the engine's now
         config = uvicorn.Config(
@@ -144,8 +157,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bundle(args: argparse.Namespace) -> ProgramBundle | None:
+    """The programs that were compiled before, if any."""
+    from capibara.errors import ConfigError
+
+    if args.bundle is None:
+        return None
+    from capibara.serve.engine.bundle import ProgramBundle
+
+    bundle = ProgramBundle.read(args.bundle)
+    sizes = bundle.sizes
+    for name, value, own in (
+        ("max-batch", args.max_batch, sizes.max_batch),
+        ("max-length", args.max_length, sizes.max_length),
+        ("pages", args.pages, sizes.pages - 1),
+        ("tensor-parallel", args.tensor_parallel, bundle.mesh.get("model", 1)),
+    ):
+        if value not in (None, own):
+            raise ConfigError(
+                f"--{name} {value}: the bundle's programs are for {own}. Leave it out, or compile for {value}"
+            )
+    args.max_batch = sizes.max_batch
+    if args.guess is None and sizes.guesses:
+        args.guess = sizes.guesses
+    return bundle
+
+
 def _application(
-    args: argparse.Namespace, loaded: LoadedModel, settings: ServerSettings
+    args: argparse.Namespace, loaded: LoadedModel, settings: ServerSettings, bundle: ProgramBundle | None
 ) -> tuple[Served, Any]:
     """What answers, and its application: for a model that writes texts, or for one that makes vectors."""
     from capibara.serve import Embedder, Speculation
@@ -160,7 +199,10 @@ def _application(
         return service, create_embedding_app(service, settings)
     speculation = None
     if args.draft_model is not None or args.guess is not None:
-        draft = None if args.draft_model is None else load_source(args.draft_model, quiet=args.quiet)
+        mesh = loaded.model.mesh
+        draft = (
+            None if args.draft_model is None else load_source(args.draft_model, quiet=args.quiet, mesh=mesh)
+        )
         given = {} if draft is None else {"draft": draft.model, "params": draft.params, "state": draft.state}
         speculation = Speculation(4 if args.guess is None else args.guess, **given)
     named, room = _adapters(args, loaded.model)
@@ -169,12 +211,14 @@ def _application(
         loaded.params,
         state=loaded.state,
         name=name,
-        max_batch=args.max_batch,
+        max_batch=16 if args.max_batch is None else args.max_batch,
         max_length=args.max_length,
+        pages=args.pages,
+        bundle=bundle,
         speculation=speculation,
         adapters=room,
         warm="first",
-        progress=None if args.quiet else _said,
+        progress=None if args.quiet else say_compiled,
         **waiting,
     )
     for name, folder in named.items():
@@ -201,16 +245,6 @@ def _adapters(args: argparse.Namespace, model: Any) -> tuple[dict[str, str], Ada
 
         ranks = [adapter_settings(f, model.pretrained.family)["finetune.rank"] for f in named.values()]
     return named, AdapterRoom(args.adapter_rank or max(ranks, default=16))
-
-
-def _said(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(
-            f"\rcompiled {done} of {total} programs",
-            end="\n" if done == total else "",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _keys(path: str | None) -> list[str]:

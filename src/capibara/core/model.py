@@ -622,14 +622,39 @@ class ModularCapibaraModel:
         Raises:
             InputError: a number is below 1, or the dtype is none of floats; the model is an encoder (``ConfigError``).
         """
-        form = self._paged_form(StepShape(1))
-        cache = _without(empty_pages(form, pages, page_size, slots, dtype), self.compiled.states)
+        cache = self._empty_pages(pages, page_size, slots, dtype)
         if self.mesh is None:
             return cache
         import jax
 
-        axes = _without(form.state_axes, self.compiled.states)
-        return jax.device_put(cache, param_shardings(cache, axes, self.mesh, self.backend.rules))
+        return jax.device_put(cache, self._page_shardings(cache))
+
+    def describe_pages(
+        self, pages: int, page_size: int, slots: int = 1, *, dtype: Any | None = None
+    ) -> dict[str, Any]:
+        """What :meth:`init_pages` gives, as ``jax.ShapeDtypeStruct`` with its sharding; nothing is allocated.
+
+        Args and raises: as there.
+        """
+        import jax
+
+        cache = jax.eval_shape(lambda: self._empty_pages(pages, page_size, slots, dtype))
+        if self.mesh is None:
+            return cache
+        return jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            cache,
+            self._page_shardings(cache),
+        )
+
+    def _empty_pages(self, pages: int, page_size: int, slots: int, dtype: Any | None) -> dict[str, Any]:
+        form = self._paged_form(StepShape(1))
+        return _without(empty_pages(form, pages, page_size, slots, dtype), self.compiled.states)
+
+    def _page_shardings(self, cache: Mapping[str, Any]) -> Any:
+        assert self.mesh is not None
+        axes = _without(self._paged_form(StepShape(1)).state_axes, self.compiled.states)
+        return param_shardings(cache, axes, self.mesh, self.backend.rules)
 
     def decode_pages(
         self,

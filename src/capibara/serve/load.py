@@ -87,11 +87,12 @@ def find_checkpoint(
     )
 
 
-def load_model(checkpoint: Checkpoint, *, ema: bool = False) -> LoadedModel:
+def load_model(checkpoint: Checkpoint, *, ema: bool = False, mesh: Any | None = None) -> LoadedModel:
     """Build the model that a checkpoint's own settings describe, with its parameters.
 
     Args:
       ema: with the averaged ones (``train.ema``).
+      mesh: that they are divided over; by default what the settings say.
 
     Raises:
       CheckpointNotFoundError: there are no averaged parameters.
@@ -101,6 +102,7 @@ def load_model(checkpoint: Checkpoint, *, ema: bool = False) -> LoadedModel:
     from capibara.config import ModularModelConfig
 
     model = build_model(ModularModelConfig.from_toml(checkpoint.config_path))
+    model = model if mesh is None else model.on_mesh(mesh)
     if (record := Facts.of(checkpoint).pretrained) is not None:
         model.pretrained = Pretrained.from_json(record, checkpoint.path / "meta.json")
     take_tokenizer(model, checkpoint.tokenizer_path)

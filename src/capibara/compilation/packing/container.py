@@ -20,6 +20,7 @@ import os
 import stat
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from capibara.compilation.errors import PackedProgramError
 from capibara.errors import printable
 from capibara.files import read_bounded, replace_file
 
-__all__ = ["PackedProgram", "read_packed", "read_trusted", "write_packed"]
+__all__ = ["PackedProgram", "read_packed", "read_trusted", "require_own", "write_packed"]
 
 _MAGIC = b"\x89CAPROG\n"
 _VERSION = 1
@@ -116,6 +117,19 @@ def read_packed(path: str | os.PathLike[str]) -> PackedProgram:
     return _parsed(Path(path).name, content, hashlib.sha256(content).hexdigest())
 
 
+def require_own(name: str) -> Callable[[os.stat_result], None]:
+    """What raises a PackedProgramError, of what the system says of a file, if somebody else can have written it."""
+
+    def own(status: os.stat_result) -> None:
+        if status.st_uid not in (0, os.geteuid()) or stat.S_IMODE(status.st_mode) & 0o022:
+            raise PackedProgramError(
+                f"{name}: belongs to someone else, or others may write to it, and it is code that would be run. "
+                "Give its SHA-256 (sha256=…), known from where it was written; or: chmod go-w."
+            )
+
+    return own
+
+
 def read_trusted(path: str | os.PathLike[str], sha256: str | None) -> PackedProgram:
     """As :func:`read_packed`, of a file that has this digest; or without one, that nobody else can have written.
 
@@ -127,15 +141,7 @@ def read_trusted(path: str | os.PathLike[str], sha256: str | None) -> PackedProg
       OSError: it cannot be read.
     """
     name = Path(path).name
-
-    def own(status: os.stat_result) -> None:
-        if status.st_uid not in (0, os.geteuid()) or stat.S_IMODE(status.st_mode) & 0o022:
-            raise PackedProgramError(
-                f"{name}: belongs to someone else, or others may write to it, and it is code that would be run. "
-                "Give its SHA-256 (sha256=…), which pack_program returned; or: chmod go-w."
-            )
-
-    content = read_bounded(path, _MOST_FILE, check=own if sha256 is None else None)
+    content = read_bounded(path, _MOST_FILE, check=require_own(name) if sha256 is None else None)
     digest = hashlib.sha256(content).hexdigest()
     if sha256 is not None and sha256.lower() != digest:
         raise PackedProgramError(f"{name}: has the SHA-256 {digest}, expected {sha256:.80}.")

@@ -12,7 +12,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from capibara.compilation.programs import Program
 from capibara.errors import printable
 from capibara.jax_versions import watch_program_keys
 
-__all__ = ["load_program"]
+__all__ = ["load_lowered", "load_program"]
 
 
 class _KeyKnown(BaseException):
@@ -75,17 +75,10 @@ def load_program(
     packed = read_trusted(path, sha256)
     begin = time.perf_counter()
     signature, lowered, options = prepare(function, args, dict(kwargs or {}))
-    found = differences(packed.environment, environment_of(devices_of(function, signature), options))
-    if found:
-        raise PackedProgramError(
-            f"{name}: was compiled for another environment. {'; '.join(found)}. Pack it again with what is here."
-        )
-    if stablehlo_digest(lowered) != packed.stablehlo:
-        raise PackedProgramError(
-            f"{name}: was compiled from another program than {function.name} is now: "
-            f"{_changed(packed.inputs, inputs_of(function, signature, len(args)))}. Pack it again."
-        )
-    compiled = _load(name, packed, lowered, options, function.name)
+    inputs, devices = inputs_of(function, signature, len(args)), devices_of(function, signature)
+    compiled = _compiled(
+        name, packed, lowered, name_of=function.name, inputs=inputs, devices=devices, options=options
+    )
     program = Program(
         function=function.name,
         signature=signature,
@@ -100,6 +93,55 @@ def load_program(
     )
     function.adopt(program)
     return program
+
+
+def load_lowered(
+    path: str | os.PathLike[str],
+    lowered: Any,
+    *,
+    name: str,
+    inputs: tuple[str, ...],
+    devices: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+    sha256: str | None = None,
+) -> Any:
+    """The program in a file in place of ``lowered.compile()``, of what ``jax.jit(…).lower(…)`` gave.
+
+    Args:
+      path: the file, which :func:`~capibara.compilation.packing.writing.pack_lowered` wrote.
+      name: of the function. inputs: one text for each array. devices: that it runs on. options: of the compiler.
+      sha256: of the file.
+
+    Raises:
+      PackedProgramError, OSError: as :func:`load_program`.
+    """
+    packed, options = read_trusted(path, sha256), dict(options or {})
+    return _compiled(
+        Path(path).name, packed, lowered, name_of=name, inputs=inputs, devices=devices, options=options
+    )
+
+
+def _compiled(
+    name: str,
+    packed: PackedProgram,
+    lowered: Any,
+    *,
+    name_of: str,
+    inputs: tuple[str, ...],
+    devices: Sequence[Any],
+    options: dict[str, Any],
+) -> Any:
+    found = differences(packed.environment, environment_of(devices, options))
+    if found:
+        raise PackedProgramError(
+            f"{name}: was compiled for another environment. {'; '.join(found)}. Pack it again with what is here."
+        )
+    if stablehlo_digest(lowered) != packed.stablehlo:
+        raise PackedProgramError(
+            f"{name}: was compiled from another program than {name_of} is now: "
+            f"{_changed(packed.inputs, inputs)}. Pack it again."
+        )
+    return _load(name, packed, lowered, options, name_of)
 
 
 def _changed(then: tuple[str, ...], now: tuple[str, ...]) -> str:

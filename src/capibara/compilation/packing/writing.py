@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from capibara.compilation.persistent_cache import private_cache
 from capibara.compilation.signature import Signature
 from capibara.jax_versions import watch_program_keys
 
-__all__ = ["devices_of", "inputs_of", "pack_program", "prepare", "require_jitted"]
+__all__ = ["devices_of", "inputs_of", "pack_lowered", "pack_program", "prepare", "require_jitted"]
 
 
 def pack_program(
@@ -48,21 +48,44 @@ def pack_program(
     """
     require_jitted(function)
     signature, lowered, options = prepare(function, args, dict(kwargs or {}))
+    inputs, devices = inputs_of(function, signature, len(args)), devices_of(function, signature)
+    return pack_lowered(path, lowered, name=function.name, inputs=inputs, devices=devices, options=options)
+
+
+def pack_lowered(
+    path: str | os.PathLike[str],
+    lowered: Any,
+    *,
+    name: str,
+    inputs: tuple[str, ...],
+    devices: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+) -> PackedProgram:
+    """Compile what ``jax.jit(…).lower(…)`` gave, and write the program to a file.
+
+    Args:
+      path: the file. name: of the function. inputs: one text for each array.
+      devices: that it is compiled for. options: of the compiler.
+
+    Raises:
+      PackedProgramError, CompilationOptionError, OSError: as :func:`pack_program`.
+    """
+    options = dict(options or {})
     keys: list[str] = []
     with tempfile.TemporaryDirectory(prefix="capibara-program-") as folder:
         with private_cache(Path(folder)), watch_program_keys(lambda key, _: keys.append(key)):
-            compile_lowered(lowered, options, function.name)
+            compile_lowered(lowered, options, name)
         entry = Path(folder) / f"{keys[-1] if keys else ''}-cache"
         if not entry.is_file():
             raise PackedProgramError(
-                f"{function.name}: JAX cannot write programs for the platform {platform_of(signature)!r} to a file."
+                f"{name}: JAX cannot write programs for the platform {devices[0].platform!r} to a file."
             )
         program = decompress(entry.read_bytes())
     return write_packed(
         path,
-        function=function.name,
-        inputs=inputs_of(function, signature, len(args)),
-        environment=environment_of(devices_of(function, signature), options),
+        function=name,
+        inputs=inputs,
+        environment=environment_of(devices, options),
         stablehlo=stablehlo_digest(lowered),
         program=program,
     )

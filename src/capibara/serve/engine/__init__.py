@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from capibara.serve.engine.adapters import AdapterRoom
+from capibara.serve.engine.bundle import ProgramBundle, write_bundle
 from capibara.serve.engine.engine import Engine
 from capibara.serve.engine.speculation import Speculation
 
-__all__ = ["AdapterRoom", "Engine", "Speculation"]
+__all__ = ["AdapterRoom", "Engine", "ProgramBundle", "Speculation", "write_bundle"]

@@ -8,6 +8,7 @@ of the lowest priority that came last gives its own back, and is read again late
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import heapq
 import itertools
@@ -19,23 +20,22 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from capibara.core.encoders import require_decoder
-from capibara.core.paged import StepShape
 from capibara.data import ByteTokenizer, Tokenizer
 from capibara.errors import ConfigError
 from capibara.serve.engine.adapters import AdapterRoom, Adapters
+from capibara.serve.engine.bundle import ProgramBundle
 from capibara.serve.engine.choosing import Asked, choose_tokens
 from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.pages import PagePool
 from capibara.serve.engine.programs import MOST_SCORES, Programs, pages_in_memory
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.speculation import DraftModel, Earlier, Speculation, check_speculation
+from capibara.serve.engine.steps import EngineSizes, StepPiece
 from capibara.serve.engine.streams import PieceStream, StoppingText
 from capibara.serve.requests import (
     EngineClosedError,
@@ -49,17 +49,6 @@ from capibara.serve.requests import (
 from capibara.serve.token_ids import checked_ids
 
 __all__ = ["Engine"]
-
-
-@dataclass
-class _Piece:
-    """What a step computes of a sequence: ``count`` tokens at a place of the step; ``last``: a token follows."""
-
-    sequence: Sequence
-    place: int
-    count: int
-    start: int
-    last: bool
 
 
 def _is_integer(value: Any, least: int, most: int) -> bool:
@@ -88,10 +77,14 @@ class Engine:
       max_waiting, max_waiting_tokens: requests, and tokens of their prompts, that may wait.
       warm: compile all programs now; ``"first"``: those that a plain request needs now, and the others beside the steps
         that run; ``False``: each when it is needed first.
+      bundle: programs that were compiled before, on another machine perhaps (:func:`write_bundle`): all are read now,
+        and nothing is compiled. Its sizes take the place of ``max_batch``, ``max_length``, ``page_size``, ``pages``,
+        ``prefill_tokens``, ``prefill_chunks`` and ``cache_dtype``.
       progress: called with the number of programs compiled and of all.
 
     Raises:
       ConfigError: an argument is out of range, or the model is an encoder.
+      PackedProgramError: the bundle does not fit the model, the devices or what is installed; the message says why.
     """
 
     def __init__(
@@ -116,26 +109,37 @@ class Engine:
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
         warm: bool | Literal["first"] = True,
+        bundle: ProgramBundle | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        settings = model.config.model
-        require_decoder(settings, "serving texts")
-        longest = settings.max_sequence_length
+        sizes = EngineSizes.of(
+            model,
+            max_batch=max_batch,
+            max_length=max_length,
+            page_size=page_size,
+            prefill_tokens=prefill_tokens,
+            prefill_chunks=prefill_chunks,
+            cache_dtype=cache_dtype,
+            guesses=0 if speculation is None or not use_cache else speculation.tokens,
+        )
+        if bundle is not None:
+            bundle.check(model, sizes, adapters=adapters is not None)
+            sizes, pages, warm = bundle.sizes, bundle.sizes.pages - 1, True
+            max_batch, page_size, cache_dtype = sizes.max_batch, sizes.page_size, sizes.cache_dtype
+            if speculation is not None and speculation.draft is not None:
+                raise ConfigError("bundle: has no programs of a draft model. Leave speculation.draft out.")
         for key, value, most in (
-            ("max_batch", max_batch, 4096),
-            ("max_length", longest if max_length is None else max_length, longest),
-            ("page_size", page_size, longest),
-            ("prefill_tokens", prefill_tokens, 1 << 20),
-            ("prefill_chunks", prefill_chunks, prefill_tokens),
+            ("pages", sizes.pages if pages is None else pages, 1 << 31),
             ("max_waiting", max_waiting, 1 << 30),
             ("max_waiting_tokens", max_waiting_tokens, 1 << 40),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            if not _is_integer(value, 1, most):
                 raise ConfigError(f"{key}={value!r}: expected an integer from 1 to {most}.")
         self._name = name
         self._tokenizer: Tokenizer = tokenizer or (
             model.tokenizer if hasattr(model, "tokenizer") else ByteTokenizer()
         )
+        settings = model.config.model
         params = model.params if params is None else params
         self._adapters = None if adapters is None else Adapters(model, params, adapters)
         if self._adapters is not None:
@@ -143,46 +147,34 @@ class Engine:
         self._model = model
         self._params = params if self._adapters is not None else layers_apart(model, params)
         self._state = model.state if state is None else state
-        self._max_length = longest if max_length is None else max_length
-        self._max_batch = max_batch
+        self._max_length, self._max_batch = sizes.max_length, max_batch
         self._vocabulary = settings.vocab_size
         self._writable = min(self._vocabulary, self._tokenizer.vocab_size)
         self._use_cache = use_cache
-        self._recurrent = "ssm" in settings.block_kinds
-        self._table = -(-self._max_length // page_size)
-        if pages is not None and (isinstance(pages, bool) or not isinstance(pages, int) or pages < 1):
-            raise ConfigError(f"pages={pages!r}: expected an integer of at least 1.")
         count = 1 + (
-            pages_in_memory(model, page_size, cache_dtype, least=self._table, most=max_batch * self._table)
+            pages_in_memory(model, page_size, cache_dtype, least=sizes.table, most=sizes.pages - 1)
             if pages is None
             else pages
         )
-        self._pool = PagePool(count, page_size, prefix=prefix_cache and use_cache and not self._recurrent)
-        # Pieces of one prompt follow each other in a step; a recurrence cannot be cut like that.
-        chunks = max(1, min(prefill_chunks, max_batch) if self._recurrent else prefill_chunks)
-        chunk = max(1, prefill_tokens // chunks)
-        rows = sorted({min(max_batch, 4**n) for n in range(math.ceil(math.log(max_batch, 4)) + 1)})
-        self._shapes = [StepShape(n, c, chunk) for n in rows for c in (0, chunks)]
-        if chunks > 1:
-            # Where little else runs, a short prompt, or the new end of a known one, takes less time than a long one.
-            self._shapes.insert(2, StepShape(rows[0], 1, chunk))
+        self._sizes = sizes = dataclasses.replace(sizes, pages=count)
+        self._pool = PagePool(count, page_size, prefix=prefix_cache and use_cache and not sizes.recurrent)
         self._slots = list(range(max_batch, 0, -1))
-        with model.backend.scope():
-            self._cache = model.init_pages(count, page_size, max_batch + 1, dtype=cache_dtype)
-        self._programs = Programs(model, self._params, self._state, writable=self._writable)
+        make = None if bundle is None else bundle.maker(model)
+        self._programs = Programs(model, self._params, self._state, writable=self._writable, make=make)
+        self._cache = self._programs.empty_cache(sizes)
         self._speculation = speculation if use_cache else None
         self._draft: DraftModel | None = None
-        guessed: list[StepShape] = []
         if self._speculation is not None:
             check_speculation(self._speculation, model)
-            guessed = [StepShape(0, n, 1 + self._speculation.tokens) for n in rows]
             if self._speculation.draft is not None:
-                sizes = (count, page_size, max_batch + 1)
                 self._draft = DraftModel(
-                    self._speculation, *sizes, dtype=cache_dtype, writable=self._writable
+                    self._speculation,
+                    count,
+                    page_size,
+                    sizes.slots,
+                    dtype=cache_dtype,
+                    writable=self._writable,
                 )
-        self._guessed = guessed
-        self._scored = StepShape(0, chunks, chunk)
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._there = threading.Condition(self._lock)
@@ -216,15 +208,9 @@ class Engine:
 
     def _to_compile(self) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
         """What compiles each program: of the first plain requests, and the rest."""
-
-        def empty(shape: StepShape) -> dict[str, np.ndarray]:
-            return self._inputs(shape, [])
-
-        first, rest = self._programs.to_compile(
-            [*self._shapes, *self._guessed, self._scored], self._cache, empty
-        )
+        first, rest = self._programs.to_compile(self._sizes.every, self._cache, self._sizes.inputs)
         if self._draft is not None:
-            more = self._draft.programs.to_compile(self._shapes, self._draft.cache, empty)
+            more = self._draft.programs.to_compile(self._sizes.plain, self._draft.cache, self._sizes.inputs)
             first, rest = first + more[0], rest + more[1]
         return first, rest
 
@@ -529,13 +515,13 @@ class Engine:
                 self._waiting_tokens -= len(sequence.request.prompt)
                 self._ended(sequence, sequence.end("cancelled" if sequence.cancelled else "length"))
 
-    def _plan(self) -> list[_Piece]:
+    def _plan(self) -> list[StepPiece]:
         """What the next step computes."""
         self._running.sort(key=lambda sequence: sequence.order)
         turn = self._next_turn()
-        with_chunks = self._shapes[1]
+        with_chunks = self._sizes.plain[1]
         places, most = with_chunks.chunks, with_chunks.chunk
-        pieces: list[_Piece] = []
+        pieces: list[StepPiece] = []
         rows = chunks = 0
         for sequence in list(self._running):
             if sequence not in self._running or sequence.turn != turn:
@@ -543,7 +529,7 @@ class Engine:
             left = len(sequence.tokens) - sequence.computed
             if left == 1 and not sequence.scoring:
                 if self._reach(sequence, len(sequence.tokens)):
-                    pieces.append(_Piece(sequence, rows, 1, sequence.computed, True))
+                    pieces.append(StepPiece(sequence, rows, 1, sequence.computed, True))
                     rows += 1
             elif chunks < places and self._reach(sequence, len(sequence.tokens)):
                 chunks += self._read(sequence, pieces, chunks, places, most)
@@ -556,7 +542,7 @@ class Engine:
             self._waiting_tokens -= len(sequence.request.prompt)
             left = len(sequence.tokens) - sequence.computed
             if left == 1 and not sequence.scoring:
-                pieces.append(_Piece(sequence, rows, 1, sequence.computed, True))
+                pieces.append(StepPiece(sequence, rows, 1, sequence.computed, True))
                 rows += 1
             else:
                 chunks += self._read(sequence, pieces, chunks, places, most)
@@ -571,14 +557,14 @@ class Engine:
         self._turn = min((t for t in present if t > self._turn), default=min(present, default=self._turn))
         return self._turn
 
-    def _read(self, sequence: Sequence, pieces: list[_Piece], first: int, places: int, most: int) -> int:
+    def _read(self, sequence: Sequence, pieces: list[StepPiece], first: int, places: int, most: int) -> int:
         """Plan pieces of a prompt; how many."""
         at, end, used = sequence.computed, len(sequence.tokens), 0
         while at < end and first + used < places:
             count = min(most, end - at)
-            pieces.append(_Piece(sequence, -1 - (first + used), count, at, at + count == end))
+            pieces.append(StepPiece(sequence, -1 - (first + used), count, at, at + count == end))
             at, used = at + count, used + 1
-            if self._recurrent:
+            if self._sizes.recurrent:
                 break
         return used
 
@@ -666,34 +652,7 @@ class Engine:
             )
             sequence.remembered += size
 
-    def _inputs(self, shape: StepShape, pieces: list[_Piece]) -> dict[str, np.ndarray]:
-        """The arrays of a step."""
-        none = np.full(shape.sequences, -1, np.int32)
-        found = {
-            "tokens": np.zeros(shape.tokens, np.int32),
-            "starts": np.zeros(shape.sequences, np.int32),
-            "counts": np.zeros(shape.sequences, np.int32),
-            "page_table": np.full((shape.sequences, self._table), -1, np.int32),
-            "slots": none,
-            # Of guesses every token is looked at.
-            "outputs": np.zeros(shape.sequences if shape.rows else shape.tokens, np.int32),
-        }
-        for piece in pieces:
-            place = self._place(shape, piece)
-            first = place if place < shape.rows else shape.rows + (place - shape.rows) * shape.chunk
-            end = piece.start + piece.count
-            found["tokens"][first : first + piece.count] = piece.sequence.tokens[piece.start : end]
-            found["starts"][place], found["counts"][place] = piece.start, piece.count
-            found["page_table"][place, : len(piece.sequence.pages)] = piece.sequence.pages
-            found["slots"][place] = piece.sequence.slot
-            found["outputs"][place] = first + piece.count - 1
-        return found
-
-    @staticmethod
-    def _place(shape: StepShape, piece: _Piece) -> int:
-        return piece.place if piece.place >= 0 else shape.rows - 1 - piece.place
-
-    def _advance(self, pieces: list[_Piece]) -> None:
+    def _advance(self, pieces: list[StepPiece]) -> None:
         """Compute a step, and hand on what it gives."""
         if pieces[0].sequence.scoring:
             self._score(pieces)
@@ -706,22 +665,22 @@ class Engine:
         rows = 1 + max((piece.place for piece in pieces), default=-1)
         chunks = max((-piece.place for piece in pieces), default=0)
         shape = min(
-            (s for s in self._shapes if s.rows >= rows and s.chunks >= chunks),
+            (s for s in self._sizes.plain if s.rows >= rows and s.chunks >= chunks),
             key=lambda s: (s.tokens, s.rows),
         )
-        inputs = self._inputs(shape, pieces)
+        inputs = self._sizes.inputs(shape, pieces)
         adapter = pieces[0].sequence.adapter if pieces else None
         weights = None if adapter is None else adapter.weights
         logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
         if self._draft is not None:
             late = [p.sequence for p in pieces if p.place >= 0 and not p.sequence.changes_logits]
             if late:
-                alone = next(s for s in self._shapes if s.rows >= len(late) and not s.chunks)
-                self._draft.catch_up(alone, self._table, late)
+                alone = next(s for s in self._sizes.plain if s.rows >= len(late) and not s.chunks)
+                self._draft.catch_up(alone, self._sizes.table, late)
             self._draft.follow(shape, inputs)
         asked = [piece for piece in pieces if piece.last]
         if asked:
-            places = [Asked(self._place(shape, piece), piece.sequence) for piece in asked]
+            places = [Asked(self._sizes.place(shape, piece), piece.sequence) for piece in asked]
             found = choose_tokens(self._programs, logits, places, self._vocabulary)
         else:
             found = []
@@ -763,20 +722,20 @@ class Engine:
         if not self._use_cache:
             sequence.computed = 0
 
-    def _score(self, pieces: list[_Piece]) -> None:
+    def _score(self, pieces: list[StepPiece]) -> None:
         """A step that reads prompts, and scores every token of them."""
-        shape = self._scored
-        inputs = self._inputs(shape, pieces)
+        shape = self._sizes.scored
+        inputs = self._sizes.inputs(shape, pieces)
         inputs["outputs"] = np.arange(shape.tokens, dtype=np.int32)
         adapter = pieces[0].sequence.adapter
         weights = None if adapter is None else adapter.weights
         logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
         if self._draft is not None:
-            self._draft.follow(self._shapes[1], self._inputs(self._shapes[1], pieces))
+            self._draft.follow(self._sizes.plain[1], self._sizes.inputs(self._sizes.plain[1], pieces))
         targets = np.zeros(shape.tokens, np.int32)
         asked: list[Asked] = []
         for piece in pieces:
-            first = self._place(shape, piece) * shape.chunk
+            first = self._sizes.place(shape, piece) * shape.chunk
             known = piece.sequence.tokens[piece.start + 1 : piece.start + piece.count + 1]
             targets[first : first + len(known)] = known
             if piece.last and piece.sequence.most:
@@ -787,7 +746,7 @@ class Engine:
         with self._there:
             self._counts["steps"] += 1
             for piece in pieces:
-                sequence, first = piece.sequence, self._place(shape, piece) * shape.chunk
+                sequence, first = piece.sequence, self._sizes.place(shape, piece) * shape.chunk
                 if sequence.finished is not None:
                     continue  # all that was asked for was in an earlier piece
                 was_scoring = sequence.scoring
@@ -830,8 +789,8 @@ class Engine:
                 sequence.pages += (self._pool.take(missing) or []) if missing > 0 else []
                 counts.append(min(count, len(sequence.pages) * self._pool.page_size - length))
         if self._draft is not None:
-            shape = next(s for s in self._shapes if s.rows >= len(sequences) and not s.chunks)
-            return self._draft.guess(shape, self._table, sequences, counts)
+            shape = next(s for s in self._sizes.plain if s.rows >= len(sequences) and not s.chunks)
+            return self._draft.guess(shape, self._sizes.table, sequences, counts)
         found = []
         for sequence, count in zip(sequences, counts, strict=True):
             if count and sequence.earlier is None:
@@ -839,10 +798,10 @@ class Engine:
             found.append(sequence.earlier.guess(sequence.tokens, count) if count else [])
         return found
 
-    def _verify(self, pieces: list[_Piece], guesses: list[list[int]]) -> None:
+    def _verify(self, pieces: list[StepPiece], guesses: list[list[int]]) -> None:
         """A step that looks at guesses; those that are right are kept, and the token after them."""
-        shape = next(s for s in self._guessed if s.chunks >= len(pieces))
-        inputs = self._inputs(shape, [])
+        shape = next(s for s in self._sizes.guessed if s.chunks >= len(pieces))
+        inputs = self._sizes.inputs(shape)
         inputs["outputs"] = np.arange(shape.tokens, dtype=np.int32)
         asked = []
         for place, (piece, guess) in enumerate(zip(pieces, guesses, strict=True)):

@@ -37,5 +37,7 @@ def layers_apart(model: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_coded)
 
 
-def _cut(array: Any) -> list[jax.Array]:
+def _cut(array: Any) -> list[Any]:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(array.shape[1:], array.dtype)] * array.shape[0]
     return [jax.device_put(part, may_alias=True) for part in np.asarray(array)]

@@ -6,8 +6,9 @@ They are compiled for the arrays that they are called with, so that nothing is c
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
 from capibara.ops.linalg.few_rows import few_rows
+from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, choose, rows_of
 from capibara.serve.sampling import Sampling
 
@@ -35,15 +37,26 @@ class Programs:
     """Compiles what an engine runs, once each.
 
     Args:
-      model: a :class:`capibara.core.ModularCapibaraModel`. params, state: its.
+      model: a :class:`capibara.core.ModularCapibaraModel`. params, state: its; descriptions of arrays will do where
+        nothing is run.
       writable: only token ids below this are chosen.
+      make: makes a program of its name and of what JAX lowered; by default it is compiled.
 
     Attributes:
       writable: see above. compilations: how many programs were compiled because a step needed them.
     """
 
-    def __init__(self, model: Any, params: Any, state: Any, *, writable: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        params: Any,
+        state: Any,
+        *,
+        writable: int,
+        make: Callable[[str, Any], Any] | None = None,
+    ) -> None:
         self._model = model
+        self._make = make or (lambda _, lowered: lowered.compile())
         # As a plain list, without arrays that hold nothing: going through nested weights for each step, codes above
         # all, takes as long as some of its products.
         self._state = state
@@ -59,6 +72,22 @@ class Programs:
     def weights_of(self, params: Any) -> list[Any]:
         """The parameters as programs take them."""
         return [leaf for leaf in jax.tree.leaves((params, self._state)) if leaf.size]
+
+    def describe_cache(self, sizes: EngineSizes) -> Any:
+        """The pools of an engine as ``jax.ShapeDtypeStruct``."""
+        return self._model.describe_pages(sizes.pages, sizes.page_size, sizes.slots, dtype=sizes.cache_dtype)
+
+    def empty_cache(self, sizes: EngineSizes) -> Any:
+        """The pools of an engine: all zeros, each part made on its device."""
+        described = self.describe_cache(sizes)
+        places = None if self._model.mesh is None else jax.tree.map(lambda x: x.sharding, described)
+
+        def zeros() -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), described)
+
+        with self._lowering():
+            program = self._make("cache", jax.jit(zeros, out_shardings=places).lower())
+            return None if program is None else program()
 
     def step(
         self, shape: StepShape, cache: Any, inputs: Any, weights: list[Any] | None = None
@@ -106,9 +135,12 @@ class Programs:
 
         # The cache stays where it is, and logits are wanted whole.
         places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))
-        with model.backend.scope():
+        with self._lowering():
             jitted = jax.jit(step, donate_argnums=1, out_shardings=places)
-            return jitted.lower(self._weights, cache, inputs).compile()
+            return self._make(
+                f"step of {shape.rows} + {shape.chunks} × {shape.chunk}",
+                jitted.lower(self._weights, cache, inputs),
+            )
 
     def choose(self, logits: Any, rows: Any, changes: Changes | None, *, top: int) -> Any:
         """Choose a token for each row: :func:`capibara.serve.row_sampling.choose`."""
@@ -138,8 +170,9 @@ class Programs:
         rows = rows_of([GREEDY] * size, [0] * size, [0] * size)
         changes = no_changes(size, vocabulary) if changed else None
         logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
-        with self._model.backend.scope():
-            return jax.jit(chosen).lower(logits, rows, changes).compile()
+        with self._lowering():
+            name = f"choice of {size}{' changed' if changed else ''}{f', {top} scored' if top else ''}"
+            return self._make(name, jax.jit(chosen).lower(logits, rows, changes))
 
     def score(self, logits: Any, targets: Any) -> Any:
         """The logarithms of probability of given tokens: ``(logprobs, top_logprobs, top_tokens)``.
@@ -169,9 +202,24 @@ class Programs:
             if size not in self._scores:
                 logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
                 targets = jax.ShapeDtypeStruct((size,), jnp.int32)
-                with self._model.backend.scope():
-                    self._scores[size] = jax.jit(scores).lower(logits, targets).compile()
+                with self._lowering():
+                    self._scores[size] = self._make(
+                        f"scores of {size}", jax.jit(scores).lower(logits, targets)
+                    )
             return self._scores[size]
+
+    @contextlib.contextmanager
+    def _lowering(self) -> Iterator[None]:
+        """JAX's settings while a function is lowered. Kernels hold the places in source files that led to them: without
+        these, a program is the same wherever it was asked for, in this process or another."""
+        name = "jax_traceback_in_locations_limit"
+        with self._lock, self._model.backend.scope():
+            before = getattr(jax.config, name)
+            jax.config.update(name, 0)
+            try:
+                yield
+            finally:
+                jax.config.update(name, before)
 
     def _whole(self) -> NamedSharding | None:
         """Where an array is that all devices of a mesh have."""
@@ -224,17 +272,22 @@ def no_changes(rows: int, vocabulary: int) -> Changes:
 
 
 def page_bytes(model: Any, page_size: int, dtype: Any) -> int:
-    """Bytes of a page of all blocks together."""
-    of_one = jax.eval_shape(lambda: model.init_pages(1, page_size, 1, dtype=dtype))
+    """Bytes of a page of all blocks together on one device."""
+    of_one = model.describe_pages(1, page_size, 1, dtype=dtype)
     return sum(
-        x.size * x.dtype.itemsize
+        math.prod(x.shape if model.mesh is None else x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for path, x in jax.tree_util.tree_leaves_with_path(of_one)
         if str(getattr(path[-1], "key", "")).endswith("pages")
     )
 
 
-def pages_in_memory(model: Any, page_size: int, dtype: Any, *, least: int, most: int) -> int:
+def pages_in_memory(
+    model: Any, page_size: int, dtype: Any, *, least: int, most: int, free: int | None = None
+) -> int:
     """How many pages fit into half of the memory that is free, at most ``most``.
+
+    Args:
+      free: bytes of a device that are free; by default of this machine's.
 
     Raises:
       ConfigError: fewer than ``least``.
@@ -242,7 +295,7 @@ def pages_in_memory(model: Any, page_size: int, dtype: Any, *, least: int, most:
     size = page_bytes(model, page_size, dtype)
     if not size:
         return most
-    free = int(device_budget().free() * _MEMORY_PART)
+    free = int((device_budget().free() if free is None else max(0, free)) * _MEMORY_PART)
     if free // size < least:
         raise ConfigError(
             f"max_length: the pages of one text take {size * least:,} bytes, and half of the memory that is free is "

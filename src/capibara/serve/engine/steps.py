@@ -1,0 +1,177 @@
+"""How large an engine is, which shapes its steps have, and the arrays of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Row
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.core.encoders import require_decoder
+from capibara.core.paged import StepShape
+from capibara.errors import ConfigError
+from capibara.serve.engine.sequences import Sequence
+
+__all__ = ["EngineSizes", "StepPiece"]
+
+
+def _name(dtype: Any) -> str | None:
+    try:
+        return None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        raise ConfigError(
+            f"cache_dtype={dtype!r:.80}: expected a dtype of floats, such as 'bfloat16'."
+        ) from None
+
+
+@dataclass
+class StepPiece:
+    """What a step computes of a sequence: ``count`` tokens at a place of the step; ``last``: a token follows."""
+
+    sequence: Sequence
+    place: int
+    count: int
+    start: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """All that decides which programs an engine runs, beside the model.
+
+    Attributes:
+      max_batch: texts that are written at once. max_length: tokens of a prompt and its answer.
+      page_size: positions of a page. pages: how many, one of which is nobody's.
+      prefill_tokens: of prompts, which a step reads at most. prefill_chunks: in how many pieces.
+      cache_dtype: of keys and values; ``None``: that of arithmetic.
+      guesses: tokens that are guessed ahead; 0: none.
+      recurrent: whether a model has states that pieces of one step cannot share.
+    """
+
+    max_batch: int
+    max_length: int
+    page_size: int
+    pages: int
+    prefill_tokens: int
+    prefill_chunks: int
+    cache_dtype: str | None = None
+    guesses: int = 0
+    recurrent: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        *,
+        max_batch: int = 16,
+        max_length: int | None = None,
+        page_size: int = 16,
+        prefill_tokens: int = 128,
+        prefill_chunks: int = 4,
+        cache_dtype: Any | None = None,
+        guesses: int = 0,
+    ) -> EngineSizes:
+        """The sizes for a model, with as many pages as the texts need.
+
+        Raises:
+          ConfigError: one is out of range, or the model is an encoder.
+        """
+        settings = model.config.model
+        require_decoder(settings, "serving texts")
+        longest = settings.max_sequence_length
+        length = longest if max_length is None else max_length
+        for key, value, most in (
+            ("max_batch", max_batch, 4096),
+            ("max_length", length, longest),
+            ("page_size", page_size, longest),
+            ("prefill_tokens", prefill_tokens, 1 << 20),
+            ("prefill_chunks", prefill_chunks, prefill_tokens),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise ConfigError(f"{key}={value!r}: expected an integer from 1 to {most}.")
+        return cls(
+            max_batch,
+            length,
+            page_size,
+            1 + max_batch * -(-length // page_size),
+            prefill_tokens,
+            prefill_chunks,
+            _name(cache_dtype),
+            guesses,
+            "ssm" in settings.block_kinds,
+        )
+
+    @property
+    def table(self) -> int:
+        """Pages of the longest text."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def slots(self) -> int:
+        """Recurrent states, one of which is nobody's."""
+        return self.max_batch + 1
+
+    @cached_property
+    def plain(self) -> list[StepShape]:
+        """The shapes of steps without guesses; a plain request needs the first two."""
+        # Pieces of one prompt follow each other in a step; a recurrence cannot be cut like that.
+        chunks = max(1, min(self.prefill_chunks, self.max_batch) if self.recurrent else self.prefill_chunks)
+        chunk = max(1, self.prefill_tokens // chunks)
+        rows = self._rows
+        found = [StepShape(n, c, chunk) for n in rows for c in (0, chunks)]
+        if chunks > 1:
+            # Where little else runs, a short prompt, or the new end of a known one, takes less time than a long one.
+            found.insert(2, StepShape(rows[0], 1, chunk))
+        return found
+
+    @property
+    def _rows(self) -> list[int]:
+        steps = range(math.ceil(math.log(self.max_batch, 4)) + 1)
+        return sorted({min(self.max_batch, 4**n) for n in steps})
+
+    @cached_property
+    def guessed(self) -> list[StepShape]:
+        """The shapes of steps that look at guesses."""
+        return [StepShape(0, n, 1 + self.guesses) for n in self._rows] if self.guesses else []
+
+    @cached_property
+    def scored(self) -> StepShape:
+        """The shape of steps that score prompts."""
+        return StepShape(0, self.plain[1].chunks, self.plain[1].chunk)
+
+    @property
+    def every(self) -> list[StepShape]:
+        """All shapes, those of a plain request first."""
+        return [*self.plain, *self.guessed, self.scored]
+
+    def inputs(self, shape: StepShape, pieces: Row[StepPiece] = ()) -> dict[str, np.ndarray]:
+        """The arrays of a step."""
+        none = np.full(shape.sequences, -1, np.int32)
+        found = {
+            "tokens": np.zeros(shape.tokens, np.int32),
+            "starts": np.zeros(shape.sequences, np.int32),
+            "counts": np.zeros(shape.sequences, np.int32),
+            "page_table": np.full((shape.sequences, self.table), -1, np.int32),
+            "slots": none,
+            # Of guesses every token is looked at.
+            "outputs": np.zeros(shape.sequences if shape.rows else shape.tokens, np.int32),
+        }
+        for piece in pieces:
+            place = self.place(shape, piece)
+            first = place if place < shape.rows else shape.rows + (place - shape.rows) * shape.chunk
+            end = piece.start + piece.count
+            found["tokens"][first : first + piece.count] = piece.sequence.tokens[piece.start : end]
+            found["starts"][place], found["counts"][place] = piece.start, piece.count
+            found["page_table"][place, : len(piece.sequence.pages)] = piece.sequence.pages
+            found["slots"][place] = piece.sequence.slot
+            found["outputs"][place] = first + piece.count - 1
+        return found
+
+    @staticmethod
+    def place(shape: StepShape, piece: StepPiece) -> int:
+        """Which of a step's sequences a piece is: rows come first, then pieces of prompts."""
+        return piece.place if piece.place >= 0 else shape.rows - 1 - piece.place
