@@ -592,6 +592,7 @@ def test_values_and_gradients(name: str, found: Any) -> None:
 # Primitives whose outputs are random, many or of no fixed sign: where their references are, and under what name.
 ELSEWHERE = {
     "Dropout": ("test_randomness", "Dropout"),
+    "PagedCodesAttention": ("test_paged_codes", "PagedCodesAttention"),
     "PrincipalComponents": ("test_library_metrics", "PrincipalComponents"),
     "Quantise": ("test_library", "VectorQuantiser"),
     "RandInt": ("test_library_arrays", "RandInt"),

@@ -113,7 +113,39 @@ def test_any_schedule_gives_the_whole(kind: str) -> None:
     assert seen == {(text, at) for text, tokens in enumerate(texts) for at in range(len(tokens))}
 
 
-def alone_and_together(model: ModularCapibaraModel, place: int) -> tuple[np.ndarray, np.ndarray]:
+@pytest.mark.parametrize("kind", ["grouped", pytest.param("windows and sinks", marks=pytest.mark.slow)])
+def test_codes_are_close_to_the_whole(kind: str) -> None:
+    """A code is at most 1/254 of the largest number of its row off."""
+    model = model_of((KINDS | FURTHER)[kind])
+    random = np.random.default_rng(1)
+    texts = [random.integers(0, 11, n).astype(np.int32) for n in (13, 4, 17, 1, 22, 9)]
+    whole = jax.jit(lambda tokens: model.apply(model.params, tokens))
+    want = [np.asarray(whole(jnp.asarray(np.pad(t, (0, 22 - len(t))))[None])[0]) for t in texts]
+    schedule, step = Schedule(texts, SHAPE, 2), stepper(model, SHAPE)
+    cache, errors = model.init_pages(PAGES, PAGE, SLOTS, dtype="int8"), []
+    assert {str(x.dtype) for x in jax.tree.leaves(cache)} == {"int8", "float32"}
+    described = model.describe_pages(PAGES, PAGE, SLOTS, dtype="int8")
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), described) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), cache
+    )
+    while (given := schedule.step()) is not None:
+        inputs, scored = given
+        logits, cache = step(model.params, model.state, inputs, cache)
+        errors += [np.abs(logits[output] - want[text][at]).max() for output, (text, at) in scored.items()]
+    spread = np.std(np.concatenate(want))
+    assert 0 < max(errors) < 0.06 * spread
+
+
+def test_latents_have_no_codes() -> None:
+    with pytest.raises(InputError, match="hold latents, which have no codes"):
+        model_of(KINDS["latent"]).init_pages(4, 4, dtype="int8")
+    with pytest.raises(InputError, match="must be 'int8', for codes with scales, or one of floats"):
+        model_of(KINDS["grouped"]).init_pages(4, 4, dtype="int16")
+
+
+def alone_and_together(
+    model: ModularCapibaraModel, place: int, dtype: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """The logits of one text: with others whose tokens, lengths, pages and slots are random, in pools in which
     earlier ones left what is not finite; and with none in empty pools."""
     random = np.random.default_rng(place)
@@ -122,9 +154,9 @@ def alone_and_together(model: ModularCapibaraModel, place: int) -> tuple[np.ndar
     for others in (True, False):
         draw = np.random.default_rng([place, others])
         numbers, slots = draw.permutation(np.arange(1, PAGES)), draw.permutation(np.arange(1, SLOTS))
-        cache, logits, done = model.init_pages(PAGES, PAGE, SLOTS), [], 0
+        cache, logits, done = model.init_pages(PAGES, PAGE, SLOTS, dtype=dtype), [], 0
         if others:
-            cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
+            cache = jax.tree.map(lambda x: jnp.full_like(x, 77 if x.dtype == jnp.int8 else jnp.nan), cache)
         while done < len(text):
             count = 1 if place < SHAPE.rows else min(5 if done else 3, len(text) - done)
             first = place if place < SHAPE.rows else SHAPE.rows
@@ -150,8 +182,11 @@ def alone_and_together(model: ModularCapibaraModel, place: int) -> tuple[np.ndar
     ["grouped", *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixed", "latent", "windows and sinks"))],
 )
 @pytest.mark.parametrize("place", [1, 2])
-def test_what_shares_the_step_changes_no_bit(kind: str, place: int) -> None:
-    together, alone = alone_and_together(model_of((KINDS | FURTHER)[kind]), place)
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_what_shares_the_step_changes_no_bit(kind: str, place: int, dtype: str | None) -> None:
+    if kind == "latent" and dtype == "int8":
+        pytest.skip("latents have no codes")
+    together, alone = alone_and_together(model_of((KINDS | FURTHER)[kind]), place, dtype)
     assert np.isfinite(alone).all()
     np.testing.assert_array_equal(together, alone)
 
@@ -160,10 +195,13 @@ def test_what_shares_the_step_changes_no_bit(kind: str, place: int) -> None:
 @pytest.mark.parametrize(
     "kind", ["grouped", *(pytest.param(k, marks=pytest.mark.slow) for k in ("latent", "mixed", "ssm"))]
 )
-def test_pools_are_written_where_they_stand(kind: str, shape: StepShape) -> None:
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_pools_are_written_where_they_stand(kind: str, shape: StepShape, dtype: str | None) -> None:
     """Of one token and of several: XLA treats a write of one row as another operation."""
     model = model_of(KINDS[kind])
-    cache = jax.eval_shape(lambda: model.init_pages(4096, PAGE, 4096))
+    if dtype == "int8" and kind in ("latent", "ssm"):
+        pytest.skip("there are no keys and values to be coded")
+    cache = jax.eval_shape(lambda: model.init_pages(4096, PAGE, 4096, dtype=dtype))
     inputs = {
         "tokens": shape.tokens,
         **dict.fromkeys(("starts", "counts", "slots", "outputs"), shape.sequences),
@@ -243,8 +281,8 @@ def test_a_step_has_tokens_and_pools_have_pages() -> None:
         StepShape(1, 1, 0)
     with pytest.raises(InputError, match="pages=0 must be an integer of at least 1"):
         model_of(KINDS["attention"]).init_pages(0, 4)
-    for dtype in ("int8", "nonsense"):
-        with pytest.raises(InputError, match=f"dtype='{dtype}' must be one of floats"):
+    for dtype in ("int16", "nonsense"):
+        with pytest.raises(InputError, match=f"dtype='{dtype}' must be .int8., for codes"):
             model_of(KINDS["attention"]).init_pages(3, 4, dtype=dtype)
 
 

@@ -33,8 +33,9 @@ ASKED = [
 ]
 
 
-def model_of(kind: str = "grouped", **more: Any) -> ModularCapibaraModel:
-    return ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS[kind] | SETTINGS | more))
+def model_of(more: dict[str, Any] | None = None) -> ModularCapibaraModel:
+    settings = SMALL | KINDS["grouped"] | SETTINGS | (more or {})
+    return ModularCapibaraModel(ModularModelConfig.from_dict({}, settings))
 
 
 def texts(engine: Engine) -> list[list[int]]:
@@ -84,9 +85,9 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     model = model_of()
     refused(
         r"float32\[8, 2, 2\] in the file, .*: bfloat16\[8, 2, 2\] here",
-        model_of(**{"precision.param_dtype": "bfloat16"}),
+        model_of({"precision.param_dtype": "bfloat16"}),
     )
-    refused("compiled from another program", model_of(**{"model.rope_theta": 123.0}))
+    refused("compiled from another program", model_of({"model.rope_theta": 123.0}))
     refused("is for 0 guessed tokens, asked for are 2", model, speculation=Speculation(2))
     refused("no programs with adapters", model, adapters=AdapterRoom(4))
     with pytest.raises(
@@ -152,7 +153,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def published(path: Path) -> Path:
-    model = model_of(**{"model.head_dim": 128, "model.num_heads": 4, "model.num_kv_heads": 4})
+    model = model_of({"model.head_dim": 128, "model.num_heads": 4, "model.num_kv_heads": 4})
     model.save_pretrained(path / "tiny")
     return path / "tiny"
 

@@ -18,6 +18,7 @@ from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
 from capibara.serve import Engine, Grammar, Piece, Request, RequestError, Sampling
+from capibara.serve.engine.programs import page_bytes
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.streams import StoppingText
 from capibara.serve.requests import EngineClosedError, EngineProtocol, QueueFullError, Stream
@@ -125,6 +126,30 @@ def test_every_kind_of_model(kind: str, prefix: bool) -> None:
         for request, stream in [(request, engine.submit(request)) for request in asked]:
             check(model, request, read(stream)[0])
         assert engine.statistics().pages_used == 0
+
+
+def test_pages_of_codes_hold_more_and_say_nearly_the_same(model: ModularCapibaraModel) -> None:
+    wide = ModularCapibaraModel(model.config.with_overrides({"model.head_dim": 64}))
+    sizes = [page_bytes(wide, 4, dtype) for dtype in ("int8", "bfloat16", "float32")]
+    assert sizes[1] == sizes[2] / 2
+    assert sizes[2] / sizes[0] == 4 * 64 / (64 + 4)
+    logits = oracle(model)
+    given: dict[str, Any] = {
+        "max_batch": 4,
+        "page_size": 4,
+        "pages": 16,
+        "prefill_tokens": 8,
+        "prefill_chunks": 2,
+    }
+    with Engine(model, cache_dtype="int8", warm=False, **given) as engine:
+        asked = requests(12, 5, logprobs=0, ignore_eos=True)
+        for request, stream in [(request, engine.submit(request)) for request in asked]:
+            tokens, scores, last = read(stream)
+            assert (len(tokens), last.finish) == (request.max_tokens, "length")
+            found = logits(np.asarray([*request.prompt, *tokens]))[len(request.prompt) - 1 : -1, :256]
+            own = np.asarray(jax.nn.log_softmax(found, axis=-1))[np.arange(len(tokens)), tokens]
+            np.testing.assert_allclose([score.logprob for score in scores], own, atol=0.05)
+        assert engine.statistics().preemptions > 0
 
 
 def test_the_same_seed_gives_the_same_text_whatever_else_runs(engine: Engine) -> None:

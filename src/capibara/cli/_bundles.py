@@ -26,6 +26,7 @@ _TAKEN = (
     "max_length",
     "pages",
     "guess",
+    "cache_dtype",
     "tensor_parallel",
     "quiet",
 )
@@ -55,6 +56,11 @@ def add_bundle_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="divide the model among so many devices (default: all of a TPU host or of --compile-for; elsewhere 1)",
+    )
+    parser.add_argument(
+        "--cache-dtype",
+        choices=("float32", "bfloat16", "float16", "int8"),
+        help="of keys and values (default: that of arithmetic); int8 are codes with scales",
     )
     parser.add_argument(
         "--pages",
@@ -198,7 +204,11 @@ def _write(
 
     begun = time.perf_counter()
     sizes = EngineSizes.of(
-        model, max_batch=given["max_batch"] or 16, max_length=given["max_length"], guesses=given["guess"] or 0
+        model,
+        max_batch=given["max_batch"] or 16,
+        max_length=given["max_length"],
+        guesses=given["guess"] or 0,
+        cache_dtype=given["cache_dtype"],
     )
     bundle = write_bundle(
         given["output"],

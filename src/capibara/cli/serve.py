@@ -171,6 +171,7 @@ def _bundle(args: argparse.Namespace) -> ProgramBundle | None:
         ("max-batch", args.max_batch, sizes.max_batch),
         ("max-length", args.max_length, sizes.max_length),
         ("pages", args.pages, sizes.pages - 1),
+        ("cache-dtype", args.cache_dtype, sizes.cache_dtype),
         ("tensor-parallel", args.tensor_parallel, bundle.mesh.get("model", 1)),
     ):
         if value not in (None, own):
@@ -214,6 +215,7 @@ def _application(
         max_batch=16 if args.max_batch is None else args.max_batch,
         max_length=args.max_length,
         pages=args.pages,
+        cache_dtype=args.cache_dtype,
         bundle=bundle,
         speculation=speculation,
         adapters=room,

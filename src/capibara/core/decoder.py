@@ -70,6 +70,7 @@ def build_decoder(
     ragged: bool = False,
     paged: StepShape | None = None,
     page_width: int | None = None,
+    page_codes: bool = False,
 ) -> Model:
     """The logical model of a configuration.
 
@@ -92,7 +93,7 @@ def build_decoder(
             (:mod:`capibara.compose.primitives.paged`): ``tokens [1, shape.tokens]``, and the inputs ``page_table``,
             ``starts``, ``counts``, ``slots`` and ``outputs int [outputs]``, the tokens whose logits are wanted:
             ``logits [1, outputs, vocab]``. Its parameters are those of the other forms.
-        page_width: size of a row of a page; None for the heads' own.
+        page_width: size of a row of a page; None for the heads' own. page_codes: pages are int8 codes with scales.
     """
     model = Model(name="decoder")
     model.add_input("tokens", ("batch", "sequence"), "int", ("batch", "sequence"))
@@ -107,7 +108,7 @@ def build_decoder(
     # Nothing is differentiated in decoding, and a rematerialised block hides from the cache where it stands.
     remat = "none" if cached or paged else config.remat
     sizes = {name: Dim(name=name) for name in ("pages", "page_size", "states")}
-    pools = None if paged is None else Pools(paged, **sizes, width=page_width)
+    pools = None if paged is None else Pools(paged, **sizes, width=page_width, coded=page_codes)
     form = _Form(Dim(name="cache") if cached else None, ragged, pools)
     sums: _Sums = {name: [] for name in _METRICS}
     for group in groups_of(config):

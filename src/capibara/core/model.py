@@ -33,7 +33,15 @@ from capibara.core.decoder import build_decoder
 from capibara.core.encoders import require_decoder
 from capibara.core.flops import flops_per_token
 from capibara.core.loss import losses_of, mean_of, next_token_loss, parts_of
-from capibara.core.paged import StepShape, check_step, empty_pages, kept_in_place, page_width
+from capibara.core.paged import (
+    StepShape,
+    check_step,
+    empty_pages,
+    has_codes,
+    is_coded_dtype,
+    kept_in_place,
+    page_width,
+)
 from capibara.core.pipelined import PipelinedLoss, stages_of
 from capibara.core.texts import Texts, check_targets, texts_of
 from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
@@ -108,15 +116,21 @@ class ModularCapibaraModel:
             self._forms[key] = compile(logical, self.backend)
         return self._forms[key]
 
-    def _paged_form(self, shape: StepShape) -> CompiledModel:
-        """The form for steps of such a shape; compiled on first use."""
-        if shape not in self._forms:
+    def _paged_form(self, shape: StepShape, *, coded: bool = False) -> CompiledModel:
+        """The form for steps of such a shape, with pages of codes or of numbers; compiled on first use."""
+        key = shape, coded
+        if key not in self._forms:
             require_decoder(self.config.model, "decoding with a cache")
             settings = self.config.model
+            if coded and settings.latent.kv_rank is not None:
+                raise InputError(
+                    "dtype='int8': the pages of this model hold latents, which have no codes. Choose a dtype of floats"
+                )
             width = page_width(settings.resolved_head_dim, self.backend.platform)
-            logical = build_decoder(settings, paged=shape, page_width=width, finetune=self.config.finetune)
-            self._forms[shape] = compile(logical, self.backend)
-        return self._forms[shape]
+            given = {"paged": shape, "page_width": width, "page_codes": coded}
+            logical = build_decoder(settings, finetune=self.config.finetune, **given)
+            self._forms[key] = compile(logical, self.backend)
+        return self._forms[key]
 
     @property
     def decoder(self) -> CompiledModel:
@@ -617,10 +631,12 @@ class ModularCapibaraModel:
         Args:
             pages: of the keys and values of each block that attends. page_size: positions of a page.
             slots: recurrent states of each state-space block.
-            dtype: of keys and values, one of floats; by default that of arithmetic.
+            dtype: of keys and values, one of floats; by default that of arithmetic. ``"int8"``: codes, with a scale in
+                float32 for each head of a position.
 
         Raises:
-            InputError: a number is below 1, or the dtype is none of floats; the model is an encoder (``ConfigError``).
+            InputError: a number is below 1, or the dtype is neither int8 nor of floats; the model is an encoder
+                (``ConfigError``).
         """
         cache = self._empty_pages(pages, page_size, slots, dtype)
         if self.mesh is None:
@@ -648,12 +664,15 @@ class ModularCapibaraModel:
         )
 
     def _empty_pages(self, pages: int, page_size: int, slots: int, dtype: Any | None) -> dict[str, Any]:
-        form = self._paged_form(StepShape(1))
-        return _without(empty_pages(form, pages, page_size, slots, dtype), self.compiled.states)
+        coded = is_coded_dtype(dtype)
+        form = self._paged_form(StepShape(1), coded=coded)
+        found = empty_pages(form, pages, page_size, slots, None if coded else dtype)
+        return _without(found, self.compiled.states)
 
     def _page_shardings(self, cache: Mapping[str, Any]) -> Any:
         assert self.mesh is not None
-        axes = _without(self._paged_form(StepShape(1)).state_axes, self.compiled.states)
+        form = self._paged_form(StepShape(1), coded=has_codes(cache))
+        axes = _without(form.state_axes, self.compiled.states)
         return param_shardings(cache, axes, self.mesh, self.backend.rules)
 
     def decode_pages(
@@ -688,7 +707,7 @@ class ModularCapibaraModel:
         Raises:
             InputError: an array is missing or has another shape.
         """
-        form = self._paged_form(shape)
+        form = self._paged_form(shape, coded=has_codes(cache))
         own = state if state is not None else (self.state if self.compiled.states else {})
         arrays = check_step(inputs, shape, tuple(form.inputs))
         outputs, after = form.apply(params, arrays, state=_merged(cache, own))

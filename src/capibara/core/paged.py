@@ -14,7 +14,15 @@ from capibara.compose import CompiledModel
 from capibara.compose.errors import InputError
 from capibara.compose.primitives.paged import StepShape
 
-__all__ = ["StepShape", "check_step", "empty_pages", "kept_in_place", "page_width"]
+__all__ = [
+    "StepShape",
+    "check_step",
+    "empty_pages",
+    "has_codes",
+    "is_coded_dtype",
+    "kept_in_place",
+    "page_width",
+]
 
 _LANES = 128  # of a TPU's registers
 
@@ -49,7 +57,7 @@ def empty_pages(form: CompiledModel, pages: int, page_size: int, slots: int, dty
         real = False
     if not real:
         raise InputError(
-            f"dtype={dtype!r} must be one of floats, such as 'bfloat16': pages hold keys and values without scales"
+            f"dtype={dtype!r} must be 'int8', for codes with scales, or one of floats, such as 'bfloat16'"
         )
 
     def of(path: Any, array: Any) -> Any:
@@ -57,6 +65,24 @@ def empty_pages(form: CompiledModel, pages: int, page_size: int, slots: int, dty
         return jnp.zeros_like(array, dtype=dtype) if pool else array
 
     return jax.tree_util.tree_map_with_path(of, cache)
+
+
+def is_coded_dtype(dtype: Any) -> bool:
+    """Whether pages of a dtype are codes with scales."""
+    import jax.numpy as jnp
+
+    try:
+        return dtype is not None and jnp.dtype(dtype) == jnp.int8
+    except TypeError:
+        return False
+
+
+def has_codes(cache: Mapping[str, Any]) -> bool:
+    """Whether the pages of a cache are codes with scales."""
+    return any(
+        key == "key_scales" or (isinstance(value, Mapping) and has_codes(value))
+        for key, value in cache.items()
+    )
 
 
 def kept_in_place(form: CompiledModel, cache: dict[str, Any]) -> dict[str, Any]:

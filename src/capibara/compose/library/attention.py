@@ -145,19 +145,25 @@ class SelfAttention(Model):
             pool = (paged.pages, paged.page_size, kv_heads, paged.width or size)
             axes = (None, None, "kv_heads", "head_dim")
             given = add_page_inputs(self)
-            self.add_state("key_pages", pool, zeros, axes=axes)
-            self.add_state("value_pages", pool, zeros, axes=axes)
+            kind: Any = {"kind": "int", "dtype": "int8"} if paged.coded else {}
+            pools = ["key_pages", "value_pages"]
+            for key in pools:
+                self.add_state(key, pool, zeros, axes=axes, **kind)
+            if paged.coded:
+                for key in ("key_scales", "value_scales"):
+                    self.add_state(key, pool[:3], zeros, axes=axes[:3], dtype="float32")
+                    pools.append(key)
+            op = p.PagedCodesAttention if paged.coded else p.PagedAttention
             attend = self.add(
-                p.PagedAttention(*paged.shape.parts, window, softcap, scale=scale, sinks=sinks),
+                op(*paged.shape.parts, window, softcap, scale=scale, sinks=sinks),
                 "attend",
                 **at,
                 **given,
-                key_pages="key_pages",
-                value_pages="value_pages",
+                **{key: key for key in pools},
                 output="attended",
             )
-            self.update_state("key_pages", attend.next_key_pages)
-            self.update_state("value_pages", attend.next_value_pages)
+            for key in pools:
+                self.update_state(key, getattr(attend, f"next_{key}"))
         elif cached:
             cache = ("batch", kv_heads, cache_size, size)
             axes = ("batch", "kv_heads", None, "head_dim")

@@ -133,6 +133,7 @@ from capibara.compose.primitives.losses import (
 )
 from capibara.compose.primitives.paged import (
     PagedAttention,
+    PagedCodesAttention,
     PagedConv,
     PagedLatentAttention,
     PagedPositions,
@@ -314,6 +315,7 @@ __all__ = [
     "OnesLike",
     "Pad",
     "PagedAttention",
+    "PagedCodesAttention",
     "PagedConv",
     "PagedLatentAttention",
     "PagedPositions",

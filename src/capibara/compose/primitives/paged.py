@@ -23,7 +23,14 @@ from capibara.compose.logical.block import Primitive
 from capibara.compose.primitives.latent import _OUTPUT, _options, _sizes, _width
 from capibara.compose.primitives.sequence import _SCAN_INPUTS, _given, _grouped, _sinks
 
-__all__ = ["PagedAttention", "PagedConv", "PagedLatentAttention", "PagedPositions", "PagedScan"]
+__all__ = [
+    "PagedAttention",
+    "PagedCodesAttention",
+    "PagedConv",
+    "PagedLatentAttention",
+    "PagedPositions",
+    "PagedScan",
+]
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Pools:
         pages, page_size, states: sizes, names, or one :class:`~capibara.compose.logical.shapes.Dim` for all blocks of a
             model.
         width: size of a row of a page; None for what it holds.
+        coded: pages are int8 codes, with a scale for each row.
     """
 
     shape: StepShape
@@ -78,6 +86,7 @@ class Pools:
     page_size: Any = "page_size"
     states: Any = "states"
     width: int | None = None
+    coded: bool = False
 
 
 def _parts(rows: int, chunks: int, chunk: int) -> dict[str, int]:
@@ -147,6 +156,67 @@ class PagedAttention(Primitive):
                 "output": ("batch sequence heads dim", "float"),
                 "next_key_pages": (pool, "float"),
                 "next_value_pages": (pool, "float"),
+            },
+            {**_parts(rows, chunks, chunk), "window": window, "softcap": softcap} | _given(scale),
+            constraints=[(_grouped, ("query", "key"))],
+            name=name,
+        )
+
+
+class PagedCodesAttention(Primitive):
+    """:class:`PagedAttention` whose pages are int8 codes.
+
+    ``key_scales``/``value_scales float32 [pages, page_size, kv_heads]`` are what the codes of a row are multiplied by:
+    1/127 of the largest of its numbers (:func:`capibara.ops.attention.paged.code_rows`).
+    """
+
+    decodes = True
+    in_place = MappingProxyType(
+        {
+            "key_pages": "next_key_pages",
+            "value_pages": "next_value_pages",
+            "key_scales": "next_key_scales",
+            "value_scales": "next_value_scales",
+        }
+    )
+
+    def __init__(
+        self,
+        rows: int,
+        chunks: int,
+        chunk: int,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        scale: float | None = None,
+        sinks: bool = False,
+        name: str | None = None,
+    ) -> None:
+        number("scale", scale, above=True, optional=True)
+        whole("window", window, optional=True)
+        number("softcap", softcap, above=True, optional=True)
+        pool, scales = ("pages page_size kv_heads width", "int"), ("pages page_size kv_heads", "float")
+        super().__init__(
+            "paged_codes_attention",
+            {
+                "query": ("batch sequence heads dim", "float"),
+                "key": ("batch sequence kv_heads dim", "float"),
+                "value": ("batch sequence kv_heads dim", "float"),
+                "key_pages": pool,
+                "value_pages": pool,
+                "key_scales": scales,
+                "value_scales": scales,
+                "page_table": ("sequences table", "int"),
+                "starts": (("sequences",), "int"),
+                "counts": (("sequences",), "int"),
+            }
+            | _sinks(sinks),
+            {
+                "output": ("batch sequence heads dim", "float"),
+                "next_key_pages": pool,
+                "next_value_pages": pool,
+                "next_key_scales": scales,
+                "next_value_scales": scales,
             },
             {**_parts(rows, chunks, chunk), "window": window, "softcap": softcap} | _given(scale),
             constraints=[(_grouped, ("query", "key"))],

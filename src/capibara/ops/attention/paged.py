@@ -28,7 +28,7 @@ from capibara.ops.one_device import alike, on_platform
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.rows import write_rows
 
-__all__ = ["paged_attention", "write_pages"]
+__all__ = ["code_rows", "paged_attention", "write_pages"]
 
 # About so many cached positions of each sequence are computed at a time.
 BLOCK = 256
@@ -53,10 +53,15 @@ class PagedProblem:
     softcap: float | None
     dtype: str
     pages_dtypes: tuple[str, str]
+    coded: bool
     implementation: str
 
 
-def _check_pages(op: str, key_pages: Any, value_pages: Any, page_table: Any, batch: int) -> None:
+def _check_pages(
+    op: str, key_pages: Any, value_pages: Any, page_table: Any, batch: int, scales: tuple[Any, Any]
+) -> bool:
+    """Whether pages hold codes."""
+    coded = scales[0] is not None or scales[1] is not None
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise OpTypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
@@ -64,8 +69,22 @@ def _check_pages(op: str, key_pages: Any, value_pages: Any, page_table: Any, bat
             raise OpShapeError(
                 f"{op}: {name} must be [pages, page_size, kv_heads, dim], none of them 0; got shape {tuple(x.shape)}"
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise OpTypeError(f"{op}: {name} must be floating point, got {x.dtype}")
+        if not coded and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise OpTypeError(
+                f"{op}: {name} must be floating point, or int8 with key_scales and value_scales; got {x.dtype}"
+            )
+        if coded and x.dtype != jnp.int8:
+            raise OpTypeError(f"{op}: {name} must be int8 where there are scales, got {x.dtype}")
+    for name, x in (("key_scales", scales[0]), ("value_scales", scales[1])) if coded else ():
+        if (
+            x is None
+            or getattr(x, "dtype", None) != jnp.float32
+            or tuple(x.shape) != tuple(key_pages.shape[:3])
+        ):
+            raise OpShapeError(
+                f"{op}: {name} must be float32 {list(key_pages.shape[:3])}, a number for each row of the pages, got "
+                f"{getattr(x, 'dtype', type(x).__name__)} {list(getattr(x, 'shape', ()))}"
+            )
     if tuple(key_pages.shape[:3]) != tuple(value_pages.shape[:3]):
         raise OpShapeError(
             f"{op}: key_pages {tuple(key_pages.shape)} and value_pages {tuple(value_pages.shape)} must have the same "
@@ -79,6 +98,7 @@ def _check_pages(op: str, key_pages: Any, value_pages: Any, page_table: Any, bat
             f"{op}: page_table must be [batch, pages of a sequence] with batch {batch}, got shape "
             f"{tuple(page_table.shape)}"
         )
+    return coded
 
 
 def _holds(pages: Any, dim: int) -> bool:
@@ -92,6 +112,8 @@ def _prepare(
     value_pages: Any,
     page_table: Any,
     lengths: Any,
+    key_scales: Any = None,
+    value_scales: Any = None,
     *,
     value_dim: int | None = None,
     scale: float | None = None,
@@ -107,7 +129,8 @@ def _prepare(
             f"{tuple(query.shape)} and {query.dtype}"
         )
     batch, new, heads, dim = query.shape
-    _check_pages("paged_attention", key_pages, value_pages, page_table, batch)
+    scales = key_scales, value_scales
+    coded = _check_pages("paged_attention", key_pages, value_pages, page_table, batch, scales)
     if not _holds(key_pages, dim) or heads % key_pages.shape[2]:
         raise OpShapeError(
             f"paged_attention: key_pages {tuple(key_pages.shape)} must have the query's dim ({dim}), or that rounded "
@@ -148,9 +171,10 @@ def _prepare(
         softcap=softcap,
         dtype=str(jax.dtypes.canonicalize_dtype(query.dtype)),
         pages_dtypes=(str(key_pages.dtype), str(value_pages.dtype)),
+        coded=coded,
         implementation=implementation,
     )
-    return problem, (query, key_pages, value_pages, page_table, lengths)
+    return problem, (query, key_pages, value_pages, page_table, lengths, *(scales if coded else ()))
 
 
 def _scores(p: PagedProblem, q: jax.Array, key: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -168,14 +192,23 @@ def _scores(p: PagedProblem, q: jax.Array, key: jax.Array, slots: jax.Array, len
 
 
 def _take(
-    p: PagedProblem, pages: jax.Array, used: int, table: jax.Array, slots: jax.Array, lengths: jax.Array
+    p: PagedProblem,
+    pages: jax.Array,
+    scales: jax.Array | None,
+    used: int,
+    table: jax.Array,
+    slots: jax.Array,
+    lengths: jax.Array,
 ) -> Any:
     """Cached rows [batch, slots, kv_heads, dim]; zeros after the end and in padding, which may hold anything."""
     rows = jnp.take(pages, table, axis=0, mode="clip").reshape(p.batch, -1, *pages.shape[2:])
+    if scales is not None:
+        of_rows = jnp.take(scales, table, axis=0, mode="clip").reshape(p.batch, -1, p.kv_heads, 1)
+        rows = (rows.astype(jnp.float32) * of_rows).astype(p.dtype)
     known = (slots < lengths[:, None])[:, :, None, None]
     if used < rows.shape[3]:
         known &= jnp.arange(rows.shape[3]) < used
-    return jnp.where(known, rows, jnp.zeros((), pages.dtype))
+    return jnp.where(known, rows, jnp.zeros((), rows.dtype))
 
 
 def _start(p: PagedProblem, query: jax.Array) -> jax.Array:
@@ -183,9 +216,16 @@ def _start(p: PagedProblem, query: jax.Array) -> jax.Array:
 
 
 def _looped(
-    p: PagedProblem, query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, lengths: jax.Array
+    p: PagedProblem,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    *scales: jax.Array,
 ) -> jax.Array:
     """Some pages of every sequence at a time, as many times as the longest sequence needs."""
+    key_scales, value_scales = scales or (None, None)
     wide = jnp.float64 if p.dtype == "float64" else jnp.float32
     together = max(1, min(p.table, BLOCK // p.page_size))
     table = jnp.pad(table, ((0, 0), (0, -p.table % together)))
@@ -197,8 +237,8 @@ def _looped(
         best, total, acc = carry
         some = lax.dynamic_slice_in_dim(table, i * together, together, axis=1)
         slots = i * size + jnp.arange(size, dtype=jnp.int32)
-        s = _scores(p, q, _take(p, key, p.used[0], some, slots, lengths), slots, lengths)
-        values = _take(p, value, p.used[1], some, slots, lengths)
+        s = _scores(p, q, _take(p, key, key_scales, p.used[0], some, slots, lengths), slots, lengths)
+        values = _take(p, value, value_scales, p.used[1], some, slots, lengths)
         new_best = jnp.maximum(best, jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True))
         weights, shrink = jnp.exp(s - new_best), jnp.exp(best - new_best)
         more = jnp.einsum(
@@ -218,17 +258,25 @@ def _looped(
 
 
 def _reference(
-    p: PagedProblem, query: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, lengths: jax.Array
+    p: PagedProblem,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    *scales: jax.Array,
 ) -> jax.Array:
     """All pages of every sequence at once."""
+    key_scales, value_scales = scales or (None, None)
     wide = jnp.float64 if p.dtype == "float64" else jnp.float32
     slots = jnp.arange(p.table * p.page_size, dtype=jnp.int32)
-    s = _scores(p, _start(p, query), _take(p, key, p.used[0], table, slots, lengths), slots, lengths)
+    keys = _take(p, key, key_scales, p.used[0], table, slots, lengths)
+    s = _scores(p, _start(p, query), keys, slots, lengths)
     best = jnp.maximum(jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True), ROW_FLOOR)
     weights = jnp.exp(s - best)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = (weights / jnp.where(total == 0, 1.0, total)).astype(value.dtype)
-    values = _take(p, value, p.used[1], table, slots, lengths)
+    values = _take(p, value, value_scales, p.used[1], table, slots, lengths)
+    weights = (weights / jnp.where(total == 0, 1.0, total)).astype(values.dtype)
     out = jnp.einsum("bkgts,bskd->btkgd", weights, values, preferred_element_type=wide)
     return out.reshape(p.batch, p.new, p.heads, -1).astype(p.dtype)
 
@@ -253,12 +301,15 @@ def _reading(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return read(p, *arrays), arrays
 
     def backward(p: PagedProblem, arrays: Any, grad: jax.Array) -> tuple[Any, ...]:
+        if p.coded:  # codes have no gradient
+            grads: Any = jax.vjp(lambda query: _reference(p, query, *arrays[1:]), arrays[0])[1](grad)
+            return *grads, *[None] * (len(arrays) - 1)
         table, lengths = arrays[3:]
 
         def whole(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             return _reference(p, query, key, value, table, lengths)
 
-        grads: Any = jax.vjp(whole, *arrays[:3])[1](grad)
+        grads = jax.vjp(whole, *arrays[:3])[1](grad)
         return *grads, None, None
 
     read.defvjp(forward, backward)
@@ -287,7 +338,14 @@ OP = Op(
 
 @public(OP)
 @over_explicit_axes(
-    "query", "key_pages", "value_pages", "page_table", "lengths", out=lambda query, *_: query[:3]
+    "query",
+    "key_pages",
+    "value_pages",
+    "page_table",
+    "lengths",
+    "key_scales",
+    "value_scales",
+    out=lambda query, *_: query[:3],
 )
 def paged_attention(
     query: jax.Array,
@@ -295,6 +353,8 @@ def paged_attention(
     value_pages: jax.Array,
     page_table: jax.Array,
     lengths: jax.Array,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
     *,
     value_dim: int | None = None,
     scale: float | None = None,
@@ -328,6 +388,9 @@ def paged_attention(
       value_pages: ``[pages, page_size, kv_heads, value_dim]``, which may be rounded up likewise.
       page_table: ``int [batch, pages of a sequence]``; entries past a sequence's end may be anything.
       lengths: ``int [batch]``: positions of each sequence, including the new ones. For a length of 0 the output is 0.
+      key_scales, value_scales: float32 ``[pages, page_size, kv_heads]`` where pages are int8 codes
+        (:func:`code_rows`): what a row's codes are multiplied by. ``"xla"`` and ``"reference"`` take them; there is
+        then a gradient for the query alone.
       value_dim: The length of a value where ``value_pages`` has longer rows; ``None`` means their whole length.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       window: The most positions that a query sees, including its own.
@@ -348,6 +411,8 @@ def paged_attention(
         value_pages,
         page_table,
         lengths,
+        key_scales,
+        value_scales,
         value_dim=value_dim,
         scale=scale,
         window=window,
@@ -359,8 +424,24 @@ def paged_attention(
         return jnp.zeros((*query.shape[:3], columns), problem.dtype)
     # In the dtype it came in, what is before the first position could be a large number.
     lengths = jnp.asarray(lengths).astype(jnp.int32)
-    out = OP.run("forward", problem, pad(jnp.asarray(query), 3, problem.dim), *arrays[1:4], lengths)
+    padded = pad(jnp.asarray(query), 3, problem.dim)
+    out = OP.run("forward", problem, padded, *arrays[1:4], lengths, *arrays[5:])
     return out if columns == problem.value_dim else out[..., :columns]
+
+
+def code_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows as int8 codes: ``x ≈ codes * scales[..., None]``, where the largest of a row's numbers is 127 of its scale.
+
+    Args:
+      x: ``[…, dim]``, floating point.
+
+    Returns:
+      int8 ``[…, dim]`` and float32 ``[…]``; a row of zeros has the scale 0.
+    """
+    wide = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=-1) / 127
+    codes = jnp.round(wide / jnp.where(scales == 0, 1, scales)[..., None])
+    return codes.astype(jnp.int8), scales
 
 
 @over_explicit_axes(
@@ -399,7 +480,7 @@ def write_pages(
       OpShapeError, OpTypeError: an argument is invalid; the message names it.
     """
     batch, new = key.shape[:2]
-    _check_pages("write_pages", key_pages, value_pages, page_table, batch)
+    _check_pages("write_pages", key_pages, value_pages, page_table, batch, (None, None))
     for name, x, pages in (("key", key, key_pages), ("value", value, value_pages)):
         if tuple(x.shape[:-1]) != (batch, new, pages.shape[2]) or not _holds(pages, x.shape[-1]):
             raise OpShapeError(

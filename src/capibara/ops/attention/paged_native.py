@@ -40,6 +40,8 @@ def check(problem: PagedProblem) -> None:
     reason = native.problem()
     if reason is not None:
         raise NotImplementedError(reason)
+    if problem.coded:
+        raise NotImplementedError("takes pages of numbers, not of codes")
     for dtype in (problem.dtype, *problem.pages_dtypes):
         if dtype not in _DTYPES:
             raise NotImplementedError(f"takes float32 and bfloat16, not {dtype}")

@@ -49,6 +49,8 @@ class PagedPlan:
 
 def check(problem: PagedProblem) -> None:
     """Raise ``NotImplementedError`` with the reason if the kernel does not support a problem."""
+    if problem.coded:
+        raise NotImplementedError("takes pages of numbers, not of codes")
     dtypes = {problem.dtype, *problem.pages_dtypes}
     if len(dtypes) > 1 or problem.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"takes float32 or bfloat16 throughout, not {' and '.join(sorted(dtypes))}")

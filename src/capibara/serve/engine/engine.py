@@ -69,7 +69,8 @@ class Engine:
         or half of the memory that is free holds.
       prefill_tokens: tokens of prompts that a step reads at most. prefill_chunks: in how many pieces.
       prefix_cache: whether texts with the same beginning share pages; not for models with recurrent states.
-      cache_dtype: of keys and values; by default that of arithmetic.
+      cache_dtype: of keys and values; by default that of arithmetic. ``"int8"``: codes with a scale for each head of a
+        position, a quarter of float32; attention then goes through XLA.
       use_cache: keep the keys, values and states of earlier tokens; otherwise every token is computed from the whole
         text before it, to compare with.
       adapters: for which low-rank adapters there is room; by default for none.

@@ -277,7 +277,7 @@ def page_bytes(model: Any, page_size: int, dtype: Any) -> int:
     return sum(
         math.prod(x.shape if model.mesh is None else x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for path, x in jax.tree_util.tree_leaves_with_path(of_one)
-        if str(getattr(path[-1], "key", "")).endswith("pages")
+        if str(getattr(path[-1], "key", "")).endswith(("pages", "scales"))
     )
 
 

@@ -161,6 +161,7 @@ from capibara.compose.backends.jax_ops.losses import (
 )
 from capibara.compose.backends.jax_ops.paged import (
     paged_attention,
+    paged_codes_attention,
     paged_conv,
     paged_latent_attention,
     paged_positions,
@@ -318,6 +319,7 @@ __all__ = [
     "one_hot",
     "pad",
     "paged_attention",
+    "paged_codes_attention",
     "paged_conv",
     "paged_latent_attention",
     "paged_positions",

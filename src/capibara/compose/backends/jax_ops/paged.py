@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,14 @@ from capibara.compose.backends.jax_ops.latent import attended_rows
 from capibara.compose.backends.jax_stacked import Row
 from capibara.ops.rows import write_rows
 
-__all__ = ["paged_attention", "paged_conv", "paged_latent_attention", "paged_positions", "paged_scan"]
+__all__ = [
+    "paged_attention",
+    "paged_codes_attention",
+    "paged_conv",
+    "paged_latent_attention",
+    "paged_positions",
+    "paged_scan",
+]
 
 Array = jax.Array
 
@@ -105,6 +113,98 @@ class _Pool:
         return jnp.where(inside, page, -1)[:, None], at % self.page_size
 
 
+def paged_codes_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    key_pages: Any,
+    value_pages: Any,
+    key_scales: Any,
+    value_scales: Any,
+    page_table: Array,
+    starts: Array,
+    counts: Array,
+    sinks: Array | None = None,
+    *,
+    rows: int,
+    chunks: int,
+    chunk: int,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None = None,
+) -> tuple[Array, Any, Any, Any, Any]:
+    from capibara.ops.attention import paged_attention as attend
+    from capibara.ops.attention.paged import code_rows
+
+    shape = rows, chunks, chunk
+    pools = [_Pool(pool) for pool in (key_pages, value_pages, key_scales, value_scales)]
+    starts, counts = jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32)
+    pages, within = pools[0].places(page_table, starts, counts, *shape)
+    (key_codes, of_keys), (value_codes, of_values) = code_rows(key[0]), code_rows(value[0])
+    rows_of = [_padded(key_codes, pools[0]), _padded(value_codes, pools[1]), of_keys, of_values]
+    new = [
+        write_rows(pool.flat, (pages[:, 0], within), row) for pool, row in zip(pools, rows_of, strict=True)
+    ]
+    held, scales = new[:2], new[2:]
+    table = pools[0].readable(page_table)
+
+    def of(x: Array, of_table: Array, lengths: Array, options: dict[str, Any]) -> Array:
+        pages = held[0], held[1], of_table, lengths
+        return attend(x, *pages, scales[0], scales[1], value_dim=value.shape[-1], **options)
+
+    def decoded(of_table: Array, lengths: Array) -> list[Array]:
+        found = []
+        for codes, scale_of in zip(held, scales, strict=True):
+            numbers = codes[of_table].astype(jnp.float32) * scale_of[of_table][..., None]
+            found.append(_in_a_row(numbers.astype(query.dtype), lengths)[..., : query.shape[-1]])
+        return found
+
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    out = _attended(query, table, starts, counts, shape, sinks, options, of, decoded)
+    return out, *(pool.back(flat) for pool, flat in zip(pools, new, strict=True))
+
+
+def _padded(rows: Array, pool: _Pool) -> Array:
+    missing = pool.flat.shape[-1] - rows.shape[-1]
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, missing))) if missing else rows
+
+
+def _attended(
+    query: Array,
+    table: Array,
+    starts: Array,
+    counts: Array,
+    shape: tuple[int, int, int],
+    sinks: Array | None,
+    options: dict[str, Any],
+    attend: Callable[..., Array],
+    gathered: Callable[[Array, Array], list[Array]],
+) -> Array:
+    """What new tokens see of the pages of their sequences.
+
+    Args:
+        attend: ``(queries, table, lengths, options)`` → the output of the last tokens. gathered: ``(table, lengths)`` →
+            the keys and values of each sequence in a row.
+    """
+    from capibara.ops.attention import cached_attention
+
+    rows, out = shape[0], []
+    for part, x in enumerate(_parts(query, *shape)):
+        if 0 in x.shape:
+            continue
+        of = slice(rows) if part == 0 else slice(rows, None)
+        real = jnp.minimum(counts[of], x.shape[1])
+        lengths = jnp.where(real > 0, starts[of] + real, 0)
+        if sinks is None:
+            done = attend(_moved(x, x.shape[1] - real), table[of], lengths, options)
+            out.append(_moved(done, real - x.shape[1]))
+            continue
+        at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+        keys, values = gathered(table[of], lengths)
+        out.append(cached_attention(x, keys, values, at, sinks=sinks, **options))
+    return _cleared(out, counts, *shape)
+
+
 def paged_attention(
     query: Array,
     key: Array,
@@ -123,8 +223,8 @@ def paged_attention(
     softcap: float | None,
     scale: float | None = None,
 ) -> tuple[Array, Any, Any]:
-    from capibara.ops.attention import cached_attention, write_pages
     from capibara.ops.attention import paged_attention as attend
+    from capibara.ops.attention import write_pages
 
     shape, dim = (rows, chunks, chunk), query.shape[-1]
     keys, values = _Pool(key_pages), _Pool(value_pages)
@@ -132,23 +232,16 @@ def paged_attention(
     pages, within = keys.places(page_table, starts, counts, *shape)
     new = write_pages(keys.flat, values.flat, pages, within, key[0][:, None], value[0][:, None])
     table = keys.readable(page_table)
-    out = []
-    for part, x in enumerate(_parts(query, *shape)):
-        if 0 in x.shape:
-            continue
-        of = slice(rows) if part == 0 else slice(rows, None)
-        real = jnp.minimum(counts[of], x.shape[1])
-        lengths = jnp.where(real > 0, starts[of] + real, 0)
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        if sinks is None:
-            last = _moved(x, x.shape[1] - real)
-            done = attend(last, *new, table[of], lengths, value_dim=value.shape[-1], **options)
-            out.append(_moved(done, real - x.shape[1]))
-            continue
-        at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-        held_keys, held_values = (_gathered(pool, (table[of],), lengths)[..., :dim] for pool in new)
-        out.append(cached_attention(x, held_keys, held_values, at, sinks=sinks, **options))
-    return _cleared(out, counts, *shape), keys.back(new[0]), values.back(new[1])
+
+    def of(x: Array, of_table: Array, lengths: Array, options: dict[str, Any]) -> Array:
+        return attend(x, new[0], new[1], of_table, lengths, value_dim=value.shape[-1], **options)
+
+    def gathered(of_table: Array, lengths: Array) -> list[Array]:
+        return [_gathered(pool, (of_table,), lengths)[..., :dim] for pool in new]
+
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    out = _attended(query, table, starts, counts, shape, sinks, options, of, gathered)
+    return out, keys.back(new[0]), values.back(new[1])
 
 
 def _moved(x: Array, by: Array) -> Array:
@@ -169,7 +262,10 @@ def _gathered(pool: Array, where: tuple[Array, ...], lengths: Array) -> Array:
     After each one's end it is 0: there a page may hold anything that an earlier sequence left, and 0 times what is
     not finite is not 0.
     """
-    taken = pool[where]
+    return _in_a_row(pool[where], lengths)
+
+
+def _in_a_row(taken: Array, lengths: Array) -> Array:
     taken = taken.reshape(taken.shape[0], -1, *taken.shape[3:])
     known = jnp.arange(taken.shape[1], dtype=jnp.int32) < lengths[:, None]
     return jnp.where(known[..., None, None], taken, jnp.zeros((), taken.dtype))

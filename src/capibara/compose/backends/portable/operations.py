@@ -151,6 +151,7 @@ from capibara.compose.backends.portable.losses import (
 )
 from capibara.compose.backends.portable.paged import (
     paged_attention,
+    paged_codes_attention,
     paged_conv,
     paged_latent_attention,
     paged_positions,
@@ -303,6 +304,7 @@ __all__ = [
     "one_hot",
     "pad",
     "paged_attention",
+    "paged_codes_attention",
     "paged_conv",
     "paged_latent_attention",
     "paged_positions",

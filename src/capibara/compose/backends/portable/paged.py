@@ -85,7 +85,7 @@ def _attended(
         there = xp.asarray(_rows_of(own, size, piece.start, end).astype(np.int32), "int32", x)
         for i, array in enumerate(new):
             part = array[0, piece.first : piece.first + piece.count]
-            if (wide := flat[i].shape[-1] - part.shape[-1]) > 0:
+            if len(part.shape) == 3 and (wide := flat[i].shape[-1] - part.shape[-1]) > 0:
                 zero = xp.full((*part.shape[:-1], wide), 0, xp.dtype_of(part), part)
                 part = xp.concatenate([part, zero], -1)
             flat[i] = xp.scatter(flat[i], there, xp.astype(part, xp.dtype_of(flat[i])), 0, False)
@@ -114,16 +114,9 @@ def paged_attention(
     softcap: float | None,
     scale: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    xp = space(query)
-
     def of(piece: _Piece, keys: Array, values: Array) -> Array:
         here = query[:, piece.first : piece.first + piece.count]
-        end = piece.start + piece.count
-        at = xp.arange(piece.start, end, 1, "int32", query)[:, None]
-        columns = xp.arange(0, end, 1, "int32", query)[None, :]
-        seen = columns <= at
-        if window is not None:
-            seen = seen & (columns > at - window)
+        seen = _seen(query, piece, window)
         held = keys[..., : key.shape[-1]], values[..., : value.shape[-1]]
         return attend(here, *held, seen, softcap, scale, sinks)
 
@@ -131,6 +124,68 @@ def paged_attention(
     shape = (query.shape[2], value.shape[-1])
     out, pools = _attended(query, (key, value), (key_pages, value_pages), page_table, pieces, of, shape)
     return out, *pools
+
+
+def paged_codes_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    key_pages: Array,
+    value_pages: Array,
+    key_scales: Array,
+    value_scales: Array,
+    page_table: Array,
+    starts: Array,
+    counts: Array,
+    sinks: Array | None = None,
+    *,
+    rows: int,
+    chunks: int,
+    chunk: int,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None = None,
+) -> tuple[Array, Array, Array, Array, Array]:
+    xp = space(query)
+    kind = xp.dtype_of(query)
+
+    def of(piece: _Piece, keys: Array, values: Array, of_keys: Array, of_values: Array) -> Array:
+        # The codes are read as the numbers that they are of, in the arithmetic of the query.
+        held = [
+            xp.astype(xp.astype(codes, "float32") * xp.astype(of, "float32")[..., None], kind)
+            for codes, of in ((keys, of_keys), (values, of_values))
+        ]
+        here = query[:, piece.first : piece.first + piece.count]
+        seen = _seen(query, piece, window)
+        return attend(
+            here, held[0][..., : key.shape[-1]], held[1][..., : value.shape[-1]], seen, softcap, scale, sinks
+        )
+
+    pieces = list(_pieces(query, starts, counts, rows, chunks, chunk))
+    (key_codes, of_keys), (value_codes, of_values) = _codes(key), _codes(value)
+    new = (key_codes, value_codes, of_keys, of_values)
+    held = (key_pages, value_pages, key_scales, value_scales)
+    out, pools = _attended(query, new, held, page_table, pieces, of, (query.shape[2], value.shape[-1]))
+    return out, *pools
+
+
+def _codes(x: Array) -> tuple[Array, Array]:
+    """Rows as codes of int8, and what they are multiplied by."""
+    xp = space(x)
+    wide = xp.astype(x, "float32")
+    scales = xp.amax(xp.maximum(wide, -wide), -1) / 127
+    whole = xp.where(scales == 0, xp.full(tuple(scales.shape), 1, "float32", x), scales)
+    return xp.astype(xp.round(wide / whole[..., None]), "int8"), scales
+
+
+def _seen(query: Array, piece: _Piece, window: int | None) -> Array:
+    """Which positions the tokens of a piece see."""
+    xp = space(query)
+    end = piece.start + piece.count
+    at = xp.arange(piece.start, end, 1, "int32", query)[:, None]
+    columns = xp.arange(0, end, 1, "int32", query)[None, :]
+    seen = columns <= at
+    return seen if window is None else seen & (columns > at - window)
 
 
 def paged_latent_attention(
