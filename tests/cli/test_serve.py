@@ -117,7 +117,7 @@ def test_a_model_that_makes_vectors_is_served_as_one() -> None:
     add_arguments(parser)
     arguments = parser.parse_args(["folder/encoder", "--max-length", "8"])
     loaded = LoadedModel(model, model.params, None, None)
-    served, app = _application(arguments, loaded, ServerSettings(Keys()), None)
+    served, app = _application(arguments, loaded, ServerSettings(Keys()))
     assert (served.name, served.max_length) == ("encoder", 8)
     assert "/v1/embeddings" in app.openapi()["paths"]
     served.close()

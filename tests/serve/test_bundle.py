@@ -23,7 +23,8 @@ from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
 from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation
-from capibara.serve.engine.bundle import ProgramBundle, describe_arrays, write_bundle
+from capibara.serve.engine.arrays import describe_arrays
+from capibara.serve.engine.bundle import ProgramBundle, write_bundle
 from capibara.serve.engine.steps import EngineSizes
 
 SETTINGS = {"model.vocab_size": 256, "model.max_sequence_length": 64, "train.sequence_length": 32}

@@ -16,6 +16,7 @@ from capibara.cli._models import load_source
 if TYPE_CHECKING:
     from capibara.serve import AdapterRoom
     from capibara.serve.engine.bundle import ProgramBundle
+    from capibara.serve.engine.early import EarlyPrograms
     from capibara.serve.http.base import Served, ServerSettings
     from capibara.serve.load import LoadedModel
 
@@ -129,6 +130,9 @@ def run(args: argparse.Namespace) -> int:
         kept.enter_context(keep_compiled(lambda why: print(why, file=sys.stderr), min_seconds=0.0))
         bundle = _bundle(args)
         mesh = serving_mesh(args.tensor_parallel, None if bundle is None else dict(bundle.mesh))
+        early = _early(args) if bundle is None and mesh is None else None
+        if early is not None:
+            kept.callback(early.take)  # a process that ends while XLA compiles is aborted
         loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto", mesh=mesh)
         served, app = _application(
             args,
@@ -137,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
                 keys, args.max_body, args.timeout, page=not args.no_page, load_adapters=args.load_adapters
             ),
             bundle,
+            early,
         )
         del loaded  # its weights are the engine's now
         config = uvicorn.Config(
@@ -184,8 +189,31 @@ def _bundle(args: argparse.Namespace) -> ProgramBundle | None:
     return bundle
 
 
+def _early(args: argparse.Namespace) -> EarlyPrograms | None:
+    """The first programs, made while the weights are read, where that can be: of plain models on a CPU."""
+    import jax
+
+    from capibara.cli._models import find_config, is_archive
+    from capibara.serve.engine.early import EarlyPrograms
+
+    others = args.adapter or args.load_adapters or args.draft_model is not None
+    if others or is_archive(args.model) or jax.default_backend() != "cpu":
+        return None
+    config, tokenizer = find_config(args.model)
+    if config.tpu.enabled or not config.model.causal:
+        return None
+    given = {"max_batch": 16 if args.max_batch is None else args.max_batch, "max_length": args.max_length}
+    return EarlyPrograms(
+        config, tokenizer, pages=args.pages, cache_dtype=args.cache_dtype, guesses=args.guess or 0, **given
+    )
+
+
 def _application(
-    args: argparse.Namespace, loaded: LoadedModel, settings: ServerSettings, bundle: ProgramBundle | None
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    settings: ServerSettings,
+    bundle: ProgramBundle | None = None,
+    early: EarlyPrograms | None = None,
 ) -> tuple[Served, Any]:
     """What answers, and its application: for a model that writes texts, or for one that makes vectors."""
     from capibara.serve import Embedder, Speculation
@@ -217,6 +245,7 @@ def _application(
         pages=args.pages,
         cache_dtype=args.cache_dtype,
         bundle=bundle,
+        early=early,
         speculation=speculation,
         adapters=room,
         warm="first",

@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from capibara.compilation.errors import PackedProgramError
 from capibara.compilation.packing.container import require_own
 from capibara.compilation.packing.loading import load_lowered
 from capibara.compilation.packing.writing import pack_lowered
-from capibara.compose.physical.sharding import param_shardings
 from capibara.errors import ConfigError
 from capibara.files import read_bounded, replace_file
+from capibara.serve.engine.arrays import bytes_of_one_device
 from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.steps import EngineSizes
 
-__all__ = ["ProgramBundle", "describe_arrays", "write_bundle"]
+__all__ = ["ProgramBundle", "write_bundle"]
 
 _INDEX = "bundle.json"
 _VERSION = 1
@@ -151,21 +150,6 @@ def _sizes(given: dict[str, Any]) -> EngineSizes:
     return EngineSizes(**given)
 
 
-def describe_arrays(model: Any) -> tuple[Any, Any]:
-    """A model's parameters and state as ``jax.ShapeDtypeStruct``, where they will be; nothing is allocated."""
-    params, state = jax.eval_shape(lambda: model.init(0))
-    if model.mesh is None:
-        return params, state
-
-    def placed(tree: Any, axes: Any) -> Any:
-        shardings = param_shardings(tree, axes, model.mesh, model.backend.rules)
-        return jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings
-        )
-
-    return placed(params, model.param_axes), placed(state, model.state_axes)
-
-
 def write_bundle(
     folder: str | os.PathLike[str],
     model: Any,
@@ -184,7 +168,7 @@ def write_bundle(
     Args:
       folder: a new one, an empty one, or one with an earlier bundle.
       model: a :class:`capibara.core.ModularCapibaraModel`; its mesh may be of devices that are described, not attached.
-      params, state: its arrays, or :func:`describe_arrays`.
+      params, state: its arrays, or :func:`~capibara.serve.engine.arrays.describe_arrays`.
       sizes: of the engine. target: what is compiled for, in words.
       writable: ids of tokens below this can be written.
       memory_bytes: of a device, of which half of what the parameters leave is for pages.
@@ -202,7 +186,7 @@ def write_bundle(
     for old in (place / _INDEX, *sorted(place.glob("program-*.caprog"))):
         old.unlink(missing_ok=True)
     if pages is None:
-        free = None if memory_bytes is None else memory_bytes - _bytes_of_one_device((params, state))
+        free = None if memory_bytes is None else memory_bytes - bytes_of_one_device((params, state))
         pages = pages_in_memory(
             model, sizes.page_size, sizes.cache_dtype, least=sizes.table, most=sizes.pages - 1, free=free
         )
@@ -258,12 +242,3 @@ def _devices(model: Any) -> list[Any]:
 def _inputs(lowered: Any) -> tuple[str, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     return tuple(f"{jax.tree_util.keystr(path)}: {info.dtype}{list(info.shape)}" for path, info in leaves)
-
-
-def _bytes_of_one_device(tree: Any) -> int:
-    def one(x: Any) -> int:
-        where = getattr(x, "sharding", None)
-        shape = x.shape if where is None else where.shard_shape(x.shape)
-        return int(np.prod(shape, dtype=np.int64)) * x.dtype.itemsize
-
-    return sum(map(one, jax.tree.leaves(tree)))

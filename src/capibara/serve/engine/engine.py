@@ -30,6 +30,7 @@ from capibara.errors import ConfigError
 from capibara.serve.engine.adapters import AdapterRoom, Adapters
 from capibara.serve.engine.bundle import ProgramBundle
 from capibara.serve.engine.choosing import Asked, choose_tokens
+from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.pages import PagePool
 from capibara.serve.engine.programs import MOST_SCORES, Programs, pages_in_memory
@@ -81,6 +82,7 @@ class Engine:
       bundle: programs that were compiled before, on another machine perhaps (:func:`write_bundle`): all are read now,
         and nothing is compiled. Its sizes take the place of ``max_batch``, ``max_length``, ``page_size``, ``pages``,
         ``prefill_tokens``, ``prefill_chunks`` and ``cache_dtype``.
+      early: programs that were made while the model was read; its pages and tokenizer are taken, too.
       progress: called with the number of programs compiled and of all.
 
     Raises:
@@ -111,6 +113,7 @@ class Engine:
         max_waiting_tokens: int = 1 << 20,
         warm: bool | Literal["first"] = True,
         bundle: ProgramBundle | None = None,
+        early: EarlyPrograms | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         sizes = EngineSizes.of(
@@ -136,6 +139,9 @@ class Engine:
         ):
             if not _is_integer(value, 1, most):
                 raise ConfigError(f"{key}={value!r}: expected an integer from 1 to {most}.")
+        made = None if early is None else early.take()
+        if made is not None:
+            pages, tokenizer = made[1].pages - 1, made[2] if tokenizer is None else tokenizer
         self._name = name
         self._tokenizer: Tokenizer = tokenizer or (
             model.tokenizer if hasattr(model, "tokenizer") else ByteTokenizer()
@@ -162,6 +168,8 @@ class Engine:
         self._slots = list(range(max_batch, 0, -1))
         make = None if bundle is None else bundle.maker(model)
         self._programs = Programs(model, self._params, self._state, writable=self._writable, make=make)
+        if made is not None and made[1] == sizes:
+            self._programs.adopt(made[0])
         self._cache = self._programs.empty_cache(sizes)
         self._speculation = speculation if use_cache else None
         self._draft: DraftModel | None = None

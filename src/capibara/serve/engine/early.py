@@ -1,0 +1,72 @@
+"""The first programs of an engine, made while the weights of its model are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from typing import Any
+
+from capibara.config import ModularModelConfig
+from capibara.core import ModularCapibaraModel
+from capibara.data import Tokenizer
+from capibara.memory.budget import device_budget
+from capibara.serve.engine.arrays import bytes_of_one_device, describe_arrays
+from capibara.serve.engine.layers import layers_apart
+from capibara.serve.engine.programs import Programs, pages_in_memory
+from capibara.serve.engine.steps import EngineSizes
+from capibara.serve.load import take_tokenizer
+
+__all__ = ["EarlyPrograms"]
+
+
+class EarlyPrograms:
+    """Traces and compiles what plain requests need, in a thread: only the shapes of weights have to be known.
+
+    For one CPU device, where neither part has the processor for itself alone.
+
+    Args:
+      config: of the model. tokenizer: the folder of its tokenizer.
+      sizes: keyword arguments of :meth:`EngineSizes.of`. pages: how many; by default as for an engine.
+    """
+
+    def __init__(
+        self,
+        config: ModularModelConfig,
+        tokenizer: str | os.PathLike[str],
+        *,
+        pages: int | None = None,
+        **sizes: Any,
+    ) -> None:
+        self._given = config, tokenizer, pages, sizes
+        self._found: tuple[Programs, EngineSizes, Tokenizer] | None = None
+        self._thread = threading.Thread(target=self._work, name="capibara-early-programs", daemon=True)
+        self._thread.start()
+
+    def take(self) -> tuple[Programs, EngineSizes, Tokenizer] | None:
+        """The programs, the sizes that they are for and the model's tokenizer, when they are there; ``None`` if an
+        argument was wrong, which the engine itself says better."""
+        self._thread.join()
+        return self._found
+
+    def _work(self) -> None:
+        config, tokenizer, pages, given = self._given
+        try:
+            model = ModularCapibaraModel(config)
+            take_tokenizer(model, tokenizer)
+            sizes = EngineSizes.of(model, **given)
+            params, state = describe_arrays(model)
+            if pages is None:
+                # The engine will ask when the weights are there.
+                free = device_budget().free() - bytes_of_one_device((params, state))
+                most, kind = sizes.pages - 1, sizes.cache_dtype
+                pages = pages_in_memory(model, sizes.page_size, kind, least=sizes.table, most=most, free=free)
+            sizes = dataclasses.replace(sizes, pages=1 + pages)
+            writable = min(config.model.vocab_size, model.tokenizer.vocab_size)
+            programs = Programs(model, layers_apart(model, params), state, writable=writable)
+            first, _ = programs.to_compile(sizes.every, programs.describe_cache(sizes), sizes.inputs)
+            for compile_one in first:
+                compile_one()
+        except Exception:  # the engine will do the same, and say what is wrong
+            return
+        self._found = programs, sizes, model.tokenizer
