@@ -144,3 +144,26 @@ def test_attention_lowers_for_another_platform_to_what_explain_says(platform):
     assert ("stablehlo.while" in lowered("auto")) == (chosen == "xla")
     assert "stablehlo.while" in lowered("xla")
     assert "stablehlo.while" not in lowered("cpu")
+
+
+def test_a_program_for_one_platform_has_nothing_of_others() -> None:
+    from capibara.ops.attention import paged_attention
+    from capibara.ops.registry import for_platform
+
+    query = jnp.ones((1, 1, 2, 8))
+    pages, table = jnp.ones((3, 8, 1, 8)), jnp.ones((1, 2), jnp.int32)
+
+    def traced() -> str:
+        # A new function each time: JAX keeps what it has traced.
+        return str(jax.make_jaxpr(lambda q: paged_attention(q, pages, pages, table, jnp.array([9])))(query))
+
+    everywhere = traced()
+    assert "platform_index" in everywhere
+    assert "capibara_on_one_device" in everywhere
+    with for_platform("cpu"):
+        here = traced()
+    assert "platform_index" not in here
+    assert "capibara_on_one_device" not in here
+    with for_platform("tpu"):
+        assert "capibara_on_one_device" in traced()
+    assert traced() == everywhere

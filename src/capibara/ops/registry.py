@@ -44,7 +44,18 @@ from capibara.ops.errors import NoImplementationError, OpTypeError, OpValueError
 from capibara.ops.one_program import one_program
 from capibara.ops.tuning import Tuned, Tuning
 
-__all__ = ["Choice", "Implementation", "Op", "Problem", "get_op", "list_ops", "portable", "public", "remark"]
+__all__ = [
+    "Choice",
+    "Implementation",
+    "Op",
+    "Problem",
+    "for_platform",
+    "get_op",
+    "list_ops",
+    "portable",
+    "public",
+    "remark",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -274,6 +285,8 @@ class Op:
 
     def _branches(self, entry: str, problem: Any) -> tuple[tuple[str, _Branch], ...]:
         """What runs on each platform; last, under the name ``"default"``, on those that are not named."""
+        if (only := _only.get()) is not None:
+            return (("default", self._branch(entry, self.select(problem, only))),)
         platforms = PLATFORMS
         if problem.implementation != "auto":
             here = measured.lowering_platform()
@@ -318,6 +331,7 @@ def _run(branches: tuple[tuple[str, _Branch], ...], *arrays: Any) -> Any:
 
 
 _OPS: dict[str, Op] = {}
+_only: contextvars.ContextVar[str | None] = contextvars.ContextVar("only", default=None)
 _elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("elsewhere", default=False)
 # Where `remark` puts what it is told, in place of a warning.
 _remarks: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("remarks", default=None)
@@ -347,6 +361,22 @@ def portable() -> Iterator[None]:
         yield
     finally:
         _elsewhere.reset(token)
+
+
+@contextlib.contextmanager
+def for_platform(platform: str) -> Iterator[None]:
+    """Programs traced in this context are lowered for this platform alone: what others would use is not traced.
+
+    Kernels of other platforms take as long to trace as all the rest. Functions traced before keep all of them.
+
+    Args:
+      platform: as lowering calls it; only for functions that are traced for one program, and not kept.
+    """
+    token = _only.set(platform)
+    try:
+        yield
+    finally:
+        _only.reset(token)
 
 
 def list_ops() -> Mapping[str, Op]:

@@ -52,6 +52,9 @@ from capibara.serve.token_ids import checked_ids
 __all__ = ["Engine"]
 
 
+_GIVE_WAY_S = 0.25  # for texts that are written, before a program is compiled beside them
+
+
 def _is_integer(value: Any, least: int, most: int) -> bool:
     """Whether it is an integer in a range; ``True`` is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and least <= int(value) <= most
@@ -231,8 +234,13 @@ class Engine:
         progress: Callable[[int, int], object] | None,
     ) -> None:
         for compile_one in rest:
-            if self._closing:
-                return
+            with self._there:
+                # Tracing and steps take turns in Python: a first request should not wait for what it does not need.
+                self._there.wait_for(
+                    lambda: self._closing or not (self._running or self._waiting), timeout=_GIVE_WAY_S
+                )
+                if self._closing:
+                    return
             try:
                 compile_one()
             except Exception as error:

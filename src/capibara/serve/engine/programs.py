@@ -21,6 +21,7 @@ from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
 from capibara.ops.linalg.few_rows import few_rows
+from capibara.ops.registry import for_platform
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, choose, rows_of
 from capibara.serve.sampling import Sampling
@@ -228,10 +229,15 @@ class Programs:
 
     @contextlib.contextmanager
     def _lowering(self) -> Iterator[None]:
-        """JAX's settings while a function is lowered. Kernels hold the places in source files that led to them: without
-        these, a program is the same wherever it was asked for, in this process or another."""
+        """JAX's settings while a function is lowered, which it is for one platform alone.
+
+        Kernels hold the places in source files that led to them: without these, a program is the same wherever it was
+        asked for, in this process or another.
+        """
         name = "jax_traceback_in_locations_limit"
-        with self._lock, self._model.backend.scope():
+        platform = self._model.backend.platform
+        alone = for_platform(platform) if platform in ("cpu", "tpu") else contextlib.nullcontext()
+        with self._lock, self._model.backend.scope(), alone:
             before = getattr(jax.config, name)
             jax.config.update(name, 0)
             try:
