@@ -14,7 +14,7 @@ from capibara.compose.physical.sharding import param_shardings
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.hardware import build_mesh
-from capibara.serve import Engine, Request, Sampling
+from capibara.serve import Engine, Request, Sampling, Speculation
 from small_models import KINDS, SMALL
 
 settings = {
@@ -27,7 +27,9 @@ one = ModularCapibaraModel(config)
 random = np.random.default_rng(0)
 asked = [
     Request(
-        tuple(random.integers(0, 256, random.integers(1, 30)).tolist()), max_tokens=int(random.integers(1, 12)),
+        # Most repeat themselves, so that something can be guessed.
+        tuple(np.resize(random.integers(0, 256, random.integers(1, 9 if n % 3 else 30)), 1 + n % 29).tolist()),
+        max_tokens=int(random.integers(1, 12)),
         sampling=Sampling(temperature=0.0 if n % 2 else 0.8), seed=n,
     )
     for n in range(30)
@@ -35,24 +37,36 @@ asked = [
 
 def texts(model, params):
     sizes = {"max_batch": 4, "page_size": 4, "pages": 24, "prefill_tokens": 8, "prefill_chunks": 2}
+    if sys.argv[2] == "guesses":
+        sizes["speculation"] = Speculation(3)
+    if sys.argv[2] == "draft":
+        sizes["speculation"] = Speculation(2, draft=model, params=params)
+    if sys.argv[2] == "codes":
+        sizes["cache_dtype"] = "int8"
     with Engine(model, params, **sizes, warm=False) as engine:
         streams = [engine.submit(request) for request in asked]
         found = [[token for piece in stream for token in piece.tokens] for stream in streams]
+        guessed = engine.statistics().guessed_tokens
         specs = [str(x.sharding.spec) for x in jax.tree.leaves(engine._cache) if model.mesh is not None]
-        return found, specs, engine.statistics().preemptions
+        return found, specs, engine.statistics().preemptions, guessed
 
 mesh = build_mesh((2, 4), ("data", "model"), jax.devices())
 over = ModularCapibaraModel(config, mesh=mesh)
 params = jax.device_put(one.params, param_shardings(one.params, over.param_axes, mesh))
 alone, together = texts(one, one.params), texts(over, params)
-print(json.dumps({"same": alone[0] == together[0], "specs": together[1], "preemptions": together[2]}))
+print(json.dumps({"same": alone[0] == together[0], "specs": together[1], "preemptions": together[2],
+                  "guessed": together[3]}))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["grouped", "experts"])
-def test_texts_are_those_of_one_device(kind: str) -> None:
-    found = run_apart(SCRIPT, kind, XLA_FLAGS=emulated(8, quick=True))
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("grouped", ""), ("experts", ""), ("grouped", "guesses"), ("grouped", "draft"), ("grouped", "codes")],
+)
+def test_texts_are_those_of_one_device(kind: str, more: str) -> None:
+    found = run_apart(SCRIPT, kind, more, XLA_FLAGS=emulated(8, quick=True))
     assert found["same"]
     assert found["preemptions"] > 0
+    assert (found["guessed"] > 0) == (more in ("guesses", "draft"))
     assert all("'model'" in spec for spec in found["specs"])
