@@ -141,6 +141,18 @@ def test_latents_have_no_codes() -> None:
         model_of(KINDS["latent"]).init_pages(4, 4, dtype="int8")
     with pytest.raises(InputError, match="must be 'int8', for codes with scales, or one of floats"):
         model_of(KINDS["grouped"]).init_pages(4, 4, dtype="int16")
+    few, eight = (
+        ModularCapibaraModel(
+            ModularModelConfig.from_dict(
+                {}, SMALL | {"model.num_heads": n, "model.num_kv_heads": n, "model.head_dim": 8}
+            ),
+            platform="tpu",
+        )
+        for n in (4, 8)
+    )
+    with pytest.raises(InputError, match="a multiple of 8 key heads for pages of codes, here it has 4"):
+        few.describe_pages(4, 4, dtype="int8")
+    assert eight.describe_pages(4, 4, dtype="int8")
 
 
 def alone_and_together(

@@ -167,3 +167,12 @@ def test_a_program_for_one_platform_has_nothing_of_others() -> None:
     with for_platform("tpu"):
         assert "capibara_on_one_device" in traced()
     assert traced() == everywhere
+
+
+def test_kernels_are_for_the_chip_that_is_named() -> None:
+    from capibara.ops.linalg.grouped_tpu import ANY_CORE, V6E_CORE, device_core
+    from capibara.ops.registry import for_platform, tpu_kind
+
+    assert (tpu_kind(), device_core()) == ("", ANY_CORE)
+    with for_platform("tpu", "TPU v6 lite"):
+        assert (tpu_kind(), device_core()) == ("TPU v6 lite", V6E_CORE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,11 @@ def test_what_is_damaged_is_refused(bundle: ProgramBundle, tmp_path: Path) -> No
         json.dumps(good | {"sizes": good["sizes"] | {"max_batch": 0}}),
         json.dumps(good | {"sizes": {"max_batch": 1}}),
         json.dumps(good | {"mesh": [1]}),
+        json.dumps(good | {"mesh": {"data": 0}}),
+        json.dumps(good | {"mesh": {"data": float("inf")}}),
+        json.dumps(good | {"version": float("inf")}),
+        json.dumps(good | {"sizes": good["sizes"] | {"max_batch": 2_000_000_000}}),
+        json.dumps(good | {"sizes": good["sizes"] | {"prefill_chunks": 1_000_000_000}}),
     ):
         index.write_text(wrong)
         with pytest.raises(PackedProgramError, match=r"is damaged\. Write the bundle again"):
@@ -143,7 +149,7 @@ def test_what_is_damaged_is_refused(bundle: ProgramBundle, tmp_path: Path) -> No
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds no bundle"):
+    with pytest.raises(ConfigError, match="holds something else"):
         bundle_of(tmp_path, model_of())
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(ConfigError, match="max_length: the pages of one text take"):
@@ -151,6 +157,31 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
         arrays = describe_arrays(model)
         more: dict[str, Any] = {"target": "a small chip", "writable": 256, "memory_bytes": 1000}
         write_bundle(tmp_path / "new", model, *arrays, sizes_of(model), **more)
+
+
+def test_an_earlier_bundle_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    folder, model = tmp_path / "programs", model_of()
+    first = bundle_of(folder, model)
+
+    def interrupted(done: int, _: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    arrays = describe_arrays(model)
+    more: dict[str, Any] = {"target": "this machine", "writable": 256, "pages": 30}
+    with pytest.raises(KeyboardInterrupt):
+        write_bundle(folder, model, *arrays, sizes_of(model), progress=interrupted, **more)
+    assert ProgramBundle.read(folder) == first
+    assert len(list(folder.iterdir())) == 1 + len(first.files)
+    # What a killed process left is no bundle, and in nobody's way.
+    (folder / "bundle.json").unlink()
+    before = os.umask(0o002)
+    try:
+        second = write_bundle(folder, model, *arrays, sizes_of(model), **more)
+    finally:
+        os.umask(before)
+    assert second.sizes.pages == 31
+    assert len(list(folder.iterdir())) == 1 + len(second.files)
 
 
 def published(path: Path) -> Path:
@@ -171,6 +202,9 @@ def published(path: Path) -> Path:
         (["-o", "x"], "--output goes with --compile-for"),
         (["--tensor-parallel", "0"], "expected devices from 1"),
         (["--bundle", "nowhere"], "No such file"),
+        (["--compile-for", "here", "-o", "x", "--pages", "0"], "--pages: got 0"),
+        (["--compile-for", "here", "-o", "x", "--guess", "-1"], "--guess: got -1"),
+        (["--compile-for", "here", "-o", "x", "--max-batch", "0"], "--max-batch: got 0"),
         (["--tensor-parallel", "4096"], "needs 4096 devices, there are"),
     ],
 )

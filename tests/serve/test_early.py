@@ -15,7 +15,7 @@ from capibara.serve import Engine, Request, Sampling
 from capibara.serve.engine.early import EarlyPrograms
 
 SETTINGS = {"model.vocab_size": 256, "model.max_sequence_length": 64, "train.sequence_length": 32}
-SIZES: dict[str, Any] = {"max_batch": 2, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 1}
+SIZES: dict[str, Any] = {"max_batch": 2, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
 ASKED = Request((1, 2, 3), max_tokens=6, sampling=Sampling(temperature=0.0))
 
 
@@ -49,7 +49,7 @@ def test_those_of_another_model_are_left(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_the_engine_says(tmp_path: Path) -> None:
-    wrong = SIZES | {"max_batch": 0}
+    wrong: dict[str, Any] = SIZES | {"max_batch": 0}
     early = EarlyPrograms(config_of(), tmp_path, **wrong)
     assert early.take() is None
     with pytest.raises(ConfigError, match="max_batch=0"):

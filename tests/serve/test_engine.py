@@ -16,6 +16,7 @@ from small_models import KINDS, SMALL
 
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
+from capibara.data import ByteTokenizer
 from capibara.errors import ConfigError
 from capibara.serve import Engine, Grammar, Piece, Request, RequestError, Sampling
 from capibara.serve.engine.programs import page_bytes
@@ -328,18 +329,37 @@ def test_a_text_that_fails_ends_alone(engine: Engine, monkeypatch: pytest.Monkey
     assert engine.stalled_s() == 0
 
 
+class Failing(ByteTokenizer):
+    """A decoder that fails at the end, or earlier."""
+
+    def __init__(self, *where: str) -> None:
+        self.where = where
+
+    def stream(self) -> Any:
+        stream: Any = super().stream()
+
+        def planted(*_: Any) -> str:
+            raise MemoryError("planted")
+
+        for name in self.where:
+            setattr(stream, name, planted)
+        return stream
+
+
+@pytest.mark.parametrize("where", [("finish",), ("push", "finish")])
 def test_readers_are_told_even_where_a_text_cannot_end(
-    model: ModularCapibaraModel, monkeypatch: pytest.MonkeyPatch
+    model: ModularCapibaraModel, where: tuple[str, ...]
 ) -> None:
-    engine = Engine(model, max_batch=1, pages=16, page_size=4, warm=False, max_length=32)
-    streams = [engine.submit(Request((9,), max_tokens=30, ignore_eos=True)) for _ in range(3)]
-
-    def planted(*_: Any, **__: Any) -> Any:
-        raise MemoryError("planted")
-
-    monkeypatch.setattr(Sequence, "end", planted)
-    engine.close()
-    assert [read(stream)[2].finish for stream in streams] == ["cancelled"] * 3
+    given: dict[str, Any] = {"max_batch": 1, "pages": 16, "page_size": 4, "warm": False, "max_length": 32}
+    with Engine(model, tokenizer=Failing(*where), **given) as engine:
+        last = read(engine.submit(Request((9,), max_tokens=3, ignore_eos=True)))[2]
+        assert (last.finish, last.error) == ("error", "MemoryError: planted")
+        cancelled = engine.submit(Request((9,), max_tokens=30, ignore_eos=True))
+        cancelled.cancel()
+        assert read(cancelled)[2].finish in ("cancelled", "error")
+        assert engine.statistics().pages_used == 0
+        streams = [engine.submit(Request((9,), max_tokens=30, ignore_eos=True)) for _ in range(3)]
+    assert {read(stream)[2].finish for stream in streams} <= {"cancelled", "error"}
 
 
 @pytest.mark.parametrize(

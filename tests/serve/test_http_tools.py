@@ -56,6 +56,7 @@ CASES: list[Any] = [
     (PLAIN, '{"name": "time"}; {"name": "time"}', "", [Call("time", "{}")] * 2),
     (PLAIN, '{"name": "weather", "arguments": "{\\"town\\": \\"Lima\\"}"}', "", [LIMA]),
     (PLAIN, '{"name": "time"} or not', '{"name": "time"} or not', []),
+    (PLAIN, '{"name": [], "arguments": {}}', None, []),
     (PLAIN, '{"name": "time", "arguments": {"a": NaN}}', None, []),
     (PLAIN, '{"name": "time", "arguments": "{\\"a\\": Infinity}"}', None, []),
     (PLAIN, '{"name": "time", "arguments": {"a": "\\ud800"}}', "", [Call("time", '{"a": "\\ud800"}')]),
@@ -117,11 +118,13 @@ def test_references_to_any_place_of_a_schema() -> None:
 
     closed = {"type": "object", "additionalProperties": False}
     parameters = closed | {
+        "$id": "https://example.org/tool.json",
         "properties": {
             "size": {"enum": ["small", "large"]},
             "box": {"$ref": "#/properties/size"},
             "inner": {"$ref": "#"},
             "$ref": {"const": "#/properties/size"},
+            "default": {"$ref": "#/properties/size"},
         },
         "required": ["size"],
     }
@@ -134,6 +137,8 @@ def test_references_to_any_place_of_a_schema() -> None:
 
     assert taken({"size": "small", "box": "large", "inner": {"size": "large"}})
     assert taken({"size": "small", "$ref": "#/properties/size"})
+    assert taken({"size": "small", "default": "large"})
+    assert not taken({"size": "small", "default": "vast"})
     assert not taken({"size": "small", "box": "vast"})
     assert not taken({"size": "small", "inner": {"box": "large"}})
 

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from capibara.cli._models import find_config, is_archive, load_source
+from capibara.cli._models import find_config, is_archive, load_source, warn_on_stderr
 from capibara.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def add_bundle_arguments(parser: argparse.ArgumentParser) -> None:
         "--compile-for",
         metavar="SLICE",
         help="do not serve: compile all programs for the chips of one host, such as v4:2x2x1 or v5e:2x4, and write "
-        f"them to --output; no such chip is needed, and of a published model only config.json. {HERE!r}: for this "
-        "machine",
+        "them to --output; no such chip is needed, and of a published model only config.json and the tokenizer. "
+        f"{HERE!r}: for this machine",
     )
     parser.add_argument("-o", "--output", metavar="FOLDER", help="with --compile-for: where the programs go")
     parser.add_argument(
@@ -123,6 +123,12 @@ def compile_bundle(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--compile-for cannot be combined with --{name.replace('_', '-')}, whose programs no bundle has"
             )
+    for name, least, most in (("pages", 1, (1 << 31) - 2), ("guess", 1, 16), ("max_batch", 1, 4096)):
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: got {value}, expected an integer from {least} to {most}"
+            )
     given = {name: getattr(args, name) for name in _TAKEN}
     if args.compile_for == HERE:
         return _compile_here(given, decode=True if args.decode else "auto")
@@ -163,7 +169,7 @@ def compile_described(given: dict[str, Any]) -> None:
 
     try:
         _compile_described(given)
-    except CapibaraError as error:
+    except (CapibaraError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -192,6 +198,10 @@ def _compile_described(given: dict[str, Any]) -> None:
         )
     model = ModularCapibaraModel(config, mesh=mesh)
     take_tokenizer(model, tokenizer)
+    if not model.tokenizer_files and config.model.vocab_size > model.tokenizer.vocab_size:
+        warn_on_stderr(
+            f"{given['model']!r} has no tokenizer.json: the programs are for bytes, and do not fit where there is one"
+        )
     params, state = describe_arrays(model)
     _write(given, model, params, state, str(target), target.usable_hbm_bytes)
 
@@ -200,12 +210,15 @@ def _write(
     given: dict[str, Any], model: Any, params: Any, state: Any, target: str, memory_bytes: int | None
 ) -> None:
     from capibara.serve.engine.bundle import write_bundle
+    from capibara.serve.engine.speculation import Speculation, check_speculation
     from capibara.serve.engine.steps import EngineSizes
 
     begun = time.perf_counter()
+    if given["guess"]:
+        check_speculation(Speculation(given["guess"]), model)
     sizes = EngineSizes.of(
         model,
-        max_batch=given["max_batch"] or 16,
+        max_batch=16 if given["max_batch"] is None else given["max_batch"],
         max_length=given["max_length"],
         guesses=given["guess"] or 0,
         cache_dtype=given["cache_dtype"],

@@ -665,6 +665,14 @@ class ModularCapibaraModel:
 
     def _empty_pages(self, pages: int, page_size: int, slots: int, dtype: Any | None) -> dict[str, Any]:
         coded = is_coded_dtype(dtype)
+        heads = self.config.model.num_kv_heads or self.config.model.num_heads
+        apart = heads // (dict(self.mesh.shape).get("model", 1) if self.mesh is not None else 1)
+        if coded and self.backend.platform == "tpu" and apart % 8:
+            # XLA gives such pools a layout with the pages innermost, and copies all of them in each step.
+            raise InputError(
+                f"dtype='int8': on TPUs a device needs a multiple of 8 key heads for pages of codes, here it has "
+                f"{apart}. Choose 'bfloat16', or fewer devices"
+            )
         form = self._paged_form(StepShape(1), coded=coded)
         found = empty_pages(form, pages, page_size, slots, None if coded else dtype)
         return _without(found, self.compiled.states)

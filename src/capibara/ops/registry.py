@@ -55,6 +55,7 @@ __all__ = [
     "portable",
     "public",
     "remark",
+    "tpu_kind",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -332,6 +333,7 @@ def _run(branches: tuple[tuple[str, _Branch], ...], *arrays: Any) -> Any:
 
 _OPS: dict[str, Op] = {}
 _only: contextvars.ContextVar[str | None] = contextvars.ContextVar("only", default=None)
+_kind: contextvars.ContextVar[str | None] = contextvars.ContextVar("kind", default=None)
 _elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("elsewhere", default=False)
 # Where `remark` puts what it is told, in place of a warning.
 _remarks: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("remarks", default=None)
@@ -364,19 +366,31 @@ def portable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def for_platform(platform: str) -> Iterator[None]:
+def for_platform(platform: str, kind: str | None = None) -> Iterator[None]:
     """Programs traced in this context are lowered for this platform alone: what others would use is not traced.
 
     Kernels of other platforms take as long to trace as all the rest. Functions traced before keep all of them.
 
     Args:
       platform: as lowering calls it; only for functions that are traced for one program, and not kept.
+      kind: of its devices (``jax.Device.device_kind``), where they are not those of this process.
     """
-    token = _only.set(platform)
+    tokens = _only.set(platform), _kind.set(kind)
     try:
         yield
     finally:
-        _only.reset(token)
+        _only.reset(tokens[0])
+        _kind.reset(tokens[1])
+
+
+def tpu_kind() -> str:
+    """The kind of the TPU that is traced for: as :func:`for_platform` says, or that of this process; else empty.
+
+    What a process without one compiles for other machines is not known here unless it says so.
+    """
+    if (kind := _kind.get()) is not None:
+        return kind
+    return jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
 
 
 def list_ops() -> Mapping[str, Op]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
 from capibara.ops.attention.pallas_calls import round_up
+from capibara.ops.registry import tpu_kind
 
 if TYPE_CHECKING:
     from capibara.ops.attention.paged import PagedProblem
@@ -92,8 +92,8 @@ def check(problem: PagedProblem) -> None:
 
 
 def _on_v5p() -> bool:
-    """Whether this process computes on one; what it compiles for other machines is not known here."""
-    return jax.default_backend() == "tpu" and jax.devices()[0].device_kind in ("TPU v5", "TPU v5p")
+    """Whether programs are traced for one (:func:`capibara.ops.registry.tpu_kind`)."""
+    return tpu_kind() in ("TPU v5", "TPU v5p")
 
 
 def _page_bytes(problem: PagedProblem) -> int:

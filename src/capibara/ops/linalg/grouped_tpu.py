@@ -21,6 +21,7 @@ from jax import lax
 
 from capibara.ops.linalg import grouped_blocks, grouped_xla
 from capibara.ops.one_device import on_platform
+from capibara.ops.registry import tpu_kind
 
 if TYPE_CHECKING:
     from capibara.ops.linalg.grouped import GroupedProblem
@@ -64,9 +65,8 @@ ANY_CORE, V6E_CORE = Core(13 << 20, 546, 1 << 16), Core(24 << 20, 937, 1 << 18)
 
 
 def device_core() -> Core:
-    """Of the chip that this process computes on; what it compiles for other machines is not known here."""
-    on_v6e = jax.default_backend() == "tpu" and jax.devices()[0].device_kind in ("TPU v6 lite", "TPU v6e")
-    return V6E_CORE if on_v6e else ANY_CORE
+    """Of the chip that programs are traced for (:func:`capibara.ops.registry.tpu_kind`)."""
+    return V6E_CORE if tpu_kind() in ("TPU v6 lite", "TPU v6e") else ANY_CORE
 
 
 @dataclass(frozen=True)

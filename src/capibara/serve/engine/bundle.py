@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ _INDEX = "bundle.json"
 _VERSION = 1
 _MOST_INDEX = 4 << 20
 _MOST_PROGRAMS = 4096
+_FILE = re.compile(r"program-[0-9a-f]{8}-[0-9]{3,4}\.caprog")
+_MOST = {"max_batch": 4096, "prefill_tokens": 1 << 20, "prefill_chunks": 4096, "guesses": 16}
 _REMEDY = "Write the bundle again with capibara serve --compile-for."
 
 
@@ -83,11 +86,13 @@ class ProgramBundle:
             mesh = {str(axis): int(size) for axis, size in given["mesh"].items()}
             sizes = _sizes(given["sizes"])
             target = str(given["target"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            if not all(1 <= size <= 1 << 16 for size in mesh.values()):
+                raise ValueError("mesh")
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise PackedProgramError(f"{path}: is damaged. {_REMEDY}") from None
         if version != _VERSION:
             raise PackedProgramError(f"{path}: has version {version}, expected {_VERSION}. {_REMEDY}")
-        if len(files) > _MOST_PROGRAMS or any(Path(file).name != file for file, _ in files.values()):
+        if len(files) > _MOST_PROGRAMS or not all(_FILE.fullmatch(file) for file, _ in files.values()):
             raise PackedProgramError(f"{path}: names files outside its folder, or too many. {_REMEDY}")
         return cls(Path(folder), sizes, mesh, target, files)
 
@@ -143,7 +148,9 @@ def _sizes(given: dict[str, Any]) -> EngineSizes:
         raise ValueError("sizes")
     for name, value in given.items():
         right = (
-            isinstance(value, kinds[name]) if name in kinds else type(value) is int and 0 <= value < 1 << 31
+            isinstance(value, kinds[name])
+            if name in kinds
+            else type(value) is int and 0 <= value <= _MOST.get(name, (1 << 31) - 1)
         )
         if not right or (name not in kinds and name != "guesses" and value < 1):
             raise ValueError(name)
@@ -180,11 +187,9 @@ def write_bundle(
         write its programs. OSError: a file cannot be written.
     """
     place = Path(folder)
-    if place.exists() and (not place.is_dir() or (any(place.iterdir()) and not (place / _INDEX).is_file())):
-        raise ConfigError(f"{os.fspath(folder)!r}: is there and holds no bundle. Name a new folder.")
+    if place.exists() and (not place.is_dir() or not all(_is_ours(one.name) for one in place.iterdir())):
+        raise ConfigError(f"{os.fspath(folder)!r}: is there and holds something else. Name a new folder.")
     place.mkdir(parents=True, exist_ok=True)
-    for old in (place / _INDEX, *sorted(place.glob("program-*.caprog"))):
-        old.unlink(missing_ok=True)
     if pages is None:
         free = None if memory_bytes is None else memory_bytes - bytes_of_one_device((params, state))
         pages = pages_in_memory(
@@ -194,8 +199,11 @@ def write_bundle(
     devices = _devices(model)
     written: dict[str, tuple[str, str]] = {}
 
+    # Of other names than those of an earlier bundle, which stays whole until this one is.
+    own = os.urandom(4).hex()
+
     def make(name: str, lowered: Any) -> None:
-        file = f"program-{len(written):03d}.caprog"
+        file = f"program-{own}-{len(written):03d}.caprog"
         try:
             packed = pack_lowered(place / file, lowered, name=name, inputs=_inputs(lowered), devices=devices)
         except jax.errors.JaxRuntimeError as error:
@@ -210,10 +218,15 @@ def write_bundle(
     programs = Programs(model, layers_apart(model, params), state, writable=writable, make=make)
     first, rest = programs.to_compile(sizes.every, programs.describe_cache(sizes), sizes.inputs)
     every = [lambda: programs.empty_cache(sizes), *first, *rest]
-    for done, compile_one in enumerate(every, start=1):
-        compile_one()
-        if progress is not None:
-            progress(done, len(every))
+    try:
+        for done, compile_one in enumerate(every, start=1):
+            compile_one()
+            if progress is not None:
+                progress(done, len(every))
+    except BaseException:
+        for file in place.glob(f"program-{own}-*.caprog"):
+            file.unlink(missing_ok=True)
+        raise
     content = {
         "version": _VERSION,
         "target": target,
@@ -222,7 +235,15 @@ def write_bundle(
         "programs": {name: {"file": file, "sha256": digest} for name, (file, digest) in written.items()},
     }
     replace_file(place / _INDEX, json.dumps(content, indent=1).encode(), durable=True)
+    (place / _INDEX).chmod(0o644)  # what others may write to is not trusted, whatever the umask
+    for old in place.glob("program-*.caprog"):
+        if not old.name.startswith(f"program-{own}-"):
+            old.unlink(missing_ok=True)
     return ProgramBundle.read(place)
+
+
+def _is_ours(name: str) -> bool:
+    return name == _INDEX or _FILE.fullmatch(name) is not None
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:

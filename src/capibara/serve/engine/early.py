@@ -64,7 +64,8 @@ class EarlyPrograms:
             sizes = dataclasses.replace(sizes, pages=1 + pages)
             writable = min(config.model.vocab_size, model.tokenizer.vocab_size)
             programs = Programs(model, layers_apart(model, params), state, writable=writable)
-            first, _ = programs.to_compile(sizes.every, programs.describe_cache(sizes), sizes.inputs)
+            cache = programs.describe_cache(sizes)
+            first, _ = programs.to_compile(sizes.every, cache, sizes.inputs, early=sizes.early)
             for compile_one in first:
                 compile_one()
         except Exception:  # the engine will do the same, and say what is wrong

@@ -220,9 +220,13 @@ class Engine:
 
     def _to_compile(self) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
         """What compiles each program: of the first plain requests, and the rest."""
-        first, rest = self._programs.to_compile(self._sizes.every, self._cache, self._sizes.inputs)
+        first, rest = self._programs.to_compile(
+            self._sizes.every, self._cache, self._sizes.inputs, early=self._sizes.early
+        )
         if self._draft is not None:
-            more = self._draft.programs.to_compile(self._sizes.plain, self._draft.cache, self._sizes.inputs)
+            more = self._draft.programs.to_compile(
+                self._sizes.plain, self._draft.cache, self._sizes.inputs, early=self._sizes.early
+            )
             first, rest = first + more[0], rest + more[1]
         return first, rest
 
@@ -652,12 +656,7 @@ class Engine:
             self._release(sequence)
         self._waiting, self._waiting_tokens = [], 0
         for sequence in every:
-            try:
-                self._ended(sequence, sequence.finished or sequence.end(reason, error=error))
-            except Exception:
-                # What was held back of its text is lost; that it has ended is not.
-                sequence.stream.put(Piece(finish=reason, error=error))
-                self._ended(sequence, reason)
+            self._ended(sequence, sequence.finished or sequence.end(reason, error=error))
 
     def _remember(self, sequence: Sequence) -> None:
         """Tell the prefix cache of pages that are full now."""

@@ -235,8 +235,9 @@ class Programs:
         asked for, in this process or another.
         """
         name = "jax_traceback_in_locations_limit"
-        platform = self._model.backend.platform
-        alone = for_platform(platform) if platform in ("cpu", "tpu") else contextlib.nullcontext()
+        platform, mesh = self._model.backend.platform, self._model.mesh
+        kind = None if mesh is None else next(iter(mesh.devices.flat)).device_kind
+        alone = for_platform(platform, kind) if platform in ("cpu", "tpu") else contextlib.nullcontext()
         with self._lock, self._model.backend.scope(), alone:
             before = getattr(jax.config, name)
             jax.config.update(name, 0)
@@ -251,9 +252,14 @@ class Programs:
         return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def to_compile(
-        self, shapes: Sequence[StepShape], cache: Any, inputs: Callable[[StepShape], Any]
+        self,
+        shapes: Sequence[StepShape],
+        cache: Any,
+        inputs: Callable[[StepShape], Any],
+        *,
+        early: int = 2,
     ) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """What compiles all that steps of these shapes need: for the first two with plain requests, and the rest."""
+        """What compiles all that steps of these shapes need: of the first ones with plain requests, and the rest."""
         kinds = [(changed, top) for changed in (False, True) for top in (0, MOST_SCORES)]
         sizes = {shape: len(inputs(shape)["outputs"]) for shape in shapes}
         dtype = jnp.dtype(self._model.config.precision.accumulate_dtype)
@@ -272,15 +278,15 @@ class Programs:
             return lambda: self._compiled_choice((size, *kind), dtype)
 
         every = sorted(set(sizes.values()))
-        early = [sizes[shape] for shape in shapes[:2]]
-        first = [*map(step, shapes[:2]), *(choice(size, kinds[0]) for size in early)]
+        soon = dict.fromkeys(sizes[shape] for shape in shapes[:early])
+        first = [*map(step, shapes[:early]), *(choice(size, kinds[0]) for size in soon)]
         rest = [
-            choice(size, kind) for kind in kinds for size in every if kind != kinds[0] or size not in early
+            choice(size, kind) for kind in kinds for size in every if kind != kinds[0] or size not in soon
         ]
         # Of a step without rows every token may be scored.
         scored = {sizes[shape] for shape in shapes if not shape.rows}
         rest += [lambda size=size: self._compiled_score(size, dtype) for size in sorted(scored)]
-        return first, [*map(step, shapes[2:]), *rest]
+        return first, [*map(step, shapes[early:]), *rest]
 
 
 def no_changes(rows: int, vocabulary: int) -> Changes:

@@ -123,8 +123,14 @@ class Sequence:
     ) -> FinishReason:
         """Tell the reader that the text ends, with a last piece."""
         last = last or Piece()
+        try:
+            text = last.text + self.writer.finish()
+        except Exception as failure:
+            # What was held back of its text is lost; that it has ended is not.
+            text = last.text
+            if error is None and reason in ("stop", "length"):
+                reason, error = "error", f"{type(failure).__name__}: {failure!s:.500}"
         self.finished = reason
-        text = last.text + self.writer.finish()
         refused, said = isinstance(error, RequestError), None if error is None else str(error)
         self.stream.put(Piece(text, last.tokens, last.scores, finish=reason, error=said, refused=refused))
         return reason

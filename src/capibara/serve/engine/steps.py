@@ -117,7 +117,7 @@ class EngineSizes:
 
     @cached_property
     def plain(self) -> list[StepShape]:
-        """The shapes of steps without guesses; a plain request needs the first two."""
+        """The shapes of steps without guesses; plain requests need the first :attr:`early` ones."""
         # Pieces of one prompt follow each other in a step; a recurrence cannot be cut like that.
         chunks = max(1, min(self.prefill_chunks, self.max_batch) if self.recurrent else self.prefill_chunks)
         chunk = max(1, self.prefill_tokens // chunks)
@@ -127,6 +127,11 @@ class EngineSizes:
             # Where little else runs, a short prompt, or the new end of a known one, takes less time than a long one.
             found.insert(2, StepShape(rows[0], 1, chunk))
         return found
+
+    @property
+    def early(self) -> int:
+        """How many of the first shapes plain requests need."""
+        return 3 if self.plain[1].chunks > 1 else 2
 
     @property
     def _rows(self) -> list[int]:

@@ -71,13 +71,18 @@ def calls_grammar(tools: Sequence[Mapping[str, Any]], form: ToolForm, *, several
 
 
 def _schema(tool: Mapping[str, Any], form: ToolForm) -> str:
-    # References begin at the root of the schema, which is now a larger one.
-    shared = {"$defs": {"of": _moved(tool.get("parameters") or {"type": "object"})}}
+    # References begin at the root of the schema, which is now a larger one, without a name of its own.
+    parameters = {key: value for key, value in (tool.get("parameters") or {}).items() if key != "$id"}
+    shared = {"$defs": {"of": _moved(parameters or {"type": "object"})}}
     properties = {"name": {"const": tool["name"]}, form.key: {"$ref": "#/$defs/of"}}
     whole = {"type": "object", "properties": properties, "required": ["name", form.key]}
     # As models were shown calls: with one blank after commas and colons, and no other white space.
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return json.dumps({**whole, "additionalProperties": False, **shared, "x-guidance": spaces})
+
+
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+_OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 def _moved(schema: Any) -> Any:
@@ -86,14 +91,15 @@ def _moved(schema: Any) -> Any:
         return [_moved(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: "#/$defs/of" + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else value
-        if key in ("const", "enum", "default", "examples")
-        else _moved(value)
-        for key, value in schema.items()
-    }
+    found = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            found[key] = "#/$defs/of" + value[1:]
+        elif key in _OF_NAMES and isinstance(value, dict):  # keys are names here, whatever they are
+            found[key] = {name: _moved(one) for name, one in value.items()}
+        else:
+            found[key] = value if key in _VALUES else _moved(value)
+    return found
 
 
 def _no_number(text: str) -> Any:
@@ -188,7 +194,8 @@ class CallReader:
         return found
 
     def _call(self, value: Any) -> Call | None:
-        if not isinstance(value, dict) or value.get("name") not in self._names:
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str) or name not in self._names:
             return None
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
@@ -199,4 +206,4 @@ class CallReader:
         if not isinstance(arguments, dict):
             return None
         # Half of a pair of surrogates, which a model may write as an escape, cannot be sent but as one.
-        return Call(value["name"], json.dumps(arguments, allow_nan=False))
+        return Call(name, json.dumps(arguments, allow_nan=False))
