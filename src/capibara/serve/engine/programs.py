@@ -31,6 +31,7 @@ __all__ = ["GREEDY", "MOST_SCORES", "Programs", "no_changes", "page_bytes", "pag
 GREEDY = Sampling(temperature=0.0)
 MOST_SCORES = 20
 """The most alternatives that are given with a token."""
+_lowering_lock = threading.RLock()  # of a setting of the whole process
 _MEMORY_PART = 0.5  # of what is free, for pages
 
 
@@ -238,7 +239,7 @@ class Programs:
         platform, mesh = self._model.backend.platform, self._model.mesh
         kind = None if mesh is None else next(iter(mesh.devices.flat)).device_kind
         alone = for_platform(platform, kind) if platform in ("cpu", "tpu") else contextlib.nullcontext()
-        with self._lock, self._model.backend.scope(), alone:
+        with self._lock, _lowering_lock, self._model.backend.scope(), alone:
             before = getattr(jax.config, name)
             jax.config.update(name, 0)
             try:

@@ -124,6 +124,10 @@ class EmbeddingService:
             self._waiting, self._tokens = self._waiting + 1, self._tokens + count
         try:
             return await asyncio.wrap_future(self._pool.submit(self._compute, rows, gone))
+        except RuntimeError:
+            if not self._closed:
+                raise
+            raise EngineClosedError("the server is shutting down") from None
         finally:
             with self._lock:
                 self._waiting, self._tokens = self._waiting - 1, self._tokens - count
