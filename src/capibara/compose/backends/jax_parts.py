@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compose.backends.jax_expert_parts import experts_on_parts
 from capibara.compose.backends.jax_lookup_parts import lookup_on_parts
+from capibara.compose.backends.jax_paged_parts import paged_on_parts
 from capibara.compose.backends.jax_ring import RINGS
 from capibara.compose.backends.meshes import free_axes
 from capibara.config.axes import AxisRules
@@ -158,6 +159,8 @@ def on_parts(ops: Any, mesh: Mesh, rules: AxisRules) -> Any:
     }
     own["expert_mlp"] = experts_on_parts(ops.expert_mlp, mesh, rules)
     own["lookup"] = lookup_on_parts(ops.lookup, mesh, rules)
+    own["paged_attention"] = paged_on_parts(ops.paged_attention, mesh, rules, pools=2)
+    own["paged_codes_attention"] = paged_on_parts(ops.paged_codes_attention, mesh, rules, pools=4)
     return SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__} | own)
 
 
