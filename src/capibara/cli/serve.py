@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import signal
 import socket
 import sys
@@ -98,6 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; return 0."""
+    # What a start makes is kept: looking through it for rubbish again and again takes a tenth of its time.
+    gc.disable()
+    try:
+        return _run(args)
+    finally:
+        gc.enable()
+
+
+def _run(args: argparse.Namespace) -> int:
     from capibara.compilation.persistent_cache import keep_compiled
     from capibara.errors import ConfigError, MissingExtraError
 
@@ -151,6 +161,8 @@ def run(args: argparse.Namespace) -> int:
             timeout_graceful_shutdown=args.drain,
             server_header=False,
         )
+        gc.freeze()
+        gc.enable()
         listener.listen(2048)  # who asks from now on is answered
         host, port = listener.getsockname()[:2]
         print(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
