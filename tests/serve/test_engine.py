@@ -258,8 +258,11 @@ def test_a_deadline_ends_a_text(engine: Engine) -> None:
         ({"prompt": (1,), "logprobs": 1.5}, "logprobs=1.5: expected an integer"),
         ({"prompt": (1,), "priority": "high"}, "priority='high': expected an integer"),
         ({"prompt": (1,), "deadline_s": math.nan}, "deadline_s=nan: expected a number of seconds"),
+        ({"prompt": 5}, "prompt must be a sequence"),
+        ({"prompt": (1,), "stop": None}, "stop=None: expected a tuple of strings"),
+        ({"prompt": (1,), "stop_tokens": 3}, "stop_tokens=3: expected a set of token ids"),
         ({"prompt": (1,), "stop": "end"}, "stop='end': expected a tuple of strings"),
-        ({"prompt": (1,), "stop_tokens": ("a",)}, "stop_tokens=.*: expected a tuple of token ids"),
+        ({"prompt": (1,), "stop_tokens": ("a",)}, "stop_tokens=.*: expected a set of token ids"),
         ({"prompt": (1,), "sampling": Sampling(logit_bias=((300, 1.0),))}, "logit_bias has token 300"),
     ],
 )

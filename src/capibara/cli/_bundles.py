@@ -15,7 +15,7 @@ from capibara.errors import ConfigError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = ["HERE", "add_bundle_arguments", "compile_bundle", "say_compiled", "serving_mesh"]
+__all__ = ["HERE", "add_bundle_arguments", "compile_bundle", "devices_wanted", "say_compiled", "serving_mesh"]
 
 HERE = "here"
 _TAKEN = (
@@ -55,7 +55,8 @@ def add_bundle_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel",
         type=int,
         metavar="N",
-        help="divide the model among so many devices (default: all of a TPU host or of --compile-for; elsewhere 1)",
+        help="divide the model among so many devices (default: all of a TPU host or of --compile-for; elsewhere, and "
+        "for a compressed file, 1)",
     )
     parser.add_argument(
         "--cache-dtype",
@@ -79,6 +80,11 @@ def say_compiled(done: int, total: int) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def devices_wanted(args: argparse.Namespace) -> int | None:
+    """The argument of :func:`serving_mesh`: a compressed file, whose codes are not divided, is on one device."""
+    return 1 if args.tensor_parallel is None and is_archive(args.model) else args.tensor_parallel
 
 
 def serving_mesh(count: int | None, axes: dict[str, int] | None = None) -> Mesh | None:
@@ -156,7 +162,7 @@ def compile_bundle(args: argparse.Namespace) -> int:
 def _compile_here(given: dict[str, Any], *, decode: bool | str) -> int:
     import jax
 
-    mesh = serving_mesh(given["tensor_parallel"])
+    mesh = serving_mesh(devices_wanted(argparse.Namespace(**given)))
     loaded = load_source(given["model"], quiet=given["quiet"], decode=decode, mesh=mesh)
     device = jax.local_devices()[0]
     _write(given, loaded.model, loaded.params, loaded.state, f"{device.device_kind} (this machine)", None)

@@ -11,7 +11,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capibara.cli._bundles import add_bundle_arguments, compile_bundle, say_compiled, serving_mesh
+from capibara.cli._bundles import (
+    add_bundle_arguments,
+    compile_bundle,
+    devices_wanted,
+    say_compiled,
+    serving_mesh,
+)
 from capibara.cli._models import load_source
 
 if TYPE_CHECKING:
@@ -99,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; return 0."""
-    # What a start makes is kept: looking through it for rubbish again and again takes a tenth of its time.
+    # What a start makes is kept: looking through it for garbage again and again takes a tenth of its time.
     gc.disable()
     try:
         return _run(args)
@@ -139,7 +145,7 @@ def _run(args: argparse.Namespace) -> int:
     with listener, contextlib.ExitStack() as kept:
         kept.enter_context(keep_compiled(lambda why: print(why, file=sys.stderr), min_seconds=0.0))
         bundle = _bundle(args)
-        mesh = serving_mesh(args.tensor_parallel, None if bundle is None else dict(bundle.mesh))
+        mesh = serving_mesh(devices_wanted(args), None if bundle is None else dict(bundle.mesh))
         early = _early(args) if bundle is None and mesh is None else None
         if early is not None:
             kept.callback(early.take)  # a process that ends while XLA compiles is aborted
@@ -228,6 +234,7 @@ def _application(
     early: EarlyPrograms | None = None,
 ) -> tuple[Served, Any]:
     """What answers, and its application: for a model that writes texts, or for one that makes vectors."""
+    from capibara.errors import ConfigError
     from capibara.serve import Embedder, Speculation
     from capibara.serve.engine import Engine
     from capibara.serve.http import EmbeddingService, create_app, create_embedding_app
@@ -235,6 +242,12 @@ def _application(
     name = args.name or Path(args.model).absolute().name
     waiting = {"max_waiting": args.max_waiting, "max_waiting_tokens": args.max_waiting_tokens}
     if not loaded.model.config.model.causal:
+        for option in ("bundle", "cache_dtype", "pages", "guess"):
+            if getattr(args, option) is not None:
+                raise ConfigError(
+                    f"--{option.replace('_', '-')}: is of models that write texts, and {args.model!r} makes vectors. "
+                    "Leave it out"
+                )
         embedder = Embedder.of(loaded.model, loaded.params, max_length=args.max_length)
         service = EmbeddingService(embedder, name=name, **waiting)
         return service, create_embedding_app(service, settings)

@@ -13,6 +13,7 @@ each of the ``rows + chunks`` sequences there is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -121,7 +122,15 @@ class PagedAttention(Primitive):
     """
 
     decodes = True
-    in_place = MappingProxyType({"key_pages": "next_key_pages", "value_pages": "next_value_pages"})
+    in_place: Mapping[str, str] = MappingProxyType(
+        {"key_pages": "next_key_pages", "value_pages": "next_value_pages"}
+    )
+    _op = "paged_attention"
+
+    @staticmethod
+    def _pools() -> dict[str, Any]:
+        pool = ("pages page_size kv_heads width", "float")
+        return {"key_pages": pool, "value_pages": pool}
 
     def __init__(
         self,
@@ -138,39 +147,34 @@ class PagedAttention(Primitive):
         number("scale", scale, above=True, optional=True)
         whole("window", window, optional=True)
         number("softcap", softcap, above=True, optional=True)
-        pool = "pages page_size kv_heads width"
+        pools = self._pools()
         super().__init__(
-            "paged_attention",
+            self._op,
             {
                 "query": ("batch sequence heads dim", "float"),
                 "key": ("batch sequence kv_heads dim", "float"),
                 "value": ("batch sequence kv_heads dim", "float"),
-                "key_pages": (pool, "float"),
-                "value_pages": (pool, "float"),
+                **pools,
                 "page_table": ("sequences table", "int"),
                 "starts": (("sequences",), "int"),
                 "counts": (("sequences",), "int"),
             }
             | _sinks(sinks),
-            {
-                "output": ("batch sequence heads dim", "float"),
-                "next_key_pages": (pool, "float"),
-                "next_value_pages": (pool, "float"),
-            },
+            {"output": ("batch sequence heads dim", "float")}
+            | {f"next_{key}": pool for key, pool in pools.items()},
             {**_parts(rows, chunks, chunk), "window": window, "softcap": softcap} | _given(scale),
             constraints=[(_grouped, ("query", "key"))],
             name=name,
         )
 
 
-class PagedCodesAttention(Primitive):
+class PagedCodesAttention(PagedAttention):
     """:class:`PagedAttention` whose pages are int8 codes.
 
     ``key_scales``/``value_scales float32 [pages, page_size, kv_heads]`` are what the codes of a row are multiplied by:
     1/127 of the largest of its numbers (:func:`capibara.ops.attention.paged.code_rows`).
     """
 
-    decodes = True
     in_place = MappingProxyType(
         {
             "key_pages": "next_key_pages",
@@ -179,49 +183,12 @@ class PagedCodesAttention(Primitive):
             "value_scales": "next_value_scales",
         }
     )
+    _op = "paged_codes_attention"
 
-    def __init__(
-        self,
-        rows: int,
-        chunks: int,
-        chunk: int,
-        window: int | None = None,
-        softcap: float | None = None,
-        *,
-        scale: float | None = None,
-        sinks: bool = False,
-        name: str | None = None,
-    ) -> None:
-        number("scale", scale, above=True, optional=True)
-        whole("window", window, optional=True)
-        number("softcap", softcap, above=True, optional=True)
+    @staticmethod
+    def _pools() -> dict[str, Any]:
         pool, scales = ("pages page_size kv_heads width", "int"), ("pages page_size kv_heads", "float")
-        super().__init__(
-            "paged_codes_attention",
-            {
-                "query": ("batch sequence heads dim", "float"),
-                "key": ("batch sequence kv_heads dim", "float"),
-                "value": ("batch sequence kv_heads dim", "float"),
-                "key_pages": pool,
-                "value_pages": pool,
-                "key_scales": scales,
-                "value_scales": scales,
-                "page_table": ("sequences table", "int"),
-                "starts": (("sequences",), "int"),
-                "counts": (("sequences",), "int"),
-            }
-            | _sinks(sinks),
-            {
-                "output": ("batch sequence heads dim", "float"),
-                "next_key_pages": pool,
-                "next_value_pages": pool,
-                "next_key_scales": scales,
-                "next_value_scales": scales,
-            },
-            {**_parts(rows, chunks, chunk), "window": window, "softcap": softcap} | _given(scale),
-            constraints=[(_grouped, ("query", "key"))],
-            name=name,
-        )
+        return {"key_pages": pool, "value_pages": pool, "key_scales": scales, "value_scales": scales}
 
 
 class PagedLatentAttention(Primitive):

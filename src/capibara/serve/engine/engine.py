@@ -32,8 +32,9 @@ from capibara.serve.engine.bundle import ProgramBundle
 from capibara.serve.engine.choosing import Asked, choose_tokens
 from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import layers_apart
+from capibara.serve.engine.limits import check_request, is_integer
 from capibara.serve.engine.pages import PagePool
-from capibara.serve.engine.programs import MOST_SCORES, Programs, pages_in_memory
+from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.speculation import DraftModel, Earlier, Speculation, check_speculation
 from capibara.serve.engine.steps import EngineSizes, StepPiece
@@ -47,17 +48,11 @@ from capibara.serve.requests import (
     RequestError,
     TokenScore,
 )
-from capibara.serve.token_ids import checked_ids
 
 __all__ = ["Engine"]
 
 
 _GIVE_WAY_S = 0.25  # for texts that are written, before a program is compiled beside them
-
-
-def _is_integer(value: Any, least: int, most: int) -> bool:
-    """Whether it is an integer in a range; ``True`` is none."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 class Engine:
@@ -140,7 +135,7 @@ class Engine:
             ("max_waiting", max_waiting, 1 << 30),
             ("max_waiting_tokens", max_waiting_tokens, 1 << 40),
         ):
-            if not _is_integer(value, 1, most):
+            if not is_integer(value, 1, most):
                 raise ConfigError(f"{key}={value!r}: expected an integer from 1 to {most}.")
         made = None if early is None else early.take()
         if made is not None:
@@ -351,12 +346,13 @@ class Engine:
         Raises:
           RequestError, QueueFullError, EngineClosedError: as :meth:`submit`.
         """
-        count, length = len(requests), sum(len(request.prompt) for request in requests)
+        count = len(requests)
         if count > self._max_waiting:
             raise RequestError(
                 f"{count} texts are asked for at once, expected at most max_waiting={self._max_waiting}. Ask for fewer."
             )
         sequences = [self._sequence(request) for request in requests]
+        length = sum(len(sequence.tokens) for sequence in sequences)
         with self._there:
             if self._closing or self._failed:
                 raise EngineClosedError(self._failed or "the engine is shutting down")
@@ -388,51 +384,12 @@ class Engine:
         return float(np.clip((times[-1] - times[0]) / (len(times) - 1), 0.1, 60.0))
 
     def _sequence(self, request: Request) -> Sequence:
-        try:
-            prompt = checked_ids("prompt", request.prompt, self._vocabulary)
-        except ConfigError as error:
-            raise RequestError(str(error)) from None
-        least = 1 if request.prompt_logprobs is None else 0
-        room = self._max_length - len(prompt)
-        if room < least:
-            raise RequestError(
-                f"prompt has {len(prompt)} tokens, and max_length={self._max_length} leaves no room for an answer. "
-                "Shorten the prompt."
-            )
-        if request.max_tokens is not None and not _is_integer(request.max_tokens, least, room):
-            raise RequestError(
-                f"max_tokens={request.max_tokens!r:.50}: expected an integer from {least} to {room}, what max_length="
-                f"{self._max_length} leaves after a prompt of {len(prompt)} tokens."
-            )
-        capacity = self._pool.total * self._pool.page_size
-        if len(prompt) + (least if request.max_tokens is None else request.max_tokens) > capacity:
-            raise RequestError(
-                f"a prompt of {len(prompt)} tokens and max_tokens={request.max_tokens} do not fit the cache, which has "
-                f"{capacity} positions. Ask for less."
-            )
-        room = min(room, capacity - len(prompt))
-        for name, value, most in (
-            ("logprobs", request.logprobs, MOST_SCORES),
-            ("prompt_logprobs", request.prompt_logprobs, MOST_SCORES),
-            ("seed", request.seed, (1 << 32) - 1),
-            ("min_tokens", request.min_tokens, (1 << 31) - 1),
-        ):
-            if value is not None and not _is_integer(value, 0, most):
-                raise RequestError(f"{name}={value!r:.50}: expected an integer from 0 to {most}.")
-        if not _is_integer(request.priority, -(1 << 31), (1 << 31) - 1):
-            raise RequestError(
-                f"priority={request.priority!r:.50}: expected an integer of 32 bits; the lowest runs first."
-            )
-        limit = request.deadline_s
-        if limit is not None and not (isinstance(limit, int | float) and 0 <= limit < math.inf):
-            raise RequestError(f"deadline_s={limit!r:.50}: expected a number of seconds of at least 0.")
-        if isinstance(request.stop, str) or not all(isinstance(one, str) for one in request.stop):
-            raise RequestError(f"stop={request.stop!r:.50}: expected a tuple of strings.")
-        if not all(_is_integer(token, 0, (1 << 31) - 1) for token in request.stop_tokens):
-            raise RequestError(f"stop_tokens={request.stop_tokens!r:.50}: expected a tuple of token ids.")
-        wrong = [token for token, _ in request.sampling.logit_bias if token >= self._vocabulary]
-        if wrong:
-            raise RequestError(f"logit_bias has token {wrong[0]}: ids are below {self._vocabulary}.")
+        tokens, most = check_request(
+            request,
+            max_length=self._max_length,
+            capacity=self._pool.total * self._pool.page_size,
+            vocabulary=self._vocabulary,
+        )
         adapter = None
         if request.adapter:
             adapter = None if self._adapters is None else self._adapters.get(request.adapter)
@@ -448,7 +405,6 @@ class Engine:
         ends = frozenset(request.stop_tokens)
         if not request.ignore_eos:
             ends |= self._tokenizer.stop_tokens
-        tokens = [int(token) for token in prompt]
         sequence: Sequence
         stream = PieceStream(request, lambda: self._cancel(sequence))
         # What an adapter changes is shared by its own texts only.
@@ -458,7 +414,7 @@ class Engine:
             stream=stream,
             number=next(self._numbers),
             tokens=tokens,
-            most=room if request.max_tokens is None else request.max_tokens,
+            most=most,
             seed=int.from_bytes(os.urandom(4), "little") if request.seed is None else request.seed,
             ends=ends,
             writer=StoppingText(self._tokenizer.stream(), request.stop),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from capibara.serve.http.fields import DetokenizeRequest, TokenizeRequest
 __all__ = ["Salt", "Served", "ServerSettings", "base_app", "check_model"]
 
 _STALLED_S = 5.0
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character, as an escape
 _BODY_S = 60.0  # in which a body has to arrive
 
 
@@ -56,7 +58,7 @@ class _Body(Request):
             body = await self.body()
             self._json = json.loads(body, parse_constant=_no_number)
             # As an escape alone can half of a character be in UTF-8: of a text that a client has cut.
-            if b"\\u" in body:
+            if _HALF.search(body):
                 whole = json.dumps(self._json, ensure_ascii=False).encode("utf-16", "surrogatepass")
                 self._json = json.loads(whole.decode("utf-16", "replace"))
         return self._json
