@@ -40,8 +40,9 @@ def test_an_engine_takes_them(tmp_path: Path, pages: int | None) -> None:
         assert engine.statistics().compilations > 0
 
 
-def test_those_of_another_model_are_left(tmp_path: Path) -> None:
-    early = EarlyPrograms(config_of(**{"model.mlp_dim": 24}), tmp_path, **SIZES)
+@pytest.mark.parametrize("other", [{"model.mlp_dim": 24}, {"model.rope_theta": 77.0}])
+def test_those_of_another_model_are_left(tmp_path: Path, other: dict[str, Any]) -> None:
+    early = EarlyPrograms(config_of(**other), tmp_path, **SIZES)
     model = ModularCapibaraModel(config_of())
     with Engine(model, early=early, warm=False, **SIZES) as engine:
         tokens(engine)

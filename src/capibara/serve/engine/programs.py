@@ -76,7 +76,7 @@ class Programs:
         return [leaf for leaf in jax.tree.leaves((params, self._state)) if leaf.size]
 
     def adopt(self, other: Programs) -> bool:
-        """Take what another has compiled, if it is for arrays of the same shapes; whether it is.
+        """Take what another has compiled, if it is for the same model, with arrays of the same shapes; whether it is.
 
         Args:
           other: for an engine of the same sizes.
@@ -85,7 +85,10 @@ class Programs:
         def kinds(programs: Programs) -> list[Any]:
             return [(leaf.shape, leaf.dtype) for leaf in programs._leaves]
 
-        same = (self._tree, self.writable) == (other._tree, other.writable) and kinds(self) == kinds(other)
+        def facts(programs: Programs) -> tuple[Any, ...]:
+            return programs._model.config, programs._model.mesh, programs._tree, programs.writable
+
+        same = facts(self) == facts(other) and kinds(self) == kinds(other)
         if same:
             with self._lock:
                 self._steps |= other._steps
