@@ -29,6 +29,7 @@ __all__ = [
     "find_package",
     "installed_version",
     "libtpu_problem",
+    "loaded_programs",
     "outside_transformations",
     "require_supported_jax",
     "required_libtpu",
@@ -309,3 +310,17 @@ def watch_program_keys(
         yield
     finally:
         _program_keys.remove(entry)
+
+
+def loaded_programs(platform: str | None = None) -> list[Any]:
+    """Compiled programs that this process holds, as the runtime lists them.
+
+    JAX has no public function for it. Each has ``hlo_modules()``, ``get_compiled_memory_stats()`` and
+    ``local_devices()`` in every supported version.
+
+    Args:
+      platform: of which backend (``"cpu"``); the default one if None.
+    """
+    import jax
+
+    return list(jax.local_devices(backend=platform)[0].client.live_executables())

@@ -41,6 +41,7 @@ VERBS: dict[str, str] = {
     "verify": "decode every tensor of archives and check their checksums",
     "plan": "plan a configuration on a TPU slice: memory, time, price",
     "doctor": "show what is installed, which devices are available and which implementations run",
+    "profile": "find where the time of a program goes, operation by operation",
     "tune": "measure the fastest block sizes and implementations on this device",
     "migrate": "check source code against the installed JAX",
 }
@@ -48,7 +49,7 @@ VERBS: dict[str, str] = {
 # These handle SIGTERM themselves: a run stops between two steps, and is saved.
 _OWN_SIGNALS = ("train", "launch", "serve")
 # What stands after -- is another command, with options of its own.
-_COMMANDS = ("launch",)
+_COMMANDS = ("launch", "profile")
 # These write large files, on many threads or beside JAX, in whose callbacks an exception of a handler is lost.
 _ENDING = ("compress", "decompress", "embed", "export")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from capibara.lazy import on_demand
 
 if TYPE_CHECKING:
+    from capibara.measure.bandwidth import copy_bandwidth
     from capibara.measure.flops import FlopCount, count_flops
     from capibara.measure.machine import format_machine, machine_description
     from capibara.measure.matmul import matmul_rate, measured_chip
@@ -23,6 +24,7 @@ __all__ = [
     "MemorySnapshot",
     "Row",
     "Table",
+    "copy_bandwidth",
     "count_flops",
     "format_machine",
     "interleaved",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "bandwidth": ("copy_bandwidth",),
     "flops": ("FlopCount", "count_flops"),
     "machine": ("format_machine", "machine_description"),
     "matmul": ("matmul_rate", "measured_chip"),

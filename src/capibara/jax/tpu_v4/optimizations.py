@@ -1,5 +1,5 @@
-"""Sharding, compilation and memory at their documented names: faces of :mod:`capibara.plan.sharding`,
-:mod:`capibara.compilation` and :mod:`capibara.memory`."""
+"""Sharding, compilation, memory and profiles at their documented names: faces of :mod:`capibara.plan.sharding`,
+:mod:`capibara.compilation`, :mod:`capibara.memory` and :mod:`capibara.observe.profile`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from capibara.compilation import (
 )
 from capibara.compress.device_memory import TpuMemoryManager, create_optimized_cache
 from capibara.memory import TpuMemoryMonitor
+from capibara.observe.profile import TpuPerformanceProfiler, TpuProfiler
 from capibara.plan.hbm import HBMOptimizer
 from capibara.plan.sharding import create_mesh_sharding, optimize_sharding_strategy
 
@@ -19,6 +20,8 @@ __all__ = [
     "TpuCompilationConfig",
     "TpuMemoryManager",
     "TpuMemoryMonitor",
+    "TpuPerformanceProfiler",
+    "TpuProfiler",
     "TpuWarmupManager",
     "create_jitted_forward",
     "create_mesh_sharding",

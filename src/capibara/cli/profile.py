@@ -1,0 +1,136 @@
+"""``capibara profile``: where a program's time goes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capibara.cli._json import print_json
+
+if TYPE_CHECKING:
+    from capibara.observe.profile import Profile
+
+HELP = """Profile a Python program that uses JAX, unchanged: 'capibara profile -- python script.py'. The profile begins
+with the first program that it compiles. 'capibara profile show FOLDER' prints a profile that was kept with -o, and
+'capibara profile diff BEFORE AFTER' says which source lines made the difference between two. Exit code: the program's;
+1 the profile could not be taken; 2 invalid input."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    add = parser.add_argument
+    add(
+        "command",
+        nargs="*",
+        metavar="show FOLDER | diff BEFORE AFTER | -- COMMAND",
+        help="a Python file, or python with its arguments",
+    )
+    add(
+        "-o", "--output", metavar="FOLDER", help="keep the trace (XProf, Perfetto), programs and profile.json"
+    )
+    add("--plot", metavar="PNG", help="draw the longest operations and the roofline")
+    add("--html", metavar="FILE", help="write figure and table into one HTML file")
+    add("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile; return the exit code."""
+    from capibara.errors import ConfigError
+
+    what = args.command
+    if not what:
+        raise ConfigError("COMMAND: got none, expected 'capibara profile -- python script.py', show or diff")
+    if what[0] == "diff":
+        return _diff(args)
+    if what[0] == "show":
+        if len(what) != 2:
+            raise ConfigError(f"show: got {len(what) - 1} folders, expected one, which -o wrote")
+        _write(_read(what[1]), args)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="capibara-profile-") as temporary:
+        folder = Path(args.output or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = folder / "profile.json"
+        written.unlink(missing_ok=True)
+        python, arguments = _python(what)
+        # What the program prints is not part of our output.
+        done = subprocess.run(
+            [python, "-m", "capibara.observe.profile.run", str(folder), *arguments],
+            stdout=sys.stderr if args.json else None,
+            check=False,
+        )
+        if written.is_file():
+            _write(_read(folder), args)
+        elif done.returncode == 0:
+            print("capibara profile: the program ended before its profile was written", file=sys.stderr)
+            return 1
+    return done.returncode if done.returncode >= 0 else 128 - done.returncode
+
+
+def _python(command: list[str]) -> tuple[str, list[str]]:
+    from capibara.errors import ConfigError
+
+    first = Path(command[0]).name
+    if first.startswith("python") or first == "pypy":
+        python, rest = command[0], command[1:]
+        if python in ("python", "python3"):
+            python = sys.executable
+    else:
+        python, rest = sys.executable, command
+    if not rest or (rest[0] == "-m" and len(rest) < 2):
+        raise ConfigError("COMMAND: got no file and no -m MODULE to run, expected python script.py")
+    if rest[0] != "-m":
+        if rest[0].startswith("-"):
+            raise ConfigError(
+                f"COMMAND: got the option {rest[0]!r} of Python, expected a file, or -m MODULE: set the others by "
+                "environment variables"
+            )
+        if not Path(rest[0]).is_file():
+            raise ConfigError(f"COMMAND: {rest[0]!r} is not a file, expected a Python program")
+    return python, rest
+
+
+def _read(folder: str | Path) -> Profile:
+    from capibara.errors import ConfigError
+    from capibara.files import read_bounded
+    from capibara.observe.profile import Profile
+
+    path = Path(folder)
+    path = path / "profile.json" if path.is_dir() else path
+    try:
+        text = read_bounded(path, 512 * 2**20).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"FOLDER: {str(folder)!r} holds no profile, as -o writes it: {error}") from error
+    return Profile.from_json(text)
+
+
+def _write(profile: Profile, args: argparse.Namespace) -> None:
+    from capibara.observe.profile.plot import plot_profile, write_page
+
+    if args.plot:
+        plot_profile(profile, args.plot)
+    if args.html:
+        write_page(profile, args.html)
+    _show(profile.metrics() if args.json else profile, args.json)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from capibara.errors import ConfigError
+    from capibara.observe.profile.diff import diff_profiles
+
+    if len(args.command) != 3:
+        raise ConfigError(f"diff: got {len(args.command) - 1} profiles, expected two: BEFORE and AFTER")
+    found = diff_profiles(_read(args.command[1]), _read(args.command[2]))
+    _show(found.to_dict() if args.json else found, args.json)
+    return 0
+
+
+def _show(what: Any, as_json: bool) -> None:
+    if as_json:
+        print_json(what)
+    else:
+        print(what)

@@ -1,0 +1,1 @@
+"""Look at programs and devices while they work: profiles, a monitor, health checks, diagnosis."""

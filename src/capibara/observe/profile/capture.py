@@ -1,0 +1,392 @@
+"""Take a profile: run a region under JAX's tracer, between two points at which no device is at work."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from capibara.compilation import CompilationCounts, count_compilations
+from capibara.errors import CapibaraError
+from capibara.files import replace_file
+from capibara.hardware import detect_chip
+from capibara.hardware.telemetry import device_memory, host_memory, live_array_bytes
+from capibara.measure import copy_bandwidth, machine_description, matmul_rate
+from capibara.observe.errors import ProfileError
+from capibara.observe.profile.programs import HeldPrograms, KnownProgram, known_program
+from capibara.observe.profile.result import Operation, Profile, ProgramRuns
+from capibara.observe.profile.trace import Trace, find_trace, read_trace
+
+__all__ = ["Capture", "Captured", "capture"]
+
+# A run of a program must have at least this share of the operations that its text lists, or the tracer dropped some.
+_COMPLETE = 0.98
+_NO_TRACE = "no trace was taken: capture_flops, capture_communication or capture_kernel_details asks for one"
+
+
+class Capture:
+    """What to capture. A trace is taken if any of the last three is True.
+
+    Attributes:
+      memory: the most memory in use.
+      flops: operations, FLOPs and bytes of the programs that ran.
+      communication: time of collectives.
+      kernels: each operation.
+    """
+
+    def __init__(self, memory: bool, flops: bool, communication: bool, kernels: bool) -> None:
+        self.memory = memory
+        self.flops = flops
+        self.communication = communication
+        self.kernels = kernels
+
+    @property
+    def traces(self) -> bool:
+        return self.flops or self.communication or self.kernels
+
+
+class Captured:
+    """Filled with the profile when the region of :func:`capture` ends."""
+
+    profile: Profile | None = None
+
+
+@contextlib.contextmanager
+def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Captured]:
+    """Profile the body of a ``with`` block.
+
+    Args:
+      name: of the region.
+      what: to capture.
+      folder: where to keep the trace, the programs and ``profile.json``; nothing is kept if None.
+
+    Raises:
+      ProfileError: another trace is being taken; or the tracer dropped operations.
+    """
+    import jax
+
+    captured = Captured()
+    with contextlib.ExitStack() as stack:
+        place = folder
+        if what.traces and place is None:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="capibara-profile-")))
+        _settle()
+        memory = _MemoryWatch() if what.memory else None
+        held = stack.enter_context(HeldPrograms()) if what.traces else None
+        if what.traces:
+            _start(Path(str(place)))
+        failed = True
+        began = time.perf_counter()
+        try:
+            with count_compilations() as counts:
+                yield captured
+            failed = False
+        finally:
+            wall = _settle() - began
+            peak = None if memory is None else memory.end()
+            texts = {} if held is None or failed else held.texts()
+            cost = _event_cost() if what.traces and not failed else 0.0
+            if what.traces:
+                jax.profiler.stop_trace()
+        captured.profile, ran = _result(name, what, wall, counts, peak, place, texts, cost)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            _keep(folder, captured.profile, {number: texts[number][0] for number in ran if number in texts})
+
+
+def _start(folder: Path) -> None:
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    # Python's tracer records every call of a function, which slows a program several times.
+    options.python_tracer_level = 0
+    options.host_tracer_level = 2
+    shutil.rmtree(folder / "plugins", ignore_errors=True)
+    try:
+        jax.profiler.start_trace(str(folder), profiler_options=options)
+    except RuntimeError as error:
+        raise ProfileError(
+            f"a trace is being taken already ({error}): end it first; profiles do not lie within one another"
+        ) from error
+
+
+def _settle() -> float:
+    """Wait until no device is at work; the host's time (``perf_counter``) at which that began.
+
+    Arrays that are held can be waited for. For results that were dropped JAX has no such function: TPUs and GPUs run
+    programs in their order, so that one more ends after them; XLA on CPUs does not, but its threads sleep without work.
+    """
+    import jax
+
+    jax.effects_barrier()
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            with contextlib.suppress(RuntimeError):  # donated between the two lines by another thread
+                array.block_until_ready()
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        return _sleeping()
+    jax.block_until_ready([jax.device_put(0, device) + 1 for device in devices])
+    return time.perf_counter()
+
+
+def _sleeping(quiet: int = 4, limit: float = 60.0) -> float:
+    """Wait until threads that are not Python's are seen asleep ``quiet`` times in a row; when they were first.
+
+    XLA's have no names of their own. Other libraries' may work on without an end: after ``limit`` seconds they are
+    left to it, and a trace without the last operations is refused.
+    """
+    own = {thread.native_id for thread in threading.enumerate()}
+    states = [path / "stat" for path in Path("/proc/self/task").glob("*") if int(path.name) not in own]
+    since, seen = time.perf_counter(), 0
+    end = since + limit
+    while states and seen < quiet and time.perf_counter() < end:
+        if any(_text(state).rpartition(")")[2][1:2] in ("R", "D") for state in states):
+            since, seen = time.perf_counter(), 0
+        else:
+            seen += 1
+        time.sleep(0.0005)
+    return since
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # a thread that has ended
+        return ""
+
+
+def _event_cost() -> float:
+    """Seconds that the tracer takes for one operation, measured while it is on."""
+    import jax
+
+    count = 200
+    start = time.perf_counter()
+    for _ in range(count):
+        with jax.profiler.TraceAnnotation("capibara"):
+            pass
+    return (time.perf_counter() - start) / count
+
+
+class _MemoryWatch:
+    """The most memory in use between its making and :meth:`end`, of the fullest device."""
+
+    def __init__(self) -> None:
+        self.before = device_memory()
+        self.reports = all(one.peak is not None for one in self.before)
+        self.reason = ""
+        if not self.reports:
+            # A CPU's arrays are the process's memory: the kernel keeps a high-water mark, which can be set back.
+            self.live = live_array_bytes()
+            try:
+                Path("/proc/self/clear_refs").write_text("5")
+            except OSError as error:
+                self.reason = f"the kernel does not reset this process's high-water mark: {error}"
+            self.resident = host_memory().in_use
+
+    def end(self) -> tuple[int | None, str]:
+        """Bytes, or None and the reason."""
+        if not self.reports:
+            peak = host_memory().peak
+            if self.reason or peak is None or self.resident is None:
+                return None, self.reason or "the operating system does not report this process's memory"
+            return max(self.live + peak - self.resident, live_array_bytes(), self.live), ""
+        # Allocators keep the highest mark since the process began: it is the region's if it rose in it.
+        grown = [
+            after.peak
+            for before, after in zip(self.before, device_memory(), strict=True)
+            if after.peak is not None and before.peak is not None and after.peak > before.peak
+        ]
+        if grown:
+            return max(grown), ""
+        return None, (
+            "the device's memory peaked before the region, and its allocator keeps only the highest mark: "
+            "profile it in a fresh process"
+        )
+
+
+def _result(
+    name: str,
+    what: Capture,
+    wall: float,
+    counts: CompilationCounts,
+    memory: tuple[int | None, str] | None,
+    folder: Path | None,
+    texts: Mapping[int, tuple[str, int | None]],
+    cost: float,
+) -> tuple[Profile, Collection[int]]:
+    """The profile, and the numbers of the programs that ran."""
+    import jax
+
+    reasons: dict[str, str] = {}
+    peak = None
+    if memory is None:
+        reasons["peak_memory_bytes"] = "capture_memory=False"
+    else:
+        peak, why = memory
+        if why:
+            reasons["peak_memory_bytes"] = why
+    trace = Trace()
+    programs: tuple[ProgramRuns, ...] = ()
+    operations: tuple[Operation, ...] = ()
+    if what.traces:
+        known = _known(texts, reasons)
+        trace, programs, operations = _counted(find_trace(str(folder)), known, reasons)
+    ran = bool(trace.events)
+    for figure, asked, setting in (
+        ("flops", what.flops, "capture_flops"),
+        ("communication_seconds", what.communication, "capture_communication"),
+    ):
+        if not asked:
+            reasons[figure] = f"{setting}=False"
+        elif not ran:
+            reasons[figure] = "the trace holds no operation of a compiled program: none ran in the region"
+    if not what.traces:
+        reasons.update(busy_seconds=_NO_TRACE, idle_share=_NO_TRACE)
+    elif not ran:
+        reasons.update(busy_seconds=reasons.get("flops", ""), idle_share=reasons.get("flops", ""))
+    device = jax.local_devices()[0]
+    chip = detect_chip(device)
+    dtype = max(operations, key=lambda one: one.flops).dtype if operations else "float32"
+    counted = what.flops and ran
+    rates = _rates(device.platform, chip, dtype or "float32", reasons) if counted else (None, None)
+    profile = Profile(
+        name=name,
+        platform=device.platform,
+        chip=chip.name,
+        devices=max(1, trace.devices),
+        wall_seconds=wall,
+        flops=sum(one.flops for one in programs) if counted else None,
+        bytes=sum(one.bytes for one in programs) if counted else None,
+        busy_seconds=trace.busy_ns() / 1e9 if ran else None,
+        communication_seconds=trace.exposed_ns() / 1e9 if ran and what.communication else None,
+        peak_memory_bytes=peak,
+        peak_flops=rates[0],
+        peak_bandwidth=rates[1],
+        compiled=counts.programs,
+        compile_seconds=counts.seconds,
+        events=trace.events,
+        perturbation=cost * trace.events / max(1, trace.devices) / wall if what.traces else None,
+        programs=programs,
+        operations=operations if what.kernels else (),
+        reasons=reasons,
+        versions=machine_description(devices=False)["versions"],
+    )
+    return profile, trace.runs
+
+
+def _known(texts: Mapping[int, tuple[str, int | None]], reasons: dict[str, str]) -> dict[int, KnownProgram]:
+    known = {}
+    for number, (text, temporary) in texts.items():
+        try:
+            known[number] = known_program(text, temporary)
+        except CapibaraError as error:
+            reasons[f"program {number}"] = f"its text could not be read: {error}"
+    return known
+
+
+def _counted(
+    path: Path, known: Mapping[int, KnownProgram], reasons: dict[str, str]
+) -> tuple[Trace, tuple[ProgramRuns, ...], tuple[Operation, ...]]:
+    collectives = {
+        name for one in known.values() for name, about in one.operations.items() if about.kind == "collective"
+    }
+    trace = read_trace(path, {number: one.operations for number, one in known.items()}, collectives)
+    programs, operations = [], []
+    for number, runs in trace.runs.items():
+        program = known.get(number)
+        if program is None:
+            reasons[f"program {trace.names.get(number, number)}"] = (
+                "it was gone when the region ended, so its operations are not known: keep the function that ran it"
+            )
+            continue
+        _complete(program, number, runs, trace)
+        mine = []
+        for name, about in program.operations.items():
+            count, spent = trace.counts.get((number, name), (0, 0.0))
+            mine.append(
+                Operation(
+                    program=program.name,
+                    name=name,
+                    kind=about.kind,
+                    opcode=about.opcode,
+                    path=about.path,
+                    source=about.source,
+                    dtype=about.dtype,
+                    count=int(count),
+                    seconds=spent / 1e9,
+                    flops=about.flops * int(count),
+                    bytes=about.bytes * int(count),
+                )
+            )
+        operations += mine
+        programs.append(
+            ProgramRuns(
+                name=program.name,
+                runs=runs,
+                seconds=sum(one.seconds for one in mine),
+                flops=sum(one.flops for one in mine),
+                bytes=sum(one.bytes for one in mine),
+                temporary_bytes=program.temporary_bytes,
+            )
+        )
+    by_time = sorted(operations, key=lambda one: -one.seconds)
+    return trace, tuple(sorted(programs, key=lambda one: -one.seconds)), tuple(by_time)
+
+
+def _complete(program: KnownProgram, number: int, runs: int, trace: Trace) -> None:
+    """Refuse a trace in which operations are missing: its sums would be wrong without a sign of it."""
+    if program.unknown:
+        return  # loops and branches of which the text does not say how often they are taken
+    for name, about in program.operations.items():
+        seen = trace.counts.get((number, name), (0, 0.0))[0]
+        expected = about.trips * runs
+        if seen < _COMPLETE * expected:
+            raise ProfileError(
+                f"the trace is incomplete: {name} of {program.name} ran {expected:,} times, and {seen:,.0f} were "
+                "recorded. Profile fewer steps, and wait for the results within the region "
+                "(jax.block_until_ready(result))"
+            )
+
+
+def _rates(
+    platform: str, chip: Any, dtype: str, reasons: dict[str, str]
+) -> tuple[float | None, float | None]:
+    """FLOP/s and bytes per second of one device: of the catalogue, or, for a CPU, measured here."""
+    if platform == "cpu":
+        return _measured(dtype)
+    peak = dict(chip.peaks).get(dtype)
+    if peak is None:
+        reasons["compute_efficiency"] = f"the catalogue has no peak of {chip.name} for {dtype}"
+    if chip.hbm_bandwidth is None:
+        reasons["memory_efficiency"] = f"the catalogue has no memory bandwidth of {chip.name}"
+    return peak, chip.hbm_bandwidth
+
+
+@lru_cache(maxsize=8)
+def _measured(dtype: str) -> tuple[float | None, float | None]:
+    # Emulated devices share the cores: the process's rate is one device's where there is one.
+    import jax
+
+    share = max(1, jax.local_device_count())
+    kind = dtype if dtype in ("float32", "bfloat16", "float16", "float64") else "float32"
+    if kind == "float64" and jax.dtypes.canonicalize_dtype(kind) != kind:
+        kind = "float32"
+    return matmul_rate(kind) / share, copy_bandwidth() / share
+
+
+def _keep(folder: Path, profile: Profile, texts: Mapping[int, str]) -> None:
+    replace_file(folder / "profile.json", profile.to_json().encode())
+    kept = folder / "programs"
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir()
+    for number, text in texts.items():
+        name = text.split(",", 1)[0].removeprefix("HloModule ").strip()
+        safe = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)[:100]
+        replace_file(kept / f"{safe}.{number}.hlo.txt", text)

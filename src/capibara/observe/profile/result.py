@@ -1,0 +1,271 @@
+"""What a profile found, as plain data that prints well and goes into a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from capibara.observe.errors import ProfileError
+
+__all__ = ["Operation", "Profile", "ProgramRuns"]
+
+_FORMAT = 1
+_MOST_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a compiled program, over all its runs on all devices of this process.
+
+    Attributes:
+      program: the program's name (``"jit_step"``).
+      name: the instruction's name in that program (``"fusion.3"``).
+      kind: ``"compute"``, ``"collective"``, ``"copy"``, or ``"kernel"`` for code that XLA did not generate.
+      opcode: what XLA calls it (``"fusion"``, ``"all-reduce"``).
+      path: where it comes from in the JAX program (``"jit(step)/while/body/dot_general"``), or empty.
+      source: the source line that it comes from (``"model.py:31"``), or empty.
+      dtype: element type of the operands of its largest matrix product, or empty.
+      count: how often it ran.
+      seconds: time between its beginnings and ends, summed.
+      flops: of its matrix products and convolutions, over all runs.
+      bytes: read from and written to memory, over all runs, as its operands and results say.
+    """
+
+    program: str
+    name: str
+    kind: str
+    opcode: str
+    path: str
+    source: str
+    dtype: str
+    count: int
+    seconds: float
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ProgramRuns:
+    """A compiled program and how often it ran.
+
+    Attributes:
+      name: ``"jit_step"``.
+      runs: executions, one for each device.
+      seconds: time in its operations, summed over devices.
+      flops: of its matrix products and convolutions, over all runs.
+      bytes: moved between memory and the devices, over all runs.
+      temporary_bytes: the compiler's figure for temporary memory of one run on one device; None if unknown.
+    """
+
+    name: str
+    runs: int
+    seconds: float
+    flops: int
+    bytes: int
+    temporary_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One profiled region of a program.
+
+    Attributes:
+      name: the region's.
+      platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
+      chip: its name in the catalogue, or the CPU's.
+      devices: devices of this process that ran something (at least 1).
+      wall_seconds: by the host's clock, from the end of all earlier work to the end of the region's own.
+      flops: of matrix products and convolutions of all programs, on all devices; None with a reason.
+      bytes: moved between memory and devices, likewise.
+      busy_seconds: time in which a device ran an operation, mean over devices.
+      communication_seconds: time in which a device ran collectives and nothing else, mean over devices.
+      peak_memory_bytes: the most memory in use during the region, of the fullest device.
+      peak_flops: FLOP/s that one device can reach (a CPU's are measured).
+      peak_bandwidth: bytes per second between one device and its memory (a CPU's are measured).
+      compiled: programs that were compiled, or read from the persistent cache, in the region.
+      compile_seconds: time that it took.
+      events: operations recorded.
+      perturbation: share of the region's time that recording them took, estimated from the measured cost of one.
+      programs: by time.
+      operations: by time.
+      reasons: why a figure is None or doubtful, by its name.
+      versions: of Python and the packages.
+    """
+
+    name: str
+    platform: str
+    chip: str
+    devices: int
+    wall_seconds: float
+    flops: int | None
+    bytes: int | None
+    busy_seconds: float | None
+    communication_seconds: float | None
+    peak_memory_bytes: int | None
+    peak_flops: float | None
+    peak_bandwidth: float | None
+    compiled: int
+    compile_seconds: float
+    events: int
+    perturbation: float | None
+    programs: tuple[ProgramRuns, ...] = ()
+    operations: tuple[Operation, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tflops(self) -> float | None:
+        """FLOP/s of all devices together, in 10¹²."""
+        return None if self.flops is None else self.flops / self.wall_seconds / 1e12
+
+    @property
+    def compute_efficiency(self) -> float | None:
+        """FLOP/s as a share of what the devices can reach, 0 to 1."""
+        if self.flops is None or not self.peak_flops:
+            return None
+        return self.flops / self.wall_seconds / (self.peak_flops * self.devices)
+
+    @property
+    def memory_efficiency(self) -> float | None:
+        """Bytes per second as a share of the memory's bandwidth. Above 1 where caches served much of it."""
+        if self.bytes is None or not self.peak_bandwidth:
+            return None
+        return self.bytes / self.wall_seconds / (self.peak_bandwidth * self.devices)
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of the time in which the devices, on average, ran nothing, 0 to 1."""
+        if self.busy_seconds is None:
+            return None
+        return max(0.0, 1 - self.busy_seconds / self.wall_seconds)
+
+    def metrics(self) -> dict[str, Any]:
+        """The figures under the names of :meth:`TpuPerformanceProfiler.get_detailed_metrics`."""
+        peak = self.peak_memory_bytes
+        exposed = self.communication_seconds
+        return {
+            "name": self.name,
+            "tflops": self.tflops,
+            "total_flops": self.flops,
+            "peak_memory_gb": None if peak is None else peak / 1e9,
+            "memory_efficiency": self.memory_efficiency,
+            "compute_efficiency": self.compute_efficiency,
+            "comm_overhead_ms": None if exposed is None else exposed * 1e3,
+            "wall_time_ms": self.wall_seconds * 1e3,
+            "busy_time_ms": None if self.busy_seconds is None else self.busy_seconds * 1e3,
+            "idle_share": self.idle_share,
+            "devices": self.devices,
+            "compiled_programs": self.compiled,
+            "compile_time_ms": self.compile_seconds * 1e3,
+            "perturbation": self.perturbation,
+            "kernels": [asdict(operation) for operation in self.operations],
+            "programs": [asdict(program) for program in self.programs],
+            "reasons": dict(self.reasons),
+        }
+
+    def to_json(self) -> str:
+        """JSON text that :meth:`from_json` reads."""
+        data = {one.name: getattr(self, one.name) for one in fields(self)}
+        data |= {
+            "format": _FORMAT,
+            "programs": [asdict(one) for one in self.programs],
+            "operations": [asdict(one) for one in self.operations],
+            "reasons": dict(self.reasons),
+            "versions": dict(self.versions),
+        }
+        return json.dumps(data, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Read the output of :meth:`to_json`.
+
+        Raises:
+          ProfileError: the text is something else, or of another format.
+        """
+        if len(text) > _MOST_BYTES:
+            raise ProfileError(f"a profile of {len(text):,} characters; at most {_MOST_BYTES:,}")
+        try:
+            data = json.loads(text)
+            if data.pop("format") != _FORMAT:
+                raise ProfileError(f"a profile of another format than {_FORMAT}: take it again")
+            data["programs"] = tuple(_checked(ProgramRuns, one) for one in data["programs"])
+            data["operations"] = tuple(_checked(Operation, one) for one in data["operations"])
+            return _checked(cls, data)
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            if isinstance(error, ProfileError):
+                raise
+            raise ProfileError(
+                f"the text is not a profile as Profile.to_json() writes it: {error}"
+            ) from error
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {_seconds(self.wall_seconds)} on {self.devices} × {self.chip}",
+            f"  compute        {self._compute()}",
+            f"  memory         {self._memory()}",
+            f"  communication  {self._or_reason('communication_seconds', _seconds)}",
+            f"  idle           {self._or_reason('idle_share', _percent)}",
+        ]
+        if self.compiled:
+            lines.append(f"  compiled       {self.compiled} programs in {_seconds(self.compile_seconds)}")
+        if self.perturbation is not None:
+            lines.append(
+                f"  the profile    {self.events:,} operations; about {_percent(self.perturbation)} of the time"
+            )
+        whole = sum(one.seconds for one in self.operations)
+        if whole:
+            lines.append("  share   time       runs     FLOP/s      operation")
+        for one in self.operations[:10]:
+            rate = f"{one.flops / one.seconds / 1e9:8.1f} G" if one.flops and one.seconds else " " * 10
+            where = one.source or one.path
+            lines.append(
+                f"  {one.seconds / whole:5.1%} {_seconds(one.seconds):>9} {one.count:>9,} {rate}  "
+                f"{one.program} {one.name}" + (f"  {where}" if where else "")
+            )
+        return "\n".join(lines)
+
+    def _or_reason(self, name: str, shown: Any) -> str:
+        value = getattr(self, name)
+        return f"unknown: {self.reasons.get(name, 'not captured')}" if value is None else shown(value)
+
+    def _compute(self) -> str:
+        if self.tflops is None:
+            return f"unknown: {self.reasons.get('flops', 'not captured')}"
+        share = self.compute_efficiency
+        of = "" if share is None else f", {_percent(share)} of what the devices can reach"
+        return f"{self.tflops:.3f} TFLOP/s{of}"
+
+    def _memory(self) -> str:
+        peak = self._or_reason("peak_memory_bytes", lambda value: f"{value / 1e9:.3f} GB at its peak")
+        share = self.memory_efficiency
+        return peak if share is None else f"{peak}; {_percent(share)} of the bandwidth"
+
+
+def _checked(cls: Any, data: Any) -> Any:
+    """An object from JSON whose keys and types are those of its class."""
+    made = cls(**data)
+    for one in fields(cls):
+        value = getattr(made, one.name)
+        kinds = {
+            "str": str,
+            "int": int,
+            "float": (int, float),
+            "int | None": (int, type(None)),
+            "float | None": (int, float, type(None)),
+            "Mapping[str, str]": dict,
+        }.get(str(one.type))
+        if kinds is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            raise TypeError(f"{one.name}: got {value!r}, expected {one.type}")
+    return made
+
+
+def _seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} µs"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}".replace("%", " %")

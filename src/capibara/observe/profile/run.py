@@ -1,0 +1,85 @@
+"""Run a Python script under the profiler: ``python -m capibara.observe.profile.run FOLDER SCRIPT …``.
+
+The profile begins when the script compiles its first program: before that, it may still choose its devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from capibara.observe.errors import ProfileError
+from capibara.observe.profile.capture import Capture, capture
+
+__all__ = ["run_profiled"]
+
+
+class _FromFirstProgram:
+    """Begins a capture at the first program that JAX compiles, or reads from its cache."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.stack = contextlib.ExitStack()
+        self.name = name
+        self.folder = folder
+        self.captured: Any = None
+        self._begun = False
+
+    def event(self, event: str, duration_secs: float, **_: Any) -> None:
+        # Tracing comes before anything runs. Beginning may itself run something.
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration" and not self._begun:
+            self._begun = True
+            self.captured = self.stack.enter_context(
+                capture(
+                    self.name, Capture(memory=True, flops=True, communication=True, kernels=True), self.folder
+                )
+            )
+
+
+def run_profiled(folder: Path, arguments: list[str]) -> int:
+    """Run ``SCRIPT …`` or ``-m MODULE …`` in this process as ``__main__``, and write its profile into a folder.
+
+    Returns:
+      The script's exit code; 1 if it succeeded and ran no compiled program.
+
+    Raises:
+      ProfileError: the profile is not complete.
+    """
+    import jax.monitoring
+
+    module = arguments[0] == "-m"
+    script = arguments[1] if module else arguments[0]
+    sys.argv = arguments[1:] if module else arguments
+    watch = _FromFirstProgram(Path(script).name, folder)
+    jax.monitoring.register_event_duration_secs_listener(watch.event)
+    code = 0
+    # The script's names are kept until the profile has ended: what they hold is part of it.
+    kept: dict[str, Any] = {}
+    with watch.stack:
+        try:
+            if module:
+                kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = str(Path(script).resolve().parent)
+                kept = runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(watch.event)
+    kept.clear()
+    if watch.captured is None and code == 0:
+        print(f"{script} ran no compiled program: there is nothing to profile", file=sys.stderr)
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run_profiled(Path(sys.argv[1]), sys.argv[2:]))
+    except ProfileError as error:
+        print(f"capibara profile: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,489 @@
+"""Profiles against closed forms, an outside clock, a known allocation; and traces that are not complete."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulation import emulated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.profiler import ProfileData
+from other_process import run_apart
+
+from capibara.observe.profile import (
+    Operation,
+    Profile,
+    ProfileError,
+    TpuPerformanceProfiler,
+    TpuProfiler,
+    diff_profiles,
+)
+from capibara.observe.profile import capture as capture_module
+from capibara.observe.profile.programs import known_program, module_number
+from capibara.observe.profile.trace import _length, _union, find_trace, read_trace
+from capibara.plan.errors import PlanError
+
+
+def layers(x, weights):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0]
+
+
+def attention(q):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, q)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), q)
+
+
+def convolution(x, kernel):
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def while_loop(x, n):
+    return jax.lax.fori_loop(0, n, lambda _, h: jnp.tanh(h @ x), x)
+
+
+def branch(x, n):
+    return jax.lax.cond(n > 3, lambda h: h @ h @ h, lambda h: h + 1, x)
+
+
+def ones(*shape):
+    return jnp.ones(shape)
+
+
+# A multiply-add is two operations. Loops whose bound is an argument, and branches: what really ran.
+CASES = {
+    "product": (lambda a, b: a @ b, (ones(96, 160), ones(160, 224)), 2 * 96 * 160 * 224),
+    "matrix and vector": (lambda a, b: a @ b, (ones(96, 160), ones(160)), 2 * 96 * 160),
+    "attention": (attention, (ones(2, 64, 3, 32),), 4 * 2 * 3 * 64 * 64 * 32),
+    "scan over layers": (layers, (ones(16, 48), ones(5, 48, 48)), 5 * 2 * 16 * 48 * 48),
+    "gradient of it": (
+        jax.grad(lambda x, w: layers(x, w).sum(), argnums=(0, 1)),
+        (ones(16, 48), ones(5, 48, 48)),
+        3 * 5 * 2 * 16 * 48 * 48,
+    ),
+    "convolution": (convolution, (ones(2, 20, 20, 4), ones(3, 3, 4, 8)), 2 * 2 * 18 * 18 * 9 * 4 * 8),
+    "loop with a bound in an argument": (while_loop, (ones(64, 64), 7), 7 * 2 * 64**3),
+    "branch taken": (branch, (ones(64, 64), 5), 2 * 2 * 64**3),
+    "branch not taken": (branch, (ones(64, 64), 1), 0),
+    "no product": (lambda x: jnp.tanh(x).sum(), (ones(64, 64),), 0),
+}
+
+
+WRONG: dict[str, Any] = {"capture_flops": 1}
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine can reach is measured once in a process, which takes a second; the tests do not need it."""
+    monkeypatch.setattr(capture_module, "_measured", lambda dtype: (1e11, 1e10))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flops_are_the_closed_form(case: str):
+    function, arguments, expected = CASES[case]
+    compiled = jax.jit(function)
+    jax.block_until_ready(compiled(*arguments))
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context(case):
+        jax.block_until_ready([compiled(*arguments) for _ in range(3)])
+    found = profiler.profile()
+    assert found.flops == 3 * expected
+    assert found.programs[0].runs == 3
+    assert found.compiled == 0
+    assert found.devices == 1
+    assert found.reasons == {}
+    assert found.busy_seconds is not None
+    assert 0 < found.busy_seconds <= 1.5 * found.wall_seconds
+    assert found.communication_seconds == 0
+    assert found.tflops == pytest.approx(3 * expected / found.wall_seconds / 1e12)
+    assert sum(one.flops for one in found.operations) == found.flops
+
+
+def test_results_that_are_dropped_are_waited_for():
+    compiled = jax.jit(while_loop)
+    x = ones(256, 256)
+    compiled(x, 40).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("dropped"):
+        for _ in range(4):
+            compiled(x, 40)
+    assert profiler.profile().flops == 4 * 40 * 2 * 256**3
+
+
+def test_work_of_before_is_not_counted():
+    compiled = jax.jit(while_loop)
+    x = ones(256, 256)
+    compiled(x, 1).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    for _ in range(4):
+        compiled(x, 100)
+    with profiler.profile_context("after"):
+        compiled(x, 1).block_until_ready()
+    assert profiler.profile().flops == 2 * 256**3
+
+
+def test_time_is_that_of_an_outside_clock():
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("sleep"):
+        began = time.perf_counter()
+        time.sleep(0.3)
+        outside = time.perf_counter() - began
+    assert profiler.profile().wall_seconds == pytest.approx(outside, rel=0.03)
+
+
+def test_two_programs_of_one_name_are_not_confused():
+    profiler = TpuPerformanceProfiler()
+    small, large = ones(32, 32), ones(96, 96)
+    square = jax.jit(lambda x: x @ x)
+    jax.block_until_ready([square(small), square(large)])
+    with profiler.profile_context("both"):
+        results = [square(small), square(large), square(large)]
+        jax.block_until_ready(results)
+    runs = {program.flops: program.runs for program in profiler.profile().programs}
+    assert runs == {2 * 32**3: 1, 2 * 2 * 96**3: 2}
+
+
+def test_a_function_that_is_gone_is_known():
+    profiler = TpuPerformanceProfiler()
+
+    def inside() -> None:
+        jax.jit(lambda x: (x * 3) @ x)(ones(48, 48)).block_until_ready()
+
+    with profiler.profile_context("gone"):
+        inside()
+        gc.collect()
+    found = profiler.profile()
+    assert found.flops == 2 * 48**3
+    assert found.compiled >= 1
+    assert found.compile_seconds > 0
+
+
+def test_source_lines():
+    profiler = TpuPerformanceProfiler()
+    compiled = jax.jit(layers)
+    arguments = ones(16, 48), ones(5, 48, 48)
+    compiled(*arguments).block_until_ready()
+    with profiler.profile_context("lines"):
+        compiled(*arguments).block_until_ready()
+    products = [one for one in profiler.profile().operations if one.flops]
+    line = layers.__code__.co_firstlineno + 1
+    assert {one.source for one in products} == {f"{__file__}:{line}"}
+    assert {one.count for one in products} == {5}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux keeps a high-water mark")
+def test_memory_peak_is_that_of_a_known_allocation():
+    gc.collect()
+    held = np.ones(8_000_000, np.float32)  # 32 MB that JAX does not know of
+    profiler = TpuPerformanceProfiler(
+        capture_flops=False, capture_communication=False, capture_kernel_details=False
+    )
+    before = sum(array.nbytes for array in jax.live_arrays())
+    with profiler.profile_context("allocation"):
+        large = jax.device_put(np.ones(100_000_000, np.float32))
+        large.block_until_ready()
+        del large
+    found = profiler.profile().peak_memory_bytes
+    assert found is not None
+    peak = found - before
+    assert peak == pytest.approx(400e6, rel=0.05) or peak == pytest.approx(
+        800e6, rel=0.05
+    )  # with NumPy's own
+    del held
+
+
+def test_without_a_trace():
+    profiler = TpuPerformanceProfiler(
+        capture_memory=False, capture_flops=False, capture_communication=False, capture_kernel_details=False
+    )
+    with profiler.profile_context("plain"):
+        jnp.ones(8).block_until_ready()
+    found = profiler.profile()
+    assert found.events == 0
+    assert found.perturbation is None
+    for name in ("flops", "communication_seconds", "peak_memory_bytes", "busy_seconds"):
+        assert getattr(found, name) is None
+        assert found.reasons[name]
+    assert "unknown: capture_flops=False" in str(found)
+    assert profiler.get_metrics()["tflops"] is None
+
+
+def test_metrics_in_percent_and_as_shares():
+    profiler = TpuPerformanceProfiler()
+    square = jax.jit(lambda x: x @ x)
+    square(ones(64, 64)).block_until_ready()
+    with profiler.profile_context("square"):
+        square(ones(64, 64)).block_until_ready()
+    simple, detailed = profiler.get_metrics("square"), profiler.get_detailed_metrics("square")
+    found = profiler.profile()
+    assert found.flops
+    assert found.bytes
+    assert detailed["compute_efficiency"] == pytest.approx(found.flops / found.wall_seconds / 1e11)
+    assert detailed["memory_efficiency"] == pytest.approx(found.bytes / found.wall_seconds / 1e10)
+    for name in ("compute_efficiency", "memory_efficiency"):
+        assert simple[name] == pytest.approx(100 * detailed[name])
+    json.dumps(detailed, allow_nan=False)
+
+
+def test_kept_in_a_folder(tmp_path: Path):
+    profiler = TpuPerformanceProfiler(trace_dir=tmp_path)
+    square = jax.jit(lambda x: x @ x)
+    square(ones(64, 64)).block_until_ready()
+    for _ in range(2):  # the second replaces the first
+        with profiler.profile_context("a b/../c"):
+            square(ones(64, 64)).block_until_ready()
+    (folder,) = tmp_path.iterdir()
+    assert Profile.from_json((folder / "profile.json").read_text()) == profiler.profile()
+    assert ProfileData.from_file(str(find_trace(folder))).planes is not None
+    assert len(list(folder.glob("**/*.xplane.pb"))) == 1
+    (text,) = [path.read_text() for path in (folder / "programs").iterdir() if "lambda" in path.name]
+    assert sum(about.flops for about in known_program(text).operations.values()) == 2 * 64**3
+
+
+def test_profiles_do_not_lie_within_one_another():
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("outer"):
+        with pytest.raises(ProfileError, match="being taken already"), profiler.profile_context("inner"):
+            pass
+        jnp.ones(8).block_until_ready()
+    assert list(profiler.profiles) == ["outer"]
+
+
+def test_an_exception_ends_the_trace_and_leaves_no_profile():
+    profiler = TpuPerformanceProfiler()
+    with pytest.raises(KeyError), profiler.profile_context("broken"):
+        raise KeyError("mine")
+    with pytest.raises(ProfileError, match="nothing was profiled yet"):
+        profiler.get_metrics()
+    with profiler.profile_context("next"):
+        jnp.ones(8).block_until_ready()
+    assert profiler.profile().name == "next"
+
+
+def test_the_profiler_as_context():
+    square = jax.jit(lambda x: x @ x)
+    square(ones(64, 64)).block_until_ready()
+    with TpuProfiler() as profiler:
+        square(ones(64, 64)).block_until_ready()
+        with pytest.raises(ProfileError, match="in use already"), profiler:
+            pass
+    assert profiler.generate_report()["total_flops"] == 2 * 64**3
+    with profiler:
+        square(ones(64, 64)).block_until_ready()
+    assert profiler.profile.flops == 2 * 64**3
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: TpuPerformanceProfiler(**WRONG),
+            "capture_flops: got 1, expected True or False",
+        ),
+        (
+            lambda: TpuPerformanceProfiler().profile_context("  ").__enter__(),
+            "name: got '  ', expected a text",
+        ),
+        (lambda: TpuPerformanceProfiler().profile_context(WRONG["capture_flops"]).__enter__(), "name: got 1"),
+        (lambda: TpuProfiler().generate_report(), "nothing was profiled yet"),
+        (lambda: find_trace("/proc/self/fdinfo"), "holds no trace"),
+        (lambda: read_trace("/nowhere.xplane.pb", {}, ()), "is not a file"),
+        (lambda: Profile.from_json("[]"), "is not a profile"),
+        (lambda: Profile.from_json("[" * 100_000), "is not a profile"),
+        (lambda: Profile.from_json('{"format": 7}'), "another format"),
+    ],
+)
+def test_bad_input(make, words: str):
+    with pytest.raises(ProfileError, match=words.replace("(", r"\(")):
+        make()
+
+
+def test_a_name_that_is_not_there():
+    profiler = TpuPerformanceProfiler(
+        capture_flops=False, capture_communication=False, capture_kernel_details=False
+    )
+    with profiler.profile_context("forward"):
+        pass
+    with pytest.raises(ProfileError, match="forward"):
+        profiler.get_metrics("forwards")
+
+
+def test_a_damaged_trace(tmp_path: Path):
+    path = tmp_path / "x.xplane.pb"
+    path.write_bytes(b"\xff" * 100)
+    with pytest.raises(ProfileError, match="is not a trace"):
+        read_trace(path, {}, ())
+
+
+def test_an_incomplete_trace_is_refused(monkeypatch: pytest.MonkeyPatch):
+    real = read_trace
+
+    def dropping(*arguments):
+        trace = real(*arguments)
+        for entry in trace.counts.values():
+            entry[0] -= entry[0] > 1
+        return trace
+
+    monkeypatch.setattr(capture_module, "read_trace", dropping)
+    square = jax.jit(lambda x: x @ x)
+    square(ones(64, 64)).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    words = r"incomplete.*ran 3 times, and 2 were recorded"
+    with pytest.raises(ProfileError, match=words), profiler.profile_context("dropped"):
+        jax.block_until_ready([square(ones(64, 64)) for _ in range(3)])
+
+
+TPU = """
+planes { name: "/device:TPU:0"
+  event_metadata { key: 1 value { id: 1 name: "jit_step(42)" } }
+  event_metadata { key: 2 value { id: 2 name: "%fusion.1 = bf16[8]{0} fusion(%a)" } }
+  event_metadata { key: 3 value { id: 3 name: "%all-reduce.2 = bf16[8]{0} all-reduce(%b)" } }
+  event_metadata { key: 4 value { id: 4 name: "%while.9 = (s32[]) while(%c)" } }
+  lines { name: "XLA Modules" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 100000 }
+    events { metadata_id: 1 offset_ps: 200000 duration_ps: 100000 } }
+  lines { name: "XLA Ops" timestamp_ns: 1000
+    events { metadata_id: 4 offset_ps: 0 duration_ps: 90000 }
+    events { metadata_id: 2 offset_ps: 0 duration_ps: 40000 }
+    events { metadata_id: 3 offset_ps: 40000 duration_ps: 30000 }
+    events { metadata_id: 2 offset_ps: 200000 duration_ps: 50000 }
+    events { metadata_id: 3 offset_ps: 240000 duration_ps: 30000 }
+    events { metadata_id: 2 offset_ps: 400000 duration_ps: 50000 } } }
+"""
+
+
+def test_a_trace_of_a_tpu(tmp_path: Path):
+    path = tmp_path / "x.xplane.pb"
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(TPU))
+    trace = read_trace(path, {42: {"fusion.1", "all-reduce.2"}}, {"all-reduce.2"})
+    # The last one lies in no module; the loop's time is that of what it contains.
+    assert trace.counts == {(42, "fusion.1"): [2, 90.0], (42, "all-reduce.2"): [2, 60.0]}
+    assert trace.runs == {42: 2}
+    assert trace.names == {42: "jit_step"}
+    assert trace.busy_ns() == 140
+    assert trace.exposed_ns() == 50  # 10 of the second collective lie beside a fusion
+
+
+GPU = """
+planes { name: "/device:GPU:0"
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  stat_metadata { key: 2 value { id: 2 name: "program_id" } }
+  stat_metadata { key: 3 value { id: 3 name: "hlo_module" } }
+  stat_metadata { key: 4 value { id: 4 name: "correlation_id" } }
+  event_metadata { key: 1 value { id: 1 name: "ampere_sgemm_128x64" } }
+  lines { name: "Stream #13(Compute)" timestamp_ns: 0
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 70000
+      stats { metadata_id: 1 str_value: "dot.3" } stats { metadata_id: 2 int64_value: 5 }
+      stats { metadata_id: 3 str_value: "jit_f" } stats { metadata_id: 4 int64_value: 11 } }
+    events { metadata_id: 1 offset_ps: 90000 duration_ps: 10000 } } }
+"""
+
+
+def test_a_trace_of_a_gpu(tmp_path: Path):
+    path = tmp_path / "x.xplane.pb"
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(GPU))
+    trace = read_trace(path, {5: {"dot.3"}}, ())
+    assert trace.counts == {(5, "dot.3"): [1, 70.0]}
+    assert trace.names == {5: "jit_f"}
+    assert trace.busy_ns() == 70
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_union_of_intervals(intervals: list[tuple[int, int]]):
+    covered = {at for start, length in intervals for at in range(start, start + length)}
+    assert _length(_union([(start, start + length) for start, length in intervals])) == len(covered)
+
+
+def test_the_number_of_a_module():
+    # name: field 1, text; id: field 5; a field of 8 bytes that is passed over
+    assert module_number(b"\x0a\x02ab\x31" + bytes(8) + b"\x28\xac\x02") == 300
+    assert module_number(b"\x0a\x02ab") == 0
+
+
+@given(st.binary(max_size=40))
+def test_rubbish_in_place_of_a_module(data: bytes):
+    with contextlib.suppress(PlanError):  # "a serialized program ends within a number"
+        assert isinstance(module_number(data), int)
+
+
+EMULATED = """
+import json, warnings
+warnings.simplefilter("error")
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from capibara.observe.profile import TpuPerformanceProfiler
+mesh = Mesh(jax.devices(), ("d",))
+put = lambda *spec: jax.device_put(jnp.ones((256, 256)), NamedSharding(mesh, P(*spec)))
+f = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(mesh, P()))
+x, w = put(None, "d"), put("d", None)
+f(x, w).block_until_ready()
+profiler = TpuPerformanceProfiler()
+with profiler.profile_context("sum"):
+    for _ in range(3):
+        y = f(x, w)
+    y.block_until_ready()
+found = profiler.profile()
+kinds = {one.kind: one.count for one in found.operations}
+print("RESULT", json.dumps([found.flops, found.devices, found.communication_seconds, found.wall_seconds, kinds]))
+"""
+
+
+def test_collectives_on_emulated_devices():
+    flops, devices, exposed, wall, kinds = run_apart(EMULATED, XLA_FLAGS=emulated(4))
+    assert flops == 3 * 2 * 256**3
+    assert devices == 4
+    assert 0 < exposed < wall
+    assert kinds["collective"] == 12
+
+
+def profile_of(*operations: Operation, wall: float = 1.0) -> Profile:
+    return Profile(
+        name="x",
+        platform="cpu",
+        chip="cpu",
+        devices=2,
+        wall_seconds=wall,
+        flops=0,
+        bytes=0,
+        busy_seconds=0.5,
+        communication_seconds=0.0,
+        peak_memory_bytes=None,
+        peak_flops=None,
+        peak_bandwidth=None,
+        compiled=0,
+        compile_seconds=0.0,
+        events=1,
+        perturbation=0.0,
+        operations=operations,
+    )
+
+
+def test_the_difference_of_two_profiles():
+    one = Operation("jit_f", "fusion.1", "compute", "fusion", "jit(f)/dot", "a.py:3", "float32", 4, 0.4, 8, 8)
+    other = replace(one, name="fusion.2", source="a.py:9", seconds=0.2)
+    before = profile_of(one, other)
+    after = replace(
+        profile_of(replace(one, name="fusion.7", seconds=1.4, count=6), other, wall=2.0), compiled=2
+    )
+    found = diff_profiles(before, after)
+    assert found.ratio == 2
+    (change,) = found.changes
+    assert (change.place, change.count_before, change.count_after) == ("a.py:3", 4, 6)
+    assert change.seconds == pytest.approx(0.5)
+    assert change.operations == ("fusion.1", "fusion.7")
+    assert found.idle_seconds == pytest.approx(1.0)
+    assert "100.0 % slower" in str(found)
+    assert "a.py:3" in str(found)
+    json.dumps(found.to_dict(), allow_nan=False)
