@@ -37,7 +37,7 @@ _SETS = {
 }
 _KINDS = ("attention", "codec", "fixed", "grouped", "paged", "quantised", "scan", "thin", "tropical")
 # Of these neither XLA's headers nor a set of instructions matters.
-_PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode")
+_PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode", "trace")
 # No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
 

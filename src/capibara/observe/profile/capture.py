@@ -264,8 +264,8 @@ def _result(
         wall_seconds=wall,
         flops=sum(one.flops for one in programs) if counted else None,
         bytes=sum(one.bytes for one in programs) if counted else None,
-        busy_seconds=trace.busy_ns() / 1e9 if ran else None,
-        communication_seconds=trace.exposed_ns() / 1e9 if ran and what.communication else None,
+        busy_seconds=trace.busy_ns / 1e9 if ran else None,
+        communication_seconds=trace.exposed_ns / 1e9 if ran and what.communication else None,
         peak_memory_bytes=peak,
         peak_flops=rates[0],
         peak_bandwidth=rates[1],
@@ -294,16 +294,19 @@ def _known(texts: Mapping[int, tuple[str, int | None]], reasons: dict[str, str])
 def _counted(
     path: Path, known: Mapping[int, KnownProgram], reasons: dict[str, str]
 ) -> tuple[Trace, tuple[ProgramRuns, ...], tuple[Operation, ...]]:
-    collectives = {
-        name for one in known.values() for name, about in one.operations.items() if about.kind == "collective"
-    }
-    trace = read_trace(path, {number: one.operations for number, one in known.items()}, collectives)
+    trace = read_trace(
+        path,
+        {
+            number: {name: about.kind == "collective" for name, about in one.operations.items()}
+            for number, one in known.items()
+        },
+    )
     programs, operations = [], []
     for number, runs in trace.runs.items():
         program = known.get(number)
         if program is None:
-            reasons[f"program {trace.names.get(number, number)}"] = (
-                "it was gone when the region ended, so its operations are not known: keep the function that ran it"
+            reasons[f"program {number}"] = (
+                "it was not among the loaded programs: its operations are not known"
             )
             continue
         _complete(program, number, runs, trace)

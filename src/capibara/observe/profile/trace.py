@@ -7,21 +7,18 @@ one with the lines "XLA Ops" and "XLA Modules"; there an operation belongs to th
 
 from __future__ import annotations
 
-import bisect
 import re
-import warnings
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from capibara.observe.errors import ProfileError
+from capibara.observe.profile.events import EventTable, read_events
 
-__all__ = ["Trace", "find_trace", "read_trace"]
+__all__ = ["Trace", "covered", "find_trace", "read_trace"]
 
-# jax.profiler's own format; a file of more than this is not read into memory.
-_MOST_BYTES = 4 * 2**30
 _MODULE = re.compile(r"^(.*)\((\d+)\)$")
 _TPU_NAME = re.compile(r"^%?([^\s=]+) = ")
 
@@ -32,39 +29,19 @@ class Trace:
 
     Attributes:
       counts: (program number, operation) → how often it ran, and its nanoseconds in all.
-      spans: device → intervals in ns in which it ran an operation other than a collective.
-      exchanges: device → intervals in ns of collectives.
       runs: program number → runs, one for each device.
-      names: program number → name.
+      devices: that ran something.
+      busy_ns: time in which a device ran something, mean over devices.
+      exposed_ns: time in which a device ran collectives and nothing else, mean over devices.
       events: operations.
     """
 
-    counts: dict[tuple[int, str], list[float]] = field(default_factory=dict)
-    spans: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    exchanges: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    counts: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     runs: dict[int, int] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
+    devices: int = 0
+    busy_ns: float = 0.0
+    exposed_ns: float = 0.0
     events: int = 0
-
-    @property
-    def devices(self) -> int:
-        """Devices that ran something."""
-        return len({*self.spans, *self.exchanges})
-
-    def busy_ns(self) -> float:
-        """Time in which a device ran something, mean over devices."""
-        devices = {*self.spans, *self.exchanges}
-        total = sum(_length(_union([*self.spans[one], *self.exchanges[one]])) for one in devices)
-        return total / max(1, len(devices))
-
-    def exposed_ns(self) -> float:
-        """Time in which a device ran collectives and nothing else, mean over devices."""
-        total = 0.0
-        for device in {*self.spans, *self.exchanges}:
-            work = _union(self.spans[device])
-            both = _union([*self.spans[device], *self.exchanges[device]])
-            total += _length(both) - _length(work)
-        return total / max(1, len({*self.spans, *self.exchanges}))
 
 
 def find_trace(folder: str | Path) -> Path:
@@ -81,134 +58,127 @@ def find_trace(folder: str | Path) -> Path:
     return found[-1]
 
 
-def read_trace(
-    path: str | Path, operations: Mapping[int, Collection[str]], collectives: Collection[str]
-) -> Trace:
+def read_trace(path: str | Path, operations: Mapping[int, Mapping[str, bool]]) -> Trace:
     """Count the operations of a trace.
 
     Args:
       path: a ``*.xplane.pb`` file.
-      operations: program number → names of its operations; others (loops, whose time is that of what they contain;
-        parts of the runtime) are left out.
-      collectives: of these, those that exchange data between devices.
+      operations: program number → names of its operations, and whether each exchanges data between devices. Others
+        (loops, whose time is that of what they contain; parts of the runtime) are left out.
 
     Raises:
-      ProfileError: the file is none, or larger than 4 GiB.
+      ProfileError: the file is none, or too large.
     """
-    from jax.profiler import ProfileData
-
-    path = Path(path)
-    if not path.is_file():
-        raise ProfileError(
-            f"path: {str(path)!r} is not a file; expected a *.xplane.pb, as jax.profiler.trace() writes"
-        )
-    size = path.stat().st_size
-    if size > _MOST_BYTES:
-        raise ProfileError(
-            f"{path} has {size:,} bytes, more than {_MOST_BYTES:,}: profile fewer steps, or with host_tracer_level=1"
-        )
-    try:
-        data = ProfileData.from_file(str(path))
-    except Exception as error:
-        raise ProfileError(f"{path} is not a trace of jax.profiler: {error}") from error
+    table = read_events(path)
+    rows = _placed(table)
+    # Runs are counted of programs that are not known, too.
+    programs, program_of = _numbered(rows["program"])
+    devices, device_of = _numbered(rows["device"])
+    _, run_of = _numbered(rows["run"])
     trace = Trace()
-    reader = _Reader(trace, operations, frozenset(collectives))
-    with warnings.catch_warnings():
-        # On Python 3.13 the iterators of jax.profiler warn that they do not say their module.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for plane in data.planes:
-            lines = {line.name: line for line in plane.lines}
-            if plane.name.startswith("/device:TPU:") and "XLA Ops" in lines:
-                reader.tpu(plane.name, lines)
-            elif plane.name.startswith("/device:") or plane.name == "/host:CPU":
-                for line in plane.lines:
-                    reader.line(plane.name, line.events)
-    reader.end()
+    many = max(1, int(run_of.max(initial=0)) + 1)
+    place_of = program_of.astype(np.int64) * len(devices) + device_of
+    runs = np.unique(place_of * many + run_of) // many // max(1, len(devices))
+    del run_of, place_of
+    trace.runs = dict(
+        zip(programs.tolist(), np.bincount(runs, minlength=len(programs)).tolist(), strict=True)
+    )
+    # (program, operation) as one number; what each is: 1 work, 2 a collective, 0 left out
+    width = len(table.texts) + 1
+    numbers = {text: number for number, text in enumerate(table.texts)}
+    kinds = np.zeros(len(programs) * width, np.int8)
+    for place, program in enumerate(programs.tolist()):
+        for name, collective in operations.get(program, {}).items():
+            if name in numbers:
+                kinds[place * width + numbers[name]] = 2 if collective else 1
+    key = program_of.astype(np.int64) * width + rows["op"]
+    del program_of
+    kind = kinds[key]
+    times = np.bincount(key, weights=rows["duration_ps"] * (kind > 0), minlength=len(kinds)) / 1000
+    counts = np.bincount(key, minlength=len(kinds))
+    for place in np.flatnonzero((kinds > 0) & (counts > 0)).tolist():
+        program, name = programs[place // width].item(), table.texts[place % width]
+        trace.counts[program, name] = (int(counts[place]), float(times[place]))
+    trace.events = int((kind > 0).sum())
+    for device in range(len(devices)):
+        mine = (device_of == device) & (kind > 0)
+        if not mine.any():
+            continue
+        trace.devices += 1
+        both = covered(rows["start_ps"][mine], rows["duration_ps"][mine])
+        mine &= kind == 1
+        trace.busy_ns += both / 1000
+        trace.exposed_ns += (both - covered(rows["start_ps"][mine], rows["duration_ps"][mine])) / 1000
+    trace.busy_ns /= max(1, trace.devices)
+    trace.exposed_ns /= max(1, trace.devices)
     return trace
 
 
-class _Reader:
-    def __init__(
-        self, trace: Trace, operations: Mapping[int, Collection[str]], collectives: frozenset[str]
-    ) -> None:
-        self.trace = trace
-        self.operations = operations
-        self.collectives = collectives
-        self.names = {name for names in operations.values() for name in names}
-        self.seen: dict[int, set[tuple[Any, Any]]] = defaultdict(set)
-
-    def line(self, plane: str, events: Iterable[Any]) -> None:
-        """A thread of a CPU, or a stream of a GPU: events that say where they belong."""
-        names = self.names
-        for event in events:
-            name = event.name
-            if name in names:
-                stats = dict(event.stats)
-            elif plane != "/host:CPU":
-                # A GPU's events have the kernel's name.
-                stats = dict(event.stats)
-                name = stats.get("hlo_op", "")
-                if name not in names:
-                    continue
-            else:
-                continue
-            number = stats.get("program_id")
-            if number is None or "hlo_op" not in stats:
-                continue
-            device = plane if plane != "/host:CPU" else f"cpu:{stats.get('device_ordinal', 0)}"
-            self.add(int(number), name, device, event.start_ns, event.duration_ns)
-            self.trace.names.setdefault(int(number), str(stats.get("hlo_module", "")))
-            self.seen[int(number)].add((device, stats.get("run_id", stats.get("correlation_id"))))
-
-    def tpu(self, plane: str, lines: Mapping[str, Any]) -> None:
-        """A TPU's plane: operations lie within modules, which are named ``jit_step(number)``."""
-        starts: list[float] = []
-        modules: list[tuple[float, int]] = []
-        for event in (
-            sorted(lines["XLA Modules"].events, key=lambda one: one.start_ns)
-            if "XLA Modules" in lines
-            else ()
-        ):
-            found = _MODULE.match(event.name)
-            if found:
-                number = int(found[2])
-                starts.append(event.start_ns)
-                modules.append((event.start_ns + event.duration_ns, number))
-                self.trace.names.setdefault(number, found[1])
-                self.seen[number].add((plane, event.start_ns))
-        for title in ("XLA Ops", "Async XLA Ops"):
-            for event in lines[title].events if title in lines else ():
-                at = bisect.bisect_right(starts, event.start_ns) - 1
-                if at < 0 or event.start_ns > modules[at][0]:
-                    continue
-                found = _TPU_NAME.match(event.name)
-                name = found[1] if found else event.name
-                number = modules[at][1]
-                if name in self.operations.get(number, ()):
-                    self.add(number, name, plane, event.start_ns, event.duration_ns)
-
-    def add(self, number: int, name: str, device: str, start: float, length: float) -> None:
-        trace = self.trace
-        entry = trace.counts.setdefault((number, name), [0, 0.0])
-        entry[0] += 1
-        entry[1] += length
-        trace.events += 1
-        (trace.exchanges if name in self.collectives else trace.spans)[device].append((start, start + length))
-
-    def end(self) -> None:
-        self.trace.runs = {number: len(runs) for number, runs in self.seen.items()}
+def _numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different values, and of each value its number among them."""
+    different = np.unique(values)
+    return different, np.searchsorted(different, values).astype(np.int32)
 
 
-def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            if end > merged[-1][1]:
-                merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
-    return merged
+def covered(starts: np.ndarray, lengths: np.ndarray) -> int:
+    """The length of the union of intervals, of integers."""
+    if not len(starts):
+        return 0
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    ends = np.maximum.accumulate(starts + lengths[order])
+    # Of each interval, what lies behind all that began before it.
+    before = np.concatenate([starts[:1], ends[:-1]])
+    return int(np.maximum(0, ends - np.maximum(before, starts)).sum())
 
 
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
+def _placed(table: EventTable) -> np.ndarray:
+    """Events of operations, each with its program, and devices numbered apart from one another."""
+    rows = table.rows
+    if not len(rows):
+        return rows
+    planes = {plane: number for number, plane in enumerate(dict.fromkeys(plane for plane, _ in table.lines))}
+    plane_of = np.array([planes[plane] for plane, _ in table.lines], np.int32)[rows["line"]]
+    rows["device"] += plane_of * 100_000
+    tpu = np.array([plane.startswith("/device:TPU:") for plane, _ in table.lines])[rows["line"]]
+    said = ~tpu & (rows["op"] >= 0) & (rows["program"] >= 0)
+    if said.all():
+        return rows  # not copied: there may be millions
+    kept = [rows[said]]
+    if tpu.any():
+        short = _short_names(table)
+        title = np.array([name for _, name in table.lines])[rows["line"]]
+        for plane in np.unique(plane_of[tpu]):
+            kept.append(_within_modules(rows, plane_of == plane, title, short, table.texts))
+    return np.concatenate(kept)
+
+
+def _short_names(table: EventTable) -> np.ndarray:
+    """TPUs name an operation by its whole line of the program: the number of the text that is its name alone."""
+    numbers = {text: number for number, text in enumerate(table.texts)}
+    short = []
+    for text in list(table.texts):
+        found = _TPU_NAME.match(text)
+        name = found[1] if found else text
+        if name not in numbers:
+            numbers[name] = len(table.texts)
+            table.texts.append(name)
+        short.append(numbers[name])
+    return np.array(short, np.int32)
+
+
+def _within_modules(
+    rows: np.ndarray, here: np.ndarray, title: np.ndarray, short: np.ndarray, texts: list[str]
+) -> np.ndarray:
+    """Operations of one TPU, each with the program and the run of the module within which it lies."""
+    modules = np.sort(rows[here & (title == "XLA Modules")], order="start_ps")
+    work = rows[here & np.isin(title, ("XLA Ops", "Async XLA Ops"))]
+    if not len(modules) or not len(work):
+        return work[:0]
+    found = [_MODULE.match(texts[name]) for name in modules["name"].tolist()]
+    numbers = np.array([int(one[2]) if one else -1 for one in found], np.int64)
+    at = np.searchsorted(modules["start_ps"], work["start_ps"], side="right") - 1
+    inside = (at >= 0) & (work["start_ps"] <= (modules["start_ps"] + modules["duration_ps"])[at])
+    work, at = work[inside], at[inside]
+    work["program"], work["run"], work["op"] = numbers[at], at, short[work["name"]]
+    return work[work["program"] >= 0]

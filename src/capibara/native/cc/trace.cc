@@ -1,0 +1,250 @@
+// Reads a trace of XLA's profiler (XSpace, tsl/profiler/protobuf/xplane.proto) into rows. The bytes are not trusted:
+// every length is checked against what is left, and nothing is allocated by what they say.
+#include <cstdint>
+#include <string_view>
+#include <unordered_map>
+
+#define CAPIBARA_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Row {
+  int64_t start_ps;  // after the earliest line's timestamp
+  int64_t duration_ps;
+  int64_t program;  // -1: not said
+  int64_t run;
+  int32_t line;
+  int32_t name;
+  int32_t op;  // -1: not said
+  int32_t device;
+};
+struct Piece {
+  int64_t offset, size;
+};
+struct Line {
+  int32_t plane, name;  // texts
+};
+
+// What is left of a message, or of the whole.
+struct Bytes {
+  const uint8_t* at;
+  const uint8_t* end;
+  bool fine = true;
+
+  uint64_t varint() {
+    uint64_t value = 0;
+    for (int shift = 0; shift < 70; shift += 7) {
+      if (at == end) break;
+      const uint8_t byte = *at++;
+      if (shift < 64) value |= static_cast<uint64_t>(byte & 127) << shift;
+      if (byte < 128) return value;
+    }
+    fine = false;
+    at = end;
+    return 0;
+  }
+  // The next field: its number, 0 at the end; the value of an integer, or the bytes.
+  uint32_t next(uint64_t& value, Bytes& inner) {
+    if (at == end) return 0;
+    const uint64_t key = varint();
+    if (!fine) return 0;
+    value = 0;
+    uint64_t size = 0;
+    switch (key & 7) {
+      case 0:
+        value = varint();
+        return fine ? static_cast<uint32_t>(key >> 3) : 0;
+      case 1:
+        size = 8;
+        break;
+      case 5:
+        size = 4;
+        break;
+      case 2:
+        size = varint();
+        break;
+      default:
+        fine = false;
+    }
+    if (!fine || size > static_cast<uint64_t>(end - at)) {
+      fine = false;
+      at = end;
+      return 0;
+    }
+    inner = Bytes{at, at + size};
+    at += size;
+    return static_cast<uint32_t>(key >> 3);
+  }
+  std::string_view text() const { return {reinterpret_cast<const char*>(at), static_cast<size_t>(end - at)}; }
+};
+
+struct Reader {
+  const uint8_t* data;
+  int64_t size;
+  Row* rows;
+  int64_t capacity;
+  Piece* pieces;
+  int64_t piece_capacity;
+  Line* lines;
+  int64_t line_capacity;
+
+  bool fine = true;
+  int64_t count = 0, line_count = 0, base = INT64_MAX;
+  std::unordered_map<std::string_view, int32_t> known;
+
+  int32_t intern(std::string_view text) {
+    const auto [place, fresh] = known.try_emplace(text, static_cast<int32_t>(known.size()));
+    if (fresh && place->second < piece_capacity)
+      pieces[place->second] = {reinterpret_cast<const uint8_t*>(text.data()) - data, static_cast<int64_t>(text.size())};
+    return place->second;
+  }
+
+  // id and name of an entry of a map of metadata
+  void entry(Bytes map, std::unordered_map<uint64_t, std::string_view>& names) {
+    uint64_t value, id = 0;
+    Bytes inner{}, field{};
+    std::string_view name;
+    while (const uint32_t number = map.next(value, inner)) {
+      if (number == 1) id = value;
+      if (number != 2) continue;
+      while (const uint32_t part = inner.next(value, field)) {
+        if (part == 2) name = field.text();
+      }
+      fine = fine && inner.fine;
+    }
+    fine = fine && map.fine;
+    names[id] = name;
+  }
+
+  // The earliest timestamp: times are told from it, for they would not fit otherwise.
+  void earliest(Bytes space) {
+    uint64_t value;
+    Bytes plane{}, line{}, field{};
+    while (const uint32_t number = space.next(value, plane)) {
+      if (number != 1) continue;
+      while (const uint32_t part = plane.next(value, line)) {
+        if (part != 3) continue;
+        int64_t stamp = 0;
+        while (const uint32_t one = line.next(value, field)) {
+          if (one == 3) stamp = static_cast<int64_t>(value);
+        }
+        if (stamp < base) base = stamp;
+      }
+    }
+  }
+
+  struct Meanings {
+    uint64_t op = 0, program = 0, run = 0, correlation = 0, device = 0;
+  };
+
+  void event(Bytes one, int64_t stamp, bool every, const Meanings& mean,
+             const std::unordered_map<uint64_t, std::string_view>& events,
+             const std::unordered_map<uint64_t, std::string_view>& stats,
+             std::unordered_map<uint64_t, int32_t>& ids) {
+    uint64_t value, id = 0;
+    Bytes inner{}, field{};
+    int64_t offset = 0, duration = 0;
+    Row row{0, 0, -1, 0, static_cast<int32_t>(line_count - 1), -1, -1, 0};
+    while (const uint32_t number = one.next(value, inner)) {
+      if (number == 1) id = value;
+      if (number == 2) offset = static_cast<int64_t>(value);
+      if (number == 3) duration = static_cast<int64_t>(value);
+      if (number != 4) continue;
+      uint64_t key = 0, whole = 0;
+      std::string_view text;
+      while (const uint32_t part = inner.next(value, field)) {
+        if (part == 1) key = value;
+        if (part == 3 || part == 4) whole = value;
+        if (part == 5) text = field.text();
+        if (part == 7) {
+          const auto place = stats.find(value);
+          if (place != stats.end()) text = place->second;
+        }
+      }
+      fine = fine && inner.fine;
+      if (key == 0) continue;
+      if (key == mean.op && !text.empty()) row.op = intern(text);
+      if (key == mean.program) row.program = static_cast<int64_t>(whole);
+      if (key == mean.run || (key == mean.correlation && row.run == 0)) row.run = static_cast<int64_t>(whole);
+      if (key == mean.device) row.device = static_cast<int32_t>(whole);
+    }
+    fine = fine && one.fine;
+    if (row.op < 0 && !every) return;
+    const auto place = ids.find(id);
+    if (place != ids.end()) {
+      row.name = place->second;
+    } else {
+      const auto named = events.find(id);
+      row.name = ids[id] = intern(named == events.end() ? std::string_view{} : named->second);
+    }
+    if (count < capacity) {
+      // Unsigned: what is nonsense wraps, and is not undefined.
+      row.start_ps = static_cast<int64_t>((static_cast<uint64_t>(stamp) - static_cast<uint64_t>(base)) * 1000u +
+                                          static_cast<uint64_t>(offset));
+      row.duration_ps = duration;
+      rows[count] = row;
+    }
+    ++count;
+  }
+
+  void plane(Bytes whole) {
+    uint64_t value;
+    Bytes inner{}, field{}, again = whole;
+    std::unordered_map<uint64_t, std::string_view> events, stats;
+    std::unordered_map<uint64_t, int32_t> ids;
+    std::string_view name;
+    while (const uint32_t number = whole.next(value, inner)) {
+      if (number == 2) name = inner.text();
+      if (number == 4) entry(inner, events);
+      if (number == 5) entry(inner, stats);
+    }
+    fine = fine && whole.fine;
+    Meanings mean;
+    for (const auto& [id, text] : stats) {
+      if (text == "hlo_op") mean.op = id;
+      if (text == "program_id") mean.program = id;
+      if (text == "run_id") mean.run = id;
+      if (text == "correlation_id") mean.correlation = id;
+      if (text == "device_ordinal") mean.device = id;
+    }
+    const bool every = name.substr(0, 12) == "/device:TPU:";
+    while (const uint32_t number = again.next(value, inner)) {
+      if (number != 3) continue;
+      int64_t stamp = 0;
+      Bytes events_of = inner;
+      std::string_view line_name;
+      while (const uint32_t part = inner.next(value, field)) {
+        if (part == 2) line_name = field.text();
+        if (part == 3) stamp = static_cast<int64_t>(value);
+      }
+      fine = fine && inner.fine;
+      const Line line{intern(name), intern(line_name)};
+      if (line_count < line_capacity) lines[line_count] = line;
+      ++line_count;
+      while (const uint32_t part = events_of.next(value, field)) {
+        if (part == 4) event(field, stamp, every, mean, events, stats, ids);
+      }
+    }
+  }
+};
+
+}  // namespace
+
+// Fills as much as there is room for and says in `counts` how many rows, texts and lines there are. False: the bytes are
+// not such a trace.
+CAPIBARA_EXPORT int32_t capibara_trace_rows(const uint8_t* data, int64_t size, void* rows, int64_t capacity,
+                                            void* pieces, int64_t piece_capacity, void* lines, int64_t line_capacity,
+                                            int64_t* counts) {
+  Reader reader{data, size, static_cast<Row*>(rows), capacity, static_cast<Piece*>(pieces), piece_capacity,
+                static_cast<Line*>(lines), line_capacity};
+  Bytes space{data, data + size}, plane{};
+  reader.earliest(space);
+  uint64_t value;
+  while (const uint32_t number = space.next(value, plane)) {
+    if (number == 1) reader.plane(plane);
+  }
+  counts[0] = reader.count;
+  counts[1] = static_cast<int64_t>(reader.known.size());
+  counts[2] = reader.line_count;
+  return reader.fine && space.fine;
+}
