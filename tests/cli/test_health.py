@@ -1,0 +1,124 @@
+"""``capibara health``: what it prints, as tables and as JSON, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from emulation import emulated
+
+from capibara.cli import main
+from capibara.observe import diagnostics
+from capibara.observe.health import check_health
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check of little memory."""
+    monkeypatch.setattr(
+        diagnostics, "check_health", lambda **given: check_health(**{**given, "memory_limit_bytes": 2**18})
+    )
+
+
+def test_tables_and_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["health", "--quick"]) == 0
+    shown = capsys.readouterr()
+    assert "Nothing failed" in shown.out
+    assert "all_chips_online" in shown.out
+    assert str(jax.devices()[0]) in shown.out
+    assert "10 exact" in shown.out
+    assert "\x1b[" not in shown.out
+    assert shown.err == ""
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--quick", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] is True
+    assert len(report["devices"]) == len(jax.devices())
+
+
+def test_a_missing_device_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    expected = len(jax.devices()) + 1
+    assert main(["health", "--quick", "--expected", str(expected)]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out
+    assert f"all_chips_online: devices: 1 missing: JAX lists {expected - 1}, {expected} expected" in out
+    assert "1 fault (" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory-fraction", "2"], "memory_fraction: got 2.0"),
+        (["--expected", "0"], "expected_devices: got 0"),
+        (["--timeout", "-1"], "timeout: got -1.0"),
+        (["--expected", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_invalid_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert main(["health", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert shown.out == ""
+
+
+HANGS = """
+import sys, threading
+import jax
+from capibara.cli import main
+from capibara.observe.health import DeviceWork
+from capibara.observe.health.deadline import Task
+
+class Short(Task):
+    def wait(self, seconds):
+        return super().wait(0.2)
+
+def start(self, name, device, function):
+    if device is not None and device.id == 1:
+        return Short(threading.Event().wait, name)
+    return Task(function, name)
+
+DeviceWork.start = start
+sys.exit(main(["health", "--quick"]))
+"""
+
+
+def test_the_command_ends_when_a_device_hangs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": emulated(2), "COLUMNS": "200"},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "cpu:1: does not answer: a small computation did not finish" in done.stdout
+    assert "1 fault (" in done.stdout
+
+
+def test_several_processes_report_together() -> None:
+    command = [sys.executable, "-m", "capibara"]
+    done = subprocess.run(
+        [*command, "launch", "-n", "2", "--devices", "2", "--", *command, "health", "--quick", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    lines = [line[4:] for line in done.stdout.splitlines() if line.startswith("[0] ")]
+    report = json.loads("\n".join(lines[lines.index("{") :]))
+    assert report["healthy"] is True
+    assert [device["process"] for device in report["devices"]] == [0, 0, 1, 1]
+    assert {axis["permute"] for axis in report["axes"]} == {True}
