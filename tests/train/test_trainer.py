@@ -94,7 +94,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_leaves_what_it_says(undisturbed: Path) -> None:
-    names = {"config.toml", "checkpoints", "metrics.jsonl", "loss.png", "lock"}
+    names = {"config.toml", "checkpoints", "ledger.jsonl", "metrics.jsonl", "loss.png", "lock"}
     assert set(os.listdir(undisturbed)) == names
     assert sorted(os.listdir(undisturbed / "checkpoints")) == ["12", "8"]
     entries = list(read_metrics(undisturbed / "metrics.jsonl"))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from capibara.cli._leaving import leave, report
+from capibara.cli._leaving import leave, report_error
 from capibara.cli._signals import end_on_signals, raise_on_sigterm
 from capibara.errors import CapibaraError, did_you_mean
 
@@ -41,7 +41,9 @@ VERBS: dict[str, str] = {
     "verify": "decode every tensor of archives and check their checksums",
     "plan": "plan a configuration on a TPU slice: memory, time, price",
     "doctor": "show what is installed, which devices are available and which implementations run",
+    "health": "exercise every device: exact products, memory patterns, links; what failed is named",
     "profile": "find where the time of a program goes, operation by operation",
+    "report": "show where the wall time of a run went",
     "tune": "measure the fastest block sizes and implementations on this device",
     "migrate": "check source code against the installed JAX",
 }
@@ -153,6 +155,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if argv is None and _is_waited_for():
             leave(error)
-        if (code := report(error)) is None:
+        if (code := report_error(error)) is None:
             raise
     return code

@@ -11,14 +11,14 @@ from typing import NoReturn
 from capibara.cli._signals import INTERRUPTED, Terminated
 from capibara.errors import CapibaraError
 
-__all__ = ["leave", "report"]
+__all__ = ["leave", "report_error"]
 
 _FAILED = 1
 _INVALID = 2  # invalid input: after it a launcher does not try again
 _BROKEN_PIPE = 141
 
 
-def report(error: BaseException) -> int | None:
+def report_error(error: BaseException) -> int | None:
     """Print what there is to say; the exit code, or None for an error that Python is to report itself."""
     if isinstance(error, Terminated):
         print("capibara: terminated", file=sys.stderr)
@@ -48,7 +48,7 @@ def leave(error: BaseException) -> NoReturn:
     """End this process at once, with its temporary files removed: nothing that Python does at exit is waited for."""
     from capibara.files import remove_temporaries
 
-    if (code := report(error)) is None:
+    if (code := report_error(error)) is None:
         traceback.print_exception(error)
         code = 1
     remove_temporaries()

@@ -21,6 +21,7 @@ import numpy as np
 
 from capibara.hardware.telemetry import device_memory, host_memory
 from capibara.train.errors import DivergedError, ScalingError
+from capibara.train.ledger import Ledger
 from capibara.train.metrics import MetricsLog, SilentLog
 from capibara.train.processes import Ballots, Processes
 from capibara.train.progress import Reporter
@@ -114,6 +115,7 @@ class Loop:
     skips: Skips
     watchdog: Watchdog
     sound: Callable[[int], None]
+    ledger: Ledger
     remember: Callable[[TrainState, int, float], None] | None = None
     scaling: Controller | None = None
     utilisation: Utilisation | None = None
@@ -158,7 +160,8 @@ class Loop:
         while step < settings.steps:
             if self._must_stop(step):
                 break
-            batch = self.run.put_batch(self.skips.number(step))
+            with self.ledger.during("input"):
+                batch = self.run.put_batch(self.skips.number(step))
             step += 1
             if replay_every and step % replay_every == 0:
                 with self.watchdog.during(f"step {step} was computed twice", "replay"):
@@ -187,7 +190,8 @@ class Loop:
                     self._save(state, step, bits)
                 elif remember and self.remember is not None:
                     self._write_line(step)
-                    self.remember(state, step, self.seconds)
+                    with self.ledger.during("checkpoint"):
+                        self.remember(state, step, self.seconds)
                 self._resume_clock()
         self._drain()
         if self.reason == "moves":
@@ -197,7 +201,8 @@ class Loop:
         bits = self._evaluate(state, step) if self.reason != "interrupted" else None
         if step > self.saved or self._is_best(bits):
             self._save(state, step, bits)
-        self.saves.settle()
+        with self.ledger.during("checkpoint"):
+            self.saves.settle()
         return state, step
 
     def _must_stop(self, step: int) -> bool:
@@ -289,6 +294,7 @@ class Loop:
             "seconds": self.seconds,
         }
         self.log.write(entry)
+        self.ledger.spent(step)
         self.reporter.log(step, entry)
         self._line.clear()
         self._window = _Meter()
@@ -304,7 +310,8 @@ class Loop:
         if not self.run.validation:
             return None
         # Queue every batch, then read: one wait instead of one per batch.
-        with self.watchdog.during(f"the model of step {step} was validated", "validation"):
+        during = self.watchdog.during(f"the model of step {step} was validated", "validation")
+        with during, self.ledger.during("validation"):
             params = self.run.validated(state)
             results = [
                 self.eval_step(params, state.model_state, self.run.placement.put_batch(batch))
@@ -330,7 +337,8 @@ class Loop:
         self._write_line(step)
         self.log.sync()
         best = self._is_best(bits)
-        with self.watchdog.during(f"the checkpoint of step {step} was written", "checkpoint"):
+        during = self.watchdog.during(f"the checkpoint of step {step} was written", "checkpoint")
+        with during, self.ledger.during("checkpoint"):
             self.save(state, step, self.seconds, bits, best)
         self.saved = step
         if best:

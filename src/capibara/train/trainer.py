@@ -30,12 +30,14 @@ from jax.errors import JaxRuntimeError
 from capibara.config import ModularModelConfig
 from capibara.data import PackedBatches, PairedBatches
 from capibara.errors import ConfigError
+from capibara.hardware import detect_chip
 from capibara.launch import may_be_fewer
 from capibara.train import extras
 from capibara.train.checkpoint import Checkpoint, CheckpointStore
 from capibara.train.errors import CheckpointDamagedError, CorruptionError, DivergedError, ResumeMismatchError
 from capibara.train.finite import check_finite, not_finite
 from capibara.train.held import HeldCopies
+from capibara.train.ledger import LEDGER, Ledger
 from capibara.train.loop import Loop, Utilisation
 from capibara.train.metrics import MetricsLog, SilentLog, read_losses
 from capibara.train.options import flags_note
@@ -146,11 +148,12 @@ def train(
             remove_leftovers(folder)
             if fresh or not config.checkpoint.resume:
                 store.clear()
-                for name in ("metrics.jsonl", "loss.png", REFERENCE):
+                for name in ("metrics.jsonl", "loss.png", LEDGER, REFERENCE):
                     (folder / name).unlink(missing_ok=True)
                 shutil.rmtree(folder / "tensorboard", ignore_errors=True)
 
         processes.first_does(take_folder)
+        ledger = stack.enter_context(Ledger(folder / LEDGER if processes.first else None))
         processes.check_shared(folder)
         checkpoint = _newest(store, processes, reporter)
         facts = Facts()
@@ -216,6 +219,7 @@ def train(
             reporter,
             stop or StopFlag(),
             held,
+            ledger,
         )
         if held is not None:
             held.clear()
@@ -261,6 +265,7 @@ def _run(
     reporter: Reporter,
     stop: StopFlag,
     held: HeldCopies | None,
+    ledger: Ledger,
 ) -> TrainReport:
     config, data, folder, processes = run.config, run.source, store.folder.parent, Processes.here()
     start, saved = begin
@@ -319,7 +324,9 @@ def _run(
     begun = time.perf_counter()
     # Compiled ahead, so that compilation is neither in the step times nor in train.max_seconds.
     moves = Moves.of(run, processes, reporter)
-    train_step, eval_step = moves.compiled(run, state, skips.number(start))
+    ledger.begin(start, devices=len(run.placement.devices), chip=detect_chip(run.placement.devices[0]).name)
+    with ledger.during("compile"):
+        train_step, eval_step = moves.compiled(run, state, skips.number(start))
     compile_seconds = time.perf_counter() - begun
     reporter.note(f"compiled training and validation in {compile_seconds:.1f} s")
     reporter.start(start, config.train.steps)
@@ -357,6 +364,7 @@ def _run(
                     skips=skips,
                     watchdog=watchdog,
                     sound=rollback.sound,
+                    ledger=ledger,
                     remember=None if held is None else remember,
                     scaling=moves.controller,
                     utilisation=utilisation,
@@ -364,7 +372,8 @@ def _run(
                     best_bits=best,
                 )
                 try:
-                    state, step = loop.run_steps(state, start, saved)
+                    with ledger.during("step"):
+                        state, step = loop.run_steps(state, start, saved)
                     if loop.reason != "moves":
                         break
                     failure = None
@@ -388,6 +397,7 @@ def _run(
                 saves.settle_before_going_back()  # what is being written is the newest once it is complete
                 checkpoint = _newest(store, processes, reporter)
                 start = saved = 0 if checkpoint is None else checkpoint.step
+                ledger.back(start)
                 if isinstance(failure, JaxRuntimeError):
                     run = moves.after(cast(RuntimeError, failure), run, start)
                 elif failure is not None:
@@ -397,7 +407,8 @@ def _run(
             del moving
             if moves.just_moved():
                 utilisation = utilisation and utilisation.on(run.placement.devices, before)
-                train_step, eval_step = moves.compiled(run, state, skips.number(start))
+                with ledger.during("compile"):
+                    train_step, eval_step = moves.compiled(run, state, skips.number(start))
     except BaseException as error:
         saves.leave(error)
         if held is not None:
