@@ -25,6 +25,7 @@ __all__ = [
     "HeldJaxpr",
     "UnsupportedJaxError",
     "UnsupportedJaxWarning",
+    "backends_started",
     "coordinator_client",
     "find_package",
     "installed_version",
@@ -324,3 +325,18 @@ def loaded_programs(platform: str | None = None) -> list[Any]:
     import jax
 
     return list(jax.local_devices(backend=platform)[0].client.live_executables())
+
+
+def backends_started() -> bool:
+    """Whether JAX has started its backends: asking for devices would start them, and take the accelerators.
+
+    JAX has no public function for it. False if JAX was not imported, or no longer says it here.
+    """
+    if "jax" not in sys.modules:
+        return False
+    try:
+        from jax._src import xla_bridge
+
+        return bool(xla_bridge.backends_are_initialized())
+    except (ImportError, AttributeError):
+        return False

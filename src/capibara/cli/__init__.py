@@ -43,6 +43,7 @@ VERBS: dict[str, str] = {
     "doctor": "show what is installed, which devices are available and which implementations run",
     "health": "exercise every device: exact products, memory patterns, links; what failed is named",
     "profile": "find where the time of a program goes, operation by operation",
+    "monitor": "watch this machine and its devices, with alerts",
     "report": "show where the wall time of a run went",
     "tune": "measure the fastest block sizes and implementations on this device",
     "migrate": "check source code against the installed JAX",

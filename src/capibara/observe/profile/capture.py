@@ -15,7 +15,7 @@ from typing import Any
 from capibara.compilation import CompilationCounts, count_compilations
 from capibara.errors import CapibaraError
 from capibara.files import replace_file
-from capibara.hardware import detect_chip
+from capibara.hardware import Chip, detect_chip
 from capibara.hardware.telemetry import device_memory, host_memory, live_array_bytes
 from capibara.measure import copy_bandwidth, machine_description, matmul_rate
 from capibara.observe.errors import ProfileError
@@ -253,9 +253,9 @@ def _result(
         reasons.update(busy_seconds=reasons.get("flops", ""), idle_share=reasons.get("flops", ""))
     device = jax.local_devices()[0]
     chip = detect_chip(device)
-    dtype = max(operations, key=lambda one: one.flops).dtype if operations else "float32"
+    dtype = max(operations, key=lambda one: one.flops).dtype if operations else ""
     counted = what.flops and ran
-    rates = _rates(device.platform, chip, dtype or "float32", reasons) if counted else (None, None)
+    rates = _rates(device.platform, chip, dtype or "f32", reasons) if counted else (None, None)
     profile = Profile(
         name=name,
         platform=device.platform,
@@ -359,14 +359,16 @@ def _complete(program: KnownProgram, number: int, runs: int, trace: Trace) -> No
 
 
 def _rates(
-    platform: str, chip: Any, dtype: str, reasons: dict[str, str]
+    platform: str, chip: Chip, dtype: str, reasons: dict[str, str]
 ) -> tuple[float | None, float | None]:
     """FLOP/s and bytes per second of one device: of the catalogue, or, for a CPU, measured here."""
     if platform == "cpu":
         return _measured(dtype)
-    peak = dict(chip.peaks).get(dtype)
-    if peak is None:
-        reasons["compute_efficiency"] = f"the catalogue has no peak of {chip.name} for {dtype}"
+    try:
+        peak = chip.peak(dtype)
+    except CapibaraError as error:
+        peak = None
+        reasons["compute_efficiency"] = str(error)
     if chip.hbm_bandwidth is None:
         reasons["memory_efficiency"] = f"the catalogue has no memory bandwidth of {chip.name}"
     return peak, chip.hbm_bandwidth
@@ -374,12 +376,13 @@ def _rates(
 
 @lru_cache(maxsize=8)
 def _measured(dtype: str) -> tuple[float | None, float | None]:
-    # Emulated devices share the cores: the process's rate is one device's where there is one.
     import jax
 
+    # Emulated devices share the cores: the process's rate is one device's where there is one.
     share = max(1, jax.local_device_count())
-    kind = dtype if dtype in ("float32", "bfloat16", "float16", "float64") else "float32"
-    if kind == "float64" and jax.dtypes.canonicalize_dtype(kind) != kind:
+    # A CPU multiplies what it has no instructions for as float32. XLA's names of types:
+    kind = {"f64": "float64", "bf16": "bfloat16", "f16": "float16"}.get(dtype, "float32")
+    if jax.dtypes.canonicalize_dtype(kind) != kind:
         kind = "float32"
     return matmul_rate(kind) / share, copy_bandwidth() / share
 

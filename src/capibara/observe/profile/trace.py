@@ -148,8 +148,10 @@ def _placed(table: EventTable) -> np.ndarray:
     if tpu.any():
         short = _short_names(table)
         title = np.array([name for _, name in table.lines])[rows["line"]]
-        for plane in np.unique(plane_of[tpu]):
-            kept.append(_within_modules(rows, plane_of == plane, title, short, table.texts))
+        kept += [
+            _within_modules(rows, plane_of == plane, title, short, table.texts)
+            for plane in np.unique(plane_of[tpu])
+        ]
     return np.concatenate(kept)
 
 
