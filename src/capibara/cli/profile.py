@@ -109,13 +109,21 @@ def _read(folder: str | Path) -> Profile:
 
 
 def _write(profile: Profile, args: argparse.Namespace) -> None:
+    from capibara.observe.bottlenecks import find_bottlenecks
     from capibara.observe.profile.plot import plot_profile, write_page
 
     if args.plot:
         plot_profile(profile, args.plot)
     if args.html:
         write_page(profile, args.html)
-    _show(profile.metrics() if args.json else profile, args.json)
+    analysis = find_bottlenecks(profile)
+    if args.json:
+        print_json({**profile.metrics(), "bottlenecks": analysis.to_dict()["bottlenecks"]})
+        return
+    print(profile)
+    if analysis.has_bottlenecks:
+        print("what slows it down, and the part of the time that a remedy would save:")
+        print(*analysis.bottlenecks, sep="\n")
 
 
 def _diff(args: argparse.Namespace) -> int:

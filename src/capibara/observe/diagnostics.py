@@ -1,18 +1,23 @@
-"""Diagnostics of the devices of a program."""
+"""Diagnostics of the devices of a program, and of the program."""
 
 from __future__ import annotations
 
+import time
+
 from jax.sharding import Mesh
 
+from capibara.observe.bottlenecks import PerformanceAnalysis, find_bottlenecks
+from capibara.observe.errors import ProfileError
 from capibara.observe.health import DeviceWork, HealthReport, check_health
 from capibara.observe.health.checking import Progress
 from capibara.observe.health.temperature import ReadTemperatures
+from capibara.observe.profile import Profile, TpuPerformanceProfiler
 
 __all__ = ["TpuDiagnostics"]
 
 
 class TpuDiagnostics:
-    """Health of the devices of this program: TPUs, GPUs or CPUs.
+    """Health of the devices of this program (TPUs, GPUs or CPUs), and what slows it down.
 
     Args:
       work: what runs on devices in a health check.
@@ -66,3 +71,33 @@ class TpuDiagnostics:
             temperatures=self._temperatures,
             progress=progress,
         )
+
+    def analyze_performance_bottlenecks(
+        self, profile: Profile | None = None, *, seconds: float = 2.0
+    ) -> PerformanceAnalysis:
+        """Say what slows a program down; see :func:`capibara.observe.bottlenecks.find_bottlenecks`.
+
+        Args:
+          profile: that :class:`~capibara.observe.profile.TpuPerformanceProfiler` took. None: what the other threads of
+            this process do is profiled for ``seconds``.
+          seconds: for which to profile.
+
+        Returns:
+          ``has_bottlenecks``, and ``bottlenecks``, each with ``description``, ``suggestion``, ``evidence`` and
+          ``predicted_gain``, by the time that they would save.
+
+        Raises:
+          ProfileError: (a ``ValueError``) an invalid argument, or another trace is being taken.
+        """
+        if profile is None:
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 600:
+                raise ProfileError(f"seconds: got {seconds!r}, expected a number up to 600")
+            profiler = TpuPerformanceProfiler()
+            with profiler.profile_context("process"):
+                time.sleep(seconds)
+            profile = profiler.profile()
+        elif not isinstance(profile, Profile):
+            raise ProfileError(
+                f"profile: got {profile!r:.200}, expected a Profile, as profiler.profile() returns"
+            )
+        return find_bottlenecks(profile)

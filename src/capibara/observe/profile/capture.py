@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from capibara.compilation import CompilationCounts, count_compilations
 from capibara.errors import CapibaraError

@@ -1,0 +1,312 @@
+"""The rules. Each takes a profile and gives one bottleneck or none; what it says it would save follows from figures."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from capibara.errors import CapibaraError
+from capibara.hardware import get_chip
+from capibara.observe.bottlenecks.finding import Bottleneck
+from capibara.observe.profile import Operation, Profile
+
+__all__ = ["RULES"]
+
+# Below these parts of the time nothing is said: measurements of short regions vary by as much.
+_COMPILING = 0.05
+_IDLE = 0.25
+_SMALL = 0.10
+_CALLBACK = 0.05
+_COPIES = 0.25
+_COMMUNICATION = 0.15
+_WIDE = 0.20  # of types
+_UNFUSED = 0.30
+# A region of less is over before its figures mean anything.
+_SHORTEST = 0.005
+# A program that runs for less than this is as long to start as to run.
+_TINY_RUN = 100e-6
+# FLOPs of a product that is over before a device is busy.
+_TINY_PRODUCT = 5e6
+_PRIMITIVE = re.compile(r"^jit__?[a-z][a-z_0-9]*$")
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _spent(profile: Profile, operations: Iterable[Operation]) -> float:
+    """Their part of the time, on one device."""
+    return sum(one.seconds for one in operations) / profile.devices / profile.wall_seconds
+
+
+def _compiling(profile: Profile) -> float:
+    return min(1.0, profile.compile_seconds / profile.wall_seconds)
+
+
+def recompilation(profile: Profile) -> Bottleneck | None:
+    """Programs that were compiled in the region."""
+    part = _compiling(profile)
+    if part < _COMPILING:
+        return None
+    names = Counter(one.name for one in profile.programs)
+    again = {name: count for name, count in names.items() if count > 1}
+    if again:
+        worst = max(again, key=lambda name: again[name])
+        remedy = (
+            f"{worst} was compiled for {again[worst]} kinds of arguments: pad shapes to a few sizes, pass numbers "
+            "that change as arrays and not as static arguments, and make jitted functions once, outside of loops. "
+            "capibara.compilation says which argument changed"
+        )
+    else:
+        remedy = (
+            "Call each function once before what counts, or compile ahead (.lower().compile()); keep programs with "
+            "jax.config.update('jax_compilation_cache_dir', …); make jitted functions once, outside of loops"
+        )
+    return Bottleneck(
+        "recompilation",
+        f"{profile.compiled} programs were compiled, in {_percent(part)} of the time",
+        remedy,
+        {"compiled": profile.compiled, "compile_seconds": profile.compile_seconds, "same_name": again},
+        part,
+    )
+
+
+def _idle(profile: Profile) -> float:
+    """The part of the time in which devices waited for something else than a compiler, and the tracing before it."""
+    return max(0.0, (profile.idle_share or 0.0) - 2 * _compiling(profile))
+
+
+def _runs(profile: Profile) -> int:
+    return sum(one.runs for one in profile.programs)
+
+
+def _starts_tiny(profile: Profile) -> bool:
+    """Whether the devices wait between many short programs."""
+    runs = _runs(profile)
+    return runs >= 50 * profile.devices and (profile.busy_seconds or 0.0) * profile.devices / runs < _TINY_RUN
+
+
+def idle(profile: Profile) -> Bottleneck | None:
+    """Devices that wait for the host: for input, for Python."""
+    part = _idle(profile)
+    if part < _IDLE or not profile.events or _starts_tiny(profile):
+        return None
+    return Bottleneck(
+        "idle",
+        f"devices were idle for {_percent(part)} of the time: the host did not give them work",
+        "Prepare batches in another thread or process while a step runs (capibara.data, grain), read results one step "
+        "later, and keep NumPy, files and printing out of the loop",
+        {"idle_share": profile.idle_share, "runs": _runs(profile)},
+        part,
+    )
+
+
+def _primitives(profile: Profile) -> list[str]:
+    """Names of programs that are one operation each, as JAX makes them of code that is not jitted."""
+    many: Counter[str] = Counter(one.program for one in profile.operations if one.count)
+    return [
+        one.name
+        for one in profile.programs
+        if many[one.name] <= 2 and _PRIMITIVE.match(one.name) and one.runs >= 3
+    ]
+
+
+def dispatch(profile: Profile) -> Bottleneck | None:
+    """Many programs that are as long to start as to run."""
+    part = _idle(profile)
+    if part < _IDLE or not _starts_tiny(profile):
+        return None
+    runs = _runs(profile)
+    names = [one.name for one in sorted(profile.programs, key=lambda one: -one.runs)[:5]]
+    return Bottleneck(
+        "dispatch",
+        f"{runs:,} programs of {1e6 * (profile.busy_seconds or 0) * profile.devices / runs:.0f} µs each were started; "
+        f"devices were idle for {_percent(part)} of the time between them",
+        "Put the loop or the whole step under jax.jit, with jax.lax.scan for many short steps: "
+        + ", ".join(names),
+        {"runs": runs, "idle_share": profile.idle_share, "programs": names},
+        part,
+    )
+
+
+def unfused(profile: Profile) -> Bottleneck | None:
+    """Large arrays that go to memory and back for every operation, because each is a program of its own."""
+    names = _primitives(profile)
+    alone = [
+        one for one in profile.operations if one.program in names and not one.flops and one.kind == "compute"
+    ]
+    runs = sum(one.count for one in alone)
+    part = _spent(profile, alone)
+    if len(names) < 3 or part < _UNFUSED or not runs or sum(one.bytes for one in alone) / runs < 1 << 16:
+        return None
+    # In one program the chain reads and writes once.
+    chain = len({one.program for one in alone})
+    gain = part * (1 - 1 / chain)
+    return Bottleneck(
+        "unfused",
+        f"{chain} operations that each read and write whole arrays took {_percent(part)} of the time: "
+        + ", ".join(sorted(name.removeprefix("jit_") for name in names)[:6]),
+        "Put them into one function under jax.jit: XLA makes one pass over memory of them",
+        {"programs": names, "runs": runs, "part": part},
+        gain,
+    )
+
+
+def small_products(profile: Profile) -> Bottleneck | None:
+    """Matrix products too small for the device."""
+    if not profile.peak_flops or not profile.peak_bandwidth:
+        return None
+    peak, bandwidth = profile.peak_flops, profile.peak_bandwidth
+    slow = []
+    saved = 0.0
+    for one in profile.operations:
+        if not one.flops or one.count < 20 * profile.devices or one.flops / one.count > _TINY_PRODUCT:
+            continue
+        # Half of the roofline is what a product of a good size reaches.
+        good = 2 * max(one.flops / peak, one.bytes / bandwidth)
+        if one.seconds > 3 * good:
+            slow.append(one)
+            saved += one.seconds - good
+    part, gain = _spent(profile, slow), saved / profile.devices / profile.wall_seconds
+    if gain < _SMALL:
+        return None
+    worst = max(slow, key=lambda one: one.seconds)
+    return Bottleneck(
+        "small_products",
+        f"{sum(one.count for one in slow):,} products of about {worst.flops / worst.count / 1e3:,.0f} thousand FLOPs "
+        f"took {_percent(part)} of the time, at {_percent(worst.flops / worst.seconds / peak)} of what the device "
+        f"reaches{_from(worst)}",
+        "Make fewer and larger ones: batch with jax.vmap, larger batches, heads or experts together",
+        {"operations": [one.name for one in slow][:10], "part": part},
+        gain,
+    )
+
+
+def _from(one: Operation) -> str:
+    return f" ({one.source or one.path})" if one.source or one.path else ""
+
+
+def float64(profile: Profile) -> Bottleneck | None:
+    """Products in float64, which devices compute at half the rate or less."""
+    wide = [one for one in profile.operations if one.dtype == "f64" and one.flops]
+    part = _spent(profile, wide)
+    if part < _WIDE:
+        return None
+    return Bottleneck(
+        "float64",
+        f"products in float64 took {_percent(part)} of the time{_from(wide[0])}",
+        "Leave jax_enable_x64 off, or cast to float32: half the bytes, and at least twice the rate",
+        {"operations": [one.name for one in wide][:10], "part": part},
+        part / 2,
+    )
+
+
+def float32(profile: Profile) -> Bottleneck | None:
+    """Products in float32 on a GPU that multiplies bfloat16 faster."""
+    if profile.platform != "gpu":  # TPUs multiply float32 as bfloat16 unless asked otherwise
+        return None
+    wide = [one for one in profile.operations if one.dtype == "f32" and one.flops]
+    part = _spent(profile, wide)
+    try:
+        chip = get_chip(profile.chip)
+        ratio = chip.peak("float32") / chip.peak("bfloat16")
+    except CapibaraError:
+        return None
+    if part < _WIDE or ratio > 0.75:
+        return None
+    return Bottleneck(
+        "float32",
+        f"products in float32 took {_percent(part)} of the time{_from(wide[0])}",
+        f"Compute in bfloat16 (parameters may stay float32): the chip multiplies it {1 / ratio:.0f} times as fast",
+        {"operations": [one.name for one in wide][:10], "part": part, "ratio": ratio},
+        part * (1 - ratio),
+    )
+
+
+def communication(profile: Profile) -> Bottleneck | None:
+    """Collectives beside which nothing else runs."""
+    if profile.communication_seconds is None:
+        return None
+    part = profile.communication_seconds / profile.wall_seconds
+    if part < _COMMUNICATION:
+        return None
+    longest = max(
+        (one for one in profile.operations if one.kind == "collective"), key=lambda one: one.seconds
+    )
+    return Bottleneck(
+        "communication",
+        f"devices exchanged data and did nothing else for {_percent(part)} of the time, most of it in "
+        f"{longest.opcode}{_from(longest)}",
+        "Choose a layout that exchanges less (capibara plan), larger batches per device or gradient accumulation, and "
+        "let collectives run beside products (XLA's latency-hiding scheduler)",
+        {"communication_seconds": profile.communication_seconds, "longest": longest.name},
+        part,
+    )
+
+
+def callback(profile: Profile) -> Bottleneck | None:
+    """Python that a compiled program calls and waits for."""
+    called = [one for one in profile.operations if one.kind == "kernel" and "callback" in one.opcode]
+    part = _spent(profile, called)
+    if part < _CALLBACK:
+        return None
+    return Bottleneck(
+        "callback",
+        f"Python that a compiled program calls took {_percent(part)} of the time{_from(called[0])}",
+        "Write it in jax.numpy, or call it after the step; remove jax.debug.print from what runs often",
+        {"runs": sum(one.count for one in called), "part": part},
+        part,
+    )
+
+
+def copies(profile: Profile) -> Bottleneck | None:
+    """Arrays that are only copied or transposed."""
+    moved = [one for one in profile.operations if one.kind == "copy" or _only_moves(one)]
+    part = _spent(profile, moved)
+    if part < _COPIES:
+        return None
+    longest = max(moved, key=lambda one: one.seconds)
+    return Bottleneck(
+        "copies",
+        f"copies and transpositions took {_percent(part)} of the time, most of it {longest.name}{_from(longest)}",
+        "Keep arrays in the order in which products take them (contract with jnp.einsum instead of transposing), and "
+        "donate what is not needed again (jax.jit(donate_argnums=…))",
+        {"operations": [one.name for one in moved][:10], "part": part},
+        part,
+    )
+
+
+def _only_moves(one: Operation) -> bool:
+    return (
+        not one.flops
+        and one.kind == "compute"
+        and one.path.rpartition("/")[2] in ("transpose", "copy", "copy_p")
+    )
+
+
+def _long_enough(rule: Callable[[Profile], Bottleneck | None]) -> Callable[[Profile], Bottleneck | None]:
+    def checked(profile: Profile) -> Bottleneck | None:
+        if not math.isfinite(profile.wall_seconds) or profile.wall_seconds < _SHORTEST:
+            return None
+        return rule(profile)
+
+    return checked
+
+
+RULES = tuple(
+    _long_enough(rule)
+    for rule in (
+        recompilation,
+        idle,
+        dispatch,
+        unfused,
+        small_products,
+        float64,
+        float32,
+        communication,
+        callback,
+        copies,
+    )
+)
