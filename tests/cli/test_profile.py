@@ -29,7 +29,7 @@ if __name__ == "__main__":
 """
 
 
-def capibara(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def capibara(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "capibara", "profile", *map(str, arguments)],
         capture_output=True,

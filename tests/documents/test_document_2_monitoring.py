@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from capibara.hardware.telemetry import available_memory
 from capibara.observe.monitor import sources
 
 SNIPPET = """
@@ -43,7 +44,7 @@ SNIPPET = """
 
 def test_the_snippet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     full = False
-    real = sources.available_memory
+    real = available_memory
     monkeypatch.setattr(sources, "available_memory", lambda: 1 if full else real())
     names = {}
 

@@ -189,7 +189,7 @@ HEALTHY = {
 
 
 def seen(work: Work, expected: set[str], *, warm: bool = True) -> set[str]:
-    """Kinds of what is found. Regions are a few milliseconds, and other processes work on these cores: up to 3 tries."""
+    """Kinds of what is found. Regions are milliseconds, and other processes work on these cores: up to 3 tries."""
     found: set[str] = set()
     for _ in range(3):
         found = {one.kind for one in find_bottlenecks(profiled(work, warm=warm)).bottlenecks}

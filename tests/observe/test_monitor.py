@@ -8,6 +8,7 @@ import re
 import threading
 import time
 import tracemalloc
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from capibara.observe.monitor import (
 class Trace:
     """A source that plays values of one metric, one a second."""
 
-    def __init__(self, values: list[float | None], metric: str = "memory_usage") -> None:
+    def __init__(self, values: Sequence[float | None], metric: str = "memory_usage") -> None:
         self.values, self.metric, self.at = values, metric, 0
 
     def read(self) -> Reading:
@@ -47,7 +48,7 @@ class Trace:
         return Reading(float(self.at), {self.metric: value})
 
 
-def played(values: list[float | None], rule: AlertRule) -> TpuRealTimeMonitor:
+def played(values: Sequence[float | None], rule: AlertRule) -> TpuRealTimeMonitor:
     monitor = TpuRealTimeMonitor(rules=[rule], source=Trace(values, rule.metric))
     for _ in values:
         monitor.update()
@@ -62,11 +63,11 @@ def test_what_this_machine_reports():
     assert set(METRICS) < set(before)
     live = sum(array.nbytes for array in jax.live_arrays())
     assert before["live_array_bytes"] == pytest.approx(live, abs=1_000_000)
-    text = Path("/proc/meminfo").read_text()
-    total, free = (int(re.search(rf"{name}:\s+(\d+)", text)[1]) for name in ("MemTotal", "MemAvailable"))
+    meminfo = dict(re.findall(r"^(\w+):\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    total, free = int(meminfo["MemTotal"]), int(meminfo["MemAvailable"])
     assert before["host_memory_usage"] == pytest.approx(1 - free / total, abs=0.05)
-    status = Path("/proc/self/status").read_text()
-    resident = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
+    status = dict(re.findall(r"^(\w+):\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE))
+    resident = int(status["VmRSS"]) * 1024
     assert before["process_memory_bytes"] == pytest.approx(resident, rel=0.1)
     for name in METRICS:
         assert (before[name] is None) == (name in before["reasons"])

@@ -26,7 +26,7 @@ __all__ = ["BUCKETS", "LEDGER", "Ledger"]
 LEDGER = "ledger.jsonl"
 # In which a process spends its time. "step": the devices train, or the host waits for them; "recovery": it goes back to
 # a checkpoint, or moves to other devices.
-BUCKETS = ("startup", "compile", "input", "step", "validation", "checkpoint", "recovery")
+BUCKETS: tuple[str, ...] = ("startup", "compile", "input", "step", "validation", "checkpoint", "recovery")
 
 
 class Ledger:
