@@ -107,6 +107,7 @@ def test_a_script_without_jax(tmp_path: Path):
         (["--", "python"], "got no file"),
         (["--", "python", "-c", "1"], "got the option '-c'"),
         (["show", "/nowhere"], "holds no profile"),
+        (["-o", __file__, "--", __file__], "cannot be written to"),
         (["show"], "expected one"),
         (["diff", "a"], "expected two"),
     ],

@@ -53,9 +53,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="capibara-profile-") as temporary:
         folder = Path(args.output or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
         written = folder / "profile.json"
-        written.unlink(missing_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            written.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--output: {str(folder)!r} cannot be written to ({error.strerror})") from error
         python, arguments = _python(what)
         # What the program prints is not part of our output.
         done = subprocess.run(

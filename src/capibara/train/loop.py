@@ -115,10 +115,10 @@ class Loop:
     skips: Skips
     watchdog: Watchdog
     sound: Callable[[int], None]
-    ledger: Ledger
     remember: Callable[[TrainState, int, float], None] | None = None
     scaling: Controller | None = None
     utilisation: Utilisation | None = None
+    ledger: Ledger = field(default_factory=lambda: Ledger(None))
     seconds_before: float = 0.0
     last_loss: float | None = None
     last_bits: float | None = None
