@@ -31,6 +31,7 @@ from capibara.observe.profile import (
 )
 from capibara.observe.profile import capture as capture_module
 from capibara.observe.profile import events as events_module
+from capibara.observe.profile import programs as programs_module
 from capibara.observe.profile.programs import known_program, module_number
 from capibara.observe.profile.trace import covered, find_trace, read_trace
 from capibara.plan.errors import PlanError
@@ -154,6 +155,25 @@ def test_two_programs_of_one_name_are_not_confused():
         jax.block_until_ready(results)
     runs = {program.flops: program.runs for program in profiler.profile().programs}
     assert runs == {2 * 32**3: 1, 2 * 2 * 96**3: 2}
+
+
+def test_two_programs_of_one_number_are_told_apart_by_their_operations(monkeypatch: pytest.MonkeyPatch):
+    """One that was read from a file has the number that it had where it was compiled."""
+    profiler = TpuPerformanceProfiler()
+    square, other = jax.jit(lambda x: x @ x), jax.jit(lambda x: jnp.sort(x) + 1)
+    x = ones(64, 64)
+    jax.block_until_ready([square(x), other(x)])
+    real = programs_module.HeldPrograms.by_number
+
+    def mixed(self):
+        found = real(self)
+        everything = [one for mine in found.values() for one in mine]
+        return dict.fromkeys(found, everything)
+
+    monkeypatch.setattr(programs_module.HeldPrograms, "by_number", mixed)
+    with profiler.profile_context("mixed"):
+        jax.block_until_ready([square(x) for _ in range(3)])
+    assert profiler.profile().flops == 3 * 2 * 64**3
 
 
 def test_a_function_that_is_gone_is_known():

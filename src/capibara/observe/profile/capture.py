@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from capibara.compilation import CompilationCounts, count_compilations
 from capibara.errors import CapibaraError
@@ -89,14 +90,14 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
         finally:
             wall = _settle() - began
             peak = None if memory is None else memory.end()
-            texts = {} if held is None or failed else held.texts()
+            loaded = {} if held is None or failed else held.by_number()
             cost = _event_cost() if what.traces and not failed else 0.0
             if what.traces:
                 jax.profiler.stop_trace()
-        captured.profile, ran = _result(name, what, wall, counts, peak, place, texts, cost)
+        captured.profile, texts = _result(name, what, wall, counts, peak, place, loaded, cost)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            _keep(folder, captured.profile, {number: texts[number][0] for number in ran if number in texts})
+            _keep(folder, captured.profile, texts)
 
 
 def _start(folder: Path) -> None:
@@ -217,10 +218,10 @@ def _result(
     counts: CompilationCounts,
     memory: tuple[int | None, str] | None,
     folder: Path | None,
-    texts: Mapping[int, tuple[str, int | None]],
+    loaded: Mapping[int, list[tuple[Any, int | None]]],
     cost: float,
-) -> tuple[Profile, Collection[int]]:
-    """The profile, and the numbers of the programs that ran."""
+) -> tuple[Profile, dict[int, str]]:
+    """The profile, and the texts of the programs that ran, by number."""
     import jax
 
     reasons: dict[str, str] = {}
@@ -231,12 +232,13 @@ def _result(
         peak, why = memory
         if why:
             reasons["peak_memory_bytes"] = why
-    trace = Trace()
+    trace, texts = Trace(), {}
     programs: tuple[ProgramRuns, ...] = ()
     operations: tuple[Operation, ...] = ()
     if what.traces:
-        known = _known(texts, reasons)
+        known = _KnownPrograms(loaded, reasons)
         trace, programs, operations = _counted(find_trace(str(folder)), known, reasons)
+        texts = known.texts
     ran = bool(trace.events)
     for figure, asked, setting in (
         ("flops", what.flops, "capture_flops"),
@@ -277,35 +279,68 @@ def _result(
         reasons=reasons,
         versions=machine_description(devices=False)["versions"],
     )
-    return profile, trace.runs
+    return profile, texts
 
 
-def _known(texts: Mapping[int, tuple[str, int | None]], reasons: dict[str, str]) -> dict[int, KnownProgram]:
-    known = {}
-    for number, (text, temporary) in texts.items():
-        try:
-            known[number] = known_program(text, temporary)
-        except CapibaraError as error:
-            reasons[f"program {number}"] = f"its text could not be read: {error}"
-    return known
+class _KnownPrograms(Mapping[int, Mapping[str, bool]]):
+    """The operations of each number's programs, and whether they are collectives; a text is read when it is asked for.
+
+    A process may hold hundreds of programs of which few ran.
+    """
+
+    def __init__(self, loaded: Mapping[int, list[tuple[Any, int | None]]], reasons: dict[str, str]) -> None:
+        self._loaded, self._reasons = loaded, reasons
+        self._read: dict[int, list[KnownProgram]] = {}
+        self.texts: dict[int, str] = {}
+
+    def candidates(self, number: int) -> list[KnownProgram]:
+        """The programs that have a number."""
+        if number not in self._read:
+            self._read[number] = []
+            for module, temporary in self._loaded.get(number, ()):
+                try:
+                    self._read[number].append(known_program(module.to_string(), temporary))
+                except CapibaraError as error:
+                    self._reasons[f"program {number}"] = f"its text could not be read: {error}"
+        return self._read[number]
+
+    def ran(self, number: int, seen: Collection[str]) -> KnownProgram | None:
+        """The program of a number that has the operations that were seen, and no others if there is a choice."""
+        found = self.candidates(number)
+        if not found:
+            return None
+        chosen = min(found, key=lambda one: len(set(seen) ^ set(one.operations)))
+        self.texts[number] = chosen.text
+        return chosen
+
+    def __getitem__(self, number: int) -> Mapping[str, bool]:
+        return {
+            name: about.kind == "collective"
+            for one in self.candidates(number)
+            for name, about in one.operations.items()
+        }
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._loaded)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
 
 
 def _counted(
-    path: Path, known: Mapping[int, KnownProgram], reasons: dict[str, str]
+    path: Path, known: _KnownPrograms, reasons: dict[str, str]
 ) -> tuple[Trace, tuple[ProgramRuns, ...], tuple[Operation, ...]]:
-    trace = read_trace(
-        path,
-        {
-            number: {name: about.kind == "collective" for name, about in one.operations.items()}
-            for number, one in known.items()
-        },
-    )
+    trace = read_trace(path, known)
+    seen: dict[int, set[str]] = {number: set() for number in trace.runs}
+    for number, name in trace.counts:
+        seen[number].add(name)
     programs, operations = [], []
     for number, runs in trace.runs.items():
-        program = known.get(number)
+        program = known.ran(number, seen[number])
         if program is None:
-            reasons[f"program {number}"] = (
-                "it was not among the loaded programs: its operations are not known"
+            reasons.setdefault(
+                f"program {number}",
+                "it was not among the loaded programs: its operations are not known",
             )
             continue
         _complete(program, number, runs, trace)

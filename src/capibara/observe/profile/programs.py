@@ -46,9 +46,10 @@ class Known:
 
 @dataclass(frozen=True)
 class KnownProgram:
-    """A program: its operations by name; how many there must be in one run; and what its text did not say."""
+    """A program: its text, its operations by name, and what the text did not say."""
 
     name: str
+    text: str
     operations: dict[str, Known]
     temporary_bytes: int | None
     unknown: tuple[str, ...]
@@ -80,10 +81,13 @@ class HeldPrograms:
         for program in loaded_programs():
             self._held.setdefault(id(program), program)
 
-    def texts(self) -> dict[int, tuple[str, int | None]]:
-        """Texts of the programs, and their temporary bytes, by XLA's number of the module."""
+    def by_number(self) -> dict[int, list[tuple[Any, int | None]]]:
+        """The programs' modules (with ``to_string()``), and their temporary bytes, by XLA's number of the module.
+
+        A program that was read from a file has the number of the process that compiled it, which another may have here.
+        """
         self._hold()
-        found: dict[int, tuple[str, int | None]] = {}
+        found: dict[int, list[tuple[Any, int | None]]] = {}
         for program in self._held.values():
             for module in program.hlo_modules():
                 number = module_number(module.as_serialized_hlo_module_proto())
@@ -91,7 +95,7 @@ class HeldPrograms:
                     temporary: int | None = int(program.get_compiled_memory_stats().temp_size_in_bytes)
                 except (RuntimeError, AttributeError):  # a backend without these figures
                     temporary = None
-                found[number] = (module.to_string(), temporary)
+                found.setdefault(number, []).append((module, temporary))
         self._held.clear()
         return found
 
@@ -132,7 +136,7 @@ def known_program(text: str, temporary_bytes: int | None = None) -> KnownProgram
             one.flops or 0,
             one.bytes,
         )
-    return KnownProgram(facts.name, found, temporary_bytes, facts.unknown)
+    return KnownProgram(facts.name, text, found, temporary_bytes, facts.unknown)
 
 
 def _sources(text: str) -> dict[str, str]:
