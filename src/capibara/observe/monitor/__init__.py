@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from capibara.observe.monitor.devices import DeviceReading
 from capibara.observe.monitor.monitor import TpuRealTimeMonitor
-from capibara.observe.monitor.rules import Alert, AlertRule, MonitorError
+from capibara.observe.monitor.rules import DEFAULT_THRESHOLDS, Alert, AlertRule, MonitorError
 from capibara.observe.monitor.sinks import CallbackSink, JsonLinesSink, LogSink, PrometheusSink, Sink
-from capibara.observe.monitor.sources import METRICS, MachineSource, Reading, Source
+from capibara.observe.monitor.sources import METRICS, PROCESS_METRICS, MachineSource, Reading, Source
 
 __all__ = [
+    "DEFAULT_THRESHOLDS",
     "METRICS",
+    "PROCESS_METRICS",
     "Alert",
     "AlertRule",
     "CallbackSink",
+    "DeviceReading",
     "JsonLinesSink",
     "LogSink",
     "MachineSource",
