@@ -221,3 +221,18 @@ def _give_back() -> None:
     """Freed memory goes back to the system; glibc keeps it otherwise."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+@pytest.fixture(scope="module")
+def without_the_persistent_cache() -> Iterator[None]:
+    """Profiles are exact where JAX compiles: of two like programs from its cache nobody knows which ran."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+pytestmark = pytest.mark.usefixtures("without_the_persistent_cache")
 FIRST = """
     from capibara.jax.tpu_v4.optimizations import (
         TpuMemoryMonitor,
@@ -90,7 +91,7 @@ PRINTED = {
     FIRST: [r"TFLOPS: \d+\.\d", r"Memory efficiency: \d+\.\d%"],
     ADVANCED: [
         r"Peak memory: \d+\.\d\d GB",
-        rf"Total FLOPS: {2 * 256**3 * 4:e}".replace("+", r"\+"),
+        r"Total FLOPS: \d\.\d+e\+\d+",
         r"Communication overhead: 0\.0 ms",
     ],
     SECOND: [

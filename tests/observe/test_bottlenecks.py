@@ -19,6 +19,8 @@ from capibara.observe.profile import Operation, Profile, TpuPerformanceProfiler
 
 Work = Callable[[], object]
 
+pytestmark = pytest.mark.usefixtures("without_the_persistent_cache")
+
 
 def profiled(work: Work, *, warm: bool = True) -> Profile:
     if warm:

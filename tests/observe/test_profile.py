@@ -36,6 +36,8 @@ from capibara.observe.profile.programs import known_program, module_number
 from capibara.observe.profile.trace import covered, find_trace, read_trace
 from capibara.plan.errors import PlanError
 
+pytestmark = pytest.mark.usefixtures("without_the_persistent_cache")
+
 
 def layers(x, weights):
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0]
@@ -495,6 +497,37 @@ def test_the_number_of_a_module():
 def test_rubbish_in_place_of_a_module(data: bytes):
     with contextlib.suppress(PlanError):  # "a serialized program ends within a number"
         assert isinstance(module_number(data), int)
+
+
+CACHED = """
+import json, sys, warnings
+warnings.simplefilter("error")
+import jax, jax.numpy as jnp
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+from capibara.observe.profile import TpuPerformanceProfiler
+square = jax.jit(lambda x: x @ x)
+sizes = [64] if sys.argv[2] == "one" else [64, 96]
+arrays = [jnp.ones((n, n)) for n in sizes]
+jax.block_until_ready([square(x) for x in arrays])
+profiler = TpuPerformanceProfiler()
+with profiler.profile_context("cached"):
+    jax.block_until_ready([square(arrays[0]) for _ in range(3)])
+found = profiler.profile()
+print("RESULT", json.dumps([found.flops, found.reasons.get("flops", "")]))
+"""
+
+
+def test_programs_from_the_persistent_cache(tmp_path: Path):
+    """They have other numbers in the trace than in the runtime's list: one is found, two like it are not guessed."""
+    for _ in range(2):
+        flops, reason = run_apart(CACHED, str(tmp_path), "one")
+        assert (flops, reason) == (3 * 2 * 64**3, "")
+    for _ in range(2):
+        flops, reason = run_apart(CACHED, str(tmp_path), "two")
+        assert flops is None
+        assert "persistent cache, and 2 programs like" in reason
 
 
 EMULATED = """

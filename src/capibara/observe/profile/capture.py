@@ -240,6 +240,7 @@ def _result(
         trace, programs, operations = _counted(find_trace(str(folder)), known, reasons)
         texts = known.texts
     ran = bool(trace.events)
+    unclear = next((f"{name}: {why}" for name, why in reasons.items() if name.startswith("program ")), "")
     for figure, asked, setting in (
         ("flops", what.flops, "capture_flops"),
         ("communication_seconds", what.communication, "capture_communication"),
@@ -247,7 +248,11 @@ def _result(
         if not asked:
             reasons[figure] = f"{setting}=False"
         elif not ran:
-            reasons[figure] = "the trace holds no operation of a compiled program: none ran in the region"
+            reasons[figure] = (
+                unclear or "the trace holds no operation of a compiled program: none ran in the region"
+            )
+        elif unclear and figure == "flops":
+            reasons[figure] = unclear
     if not what.traces:
         reasons.update(busy_seconds=_NO_TRACE, idle_share=_NO_TRACE)
     elif not ran:
@@ -263,8 +268,8 @@ def _result(
         chip=chip.name,
         devices=max(1, trace.devices),
         wall_seconds=wall,
-        flops=sum(one.flops for one in programs) if counted else None,
-        bytes=sum(one.bytes for one in programs) if counted else None,
+        flops=sum(one.flops for one in programs) if counted and not unclear else None,
+        bytes=sum(one.bytes for one in programs) if counted and not unclear else None,
         busy_seconds=trace.busy_ns / 1e9 if ran else None,
         communication_seconds=trace.exposed_ns / 1e9 if ran and what.communication else None,
         peak_memory_bytes=peak,
@@ -294,7 +299,16 @@ class _KnownPrograms(Mapping[int, Mapping[str, bool]]):
         self.texts: dict[int, str] = {}
 
     def candidates(self, number: int) -> list[KnownProgram]:
-        """The programs that have a number."""
+        """The programs that may be meant by a number: those that have it, or else all.
+
+        A program that JAX read from its persistent cache is listed under another number than the trace has.
+        """
+        found = self._programs(number)
+        if found and not _reads_programs():
+            return found
+        return [one for other in self._loaded for one in self._programs(other)]
+
+    def _programs(self, number: int) -> list[KnownProgram]:
         if number not in self._read:
             self._read[number] = []
             for module, temporary in self._loaded.get(number, ()):
@@ -305,11 +319,21 @@ class _KnownPrograms(Mapping[int, Mapping[str, bool]]):
         return self._read[number]
 
     def ran(self, number: int, seen: Collection[str]) -> KnownProgram | None:
-        """The program of a number that has the operations that were seen, and no others if there is a choice."""
-        found = self.candidates(number)
+        """The program of a number: that with the operations that were seen, and fewest others."""
+        own = self._programs(number)
+        if not seen:
+            return own[0] if own else None
+        found = [one for one in self.candidates(number) if set(seen) <= set(one.operations)]
         if not found:
             return None
-        chosen = min(found, key=lambda one: len(set(seen) ^ set(one.operations)))
+        fewest = min(len(one.operations) for one in found)
+        found = [one for one in found if len(one.operations) == fewest]
+        chosen = next((one for one in found if one in own), found[0])
+        if _reads_programs() and len({_work(one) for one in found}) > 1:
+            self._reasons[f"program {number}"] = (
+                f"it may have come from JAX's persistent cache, and {len(found)} programs like {chosen.name} are "
+                "loaded: which of them ran is not known. Profile without the cache (JAX_ENABLE_COMPILATION_CACHE=false)"
+            )
         self.texts[number] = chosen.text
         return chosen
 
@@ -325,6 +349,19 @@ class _KnownPrograms(Mapping[int, Mapping[str, bool]]):
 
     def __len__(self) -> int:
         return len(self._loaded)
+
+
+def _reads_programs() -> bool:
+    """Whether JAX may have read programs from its persistent cache."""
+    import jax
+
+    return bool(jax.config.values.get("jax_compilation_cache_dir")) and bool(
+        jax.config.values.get("jax_enable_compilation_cache")
+    )
+
+
+def _work(program: KnownProgram) -> tuple[tuple[str, int, int, int], ...]:
+    return tuple((name, one.trips, one.flops, one.bytes) for name, one in sorted(program.operations.items()))
 
 
 def _counted(
@@ -343,7 +380,8 @@ def _counted(
                 "it was not among the loaded programs: its operations are not known",
             )
             continue
-        _complete(program, number, runs, trace)
+        if f"program {number}" not in reasons:
+            _complete(program, number, runs, trace)
         mine = []
         for name, about in program.operations.items():
             count, spent = trace.counts.get((number, name), (0, 0.0))
