@@ -191,13 +191,14 @@ HEALTHY = {
 
 
 def seen(work: Work, expected: set[str], *, warm: bool = True) -> set[str]:
-    """Kinds of what is found. Regions are milliseconds, and other processes work on these cores: up to 3 tries."""
+    """Kinds of what is found. Regions are milliseconds, and other processes work on these cores: some tries."""
     found: set[str] = set()
-    for _ in range(3):
+    for _ in range(12):
         found = {one.kind for one in find_bottlenecks(profiled(work, warm=warm)).bottlenecks}
         # A function that is compiled anew each time stays compiled in the second try.
         if found == expected or not warm:
             break
+        time.sleep(0.25)
     return found
 
 
