@@ -214,10 +214,12 @@ def verdicts() -> tuple[list[tuple[str, set[str]]], dict[str, set[str]]]:
     return faulty, healthy
 
 
+@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
 def test_no_false_alarm(verdicts):
     assert {name: found for name, found in verdicts[1].items() if found} == {}
 
 
+@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
 def test_planted_faults_are_found(verdicts):
     faulty, healthy = verdicts
     hits = sum(kind in found for kind, found in faulty)
@@ -227,6 +229,7 @@ def test_planted_faults_are_found(verdicts):
     assert f1 >= 0.95, (f1, [one for one in faulty if one[1] != {one[0]}])
 
 
+@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
 def test_the_predicted_gain_is_about_the_measured_one():
     """Fusing, and input that is there: the predicted part of the time against what the remedy saves."""
     before = profiled(eager_large(1500))
