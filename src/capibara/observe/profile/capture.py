@@ -8,11 +8,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from capibara.compilation import CompilationCounts, count_compilations
+from capibara.compilation.counting import COMPILED
 from capibara.errors import CapibaraError
 from capibara.files import replace_file
 from capibara.hardware import Chip, detect_chip
@@ -21,7 +25,7 @@ from capibara.measure import copy_bandwidth, machine_description, matmul_rate
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.programs import HeldPrograms, KnownProgram, known_program
 from capibara.observe.profile.result import Operation, Profile, ProgramRuns
-from capibara.observe.profile.trace import Trace, find_trace, read_trace
+from capibara.observe.profile.trace import Trace, covered, find_trace, read_trace
 
 __all__ = ["Capture", "Captured", "capture"]
 
@@ -84,7 +88,7 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
         failed = True
         began = time.perf_counter()
         try:
-            with count_compilations() as counts:
+            with count_compilations() as counts, _Tracing() as tracing:
                 yield captured
             failed = False
         finally:
@@ -94,7 +98,8 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
             cost = _event_cost() if what.traces and not failed else 0.0
             if what.traces:
                 jax.profiler.stop_trace()
-        captured.profile, texts = _result(name, what, wall, counts, peak, place, loaded, cost)
+        profile, texts = _result(name, what, wall, counts, peak, place, loaded, cost)
+        captured.profile = replace(profile, tracing_seconds=tracing.seconds())
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             _keep(folder, captured.profile, texts)
@@ -172,6 +177,45 @@ def _event_cost() -> float:
         with jax.profiler.TraceAnnotation("capibara"):
             pass
     return (time.perf_counter() - start) / count
+
+
+class _Tracing:
+    """Time of tracing and lowering functions, without that of compiling. They lie within one another."""
+
+    _EVENTS = (
+        "/jax/core/compile/jaxpr_trace_duration",
+        "/jax/core/compile/jaxpr_to_mlir_module_duration",
+        COMPILED,
+    )
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, int, int]] = []
+
+    def __enter__(self) -> _Tracing:
+        import jax.monitoring
+
+        jax.monitoring.register_event_duration_secs_listener(self._event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import jax.monitoring
+
+        jax.monitoring.unregister_event_duration_listener(self._event)
+
+    def _event(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event in self._EVENTS:
+            length = int(duration_secs * 1e9)
+            self._spans.append((event, time.perf_counter_ns() - length, length))
+
+    def seconds(self) -> float:
+        compiled = [span for span in self._spans if span[0] == COMPILED]
+        return (_covered(self._spans) - _covered(compiled)) / 1e9
+
+
+def _covered(spans: list[tuple[str, int, int]]) -> int:
+    return covered(
+        np.array([start for _, start, _ in spans], np.int64), np.array([one for *_, one in spans], np.int64)
+    )
 
 
 class _MemoryWatch:

@@ -22,6 +22,12 @@ _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
 _FILE = re.compile(r'^(\d+) "((?:[^"\\]|\\.)*)"', re.MULTILINE)
 _PLACED = re.compile(r"^\s+(?:ROOT )?%?([^\s%=(]+) = .*?\bstack_frame_id=(\d+)", re.MULTILINE)
+# A TPU calls Python by exchanging arrays with the host, on CPUs and GPUs it is a custom call.
+_HOST_TRANSFER = re.compile(
+    r"^\s+(?:ROOT )?%?([^\s%=(]+) = [^=\n]*? (send|recv|send-done|recv-done)\(.*?\bis_host_transfer=true(.*)$",
+    re.MULTILINE,
+)
+_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _OLD_PLACED = re.compile(
     r'^\s+(?:ROOT )?%?([^\s%=(]+) = .*?source_file="([^"]*)".*?source_line=(\d+)', re.MULTILINE
 )
@@ -136,6 +142,10 @@ def known_program(text: str, temporary_bytes: int | None = None) -> KnownProgram
             one.flops or 0,
             one.bytes,
         )
+    for name, opcode, rest in _HOST_TRANSFER.findall(text):
+        path = _OP_NAME.search(rest)
+        # No trips: it is not known whether each of them is in a trace, and what is not there must not refuse it.
+        found[name] = Known("kernel", opcode, path[1] if path else "", sources.get(name, ""), "", 0, 0, 0)
     return KnownProgram(facts.name, text, found, temporary_bytes, facts.unknown)
 
 

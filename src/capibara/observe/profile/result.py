@@ -92,6 +92,7 @@ class Profile:
       operations: by time.
       reasons: why a figure is None or doubtful, by its name.
       versions: of Python and the packages.
+      tracing_seconds: time of tracing and lowering functions before they were compiled, beside ``compile_seconds``.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Profile:
     operations: tuple[Operation, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    tracing_seconds: float = 0.0
 
     @property
     def tflops(self) -> float | None:
