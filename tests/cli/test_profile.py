@@ -36,6 +36,7 @@ def capibara(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         check=False,
+        timeout=120,
     )
 
 
@@ -91,6 +92,39 @@ def test_the_exit_code_is_the_scripts(script: Path):
     assert "mine" in done.stderr  # standard output is the JSON
 
 
+def test_files_of_ones_own_stay(script: Path, tmp_path: Path):
+    for name in ("plugins", "programs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text("mine")
+    for _ in range(2):
+        done = capibara("-o", tmp_path, "--", script, 1, 0)
+        assert done.returncode == 0, done.stderr
+    assert {(tmp_path / name / "mine.py").read_text() for name in ("plugins", "programs")} == {"mine"}
+    (tmp_path / "profile.json").write_text('{"of": "something else"}')
+    done = capibara("-o", tmp_path, "--", script, 1, 0)
+    assert done.returncode == 2
+    assert "without a profile.json of something else" in done.stderr
+    assert "mine (" not in done.stdout  # said before the program runs
+    assert (tmp_path / "profile.json").read_text() == '{"of": "something else"}'
+
+
+def test_a_script_that_forks(tmp_path: Path):
+    path = tmp_path / "forks.py"
+    path.write_text(
+        "import os, sys, warnings\n"
+        "import jax.numpy as jnp\n"
+        "print(jnp.ones((8, 8)).sum())\n"
+        "warnings.simplefilter('ignore')\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    sys.exit(0)\n"
+        "sys.exit(os.waitpid(child, 0)[1])\n"
+    )
+    done = capibara("--json", "--", path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["programs"]
+
+
 def test_a_script_without_jax(tmp_path: Path):
     path = tmp_path / "plain.py"
     path.write_text("print('hello')\n")
@@ -107,7 +141,7 @@ def test_a_script_without_jax(tmp_path: Path):
         (["--", "python"], "got no file"),
         (["--", "python", "-c", "1"], "got the option '-c'"),
         (["show", "/nowhere"], "holds no profile"),
-        (["-o", __file__, "--", __file__], "cannot be written to"),
+        (["-o", __file__, "--", __file__], "expected one that can be written to"),
         (["show"], "expected one"),
         (["diff", "a"], "expected two"),
     ],

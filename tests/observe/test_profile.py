@@ -269,9 +269,10 @@ def test_kept_in_a_folder(tmp_path: Path):
             square(ones(64, 64)).block_until_ready()
     (folder,) = tmp_path.iterdir()
     assert Profile.from_json((folder / "profile.json").read_text()) == profiler.profile()
-    assert ProfileData.from_file(str(find_trace(folder))).planes is not None
-    assert len(list(folder.glob("**/*.xplane.pb"))) == 1
-    (text,) = [path.read_text() for path in (folder / "programs").iterdir() if "lambda" in path.name]
+    trace = find_trace(folder)
+    assert ProfileData.from_file(str(trace)).planes is not None
+    programs = trace.parent / "programs"
+    (text,) = [path.read_text() for path in programs.iterdir() if "lambda" in path.name]
     assert sum(about.flops for about in known_program(text).operations.values()) == 2 * 64**3
 
 
@@ -293,6 +294,42 @@ def test_an_exception_ends_the_trace_and_leaves_no_profile():
     with profiler.profile_context("next"):
         jnp.ones(8).block_until_ready()
     assert profiler.profile().name == "next"
+
+
+def test_names_have_folders_of_their_own(tmp_path: Path):
+    profiler = TpuPerformanceProfiler(
+        capture_flops=False, capture_communication=False, capture_kernel_details=False, trace_dir=tmp_path
+    )
+    names = ("..", ".", "a b", "a_b", "a/b", "x" * 300)
+    for name in names:
+        with profiler.profile_context(name):
+            pass
+    found = [Profile.from_json(path.read_text()).name for path in tmp_path.glob("*/profile.json")]
+    assert sorted(found) == sorted(names)
+    assert [path.name for path in tmp_path.glob("*.json")] == []
+
+
+def test_a_failure_at_the_end_leaves_no_trace_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    profiler = TpuPerformanceProfiler()
+
+    def interrupted() -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), profiler.profile_context("interrupted"):
+        monkeypatch.setattr(capture_module, "_settle", interrupted)
+    monkeypatch.undo()
+    with pytest.raises(ProfileError, match="end no trace"), profiler.profile_context("ended"):
+        jax.profiler.stop_trace()
+    (tmp_path / "file").touch()
+    broken = TpuPerformanceProfiler(trace_dir=tmp_path / "file")
+    with (
+        pytest.raises(ProfileError, match="expected one that can be written to"),
+        broken.profile_context("x"),
+    ):
+        pass
+    with profiler.profile_context("next"):
+        jnp.ones(8).block_until_ready()
+    assert list(profiler.profiles) == ["next"]
 
 
 def test_the_profiler_as_context():

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Profile; return the exit code."""
     from capibara.errors import ConfigError
+    from capibara.observe.profile.capture import prepare_folder
 
     what = args.command
     if not what:
@@ -54,11 +55,9 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="capibara-profile-") as temporary:
         folder = Path(args.output or temporary)
         written = folder / "profile.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            written.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--output: {str(folder)!r} cannot be written to ({error.strerror})") from error
+        prepare_folder(folder)
+        # One of ours, of an earlier time: what stands there afterwards is of this program.
+        written.unlink(missing_ok=True)
         python, arguments = _python(what)
         # What the program prints is not part of our output.
         done = subprocess.run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import os
 import tempfile
 import threading
 import time
@@ -18,7 +18,7 @@ import numpy as np
 from capibara.compilation import CompilationCounts, count_compilations
 from capibara.compilation.counting import COMPILED
 from capibara.errors import CapibaraError
-from capibara.files import replace_file
+from capibara.files import read_bounded, replace_file
 from capibara.hardware import Chip, detect_chip
 from capibara.hardware.telemetry import device_memory, host_memory, live_array_bytes
 from capibara.measure import copy_bandwidth, machine_description, matmul_rate
@@ -27,7 +27,7 @@ from capibara.observe.profile.programs import HeldPrograms, KnownProgram, known_
 from capibara.observe.profile.result import Operation, Profile, ProgramRuns
 from capibara.observe.profile.trace import Trace, covered, find_trace, read_trace
 
-__all__ = ["Capture", "Captured", "capture"]
+__all__ = ["Capture", "Captured", "capture", "prepare_folder"]
 
 # A run of a program must have at least this share of the operations that its text lists, or the tracer dropped some.
 _COMPLETE = 0.98
@@ -73,14 +73,18 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
     Raises:
       ProfileError: another trace is being taken; or the tracer dropped operations.
     """
-    import jax
 
     captured = Captured()
+    process = os.getpid()
+    if folder is not None:
+        prepare_folder(folder)
     with contextlib.ExitStack() as stack:
         place = folder
         if what.traces and place is None:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="capibara-profile-")))
-        _settle()
+        # A failure of earlier work is that work's, and was or will be said there.
+        with contextlib.suppress(RuntimeError):
+            _settle()
         memory = _MemoryWatch() if what.memory else None
         held = stack.enter_context(HeldPrograms()) if what.traces else None
         if what.traces:
@@ -90,19 +94,44 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
         try:
             with count_compilations() as counts, _Tracing() as tracing:
                 yield captured
-            failed = False
-        finally:
             wall = _settle() - began
             peak = None if memory is None else memory.end()
-            loaded = {} if held is None or failed else held.by_number()
-            cost = _event_cost() if what.traces and not failed else 0.0
-            if what.traces:
-                jax.profiler.stop_trace()
+            loaded = {} if held is None else held.by_number()
+            cost = _event_cost() if what.traces else 0.0
+            failed = False
+        finally:
+            # In a process that was forked meanwhile the tracer and XLA's threads are not there: it is the parent's.
+            if what.traces and os.getpid() == process:
+                _stop(quiet=failed)
+        if os.getpid() != process:
+            stack.pop_all()
+            return
         profile, texts = _result(name, what, wall, counts, peak, place, loaded, cost)
         captured.profile = replace(profile, tracing_seconds=tracing.seconds())
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            _keep(folder, captured.profile, texts)
+            _keep(folder, captured.profile, texts if what.traces else {})
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder, and see before the region runs that a profile can be kept there.
+
+    Nothing in it is deleted: traces have folders named after their time, and only a profile of ours is replaced.
+
+    Raises:
+      ProfileError: it cannot be written to, or has another ``profile.json``.
+    """
+    kept = folder / "profile.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if kept.exists():
+            Profile.from_json(read_bounded(kept, 512 * 2**20).decode())
+    except (OSError, ValueError) as error:
+        raise ProfileError(
+            f"folder: got {str(folder)!r}, expected one that can be written to, without a profile.json of something "
+            f"else ({error}): choose another one"
+        ) from error
 
 
 def _start(folder: Path) -> None:
@@ -112,13 +141,25 @@ def _start(folder: Path) -> None:
     # Python's tracer records every call of a function, which slows a program several times.
     options.python_tracer_level = 0
     options.host_tracer_level = 2
-    shutil.rmtree(folder / "plugins", ignore_errors=True)
     try:
         jax.profiler.start_trace(str(folder), profiler_options=options)
     except RuntimeError as error:
         raise ProfileError(
             f"a trace is being taken already ({error}): end it first; profiles do not lie within one another"
         ) from error
+
+
+def _stop(*, quiet: bool) -> None:
+    """End the trace; ``quiet`` after a failure of the region, which is what the user is told."""
+    import jax
+
+    try:
+        jax.profiler.stop_trace()
+    except RuntimeError as error:
+        if not quiet:
+            raise ProfileError(
+                f"the trace could not be ended ({error}): end no trace of jax.profiler within the region"
+            ) from error
 
 
 def _settle() -> float:
@@ -505,9 +546,11 @@ def _measured(dtype: str) -> tuple[float | None, float | None]:
 
 def _keep(folder: Path, profile: Profile, texts: Mapping[int, str]) -> None:
     replace_file(folder / "profile.json", profile.to_json().encode())
-    kept = folder / "programs"
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.mkdir()
+    if not texts:
+        return
+    # Beside the trace, in the folder that is named after its time.
+    kept = find_trace(folder).parent / "programs"
+    kept.mkdir(exist_ok=True)
     for number, text in texts.items():
         name = text.split(",", 1)[0].removeprefix("HloModule ").strip()
         safe = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)[:100]

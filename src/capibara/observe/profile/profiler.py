@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,7 @@ class TpuPerformanceProfiler:
             raise ProfileError(f"name: got {name!r}, expected a text such as 'forward_pass'")
         folder = None
         if self._folder is not None:
-            folder = self._folder / "".join(
-                one if one.isalnum() or one in "._-" else "_" for one in name
-            ).strip(".")
+            folder = self._folder / _folder_name(name)
         with capture(name, self._what, folder) as captured:
             yield captured
         if captured.profile is not None:
@@ -144,6 +143,12 @@ class TpuPerformanceProfiler:
             "wall_time_ms",
         )
         return {name: found[name] for name in kept}
+
+
+def _folder_name(name: str) -> str:
+    """A name of a folder for a region's: another one for every other name."""
+    safe = "".join(one if one.isalnum() or one in "._-" else "_" for one in name).strip(".")[:100]
+    return safe if safe == name else f"{safe}-{zlib.crc32(name.encode(errors='replace')):08x}"
 
 
 class TpuProfiler:

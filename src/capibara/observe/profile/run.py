@@ -6,10 +6,12 @@ The profile begins when the script compiles its first program: before that, it m
 from __future__ import annotations
 
 import contextlib
+import os
 import runpy
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.capture import Capture, capture
@@ -54,7 +56,7 @@ def run_profiled(folder: Path, arguments: list[str]) -> int:
     sys.argv = arguments[1:] if module else arguments
     watch = _FromFirstProgram(Path(script).name, folder)
     jax.monitoring.register_event_duration_secs_listener(watch.event)
-    code = 0
+    code, process = 0, os.getpid()
     # The script's names are kept until the profile has ended: what they hold is part of it.
     kept: dict[str, Any] = {}
     with watch.stack:
@@ -68,13 +70,28 @@ def run_profiled(folder: Path, arguments: list[str]) -> int:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            if os.getpid() != process:
+                traceback.print_exc()
+                _leave(1)
+            raise
         finally:
             jax.monitoring.unregister_event_duration_listener(watch.event)
+        if os.getpid() != process:
+            _leave(code)
     kept.clear()
     if watch.captured is None and code == 0:
         print(f"{script} ran no compiled program: there is nothing to profile", file=sys.stderr)
         return 1
     return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End a process that the script forked: an exit would wait for threads of the tracer and XLA that are not there."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":
